@@ -126,7 +126,7 @@ class Controller:
         # replicas and servers
         on(VersionApplied, self.run_log.write, self._note_update)
         on(events.Stranded, lambda _: self.session.wake())
-        on(events.Hung, lambda event: self._hooks.stuck(event.role))
+        on(events.Stalled, lambda event: self._hooks.stalled(event.role))
         on(events.NoServerLeft, lambda event: self._fail(event.problem))
 
     def _tasks(self) -> list[Coroutine[Any, Any, None]]:

@@ -73,7 +73,7 @@ class Quarantined(NamedTuple):
     tokens: list[int]  # of the completion; empty: they cannot be read
 
 
-class Hung(NamedTuple):
+class Stalled(NamedTuple):
     """ReplicaPool, Heartbeats: the process of a role makes no progress."""
 
     role: str  # a replica's name, or "trainer"

@@ -100,7 +100,7 @@ class Hooks:
     set_back: Callable[[Version | None], None] | None = None
     """Have the next trainer resume from this checkpoint, None: from the model folder; without it the guard
     cannot roll back."""
-    stuck: Callable[[str], None] = _ignore
+    stalled: Callable[[str], None] = _ignore
     """A replica's or the trainer's process hangs: kill it and start it again, if it is ours."""
     span: Callable[[Span], None] = _ignore  # a stretch of work or waiting has ended: a line of timeline.jsonl
 

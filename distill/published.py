@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
-from distill.loading import load_run_dir
+from distill.config.loading import load_run_dir
 from sync.errors import SnapshotError
 from sync.snapshots import admin
 from sync.snapshots.manifest import read_latest, read_manifest

@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from distill.config import RunConfig
+from distill.config.loading import load
 from distill.launch.run_folder import RunFolder
-from distill.loading import load
 from distill.tasks import Models
 from sync.errors import DistillError
 

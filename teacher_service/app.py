@@ -44,7 +44,7 @@ from sync.wire import (
 )
 from sync.wire.checks import Problem
 from teacher_service import messages
-from teacher_service.batching import STUCK_SECONDS, Batcher, Metrics, Outcome, Work
+from teacher_service.batching import STALLED_SECONDS, Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine
 from teacher_service.kept import PART_BYTES, KeptScores
@@ -211,7 +211,7 @@ class TeacherService:
         if self._batcher.healthy:
             return PlainTextResponse("ok")
         return refuse(
-            503, f"batching has ended, or one batch took {STUCK_SECONDS:.0f} s: restart this process"
+            503, f"batching has ended, or one batch took {STALLED_SECONDS:.0f} s: restart this process"
         )
 
     async def get_metrics(self, _: Request) -> Response:

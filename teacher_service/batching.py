@@ -33,7 +33,7 @@ from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineS
 log = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS: Final = 0.5
 """What a refused caller is told to wait."""
-STUCK_SECONDS: Final = 1800.0
+STALLED_SECONDS: Final = 1800.0
 """Longest time of one call of the engine, loading included; after it /health fails."""
 STOP_SECONDS: Final = 2.0
 """How long the calls under way are waited for at the end."""
@@ -115,11 +115,11 @@ class Batcher:
 
     @property
     def healthy(self) -> bool:
-        """Whether batches are computed, each call within STUCK_SECONDS."""
+        """Whether batches are computed, each call within STALLED_SECONDS."""
         began = min(list(self._calls.values()), default=math.inf)
-        stuck = time.monotonic() - began > STUCK_SECONDS
+        stalled = time.monotonic() - began > STALLED_SECONDS
         working = bool(self._tasks) and not any(task.done() for task in self._tasks)
-        return working and not stuck and self._ended is None
+        return working and not stalled and self._ended is None
 
     async def stop(self) -> bool:
         """Compute no more, and wait STOP_SECONDS for the calls under way; whether they have ended."""

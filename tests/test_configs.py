@@ -14,8 +14,8 @@ import yaml
 
 from distill.cli.main import app
 from distill.config import RunConfig
+from distill.config.loading import load
 from distill.launch.roles import check_all_joined
-from distill.loading import load
 from student_trainer.config import TrainerConfig
 from sync.settings import ReplicaConfig, Settings
 

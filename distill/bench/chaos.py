@@ -34,8 +34,8 @@ from distill import quickstart
 from distill.bench.faults import CUT, MALFORMED, keep, mount
 from distill.bench.kill_target import CONTROLLER, DEEPSPEED, ENGINE_OF, KillTarget, kind_of
 from distill.bench.runner import Figures, markdown
+from distill.config.loading import load
 from distill.launch.roles import EVALUATOR, TRAINER
-from distill.loading import load
 from distill.run_log.audit import VIOLATIONS, AuditReport, audit
 from sync.errors import ConfigError, DistillError
 from sync.jsonl import JsonLines
@@ -49,7 +49,7 @@ HEALTH_SECONDS = 20.0
 STALL_SECONDS = 60.0
 """rollout.stall_timeout_seconds, likewise: of an engine that is stopped behind its server."""
 STOP_SECONDS = 1.5 * HEALTH_SECONDS
-"""Of the controller: by the clock it would take every other process for hung."""
+"""Of the controller: by the clock it would take every other process for stalled."""
 FAULT_SECONDS = 5.0
 """Length of a temporary fault: slowness, a full disk."""
 CHECKPOINT_EVERY = 10
@@ -57,7 +57,7 @@ CHECKPOINT_EVERY = 10
 STEPS_PER_EVENT = 40
 """Length of the quickstart: enough that it still runs at the last event."""
 TIMEOUT = 4.0
-"""Times run.start_seconds that anything may take before the run counts as stuck."""
+"""Times run.start_seconds that anything may take before the run counts as stalled."""
 Line = dict[str, Any]
 
 

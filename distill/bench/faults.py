@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from distill.config.loading import load
 from distill.launch import run
-from distill.loading import load
 from sync.errors import ConfigError
 from sync.secrets import redact_process
 

@@ -31,10 +31,10 @@ from distill.bench.local_evaluation import Limits, evaluate
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, crossing, medians
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
+from distill.config.loading import load_run_dir
 from distill.config.prompts import TaskPrompts
 from distill.evaluation.models import load_model, load_student
 from distill.launch.run import claim_of
-from distill.loading import load_run_dir
 from distill.prompts.sources import open_prompts
 from sync.errors import DistillError
 from sync.jsonl import read_lines

@@ -27,7 +27,7 @@ import numpy as np
 
 from distill.bench.runner import ROOT, Figures, serving
 from distill.config import StudentConfig
-from distill.launch import student
+from distill.launch import replica_command
 from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec
 from distill.rollout.replica_client import HttpReplica
@@ -278,7 +278,7 @@ async def started(model: Path, work: Path, rank: int | None = None) -> AsyncIter
     token = token_from_environment()
     with Ports() as ports:
         port = ports.take(LOCAL, 0, "student.port")
-        line, environment = student.command(config, settings, 0, LOCAL, port)
+        line, environment = replica_command.command(config, settings, 0, LOCAL, port)
         environment |= {} if token is None else {TOKEN_VARIABLE: token}
         url = url_of(LOCAL, port)
         async with serving([ChildSpec("student-0", line, environment, url=url)], work / "logs"):

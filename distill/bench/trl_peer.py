@@ -1,6 +1,6 @@
 """TRL's on-policy distillation, as its user would start it, by the Python of an environment without us.
 
-    python -P trl_peer.py JOB.json      fields: see `vs_trl.job`
+    python -P trl_peer.py JOB.json      fields: see `peers.job`
 
 Its settings are meant to be its fastest on a CPU: no gradient checkpointing, no logging, the whole batch in
 one generation and one backward pass. Student and teacher share the process and its threads; completions come

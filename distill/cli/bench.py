@@ -85,7 +85,7 @@ def pipeline(folder: Folder = Path("runs/bench-async"), json_file: JsonFile = No
 @app.command()
 def peers(folder: Folder = Path("runs/bench-peers"), json_file: JsonFile = None) -> None:
     """TRL's DistillationTrainer against us on the same models; installs TRL by pip into the folder."""
-    bench("vs_trl", folder, json_file=json_file)
+    bench("peers", folder, json_file=json_file)
 
 
 @app.command()

@@ -97,7 +97,7 @@ def preflight(
 
     Example: distill preflight configs/single_node.toml --engines
     """
-    from distill.launch.run import check_machine, rehearse
+    from distill.launch.run import check_machine, run_preflight
     from distill.preflight import checks, machine
 
     settings, split, lines = checks.check(load_config(config, overrides))
@@ -107,7 +107,7 @@ def preflight(
     machine.check_room(settings, needed)
     if engines:
         _log_to_stderr()
-        asyncio.run(rehearse(settings, split, lambda finding: typer.echo(redact(finding.line))))
+        asyncio.run(run_preflight(settings, split, lambda finding: typer.echo(redact(finding.line))))
     rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
     typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
 

@@ -52,7 +52,7 @@ Controller = Annotated[
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
     """The configuration of a command; its secrets are kept out of everything this process says."""
-    from distill.loading import load
+    from distill.config.loading import load
 
     config = load(path, overrides)
     redact_process()

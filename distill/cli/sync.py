@@ -54,8 +54,8 @@ def verify_versions(
 
 
 def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
-    from distill.cli.weight_identity import figures, lines, prove
-    from distill.loading import load_run_dir
+    from distill.cli.verify_engines import figures, lines, prove
+    from distill.config.loading import load_run_dir
 
     student = load_run_dir(run_dir).student
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".proof-") as work:

@@ -146,7 +146,7 @@ class Evaluator:
             if task.done():
                 return task.result()
             told = f"{replica.url} generated no token for rollout.stall_timeout_seconds = {limit:g} s"
-            raise Unreachable(f"{told}: it is hung")
+            raise Unreachable(f"{told}: it is stalled")
         finally:
             await cancel([task, stalled])
 

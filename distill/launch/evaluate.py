@@ -13,7 +13,7 @@ import msgspec
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.launch.roles import Ports, plan_servers, token_of
-from distill.launch.run import REHEARSAL_GRACE_SECONDS, claim_of, connect, disconnect, temporary
+from distill.launch.run import TEMPORARY_GRACE_SECONDS, claim_of, connect, disconnect, temporary
 from distill.launch.supervise import Supervisor
 from distill.preflight.checks import check
 from sync.errors import ConfigError, Unreachable
@@ -82,4 +82,4 @@ async def _evaluated(config: RunConfig, ports: Ports) -> EvalReport:
         return await evaluator.evaluate(version)
     finally:
         await disconnect(servers)
-        await supervisor.stop(REHEARSAL_GRACE_SECONDS)
+        await supervisor.stop(TEMPORARY_GRACE_SECONDS)

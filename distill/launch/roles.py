@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from distill.aio import look_seconds
 from distill.config import RunConfig
-from distill.launch import student
+from distill.launch import replica_command
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
 from distill.preflight.checks import check_following, check_model, check_secrets, check_transport, refuse
@@ -174,7 +174,7 @@ def student_child(config: RunConfig, index: int, ports: Ports) -> ChildSpec:
     port = _port(place, index, "student", ports)
     settings = config.subscriber(name)
     write_role(config.run_dir, name, settings)
-    argv, env = student.command(place, settings, index, place.host, port)
+    argv, env = replica_command.command(place, settings, index, place.host, port)
     return ChildSpec(name, argv, env, url=url_of(place.host, port))
 
 
@@ -184,7 +184,7 @@ def evaluation_replica(config: RunConfig, place: Placement, ports: Ports) -> Chi
     student_there = config.student.model_copy(update=update)
     port, settings = _port(place, 0, "evaluation.replica", ports), config.subscriber(name)
     write_role(config.run_dir, name, settings)
-    argv, env = student.command(student_there, settings, 0, place.host, port)
+    argv, env = replica_command.command(student_there, settings, 0, place.host, port)
     return ChildSpec(name, argv, env, url=url_of(place.host, port))
 
 
@@ -223,7 +223,7 @@ def _server(
         "TOKENIZERS_PARALLELISM": "false",
         **(ON_LOOPBACK if is_loopback(place.host) else {}),
         **place.env,
-        **student.visible_devices(place, index, label),
+        **replica_command.visible_devices(place, index, label),
     }
     return ChildSpec(label, argv, env, url=url_of(place.host, port))
 

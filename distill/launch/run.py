@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 STOP_SHARE = 0.7
 """Share of the grace period for the trainer's step and checkpoint; the rest is for TERM and KILL."""
-REHEARSAL_GRACE_SECONDS = 10.0
+TEMPORARY_GRACE_SECONDS = 10.0
 DISK_POLL_SECONDS = 5.0
 
 
@@ -333,7 +333,7 @@ class _Launcher:
             batch=self._samples.write,
             quarantined=self._quarantine.write,
             set_back=self._roll_back_to.append if config.controller.trainer == "launch" else None,
-            stuck=lambda name: self._supervisor.kill_child(name),  # made after the controller
+            stalled=lambda name: self._supervisor.kill_child(name),  # made after the controller
             span=self._spans.write,
         )
 
@@ -358,7 +358,7 @@ def check_machine(config: RunConfig) -> None:
             ports.take(config.controller.host, config.controller.port, "controller.port")
 
 
-async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:
+async def run_preflight(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:
     """Start every server, check the engines, and stop them; nothing is trained, no file stays.
 
     The trainer is not started: a plain forward pass of the student stands in for it, and a run compares the
@@ -375,7 +375,7 @@ async def rehearse(config: RunConfig, split: PromptSplit, say: Callable[[Finding
             await live.check_engines(moved, split, engines, say)
         finally:
             await disconnect(engines)
-            await supervisor.stop(REHEARSAL_GRACE_SECONDS)
+            await supervisor.stop(TEMPORARY_GRACE_SECONDS)
 
 
 def claim_of(config: RunConfig) -> Claim:

@@ -18,7 +18,7 @@ import msgspec
 from blake3 import blake3
 
 from distill.config import RunConfig
-from distill.loading import load_run_dir
+from distill.config.loading import load_run_dir
 from distill.preflight.machine import check_disk
 from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, sample_prompts

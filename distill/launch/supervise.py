@@ -284,22 +284,22 @@ class Supervisor:
         """Restart a child whenever it exits or hangs, until its orderly end."""
         while not child.over:
             exit_ = asyncio.create_task(child.exit())
-            hung = asyncio.create_task(self._until_hung(child))
+            stalled = asyncio.create_task(self._until_stalled(child))
             try:
-                await asyncio.wait({exit_, hung}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({exit_, stalled}, return_when=asyncio.FIRST_COMPLETED)
                 if not exit_.done():
-                    log.error("%s", hung.result())
+                    log.error("%s", stalled.result())
                     self.kill_child(child.spec.name)
                     await exit_
             finally:
-                await cancel([exit_, hung])
+                await cancel([exit_, stalled])
             if child.spec.ends and child.status == 0 and (child.came_up or self._deadline is None):
                 child.phase = Phase.ENDED
                 child.spec.left()
             elif not child.over:
                 await self._restart(child)
 
-    async def _until_hung(self, child: Child) -> str:
+    async def _until_stalled(self, child: Child) -> str:
         """Note when a child becomes healthy; return why it must be killed, once it does not, or is no more.
 
         Raises ChildFailed when it is late while the run starts.
@@ -318,7 +318,7 @@ class Supervisor:
             await until_stalled(peer.alive if peer else asyncio.Event().wait, self._health_seconds)
         return (
             f"{spec.name}: /health has not answered for run.health_timeout_seconds = "
-            f"{self._health_seconds:g} s, it is hung"
+            f"{self._health_seconds:g} s, it is stalled"
         )
 
     async def _restart(self, child: Child) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from distill.buffer import Batch
-from distill.loading import load_run_dir
+from distill.config.loading import load_run_dir
 from distill.run_log.records import Rollout
 from sync.errors import DataError
 from sync.jsonl import JsonLines, read_lines

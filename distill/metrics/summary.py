@@ -91,14 +91,14 @@ def summarise(state: RunState, timeline: Timeline, metric: Metric = "reverse_kl"
         "rollouts": {
             "issued": counters.issued,
             "scored": counters.scored,
-            "composed": counters.composed,
+            "batched": counters.batched,
             "late": counters.late,
             "open": state.outstanding,
             "dropped": dict(counters.dropped),
             "requeued": dict(counters.requeued),
         },
         "staleness": {
-            "mean": counters.age_sum / max(1, counters.composed),
+            "mean": counters.age_sum / max(1, counters.batched),
             "max": counters.age_max,
             "limit": state.rules.bound.hard,
         },

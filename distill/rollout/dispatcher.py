@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
 """A request times out after this multiple of rollout.completion_timeout_seconds. The replica ends completions
-at 1×, so one that exceeds the multiple is stuck."""
+at 1×, so one that exceeds the multiple is stalled."""
 PauseReason = Literal["disk", "guard", "end"]  # a disk that is nearly full, bad steps, the end of the run
 
 

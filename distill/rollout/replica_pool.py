@@ -6,8 +6,8 @@
 
 A serving replica is updated at its own pace while it generates. A replica that is lost gives its unfinished
 prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that has work
-and generates no token is hung, and lost too. One that serves another run is removed; the run ends when it has
-no other.
+and generates no token is stalled, and lost too. One that serves another run is removed; the run ends when it
+has no other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from enum import Enum
 
 from distill.aio import Signal, cancel, unless, until_stalled
-from distill.events import ErrorBudget, Events, Hung, Stranded
+from distill.events import ErrorBudget, Events, Stalled, Stranded
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.records import VersionApplied
 from distill.run_log.state import RunState
@@ -63,7 +63,7 @@ class Replica:
 class ReplicaPool:
     """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
 
-    Follows `state.target`, the newest version in the store. Out: VersionApplied, Hung.
+    Follows `state.target`, the newest version in the store. Out: VersionApplied, Stalled.
     """
 
     poll_seconds = 2.0  # between two checks of a serving replica
@@ -77,7 +77,7 @@ class ReplicaPool:
         budget: ErrorBudget,
         events: Events,
     ) -> None:
-        """`stall_timeout_seconds`: without a new token a replica that has work is hung; 0: never."""
+        """`stall_timeout_seconds`: without a new token a replica that has work is stalled; 0: never."""
         self.replicas: dict[str, Replica] = {}
         self.budget, self.changed = budget, events.changed
         self._state, self._weights, self._events = state, weights, events
@@ -257,11 +257,11 @@ class ReplicaPool:
             await until_stalled(progresses, self._stall_timeout_seconds)
             logger.error(
                 "replica %s answers, has %d completions to generate or weights to load, and generated no "
-                "token for rollout.stall_timeout_seconds = %g s: it is hung, its prompts are requeued",
+                "token for rollout.stall_timeout_seconds = %g s: it is stalled, its prompts are requeued",
                 replica.name, replica.in_flight, self._stall_timeout_seconds,
             )  # fmt: skip
             self.report_lost(replica)
-            self._events.emit(Hung(replica.name))
+            self._events.emit(Stalled(replica.name))
 
     async def _join(self, replica: Replica) -> None:
         """Until the replica answers and holds what it must hold."""

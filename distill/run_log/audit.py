@@ -339,16 +339,16 @@ def trained_twice(e: Evidence) -> list[str]:
 
 
 @_check
-def not_as_composed(e: Evidence) -> Iterator[str]:
+def not_as_batched(e: Evidence) -> Iterator[str]:
     """Steps that were trained on other rollouts than the batch on record.
 
     A step that a crash cut off before it was reported may be in the ledger of some ranks only.
     """
     for lineage in e.lineages:
         for after, ids in e.before[lineage].steps.items():
-            composed, trained = Counter(e.batch(lineage, after)[0]), Counter(ids)
-            cut_off = after > e.reached.get(lineage, 0) and trained <= composed
-            if trained != composed and not cut_off:
+            batch, trained = Counter(e.batch(lineage, after)[0]), Counter(ids)
+            cut_off = after > e.reached.get(lineage, 0) and trained <= batch
+            if trained != batch and not cut_off:
                 yield f"{Version(lineage, after)}"
 
 

@@ -35,7 +35,7 @@ class Counters:
     requeued: Counter[str] = field(default_factory=Counter)
     age_sum: int = 0  # over rollouts of batches
     age_max: int = 0
-    composed: int = 0  # rollouts that went into batches
+    batched: int = 0  # rollouts that went into batches
     late: int = 0  # of them, those older than the limit, at a weight below 1
     published: int = 0  # versions
     applied: int = 0  # updates of replicas
@@ -286,7 +286,7 @@ class RunState(msgspec.Struct):
         self.batches[record.version] = Batch(record.version, rollouts, ages, record.weights, is_part)
         self.next_step = record.version.step + 1
         bisection.furthest = max(bisection.furthest, self.next_step)
-        self.counters.composed += len(rollouts)
+        self.counters.batched += len(rollouts)
         self.counters.late += sum(weight < 1 for weight in record.weights)
         self.counters.age_sum += sum(ages)
         self.counters.age_max = max([self.counters.age_max, *ages])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from distill.aio import look_seconds
 from distill.config import GuardConfig
-from distill.events import Events, Hung
+from distill.events import Events, Stalled
 from distill.metrics.timeline import TRAINER
 from distill.run_log.records import RolledBack
 from distill.run_log.state import RunState
@@ -80,7 +80,7 @@ def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
 class Heartbeats:
     """Those of the trainer's ranks, each watched from its first one on. `run()` for the length of the run.
 
-    Out: Hung, once for all ranks that sent none for `seconds` (0: never), which are then forgotten.
+    Out: Stalled, once for all ranks that sent none for `seconds` (0: never), which are then forgotten.
     """
 
     def __init__(self, seconds: float, events: Events) -> None:
@@ -112,8 +112,8 @@ class Heartbeats:
             if late:
                 self.forget()
                 logger.error(
-                    "no heartbeat of trainer rank %s for run.health_timeout_seconds = %g s: it is hung",
+                    "no heartbeat of trainer rank %s for run.health_timeout_seconds = %g s: it is stalled",
                     ", ".join(map(str, late)),
                     self._seconds,
                 )
-                self._events.emit(Hung(TRAINER))
+                self._events.emit(Stalled(TRAINER))

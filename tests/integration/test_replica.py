@@ -24,7 +24,7 @@ from vllm_replica import (
     update,
 )
 
-from distill.cli.weight_identity import prompt_scores
+from distill.cli.verify_engines import prompt_scores
 from distill.launch.supervise import first_error
 from sync.broadcast import BroadcastSender
 from sync.errors import ConfigError, RemoteError, Unreachable

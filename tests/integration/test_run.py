@@ -33,7 +33,7 @@ import torch
 from open_ports import Listeners
 from ports import free_port
 
-from distill.cli.weight_identity import prove
+from distill.cli.verify_engines import prove
 from distill.config import StudentConfig
 from distill.metrics.page import ROWS
 from distill.metrics.summary import digest_of_all
@@ -261,7 +261,7 @@ def check_result(
     assert summary["completed"]
     assert summary["steps"] == steps
     assert summary["tokens"]["trained"] > 0
-    assert summary["rollouts"]["composed"] == steps * BATCH
+    assert summary["rollouts"]["batched"] == steps * BATCH
     assert summary["weights_identical_by_replica"] == dict.fromkeys(served, True)
     assert summary["weights_identical"] is True
     final = run.run_dir / "final"
@@ -463,8 +463,8 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     shown = [p for p in tmp_path.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
     assert shown == []
     assert summary["lineages"] > Version.parse(latest).lineage + 1
-    assert summary["rollouts"]["composed"] >= (reached + 2) * BATCH
-    check_result(run, {**summary, "steps": STEPS, "rollouts": {"composed": STEPS * BATCH}})
+    assert summary["rollouts"]["batched"] >= (reached + 2) * BATCH
+    check_result(run, {**summary, "steps": STEPS, "rollouts": {"batched": STEPS * BATCH}})
     assert summary["steps"] == reached + 2
     assert summary["before"]["version"] == str(Version(0, 0))
     assert summary["after"]["reverse_kl"] > 0

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distill.config import RunConfig
-from distill.loading import sections
+from distill.config.loading import sections
 from sync.settings import Settings
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "configuration.md"

@@ -18,7 +18,7 @@ import torch
 from ports import free_port
 
 from distill.config import StudentConfig
-from distill.launch.student import command
+from distill.launch.replica_command import command
 from sync.client import TOKEN_VARIABLE, Peer
 from sync.settings import ReplicaConfig
 from sync.wire import (

@@ -72,7 +72,7 @@ def test_a_sound_run_passes() -> None:
 def test_a_rollout_trained_twice_along_the_ancestry_is_found() -> None:
     report = audited(journal(), {**LEDGER, 1: {2: ["c", "d"], 3: ["a", "e"]}})
     assert report.violations["trained_twice"] == ["a"]
-    assert report.violations["not_as_composed"] == ["L001-v00000003"]
+    assert report.violations["not_as_batched"] == ["L001-v00000003"]
     assert not report.ok
 
 
@@ -84,12 +84,12 @@ def test_a_step_that_a_crash_cut_off_may_be_half_recorded() -> None:
     half = {**LEDGER, 0: {1: ["a", "b"], 2: ["c"]}}
     assert audited(journal(), half).ok
     reported = [*journal(), Stepped(Version(0, 2))]
-    assert audited(reported, half).violations["not_as_composed"] == ["L000-v00000002"]
+    assert audited(reported, half).violations["not_as_batched"] == ["L000-v00000002"]
 
 
 def test_a_batch_that_the_journal_does_not_know_is_found() -> None:
     records = [r for r in journal() if not (isinstance(r, BatchFormed) and r.version == Version(0, 1))]
-    assert audited(records).violations["not_as_composed"] == ["L000-v00000002", "L001-v00000002"]
+    assert audited(records).violations["not_as_batched"] == ["L000-v00000002", "L001-v00000002"]
 
 
 def test_a_rollout_that_is_nowhere_is_found() -> None:

@@ -153,7 +153,7 @@ def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
     report.violations.pop("unproven", None)  # a lie in the proof itself is told as what it is
     assert report.ok, report
     rollouts = summary["rollouts"]
-    assert rollouts["issued"] == rollouts["composed"] + rollouts["open"] + sum(rollouts["dropped"].values())
+    assert rollouts["issued"] == rollouts["batched"] + rollouts["open"] + sum(rollouts["dropped"].values())
     for shares in trainer.batches.values():
         check_trained(shares)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from distill.cli.main import main
+from distill.config.loading import load
 from distill.launch.run_folder import RunFolder
-from distill.loading import load
 from distill.preflight import machine
 from distill.tasks.sort_letters import STUDENT, TEACHER, VOCABULARY, letter_tokenizer, untaught
 

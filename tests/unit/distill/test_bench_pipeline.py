@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench import pipeline, vs_trl
+from distill.bench import peers, pipeline
 from distill.bench.pipeline import CpuProfile
 from distill.bench.runner import Figures, TrialCache, comparison, cores
-from distill.loading import merge, parse_override
+from distill.config.loading import merge, parse_override
 
 SETTLED = pipeline.SETTLED
 
@@ -92,7 +92,7 @@ def test_ways_are_compared_by_their_medians_and_only_where_every_seed_has_a_figu
 def test_a_ratio_above_one_is_better_in_each_direction() -> None:
     trl = {"step_ms": 300.0, "tokens_per_second": 3500.0, "seconds_to_target": None, "reverse_kl": None}
     ours = {"step_ms": 150.0, "tokens_per_second": 7000.0, "seconds_to_target": None, "reverse_kl": 0.19}
-    lines = comparison(trl, ours, vs_trl.ROWS, ("TRL", "ours"))
+    lines = comparison(trl, ours, peers.ROWS, ("TRL", "ours"))
     assert lines[2:] == [
         "| ms per step | 300 | 150 | 2.00 |",
         "| tokens generated and trained per second | 3,500 | 7,000 | 2.00 |",

@@ -167,7 +167,7 @@ async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build, tmp_path
     assert report.ok, report.violations
 
 
-async def test_the_next_part_is_composed_once_the_one_before_it_was_trained(build, tmp_path: Path) -> None:
+async def test_the_next_part_is_formed_once_the_one_before_it_was_trained(build, tmp_path: Path) -> None:
     """So that a death tells which part it was, though a trainer asks for its next batch while it trains."""
     ahead: list[int] = []
 
@@ -260,9 +260,9 @@ NAN = pack(np.array([-1.0, np.nan, -1.0], "f4"))
         ({"topk_ids": pack(np.zeros((3, 2), "i4"))}, "topk_ids is of shape [3, 2]"),
     ],
 )
-@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize("formed", [False, True])
 async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
-    controller, config, tmp_path: Path, changes: dict[str, Any], why: str, composed: bool
+    controller, config, tmp_path: Path, changes: dict[str, Any], why: str, formed: bool
 ) -> None:
     settings = config()
     journal, prompts = Journal(tmp_path / "journal", "never"), PromptStream(MemoryPrompts(), 0)
@@ -270,7 +270,7 @@ async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
     await run_log.open_lineage(None, "model")
     issued = run_log.issue(8)
     run_log.admit([rollout_of(one.id, one.number, **(changes if one.number == 3 else {})) for one in issued])
-    if composed:
+    if formed:
         assert await run_log.form_batch() is not None
         run_log.write(HandedOut(Version(0, 0)))
     await journal.commit()

@@ -45,7 +45,7 @@ def test_one_broken_guarantee_is_enough_to_fail() -> None:
     assert not holds(whole | {"completed": False})
 
 
-@pytest.mark.parametrize("broken", ["not_as_composed", "wrong_weight", "wrong_generator"])
+@pytest.mark.parametrize("broken", ["not_as_batched", "wrong_weight", "wrong_generator"])
 def test_the_table_counts_every_broken_guarantee(broken: str) -> None:
     found = figures(AuditReport(violations={broken: ["0:1:0"]}), SECONDS, SUMMARY) | COUNTED
     assert not holds(found)

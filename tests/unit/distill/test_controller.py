@@ -77,7 +77,7 @@ async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_roll
     assert len(trained) == len(set(trained)) == 6 * 8
     assert summary["steps"] == 6
     assert summary["stop_reason"] == "all steps are done"
-    assert summary["rollouts"]["composed"] == 48
+    assert summary["rollouts"]["batched"] == 48
     assert summary["staleness"]["max"] <= 2 == summary["staleness"]["limit"]
     assert summary["weights_identical"] is True
     assert 0 < summary["tokens"]["trained_share"] <= 1
@@ -228,7 +228,7 @@ async def test_a_restarted_controller_goes_on_from_the_journal(controller, confi
         old, new = trainer.batches[Version(0, step)], trainer.batches[Version(1, step)]
         assert [s.micro_batches for s in new] == [s.micro_batches for s in old]
     assert summary["steps"] == 12
-    assert summary["rollouts"]["composed"] == 12 * 8
+    assert summary["rollouts"]["batched"] == 12 * 8
 
 
 async def test_evaluations_run_beside_the_training_and_name_the_best(controller, config) -> None:

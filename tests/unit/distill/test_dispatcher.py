@@ -190,18 +190,18 @@ async def test_the_prompts_of_a_dead_replica_are_answered_by_another(tmp_path: P
 
 
 async def test_a_straggler_is_asked_again_later(tmp_path: Path) -> None:
-    class Stuck(MemoryReplica):
+    class Stalled(MemoryReplica):
         asked = 0
 
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
             self.asked += 1
-            stuck = self.asked == 1
+            stalled = self.asked == 1
             async for answer in super().generate(request):
                 yield answer
-                if stuck:
+                if stalled:
                     await asyncio.sleep(60)
 
-    bench = Bench(tmp_path, Stuck(), completion_timeout_seconds=0.05)
+    bench = Bench(tmp_path, Stalled(), completion_timeout_seconds=0.05)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
     assert bench.run_log.state.counters.requeued == {"straggler": 3}

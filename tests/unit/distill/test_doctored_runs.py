@@ -194,11 +194,11 @@ def swapped_segments(run: Path) -> None:
 
 def other_rollout(found: list[Record]) -> list[Record]:
     """The last batch on record names a buffered rollout in the place of one that was trained."""
-    composed = [record for record in found if isinstance(record, BatchFormed)]
-    batched = {i for record in composed for i in record.ids}
+    formed = [record for record in found if isinstance(record, BatchFormed)]
+    batched = {i for record in formed for i in record.ids}
     spare = next(r.id for r in found if isinstance(r, Rollout) and r.id not in batched)
-    ids = [spare, *composed[-2].ids[1:]]
-    return [msgspec.structs.replace(r, ids=ids) if r is composed[-2] else r for r in found]
+    ids = [spare, *formed[-2].ids[1:]]
+    return [msgspec.structs.replace(r, ids=ids) if r is formed[-2] else r for r in found]
 
 
 def generated_by(version: Version) -> Callable[[list[Record]], list[Record]]:
@@ -285,7 +285,7 @@ CONCLUDED = "the final weights are proven"
 WEIGHED = "every loss weight below 1 is recorded"
 WHOLE = "files are intact or refused"
 SHOWN = "every step is in every rank's ledger"
-AS_COMPOSED = "every step trained its batch, completely and exclusively"
+AS_BATCHED = "every step trained its batch, completely and exclusively"
 RESUMABLE = "`latest` names an existing checkpoint"
 
 LIES = [
@@ -374,20 +374,20 @@ LIES = [
         "wrong_weight",
     ),
     Lie(
-        AS_COMPOSED,
+        AS_BATCHED,
         "the last segments are blank",
         with_bytes(-1, lambda d: d.__setitem__(slice(0, None), bytes(len(d)))),
-        "not_as_composed",
+        "not_as_batched",
     ),
-    Lie(AS_COMPOSED, "the journal ends early", lambda run: segment(run, -1).unlink(), "not_as_composed"),
-    Lie(AS_COMPOSED, "the batch was another", with_records(other_rollout), "not_as_composed"),
+    Lie(AS_BATCHED, "the journal ends early", lambda run: segment(run, -1).unlink(), "not_as_batched"),
+    Lie(AS_BATCHED, "the batch was another", with_records(other_rollout), "not_as_batched"),
     Lie(
-        AS_COMPOSED,
+        AS_BATCHED,
         "the ledger names another rollout",
         forged(trained_on("0:0:0", "0:1:0")),
-        "not_as_composed",
+        "not_as_batched",
     ),
-    Lie(AS_COMPOSED, "a rollout that is not on record", forged(trained_on("9:9:9")), "not_in_journal"),
+    Lie(AS_BATCHED, "a rollout that is not on record", forged(trained_on("9:9:9")), "not_in_journal"),
     Lie(ONCE, "a rollout of an earlier step again", forged(trained_on("0:0:0")), "trained_twice"),
     Lie(SHOWN, "the ledger is gone", lambda run: shutil.rmtree(run / "ledger"), "missing_in_ledger"),
     Lie(SHOWN, "a rank's file is gone", lambda run: ledger(run, rank=2).unlink(), "missing_in_ledger"),
@@ -612,7 +612,7 @@ def test_a_run_that_goes_on_has_no_violation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after", "violation"),
-    [(0, 2, None), (0, 0, "missing_in_ledger"), (2, 2, "not_as_composed")],
+    [(0, 2, None), (0, 0, "missing_in_ledger"), (2, 2, "not_as_batched")],
 )
 def test_a_run_may_take_steps_while_the_audit_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int, violation: str | None

@@ -17,13 +17,13 @@ from in_memory import MemoryReplica
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from distill.config import RunConfig
+from distill.config.loading import validate
 from distill.evaluation import evaluator as evaluating
 from distill.evaluation import statistics
 from distill.evaluation.completions import KEPT, file_of, remove_old
 from distill.evaluation.evaluator import Evaluator, parts
 from distill.evaluation.models import load_student
 from distill.evaluation.reverse_kl import ReverseKL, total
-from distill.loading import validate
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.errors import DataError, RemoteError, WireError
@@ -311,17 +311,17 @@ async def test_a_replica_that_leaves_prompts_unanswered_is_lost(models: Path) ->
 
 
 async def test_a_replica_that_generates_nothing_is_lost_after_the_time_limit(models: Path) -> None:
-    class Hung(Replica):
+    class Stalled(Replica):
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
             await asyncio.Event().wait()
             yield  # type: ignore[misc]
 
-    one = evaluator(models, Teacher(models / "teacher"), Hung(models / "student"))
+    one = evaluator(models, Teacher(models / "teacher"), Stalled(models / "student"))
     one._config = one._config.model_copy(
         update={"rollout": one._config.rollout.model_copy(update={"stall_timeout_seconds": 0.4})}
     )
     reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
-    assert reply.lost == "memory generated no token for rollout.stall_timeout_seconds = 0.4 s: it is hung"
+    assert reply.lost == "memory generated no token for rollout.stall_timeout_seconds = 0.4 s: it is stalled"
 
 
 async def test_completions_on_disk_are_evaluated_by_another_process_and_not_generated_again(

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from distill.config.loading import validate
 from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import BestKeeper, Served, app
-from distill.loading import validate
 from distill.trainer_api.http_api import listen, serving
 from sync.claims import Claim
 from sync.errors import ConfigError, RemoteError, SnapshotError, Unreachable

@@ -127,29 +127,31 @@ async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) ->
 async def test_a_rank_that_sends_no_heartbeat_is_told_of_and_a_replaced_trainer_sends_none(
     controller, config, caplog
 ) -> None:
-    hung: asyncio.Queue[str] = asyncio.Queue()
-    run = controller(config(run={"health_timeout_seconds": 1.0}), Hooks(stuck=hung.put_nowait), token=TOKEN)
+    stalled: asyncio.Queue[str] = asyncio.Queue()
+    run = controller(
+        config(run={"health_timeout_seconds": 1.0}), Hooks(stalled=stalled.put_nowait), token=TOKEN
+    )
     task = asyncio.create_task(run.run())
     client = Remote(run)
     await client.call("/v1/hello", hello(2), TrainerWelcome)
     for rank in range(2):
         await client.call("/v1/event", Heartbeat(version=Version(0, 0), rank=rank))
     ControllerClient(client.peer).beat(Version(0, 0), 0.05)
-    assert await asyncio.wait_for(hung.get(), 20) == "trainer"
+    assert await asyncio.wait_for(stalled.get(), 20) == "trainer"
     await asyncio.to_thread(until, lambda: run.heartbeats.watched == [0])
     assert any("no heartbeat of trainer rank 1 for" in message for message in caplog.messages)
 
     await client.call("/v1/hello", hello(2), TrainerWelcome)
     assert run.heartbeats.watched == []
     await asyncio.to_thread(until, lambda: "heartbeat" not in [one.name for one in threading.enumerate()])
-    assert hung.empty()
+    assert stalled.empty()
     client.peer.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_heartbeats_behind_the_last_word_make_nobody_wait_for_more(controller, config) -> None:
-    run = controller(config(run={"steps": 1, "health_timeout_seconds": 0.2}), Hooks(stuck=pytest.fail))
+    run = controller(config(run={"steps": 1, "health_timeout_seconds": 0.2}), Hooks(stalled=pytest.fail))
     session, version = run.session, Version(0, 0)
     task = asyncio.create_task(run.run())
     await session.hello(hello())

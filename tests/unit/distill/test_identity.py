@@ -436,7 +436,7 @@ def test_a_run_with_problems_at_its_end_fails_with_one_line_for_each(config, cap
     assert guarded(lambda: show({**summary, "problems": []})) == 0
 
 
-def test_a_rehearsal_names_the_run_of_its_folder_if_one_has_begun(controller, config, tmp_path) -> None:
+def test_a_preflight_names_the_run_of_its_folder_if_one_has_begun(controller, config, tmp_path) -> None:
     settings = config(run={"folder": tmp_path, "name": "toy"})
     assert claim_of(settings).run == RunIdentity("toy")
     run = controller()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distill.loading import load, load_run_dir, merge, parse_override, validate
+from distill.config.loading import load, load_run_dir, merge, parse_override, validate
 from sync.errors import ConfigError
 
 LEAST: dict[str, Any] = {

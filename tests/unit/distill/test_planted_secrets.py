@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from distill.config import RunConfig
+from distill.config.loading import load, load_run_dir
 from distill.launch import roles
 from distill.launch.run_folder import RunFolder
-from distill.loading import load, load_run_dir
 from distill.metrics.trackers import Wandb
 from distill.preflight.checks import check_secrets
 from student_trainer.config import TrainerConfig

@@ -11,10 +11,10 @@ import pytest
 from in_memory import MemoryReplica
 
 from distill.config import RunConfig
+from distill.config.loading import validate
 from distill.evaluation import probes
 from distill.evaluation.probes import probe
 from distill.launch import roles
-from distill.loading import validate
 from distill.preflight import checks as preflight
 from distill.preflight import engines as live
 from distill.preflight.probes import Finding

@@ -14,7 +14,7 @@ from virtual_time import LONG
 
 from distill.buffer import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
-from distill.events import ErrorBudget, Events, Hung
+from distill.events import ErrorBudget, Events, Stalled
 from distill.metrics.summary import identity
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.hold import hold
@@ -32,11 +32,11 @@ class World:
     """A pool, the version it should follow, and what it reported."""
 
     def __init__(self, stall_timeout_seconds: float = 0.0, **replicas: MemoryReplica) -> None:
-        self.stuck: list[str] = []
+        self.stalled: list[str] = []
         self.applied: list[VersionApplied] = []
         self.state, self.events = RunState(Rules(1, Bound(0, 0))), Events()
         self.events.on(VersionApplied, self.applied.append)
-        self.events.on(Hung, lambda event: self.stuck.append(event.role))
+        self.events.on(Stalled, lambda event: self.stalled.append(event.role))
         budget = ErrorBudget(1 << 30, self.events)
         self.pool = ReplicaPool(self.state, WeightsConfig(), stall_timeout_seconds, budget, self.events)
         self.pool.poll_seconds = self.pool.retry_seconds = 0.02
@@ -445,7 +445,7 @@ def test_weights_are_identical_only_when_all_were_compared(
 # --- stalls -----------------------------------------------------------------------------------------------
 
 
-async def test_a_replica_that_is_healthy_and_generates_nothing_is_lost_and_reported_hung() -> None:
+async def test_a_replica_that_is_healthy_and_generates_nothing_is_lost_and_reported_stalled() -> None:
     hangs, works = MemoryReplica(), MemoryReplica()
     world = World(1.0, hangs=hangs, works=works)
     async with world.running():
@@ -453,12 +453,12 @@ async def test_a_replica_that_is_healthy_and_generates_nothing_is_lost_and_repor
         for replica in world.pool.replicas.values():
             replica.in_flight = 3
         began = asyncio.get_running_loop().time()
-        while not world.stuck:
+        while not world.stalled:
             works.tokens += 1
             await asyncio.sleep(0.01)
             assert asyncio.get_running_loop().time() - began < 60
         assert asyncio.get_running_loop().time() - began >= 1.0
-        assert world.stuck == ["hangs"]
+        assert world.stalled == ["hangs"]
         assert "works" in world.serving()
 
 
@@ -476,7 +476,7 @@ async def test_a_replica_that_stalls_in_an_update_is_lost() -> None:
         await world.until(lambda: world.serving() == ["a"])
         world.pool.replicas["a"].in_flight = 1
         world.publish(Version(0, 1))
-        await world.until(lambda: world.stuck == ["a"])
+        await world.until(lambda: world.stalled == ["a"])
         await world.until(lambda: world.pool.replicas["a"].phase is Phase.CATCHING_UP)
 
 
@@ -485,10 +485,10 @@ async def test_a_replica_that_hangs_in_an_update_with_nothing_to_generate_is_los
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         world.publish(Version(0, 1))
-        await world.until(lambda: world.stuck == ["a", "a"])
+        await world.until(lambda: world.stalled == ["a", "a"])
 
 
-async def test_a_replica_that_is_not_there_or_is_starting_is_not_hung() -> None:
+async def test_a_replica_that_is_not_there_or_is_starting_is_not_stalled() -> None:
     class Away(MemoryReplica):
         looks = 0
 
@@ -503,10 +503,10 @@ async def test_a_replica_that_is_not_there_or_is_starting_is_not_hung() -> None:
     world = World(0.02, a=away)
     async with world.running():
         await world.until(lambda: away.looks > 20)
-        assert world.stuck == []
+        assert world.stalled == []
 
 
-async def test_a_replica_that_is_started_again_in_an_update_is_not_hung() -> None:
+async def test_a_replica_that_is_started_again_in_an_update_is_not_stalled() -> None:
     class Restarted(MemoryReplica):
         looks, updating = 0, False
 
@@ -527,7 +527,7 @@ async def test_a_replica_that_is_started_again_in_an_update_is_not_hung() -> Non
         await world.until(lambda: world.serving() == ["a"])
         world.publish(Version(0, 1))
         await world.until(lambda: restarted.looks > 20)
-        assert world.stuck == []
+        assert world.stalled == []
 
 
 class Uncounted(Hanging):
@@ -542,18 +542,18 @@ async def test_a_replica_without_a_count_that_hangs_in_an_update_is_lost() -> No
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         world.publish(Version(0, 1))
-        await world.until(lambda: world.stuck == ["a"])
+        await world.until(lambda: world.stalled == ["a"])
 
 
 @pytest.mark.parametrize("idle", [True, False])
-async def test_a_replica_without_work_or_without_a_count_is_never_hung(idle: bool) -> None:
+async def test_a_replica_without_work_or_without_a_count_is_never_stalled(idle: bool) -> None:
     world = World(0.1, a=MemoryReplica() if idle else Uncounted())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         world.pool.replicas["a"].in_flight = 0 if idle else 4
         await asyncio.sleep(LONG)
         assert world.serving() == ["a"]
-        assert world.stuck == []
+        assert world.stalled == []
 
 
 # --- held for an evaluation -------------------------------------------------------------------------------
@@ -636,10 +636,10 @@ async def test_without_a_serving_replica_nothing_is_held_and_a_lost_one_is_repor
         await world.until(lambda: not replica.busy.locked())
 
 
-async def test_a_held_replica_that_generates_nothing_is_hung() -> None:
+async def test_a_held_replica_that_generates_nothing_is_stalled() -> None:
     world = World(stall_timeout_seconds=5.0, a=MemoryReplica())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         async with hold(world.pool, Version(0, 0), 60.0) as held:
             await asyncio.wait_for(held.lost.wait(), LONG)
-        assert world.stuck == ["a"]
+        assert world.stalled == ["a"]

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from distill.config import RunConfig
+from distill.config.loading import load_run_dir, merge, validate
 from distill.launch.run import run
 from distill.launch.run_folder import DECISIONS, RunFolder, compare, content, decide
-from distill.loading import load_run_dir, merge, validate
 from distill.prompts.sources import TableSource, split_table
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError

@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
+from distill.config.loading import validate
 from distill.config.prompts import JsonlPrompts, TaskPrompts
-from distill.loading import validate
 from distill.prompts import rewards
 from distill.prompts.reward_pool import MOST_WORKERS, RewardPool
 from distill.prompts.rewards import Reward, load_rewards, reward_source

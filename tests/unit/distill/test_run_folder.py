@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from distill.config.loading import load_run_dir, merge, validate
 from distill.evaluation.service import keep_best
 from distill.launch.roles import Ports
 from distill.launch.run_folder import RunFolder, write_role
-from distill.loading import load_run_dir, merge, validate
 from distill.preflight.machine import check_disk
 from student_trainer.checkpoint_files import latest, saved
 from sync.errors import ConfigError

@@ -181,7 +181,7 @@ def test_any_order_of_events_keeps_the_guarantees(
     assert report.late == 0 or rules.bound.hard > rules.bound.limit
     state = simulation.run_log.state
     counted = len(state.pending) + len(state.buffer) + sum(state.counters.dropped.values())
-    assert state.counters.issued == counted + state.counters.composed
+    assert state.counters.issued == counted + state.counters.batched
     assert report.trained > 0
 
 
@@ -220,7 +220,7 @@ def test_a_power_cut_at_any_byte_gives_a_run_that_can_go_on(
     asyncio.run(go_on())
 
 
-async def test_batches_whose_rollouts_were_forgotten_are_composed_anew(tmp_path: Path) -> None:
+async def test_batches_whose_rollouts_were_forgotten_are_formed_anew(tmp_path: Path) -> None:
     run_log = opened(tmp_path)
     await run_log.open_lineage(None, "model")
     for step in range(4):

@@ -10,9 +10,9 @@ import pytest
 import shipped_models
 
 from distill.config import RunConfig
+from distill.config.loading import load
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.launch.run import check_machine
-from distill.loading import load
 from distill.preflight import checks, devices, machine
 from distill.preflight.machine import GIB, count_parameters
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught

@@ -38,7 +38,7 @@ def test_a_version_counts_up_to_where_the_ways_part(
     assert tree.step_in(version, lineage) == step
 
 
-def test_batches_belong_to_who_composed_them(tree: Lineages) -> None:
+def test_batches_belong_to_who_formed_them(tree: Lineages) -> None:
     assert [tree.owner(1, step) for step in (0, 46, 47)] == [0, 0, 1]
     assert [tree.owner(2, step) for step in (19, 20)] == [0, 2]
 

@@ -8,7 +8,7 @@ import pytest
 from virtual_time import advance
 
 from distill.aio import look_seconds, until_stalled
-from distill.events import Events, Hung
+from distill.events import Events, Stalled
 from distill.trainer_api.guard import Heartbeats
 from sync.wire import Heartbeat, Version
 
@@ -79,14 +79,14 @@ def beat(rank: int) -> Heartbeat:
     return Heartbeat(version=Version(0, 0), rank=rank)
 
 
-def watched(seconds: float) -> tuple[Heartbeats, asyncio.Queue[Hung]]:
-    events, hung = Events(), asyncio.Queue[Hung]()
-    events.on(Hung, hung.put_nowait)
-    return Heartbeats(seconds, events), hung
+def watched(seconds: float) -> tuple[Heartbeats, asyncio.Queue[Stalled]]:
+    events, stalled = Events(), asyncio.Queue[Stalled]()
+    events.on(Stalled, stalled.put_nowait)
+    return Heartbeats(seconds, events), stalled
 
 
 async def test_the_ranks_without_a_heartbeat_are_named_once_and_the_others_are_not(caplog) -> None:
-    beats, hung = watched(0.2)
+    beats, stalled = watched(0.2)
     for rank in range(4):
         beats.heard(beat(rank))
 
@@ -98,7 +98,7 @@ async def test_the_ranks_without_a_heartbeat_are_named_once_and_the_others_are_n
 
     tasks = [asyncio.create_task(beats.run()), asyncio.create_task(alive())]
     for named in ("1, 3", "5"):
-        assert await asyncio.wait_for(hung.get(), 20) == Hung("trainer")
+        assert await asyncio.wait_for(stalled.get(), 20) == Stalled("trainer")
         assert f"no heartbeat of trainer rank {named} for" in caplog.messages[-1]
         beats.heard(beat(5))
     for task in tasks:
@@ -106,11 +106,11 @@ async def test_the_ranks_without_a_heartbeat_are_named_once_and_the_others_are_n
 
 
 async def test_ranks_that_are_forgotten_or_were_never_heard_are_not_missed(caplog) -> None:
-    beats, hung = watched(0.04)
+    beats, stalled = watched(0.04)
     beats.heard(beat(0))
     beats.forget()
     watch = asyncio.create_task(beats.run())
     beats.heard(beat(7))
-    await asyncio.wait_for(hung.get(), 20)
+    await asyncio.wait_for(stalled.get(), 20)
     assert "rank 7 for" in caplog.messages[-1]
     watch.cancel()

@@ -389,13 +389,13 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neig
     below(first.pid)[0].send_signal(signal.SIGSTOP)
     await asyncio.to_thread(until, lambda: stopped.process is not first and stopped.phase is Phase.READY)
     assert well.process is other
-    said = "stopped: /health has not answered for run.health_timeout_seconds = 3 s, it is hung"
+    said = "stopped: /health has not answered for run.health_timeout_seconds = 3 s, it is stalled"
     assert {said, "stopped is killed, to be restarted"} <= set(caplog.messages)
     watching.cancel()
     await supervisor.stop(5)
 
 
-async def test_a_server_that_takes_long_to_start_is_not_taken_for_hung(tmp_path: Path):
+async def test_a_server_that_takes_long_to_start_is_not_taken_for_stalled(tmp_path: Path):
     supervisor = Supervisor([server("slow", 2.0)], tmp_path, restarts=0, health_seconds=0.2)
     await supervisor.start()
     await supervisor.ready(60)

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from distill.cli.main import main
-from distill.cli.weight_identity import prompt_scores
-from distill.loading import load
+from distill.cli.verify_engines import prompt_scores
+from distill.config.loading import load
 from distill.trainer_api.http_api import listen, serving
 from sync.errors import RemoteError, Unreachable
 from sync.stores.directory import DirectoryStore

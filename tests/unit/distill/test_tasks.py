@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distill import tasks
-from distill.loading import validate
+from distill.config.loading import validate
 from distill.prompts.rewards import load_rewards
 from distill.prompts.sources import TaskSource, open_prompts
 from distill.prompts.stream import Prompt

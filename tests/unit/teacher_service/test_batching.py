@@ -250,7 +250,7 @@ async def test_an_engine_that_does_not_come_back_from_a_batch_is_not_healthy(
     engine = RecordingEngine()
     async with running(engine) as batcher:
         await busy(batcher, engine)
-        monkeypatch.setattr(batching, "STUCK_SECONDS", 0.0)
+        monkeypatch.setattr(batching, "STALLED_SECONDS", 0.0)
         assert not batcher.healthy
         engine.gate.set()
         await batcher.in_engine_thread(lambda: None)

@@ -22,7 +22,7 @@ from distill import quickstart
 from distill.bench import pipeline
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, medians
 from distill.config import RunConfig
-from distill.loading import load
+from distill.config.loading import load
 from distill.tasks import Models
 from sync.errors import DistillError
 from sync.jsonl import read_lines

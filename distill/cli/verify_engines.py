@@ -23,7 +23,7 @@ import httpx
 import numpy as np
 
 from distill.config import StudentConfig
-from distill.launch import student
+from distill.launch import replica_command
 from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec, Supervisor
 from sync.client import TOKEN_VARIABLE, Peer, token_from_environment
@@ -136,7 +136,7 @@ def _replicas(config: StudentConfig, work: Path, ports: Ports) -> tuple[list[Chi
         port = ports.take(_LOCAL, 0, "student.port")
         mirror = work / f"mirror-{index}"
         replica = ReplicaConfig(run=_RUN, store_path=work / "store", mirror=mirror)
-        line, environment = student.command(config, replica, index, _LOCAL, port)
+        line, environment = replica_command.command(config, replica, index, _LOCAL, port)
         if token is not None:
             environment[TOKEN_VARIABLE] = token
         children.append(ChildSpec(f"student-{index}", line, environment, url=url_of(_LOCAL, port)))

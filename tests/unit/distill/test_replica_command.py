@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distill.config import StudentConfig
-from distill.launch import student
-from distill.launch.student import command, flags
+from distill.launch import replica_command
+from distill.launch.replica_command import command, flags
 from sync.client import TOKEN_VARIABLE
 from sync.errors import ConfigError
 from sync.settings import REPLICA_VARIABLE, ObjectStoreConfig, ReplicaConfig
@@ -18,7 +18,7 @@ REPLICA = ReplicaConfig(run="r", store_path=Path("store"), mirror=Path("mirrors/
 
 @pytest.fixture(params=[True, False], ids=["cpu", "cuda"])
 def cpu(request, monkeypatch):
-    monkeypatch.setattr(student, "runs_on_cpu", lambda: request.param)
+    monkeypatch.setattr(replica_command, "runs_on_cpu", lambda: request.param)
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     return request.param
 
