@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import shutil
 import time
@@ -208,6 +209,7 @@ async def fetch_cost(tokens: int, width: int, rows: int = 200) -> float:
 
 def run(folder: Path, objectives: bool = True, loaded: bool = True) -> Figures:
     """Every objective, inline and by reference in turns, the medians of ROUNDS; and `load`."""
+    logging.getLogger("distill.rollout").setLevel(logging.WARNING)  # a line for each of 512 replicas
     rows: list[Figures] = []
     for name, shape in SHAPES.items() if objectives else ():
         for objective in OBJECTIVES:
