@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+GPU := .venv-gpu
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-faults test-runs test-engines test-units coverage mutants setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-units coverage mutants gpu-check setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
@@ -28,6 +29,18 @@ coverage: $(STAMP)  ## branch coverage of the tests that start no engine
 mutants: $(STAMP)  ## mutate objectives, head, codec and buffer: does a test fail for every change?
 	NUMBA_DISABLE_JIT=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run
 	$(BIN)/mutmut results
+
+gpu-check: $(GPU)/.installed  ## on one GPU: the tests that need CUDA, then every path of a run; 20 minutes
+	$(GPU)/bin/python -m pytest -q -m gpu tests/unit/sync tests/unit/student_trainer
+	$(GPU)/bin/distill bench device
+
+$(GPU)/.installed: requirements/gpu.lock pyproject.toml
+	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/gpu.lock
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/cpu.lock \
+		pytest pytest-asyncio pytest-timeout hypothesis hatchling editables
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
 
 setup: $(STAMP)  ## the virtual environment alone
 

@@ -76,6 +76,16 @@ def controller(
     bench("controller", folder, objectives, load, json_file=json_file)
 
 
+@app.command()
+def device(
+    folder: Folder = Path("runs/bench-device"),
+    only: Annotated[str, typer.Option(help="Paths, such as LoRA,broadcast; default: all")] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """Objectives, trainer settings, transports and engines in short runs on this machine's GPU, or CPU."""
+    bench("device", folder, only.split(",") if only else [], json_file=json_file)
+
+
 @app.command("async")
 def pipeline(folder: Folder = Path("runs/bench-async"), json_file: JsonFile = None) -> None:
     """The quickstart one stage after the other against all stages at once."""

@@ -1,0 +1,120 @@
+"""Every path of a run on this machine's device: short runs of the quickstart's task, one line each.
+
+For the day a GPU is at hand. On a CPU the same runs take the CPU's engines, so that the command itself is
+tried without one. A path that fails costs its own line, not the others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from distill.bench.pipeline import run_quickstart, step_lines
+from distill.bench.runner import Figures, TrialCache, markdown
+from distill.preflight.devices import gpus
+from sync.errors import DistillError
+
+STEPS: Final = 24
+COMMON: Final = (
+    "trainer.ranks=1",
+    "evaluation.every=0",
+    "evaluation.prompts=256",
+    "tracking.wandb=disabled",
+    "tracking.samples_every=0",
+)
+ON_GPU: Final = ("trainer.deepspeed=configs/deepspeed/zero3_gpu.json", "trainer.attention=sdpa")
+PATHS: Final[dict[str, tuple[str, ...]]] = {
+    "full": (),
+    "sampled": ('objective={type="sampled"}',),
+    "topk": ('objective={type="topk", k=8}',),
+    "topk by reference": ('objective={type="topk", k=8}', "buffer.scores=reference"),
+    "student_topk": ('objective={type="student_topk", k=8}',),
+    "forward_topk": ('objective={type="forward_topk", k=8}',),
+    "jsd": ('objective={type="jsd"}',),
+    "skew": ('objective={type="skew"}',),
+    "sft": ('objective={type="sft", on_policy=0.5}',),
+    "activation checkpointing": ("trainer.activation_checkpointing=true",),
+    "optimizer in CPU memory": ("trainer.deepspeed=configs/deepspeed/zero3_offload.json",),
+    "LoRA": ("trainer.lora={rank=8, alpha=16}", "trainer.lr=1e-2"),
+    "broadcast": ("weights.transport=broadcast",),
+    "teacher in vLLM": ("teachers.sorter.engine=vllm",),
+    "compiled replica": ("student.engine_args.enforce-eager=false",),
+}
+"""What is tried → overrides of the quickstart."""
+
+
+def run(folder: Path, only: Sequence[str] = ()) -> Figures:
+    """Try what is missing in `folder`; `only`: these paths. What failed is tried again the next time."""
+    cache = TrialCache(folder.absolute() / "trials.jsonl")
+    device = ", ".join(gpus()) or "CPU"
+    rows: dict[str, Figures] = {}
+    for name, words in PATHS.items():
+        if only and name not in only:
+            continue
+        settings = (*COMMON, *(ON_GPU if device != "CPU" else ()), *words)
+        try:
+            make = partial(_trial, folder.absolute(), settings)
+            rows[name] = cache.get({"device": device, "settings": settings}, make)
+        except DistillError as error:
+            rows[name] = {"error": str(error)}
+    return {"device": device, "steps": STEPS, "paths": rows}
+
+
+def _trial(folder: Path, settings: Sequence[str]) -> Figures:
+    began = time.monotonic()
+    run_quickstart(folder, "trial", 0, STEPS, settings)
+    summary = json.loads((folder / "trial" / "summary.json").read_text())
+    return figures(summary, step_lines(folder / "trial"), time.monotonic() - began)
+
+
+def figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]], seconds: float) -> Figures:
+    """One line of the table, of a run's summary and its steps."""
+    evaluations = summary["evaluations"]
+    pause = summary["sync"]["pause_seconds"]
+    return {
+        "seconds": seconds,
+        "reverse_kl": [evaluations[0]["reverse_kl"], evaluations[-1]["reverse_kl"]],
+        "mismatch_kl": lines[0].get("mismatch_kl"),
+        "train_ms": 1000 * median(line["seconds/train"] for line in lines[1:]),
+        "pause_ms": None if pause is None else 1000 * pause,
+        "weights_identical": summary["weights_identical"],
+    }
+
+
+def table(report: Figures) -> str:
+    """The paths as Markdown, with the first lines of what failed."""
+    head = [
+        "path",
+        "s",
+        "KL before",
+        "after",
+        "KL(μ‖p) at version 0",
+        "step, ms",
+        "pause, ms",
+        "weights equal",
+    ]
+    rows, failed = [], []
+    for name, one in report["paths"].items():
+        if "error" in one:
+            rows.append([name, "**failed**", *[""] * (len(head) - 2)])
+            failed.append(f"{name}: {one['error']}")
+            continue
+        before, after = one["reverse_kl"]
+        measured = [
+            _number(one["mismatch_kl"], ".1e"),
+            f"{one['train_ms']:.0f}",
+            _number(one["pause_ms"], ".0f"),
+        ]
+        equal = "yes" if one["weights_identical"] else "**no**"
+        rows.append([name, f"{one['seconds']:.0f}", f"{before:.3f}", f"{after:.3f}", *measured, equal])
+    title = f"{report['device']}; {report['steps']} steps of the quickstart each, one trainer rank"
+    return "\n".join([title, "", *markdown(head, rows), *failed])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
