@@ -54,7 +54,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 ROOT = Path(__file__).parents[2]
-STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 100, 20
+STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 100, 120
 BOTH_ENDS = {"type": "task", "task": "sort_letters"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 GIVES_UP = """
@@ -435,7 +435,7 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
         assert [line for line in lines if secret in line] == []
         assert sum("--module\0student_trainer" in line or "trainer run rank" in line for line in lines) > 0
         os.killpg(running.process.pid, signal.SIGINT)
-        assert running.end(GRACE_SECONDS + 5.0) == 130, run.logs(running)
+        assert running.end() == 130, run.logs(running)
         assert "go on with --resume" in running.said
     assert left_behind(str(tmp_path)) == []
     reached = run.summary()["steps"]
