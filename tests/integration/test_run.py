@@ -361,7 +361,7 @@ def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leav
         peer.call("/v1/replicas/leave", ReplicaLeaves(name="student-0"), Replicas)
         assert run.steps() < MANY, "the replica left when the run was over"
         assert control.end() == 0, control.said + trainer.said
-        assert trainer.end(30.0) == 0, trainer.said
+        assert trainer.end() == 0, trainer.said
         peer.close()
         check_result(run, run.summary(), ("student-1",), MANY)
         assert run.summary()["after"]["completions"] == 4
@@ -371,7 +371,7 @@ def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leav
             assert server.process.poll() is None, server.said
             server.process.terminate()
         for server in servers:
-            assert server.end(20.0) in (0, -signal.SIGTERM), server.said
+            assert server.end() in (0, -signal.SIGTERM), server.said
     assert left_behind(str(tmp_path)) == []
 
 
