@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.cli import bench as cli_bench
+from distill.cli import plan as cli_plan
 from distill.cli import sync as cli_sync
 from distill.cli.options import (
     Config,
@@ -110,6 +111,10 @@ def preflight(
         asyncio.run(run_preflight(settings, split, lambda finding: typer.echo(redact(finding.line))))
     rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
     typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
+
+
+app.command(rich_help_panel=RUNS)(cli_plan.plan)
+app.command(rich_help_panel=RUNS)(cli_plan.init)
 
 
 def _run(
