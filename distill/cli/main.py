@@ -80,12 +80,28 @@ def quickstart(
 
 
 @app.command(rich_help_panel=RUNS)
-def run(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
+def run(
+    config: Config,
+    overrides: Overrides,
+    resume: Resume = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print configuration and commands; start nothing.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
     """Run a configuration: start every role, distil, evaluate, write a model folder.
 
     Example: distill run configs/single_node.toml --set run.steps=100
     """
-    _run(load_config(config, overrides), resume, json_file)
+    settings = load_config(config, overrides)
+    if dry_run:
+        from distill.launch import dry_run as dry
+
+        found = dry.dry_run(settings)
+        typer.echo("\n".join(dry.lines(found)))
+        write_figures(json_file, found)
+        return
+    _run(settings, resume, json_file)
 
 
 @app.command(rich_help_panel=RUNS)
