@@ -78,15 +78,17 @@ def _placed(config: RunConfig, name: str) -> _Placed:
     """Raises ConfigError for GPUs of an unknown kind."""
     from distill.plan.hardware import CPU, DEVICES, device_here, device_named
     from distill.preflight.devices import gpus, uses, visible
+    from distill.preflight.machine import GIB
     from distill.preflight.objective import with_objective
 
     config, sizes = with_objective(config).config, gpus()
     device = device_named(name) if name else None
     if device is not None and device.name == CPU:
         return _Placed(config, device, [])
-    if device is not None and config.preflight.gpu_gib is None and not sizes:
-        of_row = config.preflight.model_copy(update={"gpu_gib": device.gib})
-        config = config.model_copy(update={"preflight": of_row})
+    if config.preflight.gpu_gib is None and (device or sizes):
+        gib = device.gib if device else min(sizes.values()) / GIB
+        sized = config.preflight.model_copy(update={"gpu_gib": gib})
+        config = config.model_copy(update={"preflight": sized})
     found = list(uses(config, visible(sizes)))
     if device is None and found and (device := device_here()) is None:
         raise ConfigError(

@@ -86,6 +86,12 @@ class Plan:
     gpus: int
 
     @property
+    def longest(self) -> dict[str, float]:
+        """Stage → seconds, of several teachers the longest."""
+        stages = sorted(self.stages, key=lambda stage: stage.seconds)
+        return {stage.kind: stage.seconds for stage in stages}
+
+    @property
     def slowest(self) -> list[Stage]:
         """The stages, the bottleneck first."""
         return sorted(self.stages, key=lambda stage: -stage.seconds)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,13 +73,17 @@ def device_here() -> Device | None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout
-    names = sorted({line.strip() for line in listed.splitlines() if line.strip()})
-    if not names:
-        return None
-    squeezed = names[0].lower().replace(" ", "")
-    if len(names) == 1 and (found := next((key for key in DEVICES if key in squeezed), None)):
-        return DEVICES[found]
+    names = {line.strip() for line in listed.splitlines() if line.strip()}
+    return of_names(names) if names else None
+
+
+def of_names(names: Collection[str]) -> Device:
+    """The row of the one kind that nvidia-smi names. PCIe cards, which are slower, have none."""
+    squeezed = " ".join(names).lower().replace("rtx ", "rtx")
+    found = [key for key in DEVICES if re.search(rf"\b{key}\b", squeezed) and "pcie" not in squeezed]
+    if len(names) == 1 and found:
+        return DEVICES[found[0]]
     raise ConfigError(
-        f"this machine's GPUs are {', '.join(names)}, and a plan needs one kind with known speeds: "
+        f"this machine's GPUs are {', '.join(sorted(names))}, and a plan needs one kind with known speeds: "
         f"name the nearest with --device ({', '.join(DEVICES)})"
     )

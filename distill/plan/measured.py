@@ -48,8 +48,9 @@ def read_run(run_dir: Path) -> Measured:
         raise DataError(f"--measured {run_dir}: no summary.json of a finished run ({error})") from None
     if len(steps) < 2:
         raise DataError(f"--measured {run_dir}: metrics.jsonl has {len(steps)} steps, and 2 are needed")
-    made, staleness = max(line["step"] for line in steps), summary["staleness"]
-    sync = summary["sync"]
+    if missing := {"staleness", "sync"} - summary.keys():
+        raise DataError(f"--measured {run_dir}: summary.json lacks {', '.join(sorted(missing))}")
+    made, staleness, sync = max(line["step"] for line in steps), summary["staleness"], summary["sync"]
     shares = sync["bytes_delta"] and sync["bytes_full"] and sync["bytes_delta"] / sync["bytes_full"]
     return Measured(
         _lengths(run_dir, steps),
@@ -75,6 +76,8 @@ def _lengths(run_dir: Path, steps: Sequence[dict[str, Any]]) -> Lengths:
 def _stage_seconds(run_dir: Path, steps: float) -> dict[str, float]:
     by_role: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in read_lines(run_dir / "timeline.jsonl"):
+        if span["what"] == GENERATE and span["role"].startswith("teacher "):
+            continue  # a teacher's completions
         kind = {"publish": TRAIN, "checkpoint": TRAIN}.get(span["what"], span["what"])
         by_role[kind][span["role"]] += span["end"] - span["start"]
     if missing := [kind for kind in (GENERATE, SCORE, TRAIN) if not by_role[kind]]:
@@ -98,6 +101,5 @@ def calibrate(run: Measured, planned: Plan, bottleneck: float) -> Calibration:
     `planned`: that run's configuration, without a calibration. `bottleneck`: `step_seconds` of its stages at
     the measured seconds.
     """
-    longest = {kind: max(one.seconds for one in planned.stages if one.kind == kind) for kind in run.seconds}
-    speed = {kind: longest[kind] / seconds for kind, seconds in run.seconds.items()}
+    speed = {kind: seconds / run.seconds[kind] for kind, seconds in planned.longest.items()}
     return Calibration(speed, bottleneck / run.step_seconds, run.delta)

@@ -34,7 +34,7 @@ def lines(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
         yield _row(FLOPS[stage.kind] + _whose(stage), f"{stage.flops:.2e}", "")
     busiest = plan.slowest[0]
     for stage in plan.stages:
-        unit = "cores" if plan.device == CPU else "GPUs"
+        unit = ("core" if plan.device == CPU else "GPU") + "s" * (stage.devices != 1)
         note = f"on {stage.devices:g} {unit} of {stage.role}" + (", the bottleneck" * (stage is busiest))
         yield _row(f"seconds to {stage.kind}{_whose(stage)}", f"{stage.seconds:.3g}", note)
     yield _row(
@@ -90,9 +90,8 @@ def split(plan: Plan) -> str:
 def comparison(run: Measured, planned: Plan) -> Iterator[str]:
     """The run that calibrates a plan against the plan of its own configuration from assumptions alone."""
     yield _section("That run: planned from assumptions, measured")
-    for kind, seconds in run.seconds.items():
-        longest = max(stage.seconds for stage in planned.stages if stage.kind == kind)
-        yield _row(f"seconds to {kind}", f"{longest:.3g}", _against(seconds, longest))
+    for kind, seconds in planned.longest.items():
+        yield _row(f"seconds to {kind}", f"{seconds:.3g}", _against(run.seconds[kind], seconds))
     yield _row(
         "seconds of a step", f"{planned.step_seconds:.3g}", _against(run.step_seconds, planned.step_seconds)
     )

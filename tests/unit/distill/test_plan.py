@@ -12,7 +12,7 @@ from small_config import make_config
 from distill.cli.main import main
 from distill.config import RunConfig
 from distill.plan import estimate, table
-from distill.plan.hardware import DEVICES, Device
+from distill.plan.hardware import DEVICES, Device, of_names
 from distill.plan.measured import calibrate, read_run
 from distill.plan.roles import find_roles
 from distill.plan.stages import Generation, Shape, delta_share, shape_of, train_factor
@@ -187,6 +187,26 @@ def test_roles_whose_gpus_are_unknown_are_refused(model: str) -> None:
     config = on_gpus(model, student={"devices": [], "urls": ["http://elsewhere:1"]})
     with pytest.raises(ConfigError, match=r"student\.devices is not set.*name the GPUs in student\.devices"):
         planned(config)
+
+
+@pytest.mark.parametrize(
+    ("names", "row"),
+    [
+        ({"NVIDIA H100 80GB HBM3"}, "h100"),
+        ({"NVIDIA A100-SXM4-40GB"}, "a100"),
+        ({"NVIDIA L4"}, "l4"),
+        ({"NVIDIA GeForce RTX 4090"}, "rtx4090"),
+        ({"NVIDIA L40S"}, None),
+        ({"NVIDIA H100 PCIe"}, None),
+        ({"NVIDIA L4", "NVIDIA H200"}, None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_or_refused(names: set[str], row: str | None) -> None:
+    if row is not None:
+        assert of_names(names) is DEVICES[row]
+        return
+    with pytest.raises(ConfigError, match=r"name the nearest with --device"):
+        of_names(names)
 
 
 def test_a_transformers_teacher_computes_on_one_of_its_gpus_at_a_time(model: str) -> None:
