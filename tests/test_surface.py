@@ -9,8 +9,8 @@ import sync.wire as wire
 from distill.cli.main import app
 
 COMMANDS = (
-    "audit bench chaos compare control evaluate evaluator export preflight quickstart replicas report run "
-    "samples student sync teacher trace train version"
+    "audit bench chaos compare control evaluate evaluator export init plan preflight quickstart replicas "
+    "report run samples student sync teacher trace train version"
 )
 MESSAGES = (
     "Audience BatchRequest BroadcastMembers CheckpointSaved CompletionsReply CompletionsRequest "

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.cli import bench as cli_bench
+from distill.cli import plan as cli_plan
 from distill.cli import sync as cli_sync
 from distill.cli.options import (
     Config,
@@ -79,12 +80,28 @@ def quickstart(
 
 
 @app.command(rich_help_panel=RUNS)
-def run(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
+def run(
+    config: Config,
+    overrides: Overrides,
+    resume: Resume = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print configuration and commands; start nothing.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
     """Run a configuration: start every role, distil, evaluate, write a model folder.
 
     Example: distill run configs/single_node.toml --set run.steps=100
     """
-    _run(load_config(config, overrides), resume, json_file)
+    settings = load_config(config, overrides)
+    if dry_run:
+        from distill.launch import dry_run as dry
+
+        found = dry.dry_run(settings)
+        typer.echo("\n".join(dry.lines(found)))
+        write_figures(json_file, found)
+        return
+    _run(settings, resume, json_file)
 
 
 @app.command(rich_help_panel=RUNS)
@@ -110,6 +127,10 @@ def preflight(
         asyncio.run(run_preflight(settings, split, lambda finding: typer.echo(redact(finding.line))))
     rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
     typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
+
+
+app.command(rich_help_panel=RUNS)(cli_plan.plan)
+app.command(rich_help_panel=RUNS)(cli_plan.init)
 
 
 def _run(

@@ -167,7 +167,7 @@ def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
     student = config.student
     for process, host, names in _places("student", student, student.replicas, inherited):
         length = student_limit(config)
-        terms, share, used = _vllm(student, student.dtype, student.flags(), length, names)
+        terms, share, used = engine_memory(student, student.dtype, student.flags(), length, names)
         yield Use(process, "student.devices", host, used, terms, share)
     for name, teacher in config.teachers.items():
         if teacher.urls and not _readable(teacher):
@@ -179,7 +179,7 @@ def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
             if runs_vllm(teacher):
                 flags = {key.replace("_", "-"): value for key, value in teacher.engine_args.items()}
                 length = teacher.max_length or int(text_config(teacher).max_position_embeddings)
-                terms, share, used = _vllm(teacher, teacher.dtype, flags, length, names)
+                terms, share, used = engine_memory(teacher, teacher.dtype, flags, length, names)
                 yield Use(process, f"teachers.{name}.devices", host, used, terms, share)
             elif teacher.engine_url is None:
                 idle = teacher.idle_unload_seconds is not None
@@ -192,7 +192,9 @@ def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
             yield Use(process, "evaluation.placement.devices", host, tuple(names[:1]), terms)
     if evaluation is not None and evaluation.replica is not None:
         for process, host, names in _places("evaluation-replica", evaluation.replica, 1, inherited):
-            terms, share, used = _vllm(student, student.dtype, student.flags(), student_limit(config), names)
+            terms, share, used = engine_memory(
+                student, student.dtype, student.flags(), student_limit(config), names
+            )
             yield Use(process, "evaluation.replica.devices", host, used, terms, share)
     trainer = config.trainer
     elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None
@@ -230,7 +232,7 @@ def _places(
 # --- what is in their memory
 
 
-def _vllm(
+def engine_memory(
     source: ModelSource, dtype: str, flags: Mapping[str, Any], length: int, names: list[str]
 ) -> tuple[dict[str, float], float, tuple[str, ...]]:
     """(terms, share, GPUs) of a vLLM engine. Raises ConfigError when it has fewer GPUs than it needs."""

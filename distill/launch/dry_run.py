@@ -1,0 +1,75 @@
+"""`distill run --dry-run`: what a run would be, and every command that it would start; starts nothing.
+
+Ports that are chosen at the start are 0 here. Secrets, and whatever looks like one, are hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from distill.config import RunConfig
+from distill.launch.roles import Ports, plan_servers, token_of, trainer_child, url_of
+from distill.launch.run import temporary
+from distill.launch.supervise import ChildSpec
+from distill.preflight.checks import check_secrets
+from distill.preflight.objective import resolve
+from sync import secrets
+
+_ANY: Final = 65535
+"""Stands for the controller's port in the trainer's file, which is not kept."""
+
+
+class _FreePorts(Ports):
+    """Takes no port: 0 stays 0."""
+
+    def take(self, host: str, port: int, key: str) -> int:
+        return port
+
+
+def dry_run(config: RunConfig) -> dict[str, Any]:
+    """{"config": the configuration with nothing left open, "commands": [{name, env, argv}, …]}.
+
+    Reads the models' configs where a choice depends on them; no weights, no prompts. Raises ConfigError.
+    """
+    config = resolve(config).config
+    check_secrets(config)
+    token, place = token_of(config), config.controller
+    with temporary(config) as moved, _FreePorts() as ports:
+        children = plan_servers(moved, token, ports).children
+        if place.trainer == "launch":
+            url = place.url or url_of(place.host, place.port or _ANY)
+            children.append(trainer_child(moved, url, token))
+        commands = [_shown(child, str(moved.run.folder), str(config.run.folder)) for child in children]
+    return {"config": secrets.hide(config.model_dump(mode="json")), "commands": commands}
+
+
+def _shown(child: ChildSpec, written: str, real: str) -> dict[str, Any]:
+    """`written`: the folder that stood in for the run's, `real`."""
+    env = {
+        name: _masked(name, value).replace(written, real)
+        for name, value in child.env.items()
+        if os.environ.get(name) != value
+    }
+    argv = [secrets.redact(word).replace(written, real) for word in secrets.hide([*child.argv])]
+    return {"name": child.name, "env": env, "argv": argv}
+
+
+def _masked(name: str, value: str) -> str:
+    if name == secrets.VARIABLE:
+        return secrets.HIDDEN
+    if value.startswith("{"):  # settings as JSON
+        value = json.dumps(secrets.hide(json.loads(value)))
+    return secrets.redact(str(secrets.hide({"env": {name: value}})["env"][name]))
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The configuration as JSON, then a line of shell per process."""
+    yield json.dumps(found["config"], indent=2)
+    for command in found["commands"]:
+        env = [f"{name}={shlex.quote(value)}" for name, value in command["env"].items()]
+        yield f"\n# {command['name']}"
+        yield " ".join([*env, shlex.join(command["argv"])])

@@ -1,0 +1,95 @@
+"""Which role computes on how many devices, from the preflight's placement."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distill.config import RunConfig
+from distill.metrics.summary import threads
+from distill.plan.hardware import CPU, Device
+from distill.preflight.devices import HERE, Use
+from distill.preflight.machine import runs_vllm
+from student_trainer.launch import read_hosts
+from sync.errors import ConfigError
+
+Place = tuple[str, str]
+"""(host, GPU); all cores of this machine are one place."""
+REPLICAS, TRAINER = "replicas", "trainer"
+
+
+@dataclass(frozen=True)
+class Role:
+    """All processes of a role."""
+
+    name: str
+    processes: int
+    devices: float
+    """That compute at the same time, of all processes together."""
+    load: Mapping[Place, float]
+    """Place → share of it that is taken while the role works."""
+
+
+def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[str, Role]:
+    """Replicas, `teacher NAME` of each and trainer, by name; a teacher behind `engine_url` is left out.
+
+    Raises ConfigError for a role whose GPUs are not known.
+    """
+    found = (_on_cores if device.name == CPU else _on_gpus)(config, uses)
+    return {role.name: role for role in found}
+
+
+def gpus(config: RunConfig, uses: Sequence[Use]) -> int:
+    """GPUs of the run, each counted once; those of every trainer node."""
+    places = {(use.host, gpu) for use in uses for gpu in use.gpus}
+    there = sum(host == _ELSEWHERE for host, _ in places)
+    return len(places) + there * (_hosts(config) - 1)
+
+
+_ELSEWHERE = "each trainer node"
+
+
+def _hosts(config: RunConfig) -> int:
+    hostfile = config.trainer.hostfile
+    return 1 if hostfile is None else len(read_hosts(hostfile))
+
+
+def _on_gpus(config: RunConfig, uses: Sequence[Use]) -> list[Role]:
+    keys = {REPLICAS: "student.devices", TRAINER: "trainer.devices"}
+    one_at_a_time = set()
+    for name, teacher in config.teachers.items():
+        if teacher.engine_url is None:
+            keys[f"teacher {name}"] = f"teachers.{name}.devices"
+        if not runs_vllm(teacher):  # engine transformers: one layer after the other, on one GPU at a time
+            one_at_a_time.add(f"teacher {name}")
+    found = []
+    for role, key in keys.items():
+        own = [use for use in uses if use.key == key]
+        if not own:
+            raise ConfigError(
+                f"{key} is not set, and no GPU of this machine is seen that {role} would inherit: name the "
+                f"GPUs in {key}, or plan for cores with --device {CPU}"
+            )
+        count = sum(len(use.gpus) for use in own) * (_hosts(config) if role == TRAINER else 1)
+        serial = role in one_at_a_time
+        load = {(use.host, gpu): 1 / len(use.gpus) if serial else 1.0 for use in own for gpu in use.gpus}
+        found.append(Role(role, len(own), len(own) if serial else count, load))
+    return found
+
+
+def _on_cores(config: RunConfig, _: Sequence[Use]) -> list[Role]:
+    """Threads as configured; a replica has one by default, every other process takes all cores."""
+    cores, given = len(os.sched_getaffinity(0)), threads(config)
+    counts = {REPLICAS: len(config.student.urls) or config.student.replicas}
+    wanted = {REPLICAS: given["student"] or 1, TRAINER: given[TRAINER] or cores}
+    for name, teacher in config.teachers.items():
+        if teacher.engine_url is None:
+            counts[f"teacher {name}"] = len(teacher.urls) or teacher.replicas
+            wanted[f"teacher {name}"] = given[f"teacher {name}"] or cores
+    counts[TRAINER] = config.trainer.ranks * _hosts(config)
+    found = []
+    for role, count in counts.items():
+        used = min(cores, count * wanted[role])
+        found.append(Role(role, count, used, {(HERE, CPU): used / cores}))
+    return found

@@ -1,0 +1,233 @@
+"""`distill init`: a configuration for two models, prompts and GPUs, of which no two roles share one.
+
+teacher     the fewest GPUs, a power of two, that hold it with one sequence
+evaluator   one GPU where one is left, else the CPU
+trainer     half of the rest, or as many as it needs; the replicas have the others
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from itertools import takewhile
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from distill.config.loading import validate
+from distill.preflight.devices import check_devices, engine_memory
+from distill.preflight.machine import GIB
+from distill.preflight.objective import with_objective
+from distill.prompts.sources import text_config
+from sync.errors import ConfigError
+from sync.settings import ModelSource
+
+ROOT: Final = Path(__file__).parents[2]
+LENGTH: Final = 4096
+"""Tokens of prompt and completion together, half for each, where both models take as many."""
+SHARE: Final = 0.9
+"""gpu-memory-utilization of replicas and teacher."""
+
+
+class Wanted(NamedTuple):
+    """What a starter is made from."""
+
+    teacher: str
+    student: str
+    prompts: str
+    """A JSONL file, a dataset's folder or its Hub id."""
+    gpus: int
+    """0: every role on cores."""
+    gib: float
+    """Of each GPU."""
+
+
+class Split(NamedTuple):
+    """GPUs of each role, as CUDA_VISIBLE_DEVICES names them."""
+
+    replicas: list[str]
+    """An entry each."""
+    teacher: str
+    trainer: str
+    evaluator: str | None
+
+
+def write(path: Path, wanted: Wanted) -> list[str]:
+    """Write the configuration; returns what the preflight computes of its memory.
+
+    Raises ConfigError for a file that exists, models whose config cannot be read, prompts that are none, and
+    GPUs that do not suffice.
+    """
+    if path.exists():
+        raise ConfigError(f"{path} exists, and is not overwritten: name another FILE, or remove it")
+    text, computed = text_and_memory(wanted, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("x") as file:
+        file.write(text)
+    return computed
+
+
+def text_and_memory(wanted: Wanted, path: Path) -> tuple[str, list[str]]:
+    """The file's text, which loads and fits, and a line for each process on GPUs."""
+    models = [ModelSource(path=name) for name in (wanted.student, wanted.teacher)]
+    length = min(LENGTH, *(int(text_config(one).max_position_embeddings) for one in models))
+    if not wanted.gpus:
+        text = _text(wanted, None, length, path)
+        validate(tomllib.loads(text), str(path))
+        return text, []
+    student, teacher = (_tensor(one, wanted, length) for one in models)
+    rest = wanted.gpus - teacher
+    if rest < student + 1:
+        raise ConfigError(
+            f"--gpus {wanted.gpus} of {wanted.gib:g} GiB: the teacher needs {teacher}, a replica {student} "
+            f"and the trainer 1 of their own: give {teacher + student + 1} or more, choose smaller models, "
+            "or let roles share GPUs, with run.share_gpus as in configs/user_run.toml"
+        )
+    spare = rest > student + 1
+    problem: ConfigError | None = None
+    for ranks in range(max(1, (rest - spare) // 2), rest - spare - student + 1):
+        text = _text(wanted, _split(wanted.gpus, teacher, student, ranks, spare), length, path)
+        try:
+            config = with_objective(validate(tomllib.loads(text), str(path))).config
+            return text, check_devices(config)
+        except ConfigError as error:
+            problem = error
+    assert problem is not None, "one number of ranks at least was tried"
+    raise problem
+
+
+def _tensor(model: ModelSource, wanted: Wanted, length: int) -> int:
+    """The fewest GPUs that hold an engine. Raises ConfigError when all of them do not."""
+    names = [str(index) for index in range(wanted.gpus)]
+    for count in takewhile(lambda size: size <= wanted.gpus, (1 << power for power in range(16))):
+        terms, _, _ = engine_memory(model, "bfloat16", {"tensor-parallel-size": count}, length, names)
+        if sum(terms.values()) <= SHARE * wanted.gib * GIB:
+            return count
+    needed = sum(terms.values()) / GIB
+    raise ConfigError(
+        f"{model.path} needs {needed:.1f} GiB on each of {count} GPUs, and {SHARE:g} of {wanted.gib:g} GiB "
+        "are there: give more or larger GPUs (--gpus, --gpu-gib), or choose a smaller model"
+    )
+
+
+def _split(gpus: int, teacher: int, student: int, ranks: int, spare: bool) -> Split:
+    """Teacher first, then trainer and evaluator, then as many whole replicas as are left."""
+    names = [str(index) for index in range(gpus)]
+    used, rest = names[:teacher], names[teacher:]
+    trainer, rest = rest[:ranks], rest[ranks:]
+    evaluator, rest = (rest[0], rest[1:]) if spare else (None, rest)
+    whole = range(0, len(rest) - student + 1, student)
+    replicas = [",".join(rest[start : start + student]) for start in whole]
+    return Split(replicas, ",".join(used), ",".join(trainer), evaluator)
+
+
+# --- the text
+
+
+def _text(wanted: Wanted, split: Split | None, length: int, path: Path) -> str:
+    place = f"{wanted.gpus} GPUs of {wanted.gib:g} GiB" if split else "the cores of one machine"
+    kind = "gpu" if split else "cpu"
+    return f"""\
+# distill preflight {path.name}        check models, prompts, memory, ports and disk
+# distill plan {path.name}             seconds of each stage, bottleneck, hours
+# distill run {path.name}
+#
+# Written by `distill init` for {place}. docs/configuration.md documents every key.
+
+[run]
+name = {_quoted(_name(wanted))}
+steps = 1000                      # optimizer steps
+
+[student]
+path = {_quoted(wanted.student)}
+{_student(split, length)}
+[teachers.teacher]
+path = {_quoted(wanted.teacher)}
+{_teacher(split, length)}
+[prompts]
+{_prompts(wanted.prompts)}
+max_prompt_tokens = {length // 2}          # longer prompts are dropped
+
+[rollout]
+batch = 256                       # rollouts of a step
+max_tokens = {length - length // 2}                 # of a completion
+
+[trainer]
+lr = 3e-6
+warmup_steps = 20
+deepspeed = {_quoted(_deepspeed(f"zero3_{kind}.json"))}
+{_trainer(split)}
+[evaluation]
+every = 100                       # steps; also before and after the run
+prompts = 128
+{_evaluator(split)}{f"{chr(10)}[preflight]{chr(10)}gpu_gib = {wanted.gib:g}{chr(10)}" if split else ""}"""
+
+
+def _student(split: Split | None, length: int) -> str:
+    if split is None:
+        return f"[student.engine_args]\nmax-model-len = {length}\n"
+    tensor = split.replicas[0].count(",") + 1
+    parallel = f"tensor-parallel-size = {tensor}\n" if tensor > 1 else ""
+    return (
+        f"replicas = {len(split.replicas)}\n"
+        f"devices = {json.dumps(split.replicas)}        # an entry for each\n"
+        f"[student.engine_args]\nmax-model-len = {length}\ngpu-memory-utilization = {SHARE:g}\n{parallel}"
+    )
+
+
+def _teacher(split: Split | None, length: int) -> str:
+    if split is None:
+        return f"max_length = {length}\n"
+    tensor = split.teacher.count(",") + 1
+    parallel = f"tensor_parallel_size = {tensor}\n" if tensor > 1 else ""
+    return (
+        f'engine = "vllm"\ndtype = "bfloat16"\ndevices = ["{split.teacher}"]\nmax_length = {length}\n'
+        f"[teachers.teacher.engine_args]\ngpu_memory_utilization = {SHARE:g}\n{parallel}"
+    )
+
+
+def _trainer(split: Split | None) -> str:
+    if split is None:
+        return "ranks = 1\n"
+    ranks = split.trainer.count(",") + 1
+    return f'ranks = {ranks}\ndevices = "{split.trainer}"\nactivation_checkpointing = true\n'
+
+
+def _evaluator(split: Split | None) -> str:
+    if split is None:
+        return ""
+    if split.evaluator is None:
+        return 'device = "cpu"                    # no GPU is left\n'
+    return f'[evaluation.placement]\ndevices = ["{split.evaluator}"]\n'
+
+
+def _prompts(given: str) -> str:
+    """Raises ConfigError for what is neither a file, a folder nor a Hub id."""
+    path = Path(given)
+    if path.suffix == ".jsonl" and path.is_file():
+        return f'type = "jsonl"\npath = {_quoted(given)}'
+    if path.is_dir() or (re.fullmatch(r"[\w.-]+/[\w.-]+", given) and path.suffix != ".jsonl"):
+        return f'type = "dataset"\npath = {_quoted(given)}\nfield = "prompt"                  # its column'
+    raise ConfigError(
+        f"--prompts {given} is no file: name a .jsonl file with one object a line, a dataset's folder, or "
+        "its Hub id such as openai/gsm8k"
+    )
+
+
+def _deepspeed(name: str) -> str:
+    relative = Path("configs/deepspeed") / name
+    if relative.is_file():
+        return str(relative)
+    if (ROOT / relative).is_file():
+        return str(ROOT / relative)
+    raise ConfigError(f"{relative} is not here: copy it from the source tree, as the wheel holds no configs/")
+
+
+def _name(wanted: Wanted) -> str:
+    models = wanted.student, wanted.teacher
+    words = [re.sub(r"[^a-z0-9.]+", "-", Path(one).name.lower()).strip("-.") for one in models]
+    return "-from-".join(word or "model" for word in words)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,63 @@
+"""`distill run --dry-run`: what would be started, without secrets, and nothing is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distill.cli.main import main
+from distill.launch import supervise
+from sync.client import TOKEN_VARIABLE
+
+ROOT = Path(__file__).parents[3]
+SECRETS = ("sesame-street", "hf_0123456789abcdefgh", "abc12")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A run whose models nobody needs to read: the objective and the tolerance are given."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'[run]\nname = "dry"\nfolder = "{tmp_path / "runs"}"\nsteps = 3\n'
+        f'[student]\npath = "none"\nreplicas = 2\nport = 8100\n[student.env]\nHF_TOKEN = "{SECRETS[1]}"\n'
+        '[teachers.t]\npath = "none"\n[prompts]\ntype = "jsonl"\npath = "rows.jsonl"\n'
+        '[objective]\ntype = "sampled"\n[preflight]\nmismatch_tolerance = 0.02\n[rollout]\nmax_tokens = 8\n'
+        f'[trainer]\nranks = 2\ndeepspeed = "{ROOT / "configs/deepspeed/zero3_cpu.json"}"\n'
+        f'[weights.store]\ntype = "object"\nurl = "s3://b/p"\noptions = {{secret_key = "{SECRETS[2]}"}}\n'
+    )
+    return path
+
+
+def test_configuration_and_commands_are_printed_and_nothing_is_started(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(supervise.Supervisor, "start", refuse)
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRETS[0])
+    figures = file.parent / "dry.json"
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", str(file), "--dry-run", "--json", str(figures), "--set", "rollout.batch=32"])
+    shown = capsys.readouterr().out
+    assert leaving.value.code == 0
+    assert not (file.parent / "runs").exists()
+    found = json.loads(figures.read_text())
+    assert found["config"]["rollout"]["batch"] == 32
+    assert json.loads(shown[: shown.index("\n}\n") + 2]) == found["config"]
+    names = ["student-0", "student-1", "teacher-t", "evaluator", "trainer"]
+    assert [command["name"] for command in found["commands"]] == names
+    first, second, teacher, _, trainer = found["commands"]
+    assert {"--port=8100", "--model=none"} <= {*first["argv"]}
+    assert "--port=8101" in second["argv"]
+    role = file.parent / "runs/dry/roles/teacher-t.json"
+    assert teacher["argv"][1:5] == ["-m", "teacher_service", "--config", str(role)]
+    assert trainer["argv"][-1] == str(file.parent / "runs/dry/roles/trainer.json")
+    assert str(file.parent / "runs/dry/mirrors/student-0") in first["env"]["DISTILL_REPLICA"]
+    for secret in SECRETS:
+        assert secret not in shown
+        assert secret not in figures.read_text()

@@ -1,0 +1,133 @@
+"""`distill init`: the file loads, fits, and no two roles share a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from distill.cli.main import main
+from distill.config.loading import load
+from distill.plan import starter
+from distill.plan.starter import Wanted, write
+from distill.preflight import devices
+from distill.preflight.machine import GIB
+from sync.errors import ConfigError
+from sync.settings import ModelSource
+
+ROOT = Path(__file__).parents[3]
+ROWS = str(ROOT / "configs/user_run.jsonl")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the config of a Qwen3 that takes 64 tokens."""
+    from transformers import Qwen3Config
+
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen3Config(
+        **sizes, num_key_value_heads=4, vocab_size=128, max_position_embeddings=64, dtype="bfloat16"
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("gpus", [3, 4, 8])
+def test_every_gpu_has_one_role_at_most(
+    model: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    write(tmp_path / "run.toml", Wanted(model, model, ROWS, gpus, 10.0))
+    config = load(tmp_path / "run.toml")
+    used = [*config.student.devices, *config.teachers["teacher"].devices, str(config.trainer.devices)]
+    if gpus > 3:
+        assert config.evaluation is not None
+        used += config.evaluation.placement.devices
+    names = [name for one in used for name in one.split(",")]
+    assert sorted(names) == [str(index) for index in range(gpus)]
+    assert (config.trainer.ranks, config.student.replicas) == {3: (1, 1), 4: (1, 1), 8: (3, 3)}[gpus]
+    assert config.rollout.max_tokens == 32
+    assert config.trainer.deepspeed.name == "zero3_gpu.json"
+
+
+def test_a_teacher_that_needs_several_gpus_is_split_over_a_power_of_two(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def three_gib(
+        source: ModelSource, dtype: str, flags: dict[str, int], length: int, names: list[str]
+    ) -> tuple[dict[str, float], float, tuple[str, ...]]:
+        tensor = flags["tensor-parallel-size"]
+        size = 3 if source.path.endswith("/") else 0.5
+        return {"weights": size * GIB / tensor}, 0.9, tuple(names[:tensor])
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(starter, "engine_memory", three_gib)
+    monkeypatch.setattr(starter, "check_devices", lambda config: [])
+    teacher = f"{model}/"
+    write(
+        tmp_path / "run.toml", Wanted(teacher, model, ROWS, 8, 1.0)
+    )  # 3 / 4 GiB are below 0.9, 3 / 2 are not
+    config = load(tmp_path / "run.toml")
+    assert config.teachers["teacher"].devices == ["0,1,2,3"]
+    assert config.teachers["teacher"].engine_args["tensor_parallel_size"] == 4
+    assert config.student.devices == ["6", "7"]
+    assert config.trainer.devices == "4"
+
+
+def test_without_gpus_every_role_computes_on_cores(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    write(tmp_path / "run.toml", Wanted(model, model, ROWS, 0, 0))
+    config = load(tmp_path / "run.toml")
+    assert (config.student.devices, config.trainer.devices, config.trainer.deepspeed.name) == (
+        [],
+        None,
+        "zero3_cpu.json",
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gib", "prompts", "message"),
+    [
+        (2, 10.0, ROWS, r"the teacher needs 1, a replica 1 and the trainer 1 .* give 3 or more"),
+        (4, 1.0, ROWS, r"needs 2\.0 GiB on each of 4 GPUs, and 0\.9 of 1 GiB are there"),
+        (4, 10.0, "rows.jsonl", r"--prompts rows\.jsonl is no file: name a \.jsonl file"),
+    ],
+)
+def test_what_does_not_suffice_is_refused_and_nothing_is_written(
+    model: str, tmp_path: Path, gpus: int, gib: float, prompts: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write(tmp_path / "run.toml", Wanted(model, model, prompts, gpus, gib))
+    assert not (tmp_path / "run.toml").exists()
+
+
+def test_the_command_asks_on_a_terminal_alone_and_overwrites_nothing(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(devices, "gpus", dict)
+    words = ["init", str(tmp_path / "run.toml"), "--teacher", model, "--student", model]
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    assert left(words) == 2
+    assert "needs --prompts, --gpus, --gpu-gib: give them" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    answers = {"prompts": ROWS, "gpus": 0}
+    monkeypatch.setattr(typer, "prompt", lambda name, type: answers.pop(name))
+    assert left(words) == 0
+    assert answers == {}
+    before = (tmp_path / "run.toml").read_text()
+    assert left(words) == 2
+    assert "exists, and is not overwritten" in capsys.readouterr().err
+    assert (tmp_path / "run.toml").read_text() == before
+
+
+def left(words: list[str]) -> object:
+    """Exit status of a command."""
+    with pytest.raises(SystemExit) as leaving:
+        main(words)
+    return leaving.value.code

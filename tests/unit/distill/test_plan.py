@@ -1,0 +1,280 @@
+"""What a plan computes, against closed forms for models of known shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_config import make_config
+
+from distill.cli.main import main
+from distill.config import RunConfig
+from distill.plan import estimate, table
+from distill.plan.hardware import DEVICES, Device, of_names
+from distill.plan.measured import calibrate, read_run
+from distill.plan.roles import find_roles
+from distill.plan.stages import Generation, Shape, delta_share, shape_of, train_factor
+from distill.preflight import devices
+from distill.preflight.machine import GIB
+from sync.errors import ConfigError, DataError
+from sync.settings import ModelSource
+
+ROOT = Path(__file__).parents[3]
+DEEPSPEED = str(ROOT / "configs/deepspeed/zero3_gpu.json")
+LAYERS, WIDTH, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 3, 64, 96, 4, 2, 16, 128
+LAYER = 2 * WIDTH * HEADS * HEAD + 2 * WIDTH * KV_HEADS * HEAD + 2 * WIDTH + 2 * HEAD
+PARAMETERS = VOCABULARY * WIDTH + WIDTH + LAYERS * (LAYER + 3 * WIDTH * INNER)
+FLOPS, BYTES = 1e9, 1e6
+GPU = Device("h100", 2 * FLOPS, 4 * BYTES, 10.0, 256, 0.5, 0.25)
+"""Reaches FLOPS and BYTES a second."""
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "vocab_size": VOCABULARY,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the config of a tiny Qwen3."""
+    from transformers import Qwen3Config
+
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3Config(intermediate_size=INNER, tie_word_embeddings=True, **SIZES).save_pretrained(folder)
+    return str(folder)
+
+
+def on_gpus(model: str, **sections: Any) -> RunConfig:
+    """Two replicas, a vLLM teacher of two GPUs, two ranks; batches of 8 completions of 8 tokens."""
+    base: dict[str, Any] = {
+        "student": {"path": model, "replicas": 2, "devices": ["0", "1"]},
+        "teachers": {
+            "t": {
+                "path": model,
+                "engine": "vllm",
+                "devices": ["2,3"],
+                "engine_args": {"tensor_parallel_size": 2},
+            }
+        },
+        "trainer": {"devices": "4,5", "ranks": 2, "deepspeed": DEEPSPEED},
+        "preflight": {"gpu_gib": 10.0},
+        "evaluation": None,
+    }
+    over = {name: {**(base.get(name) or {}), **fields} for name, fields in sections.items()}
+    merged = base | over
+    config = make_config(**{name: value for name, value in merged.items() if value is not None})
+    return config.model_copy(update={"evaluation": None})
+
+
+def planned(config: RunConfig, prompt: float = 4, completion: float = 8, **more: Any) -> estimate.Plan:
+    lengths = estimate.Lengths(prompt, completion, "given")
+    return estimate.plan(config, GPU, list(devices.uses(config, [])), lengths, **more)
+
+
+def forward(tokens: float) -> float:
+    return 2 * PARAMETERS * tokens + 2 * LAYERS * HEADS * HEAD * tokens**2
+
+
+def test_shape_and_forward_pass_of_a_dense_model(model: str) -> None:
+    shape = shape_of(ModelSource(path=model))
+    assert shape.active == shape.parameters == PARAMETERS
+    assert shape.kv == 2 * 2 * LAYERS * KV_HEADS * HEAD
+    assert shape.forward(10) == forward(10)
+    assert shape.read(1) == shape.read(100) == PARAMETERS
+
+
+def test_experts_and_embeddings_that_multiply_nothing_are_left_out(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
+    Qwen3MoeConfig(**experts, tie_word_embeddings=False, **SIZES).save_pretrained(tmp_path)
+    shape = shape_of(ModelSource(path=str(tmp_path)))
+    one_expert, router = 3 * WIDTH * INNER, WIDTH * 8
+    shared = VOCABULARY * WIDTH + WIDTH + LAYERS * (LAYER + router)
+    assert shape.active == pytest.approx(shared + LAYERS * 2 * one_expert)
+    assert shape.read(1) == pytest.approx(shape.active)
+    assert shape.read(1000) == pytest.approx(shared + LAYERS * 8 * one_expert)
+
+
+def test_a_decode_step_moves_weights_and_cache_or_computes() -> None:
+    shape = Shape(1000.0, 0.0, 0.0, 1, 1, 2, 10.0, 50.0)
+    memory_bound = Generation(shape, 2, 10, 20, 3, 2, 5, flops_per_second=1e12, bytes_per_second=100.0)
+    assert memory_bound.decode_step() == (2 * 1000 + 5 * (10 + 20 / 2) * 50) / (2 * 100)
+    compute_bound = Generation(shape, 2, 10, 20, 3, 2, 5, flops_per_second=10.0, bytes_per_second=1e12)
+    assert compute_bound.decode_step() == 5 * 2 * 1000 / (2 * 10)
+    prefill = (30 * shape.forward(10) + 0.5 * 15 * shape.forward(20)) / (3 * 2 * 10)
+    seconds = compute_bound.seconds(30, swaps=0.5)
+    assert seconds == pytest.approx(30 * 20 / (3 * 5) * compute_bound.decode_step() + prefill)
+
+
+def test_seconds_flops_and_tokens_of_each_stage(model: str) -> None:
+    found = planned(on_gpus(model))
+    replicas, teacher, trainer = found.stages
+    assert (teacher.flops, trainer.flops) == (8 * forward(12), 3 * 8 * forward(12))
+    assert teacher.seconds == teacher.flops / (2 * FLOPS)
+    assert trainer.seconds == trainer.flops / (2 * FLOPS)
+    in_flight = 3 * 8 / 2  # of a replica, by the capacity rule: (max_staleness + 1) batches in all
+    assert found.in_flight == 2 * in_flight
+    kv = 2 * 2 * LAYERS * KV_HEADS * HEAD
+    step = (2 * PARAMETERS + in_flight * (4 + 8 / 2) * kv) / BYTES
+    prefill = (8 * forward(4) + 2 * in_flight * forward(8)) / (2 * FLOPS)
+    assert replicas.seconds == pytest.approx(8 * 8 / (2 * in_flight) * step + prefill)
+    assert found.step_seconds == replicas.seconds == found.slowest[0].seconds
+    id_logprob_score_entropy = 4 * 4
+    assert (found.tokens, found.gpus) == (64, 6)
+    assert found.hours == 6 * found.step_seconds / 3600
+    assert found.journal_bytes_a_day == pytest.approx(
+        id_logprob_score_entropy * 64 / found.step_seconds * 86400
+    )
+
+
+def test_memory_bounds_what_is_in_flight(model: str) -> None:
+    kv, free = 2 * 2 * LAYERS * KV_HEADS * HEAD, 5 * (4 + 8 / 2)
+    reserved = 2 * PARAMETERS + devices.WORKSPACE
+    config = on_gpus(model, preflight={"gpu_gib": (reserved + free * kv) / 0.92 / GIB})
+    assert planned(config).in_flight == pytest.approx(2 * 5)
+
+
+def test_a_synchronous_run_adds_its_stages_up_and_shared_gpus_add_up_too(model: str) -> None:
+    one_by_one = planned(on_gpus(model, buffer={"max_staleness": 0}))
+    assert one_by_one.step_seconds == pytest.approx(sum(one.seconds for one in one_by_one.stages))
+    assert one_by_one.age == 0
+    shared = planned(on_gpus(model, trainer={"devices": "0,1"}, run={"share_gpus": True}))
+    assert shared.step_seconds == pytest.approx(shared.stages[0].seconds + shared.stages[2].seconds)
+
+
+def test_age_is_what_is_in_flight_over_a_batch_and_at_most_the_bound(model: str) -> None:
+    config = on_gpus(model, rollout={"batch": 8, "max_in_flight": 6}, weights={"publish_every": 2})
+    assert planned(config).age == 2 * 6 / 8 + (2 - 1) / 2
+    assert planned(on_gpus(model)).age == 2  # 3 batches are in flight, max_staleness is 2
+    trainer_bound = on_gpus(model, rollout={"max_in_flight": 1}, buffer={"max_staleness": 5})
+    measured = estimate.Calibration({"train": 1e-9})
+    assert planned(trainer_bound, measured=measured).age == 5
+
+
+def test_bytes_of_a_version(model: str) -> None:
+    found = planned(on_gpus(model, trainer={"lr": 3e-6}))
+    assert found.full_bytes == 2 * PARAMETERS
+    assert found.delta_bytes == pytest.approx(0.0247 * PARAMETERS)  # the row of docs/benchmarks.md
+    assert delta_share(1e-9, "small", 1) == pytest.approx(0.00659 / 2)
+    assert delta_share(3e-6, "fast", 8) == pytest.approx(0.0247 / 2 * 8**0.7)
+    assert delta_share(5e-5, "fast", 10**4) == 1
+    adapters = planned(on_gpus(model, trainer={"lora": {"rank": 4}}))
+    query, key = WIDTH + HEADS * HEAD, WIDTH + KV_HEADS * HEAD
+    assert adapters.full_bytes == 2 * 4 * LAYERS * (2 * query + 2 * key + 3 * (WIDTH + INNER))
+    assert adapters.delta_bytes is None
+    assert [train_factor(*case) for case in ((False, False), (True, False), (True, True))] == [3, 4, 3]
+
+
+def test_a_split_is_suggested_from_twice_the_next_stage_on(model: str) -> None:
+    found = planned(on_gpus(model), measured=estimate.Calibration({"generate": 1e-3}))
+    assert "give replicas more GPUs, first from t" in table.split(found)
+    assert table.split(planned(on_gpus(model), measured=level(planned(on_gpus(model))))) == ""
+
+
+def level(found: estimate.Plan) -> estimate.Calibration:
+    """Every stage takes a second."""
+    return estimate.Calibration({one.kind: one.seconds for one in found.stages})
+
+
+def test_roles_whose_gpus_are_unknown_are_refused(model: str) -> None:
+    config = on_gpus(model, student={"devices": [], "urls": ["http://elsewhere:1"]})
+    with pytest.raises(ConfigError, match=r"student\.devices is not set.*name the GPUs in student\.devices"):
+        planned(config)
+
+
+@pytest.mark.parametrize(
+    ("names", "row"),
+    [
+        ({"NVIDIA H100 80GB HBM3"}, "h100"),
+        ({"NVIDIA A100-SXM4-40GB"}, "a100"),
+        ({"NVIDIA L4"}, "l4"),
+        ({"NVIDIA GeForce RTX 4090"}, "rtx4090"),
+        ({"NVIDIA L40S"}, None),
+        ({"NVIDIA H100 PCIe"}, None),
+        ({"NVIDIA L4", "NVIDIA H200"}, None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_or_refused(names: set[str], row: str | None) -> None:
+    if row is not None:
+        assert of_names(names) is DEVICES[row]
+        return
+    with pytest.raises(ConfigError, match=r"name the nearest with --device"):
+        of_names(names)
+
+
+def test_a_transformers_teacher_computes_on_one_of_its_gpus_at_a_time(model: str) -> None:
+    config = on_gpus(model, teachers={"t": {"path": model, "devices": ["2,3"]}})
+    role = find_roles(config, GPU, list(devices.uses(config, [])))["teacher t"]
+    assert (role.devices, set(role.load.values())) == (1, {0.5})
+
+
+def test_a_measured_run_replaces_what_is_assumed(model: str, tmp_path: Path) -> None:
+    made_run(tmp_path)
+    run, config = read_run(tmp_path), on_gpus(model)
+    assert (run.lengths.prompt, run.lengths.completion) == (5, 7)
+    assert run.seconds == {"generate": 1.5, "score": 0.25, "train": 1.0}
+    assert (run.step_seconds, run.age, run.delta) == (2, 1.5, 0.25)
+    own = planned(config, 5, 7)
+    again = planned(config, 5, 7, measured=calibrate(run, own, max(run.seconds.values())))
+    assert [one.seconds for one in again.stages] == pytest.approx([1.5, 0.25, 1.0])
+    assert again.step_seconds == pytest.approx(2)
+    assert again.delta_bytes == 0.25 * again.full_bytes
+    twice = planned(on_gpus(model, rollout={"batch": 16}), 5, 7, measured=calibrate(run, own, 1.5))
+    assert [one.seconds for one in twice.stages[1:]] == pytest.approx([0.5, 2.0])
+    with pytest.raises(DataError, match=r"no summary\.json of a finished run"):
+        read_run(tmp_path / "none")
+
+
+def made_run(folder: Path) -> None:
+    """Four steps of 8 rollouts of 7 tokens, an end every two seconds, and a restart that lasted an hour."""
+    counts = {"teachers/t/tokens": 12 * 32, "teachers/t/sequences": 32}
+    ends = [0, 2, 4, 3604]
+    steps = [{"step": n + 1, "time": end, "rows": 8, "tokens": 56, **counts} for n, end in enumerate(ends)]
+    spans = [("student-0", "generate", 7), ("student-1", "generate", 5), ("teacher t", "score", 1)]
+    spans += [("trainer", "train", 3), ("trainer", "publish", 1), ("trainer", "wait", 9)]
+    lines = [{"role": role, "what": what, "start": 0, "end": end} for role, what, end in spans]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*steps, {"step": 4, "eval/x": 1}])))
+    (folder / "timeline.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sync = {"bytes_delta": 25, "bytes_full": 100}
+    (folder / "summary.json").write_text(json.dumps({"staleness": {"mean": 1.5}, "sync": sync}))
+
+
+def test_the_command_prints_writes_and_refuses_what_does_not_fit(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpus", dict)
+    file, figures = tmp_path / "run.toml", tmp_path / "figures.json"
+    file.write_text(
+        f'evaluation = false\n[run]\nname = "a"\nsteps = 3\n[student]\npath = "{model}"\ndevices = ["0"]\n'
+        f'[student.engine_args]\nmax-model-len = 64\n[teachers.t]\npath = "{model}"\ndevices = ["1"]\n'
+        '[prompts]\ntype = "jsonl"\npath = "rows.jsonl"\n[rollout]\nmax_tokens = 8\n'
+        f'[trainer]\ndevices = "2"\nranks = 1\ndeepspeed = "{DEEPSPEED}"\n'
+    )
+    words = ["plan", str(file), "--json", str(figures)]
+    assert left([*words, "--device", "h100"]) == 0
+    shown = capsys.readouterr().out
+    assert all(
+        word in shown for word in ("trainer, GPU 2", "the bottleneck", "GPU-hours", "Assumed: 0.4 of 989")
+    )
+    found = json.loads(figures.read_text())
+    assert found["step_seconds"] == max(stage["seconds"] for stage in found["stages"])
+    assert left([*words, "--device", "h100", "--set", "preflight.gpu_gib=1"]) == 1
+    assert "the preflight refuses it" in capsys.readouterr().err
+    assert left(words) == 2
+    assert "this machine has none: say which kind they are with --device" in capsys.readouterr().err
+    assert left([*words, "--device", "abacus"]) == 2
+    assert f"choose one of {', '.join(DEVICES)}" in capsys.readouterr().err
+
+
+def left(words: list[str]) -> object:
+    """Exit status of a command."""
+    with pytest.raises(SystemExit) as leaving:
+        main(words)
+    return leaving.value.code
