@@ -98,7 +98,7 @@ def preflight(
     Example: distill preflight configs/single_node.toml --engines
     """
     from distill.launch.run import check_machine, run_preflight
-    from distill.preflight import checks, machine
+    from distill.preflight_checks import checks, machine
 
     settings, split, lines = checks.check(load_config(config, overrides))
     needed = machine.estimate(settings)

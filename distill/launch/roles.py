@@ -21,9 +21,15 @@ from distill.config import RunConfig
 from distill.launch import replica_command
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.preflight.checks import check_following, check_model, check_secrets, check_transport, refuse
-from distill.preflight.machine import runs_vllm
-from distill.preflight.objective import with_objective
+from distill.preflight_checks.checks import (
+    check_following,
+    check_model,
+    check_secrets,
+    check_transport,
+    refuse,
+)
+from distill.preflight_checks.machine import runs_vllm
+from distill.preflight_checks.objective import with_objective
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden

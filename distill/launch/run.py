@@ -36,9 +36,9 @@ from distill.metrics.page import REPORT, write_page
 from distill.metrics.samples import SAMPLES, SampleFile
 from distill.metrics.summary import complete
 from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, log_all
-from distill.preflight import checks, machine
-from distill.preflight import engines as live
-from distill.preflight.probes import Finding
+from distill.preflight_checks import checks, machine
+from distill.preflight_checks import engines as live
+from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position
 from distill.prompts.stream import PromptStream

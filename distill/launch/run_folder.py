@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
-from distill.preflight.machine import check_disk
+from distill.preflight_checks.machine import check_disk
 from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, sample_prompts
 from distill.prompts.stream import PromptSource

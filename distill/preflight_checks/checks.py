@@ -16,9 +16,9 @@ from distill.buffer import rules
 from distill.config import RunConfig
 from distill.config.prompts import MixturePrompts, RowPrompts
 from distill.evaluation.sets import check_rewards, open_sets
-from distill.preflight import objective
-from distill.preflight.devices import check_devices
-from distill.preflight.machine import bulk_bytes, check_processor, runs_vllm
+from distill.preflight_checks import objective
+from distill.preflight_checks.devices import check_devices
+from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import names_others
