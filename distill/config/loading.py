@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from distill.config import RunConfig
 from sync import secrets
 from sync.errors import ConfigError
+from sync.own_code import typed
 from sync.settings import ModelSource, Settings
 
 S = TypeVar("S", bound=Settings)
@@ -39,7 +40,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     An override that gives a section another `type` drops the keys which only the old type knows, and logs
     them. `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and
-    come back absolute. Raises ConfigError.
+    come back absolute; `run.code_folder` is the file's folder unless it is set. Raises ConfigError.
     """
     try:
         raw = tomllib.loads(path.read_text())
@@ -55,6 +56,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         for line in lines:
             log.warning("--set %s: %s", secrets.redact(override), line)
         raw = merge(raw, over)
+    if isinstance(run := raw.get("run"), Mapping):
+        raw = {**raw, "run": {"code_folder": path.parent, **run}}
     return validate(raw, str(path))
 
 
@@ -112,14 +115,15 @@ def retyped(
 ) -> tuple[dict[str, Any], list[str]]:
     """`under` as far as it fits the types that `over` gives its sections, and a line for each that lost keys.
 
-    `annotation`: what may stand at `place`. A key that no type knows stays, so that it is refused.
+    `annotation`: what may stand at `place`. A key that no type knows stays, so that it is refused; `options`
+    are those of one type, or of one function of the user's.
     """
     kept, lines, named = dict(under), [], get_origin(annotation) is dict  # such as teachers, by name
     kinds = [] if named else sections(annotation)
     if len(kinds) > 1 and "type" in over and (new := _of_type(over, kinds)):
         known = {name for kind in new for name in kind.model_fields}
         before = {name for kind in _of_type(under, kinds) or kinds for name in kind.model_fields}
-        if under.get("type") != over["type"]:
+        if under.get("type", over["type"]) != over["type"]:
             known -= {"options"}
         if gone := [key for key in under if key in before - known]:
             kept = {key: value for key, value in under.items() if key not in gone}
@@ -136,7 +140,7 @@ def retyped(
 
 def _of_type(table: Mapping[str, Any], kinds: Sequence[type[Settings]]) -> list[type[Settings]]:
     """The class that a section's `type` names; none when it has no type, or an unknown one."""
-    name = table.get("type")
+    name = typed(dict(table)).get("type")
     return [one for one in kinds if name in get_args(one.model_fields["type"].annotation)]
 
 

@@ -182,6 +182,12 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
             "objective of type 'jsd' has no k, rho_cap, which is left out",
         ),
         (
+            {"objective": {"type": "a:f", "k": 8, "options": {"x": 1}}},
+            "objective.type=a:g",
+            {"type": "a:g", "k": 8},
+            "objective of type 'a:g' has no options, which is left out",
+        ),
+        (
             {"weights": {"store": {"type": "bucket", "bucket": "a/b"}}},
             "weights.store.type=directory",
             {"store": {"type": "directory"}},
@@ -230,3 +236,9 @@ def test_a_file_is_loaded_with_another_type_and_one_line_says_what_went(
     ):
         with pytest.raises(ConfigError, match=r"objective\.kk? is not a known key"):
             load(path, refused)
+
+
+def test_own_code_lies_beside_the_file_unless_it_says_where(tmp_path: Path) -> None:
+    path = Path(__file__).parents[3] / "configs" / "user_run.toml"
+    assert load(path).run.code_folder == path.parent
+    assert load(path, [f"run.code_folder={tmp_path}"]).run.code_folder == tmp_path
