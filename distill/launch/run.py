@@ -15,6 +15,7 @@ import json
 import logging
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -264,6 +265,9 @@ class _Launcher:
 
     @contextlib.contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
+            yield
+            return
         this = asyncio.current_task()
         assert this is not None, "runs in a task"
 
