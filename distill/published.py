@@ -11,6 +11,7 @@ from typing import Any
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from sync.errors import SnapshotError
+from sync.own_code import use_folder
 from sync.snapshots import admin
 from sync.snapshots.manifest import read_latest, read_manifest
 from sync.stores import Store, open_store
@@ -19,6 +20,7 @@ from sync.wire import Version
 
 def store_of(config: RunConfig) -> Store:
     """The store that a run publishes to."""
+    use_folder(config.run.code_folder)
     return open_store(config.weights.store, config.run_dir / "store")
 
 

@@ -37,6 +37,7 @@ from student_trainer.config import TrainerConfig, TrainerSettings
 from sync import secrets
 from sync.client import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 from sync.errors import ConfigError
+from sync.own_code import CODE_VARIABLE
 from sync.server import ON_LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,14 @@ RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
 """Variable with the file at which the ranks of one machine meet, in a folder that only this user can enter.
 Not set with a hostfile: they meet at a port, chosen anew at every start."""
 _ENVIRONMENT_FILE: Final = "DS_ENV_FILE"  # of the deepspeed launcher: variables for the ranks
-_INHERITED: Final = ("OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", TOKEN_FILE_VARIABLE)
+_INHERITED: Final = (
+    "OMP_WAIT_POLICY",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    TOKEN_FILE_VARIABLE,
+    CODE_VARIABLE,
+)
 """Variables of this process that ranks on other machines need too."""
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _LOOK_SECONDS: Final = 0.3

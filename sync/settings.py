@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sync import secrets
 from sync.client import Url
 from sync.errors import ConfigError
+from sync.own_code import typed
 
 
 class Settings(BaseModel):
@@ -106,8 +107,22 @@ class ObjectStoreConfig(Settings):
     """Options of the client, such as {"endpoint": "http://127.0.0.1:9000", "region": "eu-west-1"}."""
 
 
+class OwnStoreConfig(Settings):
+    """A store of your own: `type = "package.module:name"` names what makes it (docs/extending.md)."""
+
+    type: Literal["own"]
+    name: str
+    """Filled in from `type`: a `sync.stores.Store`, or a function that returns one."""
+    options: dict[str, Any] = {}
+    """Its keyword arguments."""
+
+
 StoreConfig = Annotated[
-    DirectoryStoreConfig | XetStoreConfig | BucketStoreConfig | ObjectStoreConfig, Field(discriminator="type")
+    Annotated[
+        DirectoryStoreConfig | XetStoreConfig | BucketStoreConfig | ObjectStoreConfig | OwnStoreConfig,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(typed),
 ]
 
 

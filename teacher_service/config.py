@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from sync.client import Url
+from sync.own_code import OWN, is_own
 from sync.settings import ModelSource, Placement
+
+
+def _known_engine(name: str) -> str:
+    if name not in ("transformers", "vllm") and not is_own(name):
+        raise ValueError(f"input should be 'transformers' or 'vllm', or an engine of your own, {OWN}")
+    return name
 
 
 class TeacherConfig(ModelSource, Placement):
     """One teacher; several replicas when `replicas` > 1 or several urls are given."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Annotated[str, AfterValidator(_known_engine)] = "transformers"
     """transformers: everything, one layer after the other on its devices. vllm: every score, at full speed on
-    one or many GPUs; completions by another server, at `generate_url`."""
+    one or many GPUs; completions by another server, at `generate_url`. "package.module:name": one of your
+    own (docs/extending.md)."""
     engine_url: Url | None = None
     """A vLLM server with the pooling runner, for engine "vllm"; None: vLLM is started with the teacher."""
     generate_url: Url | None = None
@@ -48,7 +56,8 @@ class TeacherConfig(ModelSource, Placement):
     wire_dtype: Literal["float16", "float32"] = "float16"
     """Precision of top-k and gathered log-probabilities on the wire."""
     engine_args: dict[str, Any] = {}
-    """Any argument of vLLM's engine, for engine "vllm": {tensor_parallel_size = 4}."""
+    """Any argument of vLLM's engine, for engine "vllm": {tensor_parallel_size = 4}. An engine of your own
+    reads what it likes."""
     threads: int | None = Field(None, ge=1)
     """torch's threads; None: its default."""
     idle_unload_seconds: float | None = Field(None, gt=0)

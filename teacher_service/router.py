@@ -1,14 +1,13 @@
-"""Which teacher scores a sample, by its data source; and functions that a configuration names."""
+"""Which teacher scores a sample, by its data source; and what it sees instead of the prompt."""
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
-from sync.errors import ConfigError, DataError
+from sync.errors import ConfigError
+from sync.own_code import load_function, own_code
 from teacher_service.config import TeacherConfig
 
 
@@ -88,31 +87,3 @@ def _named(name: str, field: str, result: Callable[[Any], Any], remedy: str) -> 
             return result(function(given))
 
     return call
-
-
-def load_function(name: str, field: str, others: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function that "module:function" names.
-
-    Raises ConfigError that names `field` when there is none; `others`: what else may stand in the field.
-    """
-    try:
-        function = pkgutil.resolve_name(name)
-        if ":" not in name or not callable(function):
-            attribute = name.rpartition(":")[2]
-            raise TypeError(f"{attribute} is a {type(function).__name__} and cannot be called")
-    except Exception as error:  # importing runs the user's own code
-        either = f"{', '.join(others)}, or " if others else ""
-        raise ConfigError(
-            f"{field} = {name!r} cannot be loaded ({type(error).__name__}: {error}): say {either}"
-            '"package.module:function" of a module that can be imported here'
-        ) from error
-    return function
-
-
-@contextmanager
-def own_code(name: str, about: str, remedy: str) -> Iterator[None]:
-    """Around a call of the user's own code: DataError with function, input and exception when it raises."""
-    try:
-        yield
-    except Exception as error:
-        raise DataError(f"{name} raised {type(error).__name__} ({error}) for {about}: {remedy}") from error

@@ -15,6 +15,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 LARGER_WITH_A_REASON: dict[str, str] = {}
 LIGHT_MODULES = (
+    "distill.api",
     "distill.cli.main",
     "distill.config",
     "sync.wire",

@@ -4,10 +4,12 @@ from importlib.metadata import entry_points
 
 import typer
 
+import distill
 import sync.errors as errors
 import sync.wire as wire
 from distill.cli.main import app
 
+FUNCTIONS = "Config DistillError evaluate load_config load_run preflight run"
 COMMANDS = (
     "audit bench chaos compare control evaluate evaluator export init plan preflight quickstart replicas "
     "report run samples student sync teacher trace train version"
@@ -24,6 +26,11 @@ ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "
     "StoreError Unreachable WireError WrongServer"
 )
+
+
+def test_the_functions_are_these() -> None:
+    assert " ".join(distill.__all__) == FUNCTIONS
+    assert all(getattr(distill, name).__doc__ for name in distill.__all__)
 
 
 def test_the_commands_are_these() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from distill.bench.pipeline import run_quickstart, step_lines
 from distill.bench.runner import Figures, TrialCache, markdown
-from distill.preflight.devices import gpus
+from distill.preflight_checks.devices import gpus
 from sync.errors import DistillError
 
 STEPS: Final = 24

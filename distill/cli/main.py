@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from distill import api
 from distill.cli import bench as cli_bench
 from distill.cli import plan as cli_plan
 from distill.cli import sync as cli_sync
@@ -25,14 +25,14 @@ from distill.cli.options import (
     Resume,
     RunDir,
     guarded,
-    load_config,
     write_figures,
 )
 from sync.errors import DistillError
-from sync.secrets import redact, redact_process
+from sync.secrets import redact_process
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
+    from distill.metrics.results import Summary
     from sync.wire import Message
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -93,7 +93,7 @@ def run(
 
     Example: distill run configs/single_node.toml --set run.steps=100
     """
-    settings = load_config(config, overrides)
+    settings = api.load_config(config, overrides)
     if dry_run:
         from distill.launch import dry_run as dry
 
@@ -114,19 +114,11 @@ def preflight(
 
     Example: distill preflight configs/single_node.toml --engines
     """
-    from distill.launch.run import check_machine, run_preflight
-    from distill.preflight import checks, machine
-
-    settings, split, lines = checks.check(load_config(config, overrides))
-    needed = machine.estimate(settings)
-    typer.echo("\n".join([*lines, *machine.lines(settings, needed)]))
-    check_machine(settings)
-    machine.check_room(settings, needed)
     if engines:
         _log_to_stderr()
-        asyncio.run(run_preflight(settings, split, lambda finding: typer.echo(redact(finding.line))))
-    rows = f"{len(split.train)} prompts to train on" if isinstance(split.train, Sized) else "endless prompts"
-    typer.echo(f"{config}: ready to run; {rows}, {len(split.held_out)} held out")
+    ready = api.preflight(api.load_config(config, overrides), engines=engines, say=typer.echo)
+    rows = "endless prompts" if ready.prompts is None else f"{ready.prompts} prompts to train on"
+    typer.echo(f"{config}: ready to run; {rows}, {ready.held_out} held out")
 
 
 app.command(rich_help_panel=RUNS)(cli_plan.plan)
@@ -136,11 +128,9 @@ app.command(rich_help_panel=RUNS)(cli_plan.init)
 def _run(
     config: RunConfig, resume: bool, json_file: Path | None, seconds: dict[str, float] | None = None
 ) -> None:
-    from distill.launch.run import run as launch
-
     _log_to_stderr()
     console = Console()
-    summary = asyncio.run(launch(config, resume=resume, console=console, seconds=seconds))
+    summary = api.run(config, resume=resume, console=console, seconds=seconds)
     write_figures(json_file, summary)
     _show(console, config, summary)
 
@@ -151,7 +141,7 @@ def _log_to_stderr() -> None:
     )
 
 
-def _show(console: Console, config: RunConfig, summary: dict[str, Any]) -> None:
+def _show(console: Console, config: RunConfig, summary: Summary) -> None:
     """Print the result of a run. Raises DistillError with what is wrong with its end."""
     from distill.metrics.page import REPORT
     from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
@@ -183,7 +173,7 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
     """Run the controller alone; every other role is reached by the URLs in its configuration."""
     from distill.launch.roles import check_all_joined
 
-    settings = load_config(config, overrides)
+    settings = api.load_config(config, overrides)
     check_all_joined(settings)
     _run(settings, resume, json_file)
 
@@ -193,7 +183,7 @@ def student(config: Config, overrides: Overrides, index: Index = 0) -> None:
     """Serve one student replica; put its URL into student.urls of the controller's file."""
     from distill.launch import roles
 
-    roles.replace_process(roles.serve_student(load_config(config, overrides), index))
+    roles.replace_process(roles.serve_student(api.load_config(config, overrides), index))
 
 
 @app.command(rich_help_panel=ROLES)
@@ -206,7 +196,7 @@ def teacher(
     """Serve one teacher; put its URL into teachers.NAME.urls of the controller's file."""
     from distill.launch import roles
 
-    roles.replace_process(roles.serve_teacher(load_config(config, overrides), name, index))
+    roles.replace_process(roles.serve_teacher(api.load_config(config, overrides), name, index))
 
 
 @app.command(rich_help_panel=ROLES)
@@ -214,7 +204,7 @@ def evaluator(config: Config, overrides: Overrides) -> None:
     """Serve the evaluator; put its URL into evaluation.placement.urls of the controller's file."""
     from distill.launch import roles
 
-    roles.replace_process(roles.serve_evaluator(load_config(config, overrides)))
+    roles.replace_process(roles.serve_evaluator(api.load_config(config, overrides)))
 
 
 @app.command(rich_help_panel=ROLES)
@@ -222,7 +212,7 @@ def train(config: Config, overrides: Overrides, controller: Controller) -> None:
     """Run the trainer for a controller whose file sets controller.trainer = "external"."""
     from distill.launch import roles
 
-    roles.replace_process(roles.train(load_config(config, overrides), controller))
+    roles.replace_process(roles.train(api.load_config(config, overrides), controller))
 
 
 @replicas.command("ls")
@@ -285,9 +275,9 @@ def evaluate(
 
     Example: distill evaluate configs/single_node.toml --model runs/NAME/final
     """
-    from distill.launch.evaluate import evaluate_folder, lines
+    from distill.launch.evaluate import lines
 
-    figures = evaluate_folder(load_config(config, overrides), model, completions)
+    figures = api.evaluate(api.load_config(config, overrides), model, completions=completions)
     for line in lines(figures):
         typer.echo(line)
     write_figures(json_file, figures)

@@ -8,16 +8,13 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from sync.errors import ConfigError, DataError, DistillError, Interrupted
-from sync.secrets import redact, redact_process
-
-if TYPE_CHECKING:
-    from distill.config import RunConfig
+from sync.secrets import redact
 
 EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
 
@@ -48,15 +45,6 @@ JsonFile = Annotated[
 Controller = Annotated[
     str, typer.Option(help="URL of the run's controller.", metavar="URL", callback=lambda url: _checked(url))
 ]
-
-
-def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The configuration of a command; its secrets are kept out of everything this process says."""
-    from distill.config.loading import load
-
-    config = load(path, overrides)
-    redact_process()
-    return config
 
 
 def write_figures(path: Path | None, figures: Any) -> None:

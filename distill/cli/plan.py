@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from distill.cli.options import Config, JsonFile, Overrides, load_config, write_figures
+from distill.api import load_config
+from distill.cli.options import Config, JsonFile, Overrides, write_figures
 from sync.errors import ConfigError, DistillError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from distill.plan.estimate import Calibration, Plan
     from distill.plan.hardware import Device
     from distill.plan.measured import Measured
-    from distill.preflight.devices import Use
+    from distill.preflight_checks.devices import Use
 
 DeviceName = Annotated[
     str, typer.Option(help="h200, h100, a100, l4, rtx4090 or cpu; default: this machine's.", metavar="KIND")
@@ -53,7 +54,7 @@ def plan(
     from dataclasses import asdict
 
     from distill.plan import estimate, table
-    from distill.preflight.devices import check_devices
+    from distill.preflight_checks.devices import check_devices
 
     placed = _placed(load_config(config, overrides), device)
     run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
@@ -77,9 +78,9 @@ def plan(
 def _placed(config: RunConfig, name: str) -> _Placed:
     """Raises ConfigError for GPUs of an unknown kind."""
     from distill.plan.hardware import CPU, DEVICES, device_here, device_named
-    from distill.preflight.devices import gpus, uses, visible
-    from distill.preflight.machine import GIB
-    from distill.preflight.objective import with_objective
+    from distill.preflight_checks.devices import gpus, uses, visible
+    from distill.preflight_checks.machine import GIB
+    from distill.preflight_checks.objective import with_objective
 
     config, sizes = with_objective(config).config, gpus()
     device = device_named(name) if name else None
@@ -130,8 +131,8 @@ def init(
     --gpus 8 --gpu-gib 79.6
     """
     from distill.plan import starter
-    from distill.preflight.devices import gpus as gpus_here
-    from distill.preflight.machine import GIB
+    from distill.preflight_checks.devices import gpus as gpus_here
+    from distill.preflight_checks.machine import GIB
 
     if file.exists():
         raise ConfigError(f"{file} exists, and is not overwritten: name another FILE, or remove it")

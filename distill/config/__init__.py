@@ -28,6 +28,10 @@ class RunConfigSection(Settings):
     """Name of the run and of its folder."""
     folder: Path = Path("runs")
     """Folder in which the run's folder is created."""
+    code_folder: Path | None = None
+    """Folder in which the run's processes look for modules of your own, those that a key names as
+    "package.module:name" (docs/extending.md), after all that is installed. None: the folder of the
+    configuration file."""
     steps: int = Field(ge=1)
     """Optimizer steps."""
     seed: int = 0

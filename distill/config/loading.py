@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,9 +16,11 @@ from pydantic_core import ErrorDetails
 from distill.config import RunConfig
 from sync import secrets
 from sync.errors import ConfigError
+from sync.own_code import typed
 from sync.settings import ModelSource, Settings
 
 S = TypeVar("S", bound=Settings)
+log = logging.getLogger(__name__)
 
 RENAMED: Final = {
     "awake_teachers": "max_loaded_teachers",
@@ -35,8 +38,9 @@ RENAMED: Final = {
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in `path` with overrides such as "run.steps=10" over it.
 
-    `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and come
-    back absolute. Raises ConfigError.
+    An override that gives a section another `type` drops the keys which only the old type knows, and logs
+    them. `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and
+    come back absolute; `run.code_folder` is the file's folder unless it is set. Raises ConfigError.
     """
     try:
         raw = tomllib.loads(path.read_text())
@@ -47,7 +51,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path} is not TOML: {error}") from None
     for override in overrides:
-        raw = merge(raw, parse_override(override))
+        over = parse_override(override)
+        raw, lines = retyped(raw, over)
+        for line in lines:
+            log.warning("--set %s: %s", secrets.redact(override), line)
+        raw = merge(raw, over)
+    if isinstance(run := raw.get("run"), Mapping):
+        raw = {**raw, "run": {"code_folder": path.parent, **run}}
     return validate(raw, str(path))
 
 
@@ -98,6 +108,40 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(below, Mapping)
         result[key] = merge(below, value) if both else value  # type: ignore[arg-type]
     return result
+
+
+def retyped(
+    under: Mapping[str, Any], over: Mapping[str, Any], annotation: Any = RunConfig, place: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """`under` as far as it fits the types that `over` gives its sections, and a line for each that lost keys.
+
+    `annotation`: what may stand at `place`. A key that no type knows stays, so that it is refused; `options`
+    are those of one type, or of one function of the user's.
+    """
+    kept, lines, named = dict(under), [], get_origin(annotation) is dict  # such as teachers, by name
+    kinds = [] if named else sections(annotation)
+    if len(kinds) > 1 and "type" in over and (new := _of_type(over, kinds)):
+        known = {name for kind in new for name in kind.model_fields}
+        before = {name for kind in _of_type(under, kinds) or kinds for name in kind.model_fields}
+        if under.get("type", over["type"]) != over["type"]:
+            known -= {"options"}
+        if gone := [key for key in under if key in before - known]:
+            kept = {key: value for key, value in under.items() if key not in gone}
+            lines.append(f"{place} of type {over['type']!r} has no {', '.join(gone)}, which is left out")
+    for key, value in over.items():
+        below = kept.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            fields = [kind.model_fields[key].annotation for kind in kinds if key in kind.model_fields]
+            inner = get_args(annotation)[1] if named else next(iter(fields), None)
+            kept[key], more = retyped(below, value, inner, f"{place}.{key}".lstrip("."))
+            lines += more
+    return kept, lines
+
+
+def _of_type(table: Mapping[str, Any], kinds: Sequence[type[Settings]]) -> list[type[Settings]]:
+    """The class that a section's `type` names; none when it has no type, or an unknown one."""
+    name = typed(dict(table)).get("type")
+    return [one for one in kinds if name in get_args(one.model_fields["type"].annotation)]
 
 
 def sections(annotation: Any) -> list[type[Settings]]:

@@ -15,9 +15,10 @@ class TaskPrompts(Settings):
 
     type: Literal["task"]
     task: str
-    """A module of distill.tasks by name, or any "package.module"."""
+    """A module of distill.tasks by name, any "package.module" with a function `make`, or
+    "package.module:function"."""
     options: dict[str, Any] = {}
-    """Arguments of the task's constructor."""
+    """Arguments of that function."""
     reward_timeout_seconds: float = Field(10.0, gt=0)
     """Time limit of the check of one completion; one that exceeds it costs the completion."""
 

@@ -15,8 +15,8 @@ from distill.config import RunConfig
 from distill.launch.roles import Ports, plan_servers, token_of, trainer_child, url_of
 from distill.launch.run import temporary
 from distill.launch.supervise import ChildSpec
-from distill.preflight.checks import check_secrets
-from distill.preflight.objective import resolve
+from distill.preflight_checks.checks import check_secrets
+from distill.preflight_checks.objective import resolve
 from sync import secrets
 
 _ANY: Final = 65535

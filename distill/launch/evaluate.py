@@ -15,7 +15,7 @@ from distill.config.evaluation import EvaluationConfig
 from distill.launch.roles import Ports, plan_servers, token_of
 from distill.launch.run import TEMPORARY_GRACE_SECONDS, claim_of, connect, disconnect, temporary
 from distill.launch.supervise import Supervisor
-from distill.preflight.checks import check
+from distill.preflight_checks.checks import check
 from sync.errors import ConfigError, Unreachable
 from sync.wire import CompletionsRequest, EvalReport, Version
 

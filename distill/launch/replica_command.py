@@ -7,7 +7,7 @@ import sys
 from typing import Any, Final
 
 from distill.config import StudentConfig
-from distill.preflight.machine import runs_on_cpu
+from distill.preflight_checks.machine import runs_on_cpu
 from sync.client import is_loopback, token_from_environment
 from sync.errors import ConfigError
 from sync.server import ON_LOOPBACK, check_bind

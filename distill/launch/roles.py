@@ -21,14 +21,21 @@ from distill.config import RunConfig
 from distill.launch import replica_command
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.preflight.checks import check_following, check_model, check_secrets, check_transport, refuse
-from distill.preflight.machine import runs_vllm
-from distill.preflight.objective import with_objective
+from distill.preflight_checks.checks import (
+    check_following,
+    check_model,
+    check_secrets,
+    check_transport,
+    refuse,
+)
+from distill.preflight_checks.machine import runs_vllm
+from distill.preflight_checks.objective import with_objective
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
 from sync.client import TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.errors import ConfigError
+from sync.own_code import use_folder
 from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone, check_bind
 from sync.settings import ModelSource, Placement, Settings
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
@@ -276,6 +283,7 @@ def replace_process(child: ChildSpec) -> NoReturn:
 
 def serve_student(config: RunConfig, index: int) -> ChildSpec:
     """Replica `index`, listening as [student] says."""
+    use_folder(config.run.code_folder)
     check_model(config.student, "student", runs_vllm=True)
     check_secrets(config)
     return student_child(config, index, _ports(config.student))
@@ -288,6 +296,7 @@ def serve_teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
     if name not in config.teachers:
         raise ConfigError(f"--name {name!r} is no teacher: choose one of {', '.join(config.teachers)}")
     place = config.teachers[name]
+    use_folder(config.run.code_folder)
     check_secrets(config)
     check_model(place, f"teachers.{name}", runs_vllm(place))
     if place.follow_student_every is not None:
@@ -299,6 +308,7 @@ def serve_evaluator(config: RunConfig) -> ChildSpec:
     """The evaluator, listening as [evaluation.placement] says."""
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
+    use_folder(config.run.code_folder)
     refuse(check_transport(config))
     missing = _unreached_teachers(config)
     if (own := config.evaluation.replica) is not None and not own.urls:
@@ -314,6 +324,7 @@ def _unreached_teachers(config: RunConfig) -> list[str]:
 
 def train(config: RunConfig, controller_url: str) -> ChildSpec:
     """The deepspeed launcher of all ranks, talking to the controller at that URL."""
+    use_folder(config.run.code_folder)
     check_model(config.student, "student")
     check_secrets(config)
     return trainer_process(with_objective(config).config, controller_url)

@@ -15,6 +15,7 @@ import json
 import logging
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -36,9 +37,9 @@ from distill.metrics.page import REPORT, write_page
 from distill.metrics.samples import SAMPLES, SampleFile
 from distill.metrics.summary import complete
 from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, log_all
-from distill.preflight import checks, machine
-from distill.preflight import engines as live
-from distill.preflight.probes import Finding
+from distill.preflight_checks import checks, machine
+from distill.preflight_checks import engines as live
+from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position
 from distill.prompts.stream import PromptStream
@@ -264,6 +265,9 @@ class _Launcher:
 
     @contextlib.contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
+            yield
+            return
         this = asyncio.current_task()
         assert this is not None, "runs in a task"
 

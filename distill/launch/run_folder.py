@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
-from distill.preflight.machine import check_disk
+from distill.preflight_checks.machine import check_disk
 from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, sample_prompts
 from distill.prompts.stream import PromptSource
@@ -141,8 +141,8 @@ def _take_lock(path: Path) -> IO[str]:
 # --- resume
 
 _TAKES_EFFECT: Final = {
-    "run": "folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers restarts "
-    "share_gpus min_free_disk_gib",
+    "run": "folder code_folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers "
+    "restarts share_gpus min_free_disk_gib",
     "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
     "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
     "attention max_length batch_tokens head_chunk queue_tokens keep_memory_gib keep_disk_gib keep_folder "

@@ -9,7 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from distill.metrics.plot import Run, compare, draw, read_run
+from distill.metrics.plot import compare, draw
+from distill.metrics.results import Run, read_run
 from distill.metrics.samples import Decoder, Sample, figures, read_samples, shaded
 from distill.metrics.summary import longest_waits, use_of_tokens
 from sync.errors import ConfigError

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import median_high
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from distill.metrics.results import Run
 from distill.metrics.summary import use_of_tokens
-from sync.errors import DataError
 from sync.jsonl import read_lines
 
 if TYPE_CHECKING:
@@ -41,30 +40,6 @@ WINDOW_SECONDS = 12.0
 Line = dict[str, Any]
 
 
-class Run(NamedTuple):
-    """The figures in a run's folder."""
-
-    folder: Path
-    summary: dict[str, Any]
-    """Empty while the run goes on."""
-    lines: list[Line]
-    """Of metrics.jsonl, without figures that are null because they are not finite."""
-
-
-def read_run(folder: Path) -> Run:
-    """Raises DataError for a folder without figures."""
-    lines = read_lines(folder / "metrics.jsonl")
-    if not lines:
-        raise DataError(f"{folder} holds no metrics.jsonl with figures: name the folder of a run")
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text()) if path.is_file() else {}
-    return Run(
-        folder,
-        summary,
-        [{name: value for name, value in line.items() if value is not None} for line in lines],
-    )
-
-
 def draw(run: Run) -> Path:
     """Draw report.png of a run."""
     import matplotlib
@@ -75,8 +50,8 @@ def draw(run: Run) -> Path:
     summary = run.summary
     figure = pyplot.figure(figsize=(12, 8), dpi=130, facecolor="white", layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
-    draw_quality(figure.add_subplot(grid[0, 0]), run.lines)
-    draw_cost(figure.add_subplot(grid[0, 1]), run.lines)
+    draw_quality(figure.add_subplot(grid[0, 0]), run.metrics)
+    draw_cost(figure.add_subplot(grid[0, 1]), run.metrics)
     draw_activity(figure.add_subplot(grid[1, :]), read_lines(run.folder / "timeline.jsonl"), summary)
     title = {"x": 0.01, "ha": "left", "fontsize": 15, "fontweight": "bold", "color": INK}
     figure.suptitle(_title(run.folder.name, summary), **title)
@@ -135,9 +110,9 @@ def compare(runs: Sequence[Run]) -> bytes:
     _dress(left, "Reverse KL on own completions, nats per token", "tokens trained on, thousands")
     _dress(right, "Pass rate, held out", "tokens trained on, thousands")
     for run, color in zip(runs, cycle(RUN_COLORS), strict=False):
-        left.plot(*_curve(run.lines, "reverse_kl"), color=color, alpha=0.3)
-        left.plot(*_curve(run.lines, "eval/reverse_kl"), "o-", color=color, label=run.folder.name)
-        right.plot(*_curve(run.lines, "eval/pass_rate"), "s-", color=color)
+        left.plot(*_curve(run.metrics, "reverse_kl"), color=color, alpha=0.3)
+        left.plot(*_curve(run.metrics, "eval/reverse_kl"), "o-", color=color, label=run.folder.name)
+        right.plot(*_curve(run.metrics, "eval/pass_rate"), "s-", color=color)
     left.set_ylim(bottom=0)
     left.legend(frameon=False, fontsize=8)
     buffer = io.BytesIO()

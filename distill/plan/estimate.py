@@ -17,9 +17,9 @@ from distill.config import RunConfig
 from distill.plan.hardware import CPU, Device
 from distill.plan.roles import REPLICAS, TRAINER, Role, find_roles, gpus
 from distill.plan.stages import Generation, Shape, delta_share, most_in_flight, shape_of, train_factor
-from distill.preflight.devices import ITEM, VLLM_SHARE, WORKSPACE, Use
-from distill.preflight.machine import DAY, GIB, bytes_per_token
-from distill.preflight.objective import precision
+from distill.preflight_checks.devices import ITEM, VLLM_SHARE, WORKSPACE, Use
+from distill.preflight_checks.machine import DAY, GIB, bytes_per_token
+from distill.preflight_checks.objective import precision
 from distill.prompts.sources import student_limit, text_config
 from student_trainer.deepspeed_json import deepspeed_config
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from distill.config import RunConfig
 from distill.metrics.summary import threads
 from distill.plan.hardware import CPU, Device
-from distill.preflight.devices import HERE, Use
-from distill.preflight.machine import runs_vllm
+from distill.preflight_checks.devices import HERE, Use
+from distill.preflight_checks.machine import runs_vllm
 from student_trainer.launch import read_hosts
 from sync.errors import ConfigError
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from distill.preflight.devices import kv_bytes
-from distill.preflight.machine import count_parameters
+from distill.preflight_checks.devices import kv_bytes
+from distill.preflight_checks.machine import count_parameters
 from distill.prompts.sources import text_config
 from sync.settings import ModelSource
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from distill.config.loading import validate
-from distill.preflight.devices import check_devices, engine_memory
-from distill.preflight.machine import GIB
-from distill.preflight.objective import with_objective
+from distill.preflight_checks.devices import check_devices, engine_memory
+from distill.preflight_checks.machine import GIB
+from distill.preflight_checks.objective import with_objective
 from distill.prompts.sources import text_config
 from sync.errors import ConfigError
 from sync.settings import ModelSource

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from distill.plan.estimate import Plan, Stage
 from distill.plan.hardware import CPU, Device
 from distill.plan.measured import Measured
-from distill.preflight.devices import Use
-from distill.preflight.machine import GIB
+from distill.preflight_checks.devices import Use
+from distill.preflight_checks.machine import GIB
 
 SLOWER = 2.0
 """Times the next stage's seconds from which a better split is suggested."""

@@ -26,7 +26,7 @@ from distill import tasks
 from distill.config.prompts import MixturePrompts, PromptsConfig, SinglePrompts, TaskPrompts
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
-from teacher_service.router import load_function, own_code
+from sync.own_code import load_function, own_code
 
 
 class Reward(NamedTuple):

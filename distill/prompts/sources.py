@@ -23,9 +23,9 @@ from distill.prompts.stream import Prompt, PromptSource
 from distill.prompts.streaming import StreamSource, open_stream
 from distill.tasks import Task, TaskPrompt
 from sync.errors import ConfigError, DataError
+from sync.own_code import own_code
 from sync.settings import ModelSource
 from sync.wire.checks import ANY_ID
-from teacher_service.router import own_code
 
 LARGEST_SHARE = 0.1
 """Of a table's rows that are held out at most."""

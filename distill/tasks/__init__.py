@@ -1,17 +1,18 @@
 """Tasks that generate prompts and check completions: one module each, found by name.
 
-A task module has `make(**options) -> Task`. One whose models can be made from scratch also has
-`make_models(folder, seed) -> Models` (see `distill.tasks.sort_letters`).
+A task module has `make(**options) -> Task`; "package.module:function" names such a function of any module. A
+module whose models can be made from scratch also has `make_models(folder, seed) -> Models` (see
+`distill.tasks.sort_letters`).
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from sync.errors import ConfigError
+from sync.own_code import resolve
 
 
 class TaskPrompt(NamedTuple):
@@ -56,16 +57,18 @@ class Models(NamedTuple):
 
 
 def load(name: str, options: dict[str, Any] | None = None) -> Task:
-    """The task called `name`: a module of this package, or any "package.module".
+    """The task called `name`: a module of this package, any "package.module", or "package.module:function".
 
     Raises ConfigError when there is none, or when it does not take `options`.
     """
+    module = name if "." in name else f"{__name__}.{name}"
     try:
-        make = importlib.import_module(name if "." in name else f"{__name__}.{name}").make
+        make = resolve(name if ":" in name else f"{module}:make")
     except Exception as error:  # importing runs the user's own code
         raise ConfigError(
             f"prompts.task {name!r} cannot be loaded ({type(error).__name__}: {error}): "
-            f'name a module of distill.tasks, or "package.module" with make(**options)'
+            'name a module of distill.tasks, "package.module" with make(**options), or another function as '
+            '"package.module:function"'
         ) from error
     try:
         task: Task = make(**(options or {}))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from sync.own_code import typed
 from sync.settings import Settings
 from sync.wire import Want
 
@@ -135,13 +136,27 @@ class SFT(PolicyGradientTerms):
     """Share of the rollouts that the student generates; 0: none."""
 
 
+class Own(Mixing):
+    """An objective of your own: `type = "package.module:function"` names it (docs/extending.md)."""
+
+    type: Literal["own"]
+    name: str
+    """Filled in from `type`: a function with the protocol of `divergences.Objective`."""
+    needs: Literal["sampled", "topk", "student_topk", "full"] = "sampled"
+    """What the teacher sends and `Targets` holds: as for the objective of that type."""
+    k: int = Field(64, ge=1)
+    """Ids per position, where `needs` is "topk" or "student_topk"."""
+    options: dict[str, Any] = {}
+    """Further keyword arguments of the function."""
+
+
 def _typed(table: Any) -> Any:
-    return {"type": "auto", **table} if isinstance(table, dict) else table
+    return typed({"type": "auto", **table}) if isinstance(table, dict) else table
 
 
 ObjectiveConfig = Annotated[
     Annotated[
-        Auto | Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT,
+        Auto | Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT | Own,
         Field(discriminator="type"),
     ],
     BeforeValidator(_typed),
@@ -161,12 +176,19 @@ def needs(objective: ObjectiveConfig, rollouts: float = 1.0) -> Want:
     """
     assert not isinstance(objective, Auto), "the launcher resolves it before anything starts"
     temperature = teacher_temperature(objective, rollouts)
-    if isinstance(objective, Full | JSD | SkewReverse):
+    kind, k = _scores(objective)
+    if kind in ("full", "jsd", "skew"):
         return Want(hidden=True, temperature=temperature)
-    topk = objective.k if isinstance(objective, TopK | ForwardTopK) else 0
-    return Want(topk=topk, entropy=True, temperature=temperature)
+    return Want(topk=k if kind in ("topk", "forward_topk") else 0, entropy=True, temperature=temperature)
 
 
 def student_topk(objective: ObjectiveConfig) -> int:
     """Ids per position that the rollout engine returns (Sampling.student_topk); 0: none."""
-    return objective.k if isinstance(objective, StudentTopK) else 0
+    kind, k = _scores(objective)
+    return k if kind == "student_topk" else 0
+
+
+def _scores(objective: ObjectiveConfig) -> tuple[str, int]:
+    """The type of objective with the same scores, and its k (0: it has none)."""
+    kind: str = objective.needs if isinstance(objective, Own) else objective.type
+    return kind, getattr(objective, "k", 0)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.objectives import config
+from student_trainer.objectives.own import own_objective
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """Surrogate loss per token [N], with gradient, and per-token statistics [N] named in STATS, without."""
@@ -286,6 +287,7 @@ DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {
     config.JSD: lambda c: partial(jsd, beta=c.beta),
     config.SkewReverse: lambda c: partial(skew, alpha=c.alpha),
     config.SFT: _weighted(sampled),  # samples of the teacher are learned by `sft`: see `mixture`
+    config.Own: own_objective,
 }
 """Configuration → its divergence. A new objective is a row here, a function above, a class in `config.py` and
 what it needs from the teacher in `config.needs`."""

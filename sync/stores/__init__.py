@@ -12,12 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from sync.durable import is_full
 from sync.errors import AlreadyPublished, StoreError
+from sync.own_code import make_own
 from sync.secrets import HIDDEN
-from sync.settings import BucketStoreConfig, DirectoryStoreConfig, StoreConfig, XetStoreConfig
+from sync.settings import (
+    BucketStoreConfig,
+    DirectoryStoreConfig,
+    OwnStoreConfig,
+    StoreConfig,
+    XetStoreConfig,
+)
 
 MOST_SMALL: Final = 1 << 20
 """Bytes of a manifest, lease, receipt or LATEST; hundreds of files or ranks need a tenth of it."""
@@ -130,7 +137,8 @@ def check_key(key: str) -> str:
 def open_store(config: StoreConfig, default_path: Path) -> Store:
     """The store that `config` names; local kinds without a path of their own use `default_path`.
 
-    Raises StoreError when it cannot be opened, ConfigError when a needed package is missing.
+    Raises StoreError when it cannot be opened, ConfigError when a needed package is missing or the user's own
+    code makes none.
     """
     if isinstance(config, DirectoryStoreConfig):
         from sync.stores.directory import DirectoryStore
@@ -144,7 +152,15 @@ def open_store(config: StoreConfig, default_path: Path) -> Store:
         from sync.stores.bucket import BucketStore
 
         return BucketStore(config.bucket, config.prefix, create=config.create)
+    # of a run's record, where secrets are hidden: the client looks into the environment for what is not given
+    options = {name: value for name, value in config.options.items() if value != HIDDEN}
+    if isinstance(config, OwnStoreConfig):
+        field, wanted = "weights.store.type", "a sync.stores.Store"
+        return cast(Store, make_own(config.name, field, _is_store, wanted, **options))
     from sync.stores.object_store import ObjectStore
 
-    # of a run's record, where secrets are hidden: the client looks into the environment for what is not given
-    return ObjectStore(config.url, {name: v for name, v in config.options.items() if v != HIDDEN})
+    return ObjectStore(config.url, options)
+
+
+def _is_store(made: object) -> bool:
+    return isinstance(made, Store)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from sync.claims import Claim
 from sync.errors import ConfigError
+from sync.own_code import is_own, make_own
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import Engine
+from teacher_service.engines.base import Engine, EngineInfo
 
 
 def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) -> Engine:
@@ -25,6 +27,9 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
         from teacher_service.engines import vllm
 
         return vllm.load(config, vocab_size)
+    if is_own(config.engine):
+        wanted = "an Engine of teacher_service.engines.base, with its `engine_info`"
+        return cast(Engine, make_own(config.engine, "engine", _is_engine, wanted, config, vocab_size))
     from sync.settings import ReplicaConfig
     from sync.subscribe import Subscriber
     from teacher_service.engines.gpu_slots import GpuSlot
@@ -43,3 +48,7 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
 
     versions = Subscriber(ReplicaConfig.from_environment(), claim or Claim())
     return FollowingEngine(load_version, versions, every)
+
+
+def _is_engine(made: object) -> bool:
+    return isinstance(getattr(made, "engine_info", None), EngineInfo)

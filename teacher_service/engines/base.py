@@ -22,7 +22,8 @@ ENGINE_CAN: Final[dict[str, tuple[str, ...]]] = {
     "transformers": CAPABILITIES,
     "vllm": CAPABILITIES,  # generate: by the server at `generate_url`
 }
-"""`TeacherConfig.engine` → the most that it can, known before it is loaded; see `EngineInfo.can`."""
+"""`TeacherConfig.engine` → the most that it can, known before it is loaded; see `EngineInfo.can`. What an
+engine of the user's own can is known when it is loaded."""
 MAX_TOPK: Final = 1024
 
 

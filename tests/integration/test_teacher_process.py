@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from distill.evaluation.reference import LanguageModel, log_probs
-from distill.preflight import probes
+from distill.preflight_checks import probes
 from sync.claims import Claim
 from sync.client import Peer
 from sync.settings import ObjectStoreConfig, ReplicaConfig

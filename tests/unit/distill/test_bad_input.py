@@ -16,7 +16,7 @@ import pytest
 from distill.cli.main import main
 from distill.config.loading import load
 from distill.launch.run_folder import RunFolder
-from distill.preflight import machine
+from distill.preflight_checks import machine
 from distill.tasks.sort_letters import STUDENT, TEACHER, VOCABULARY, letter_tokenizer, untaught
 
 ROOT = Path(__file__).parents[3]

@@ -24,6 +24,8 @@ from distill import events
 from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
+from distill.metrics.results import Summary
+from distill.metrics.summary import complete as completed
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from distill.run_log.audit import AuditReport, check
 from distill.run_log.journal import read_all
@@ -81,6 +83,8 @@ async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_roll
     assert summary["staleness"]["max"] <= 2 == summary["staleness"]["limit"]
     assert summary["weights_identical"] is True
     assert 0 < summary["tokens"]["trained_share"] <= 1
+    figures = completed(run.config, summary, 1.0, {})
+    assert figures.keys() == Summary.__annotations__.keys(), "what summary.json holds is declared"
     rollouts = summary["rollouts"]
     assert rollouts["issued"] == 48 + rollouts["open"] + sum(rollouts["dropped"].values())
 

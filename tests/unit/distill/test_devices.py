@@ -9,8 +9,8 @@ import pytest
 from small_config import make_config
 
 from distill.config import RunConfig
-from distill.preflight import devices
-from distill.preflight.machine import GIB, count_parameters
+from distill.preflight_checks import devices
+from distill.preflight_checks.machine import GIB, count_parameters
 from sync.errors import ConfigError
 from sync.settings import ModelSource
 

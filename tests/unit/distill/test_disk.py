@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from distill.config import RunConfig
-from distill.preflight import machine as disk
+from distill.preflight_checks import machine as disk
 from sync.errors import ConfigError
 
 PARAMETERS = 1000

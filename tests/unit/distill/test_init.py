@@ -12,8 +12,8 @@ from distill.cli.main import main
 from distill.config.loading import load
 from distill.plan import starter
 from distill.plan.starter import Wanted, write
-from distill.preflight import devices
-from distill.preflight.machine import GIB
+from distill.preflight_checks import devices
+from distill.preflight_checks.machine import GIB
 from sync.errors import ConfigError
 from sync.settings import ModelSource
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distill.config.loading import load, load_run_dir, merge, parse_override, validate
+from distill.config.loading import load, load_run_dir, merge, parse_override, retyped, validate
 from sync.errors import ConfigError
 
 LEAST: dict[str, Any] = {
@@ -161,3 +161,84 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name the folder of a run"):
         load_run_dir(tmp_path)
+
+
+# --- an override that gives a section another type
+
+
+@pytest.mark.parametrize(
+    ("section", "override", "expected", "line"),
+    [
+        (
+            {"objective": {"type": "topk", "k": 8, "coefficient": 2.0}},
+            "objective.type=sampled",
+            {"type": "sampled", "coefficient": 2.0},
+            "objective of type 'sampled' has no k, which is left out",
+        ),
+        (
+            {"objective": {"type": "topk", "k": 8, "rho_cap": 3.0}},
+            'objective={type="jsd",beta=0.1}',
+            {"type": "jsd", "beta": 0.1},
+            "objective of type 'jsd' has no k, rho_cap, which is left out",
+        ),
+        (
+            {"objective": {"type": "a:f", "k": 8, "options": {"x": 1}}},
+            "objective.type=a:g",
+            {"type": "a:g", "k": 8},
+            "objective of type 'a:g' has no options, which is left out",
+        ),
+        (
+            {"weights": {"store": {"type": "bucket", "bucket": "a/b"}}},
+            "weights.store.type=directory",
+            {"store": {"type": "directory"}},
+            "weights.store of type 'directory' has no bucket, which is left out",
+        ),
+        (
+            {"prompts": {"type": "mixture", "parts": {"a": {"type": "task", "task": "x"}}}},
+            'prompts.parts.a={type="jsonl",path="y"}',
+            {"type": "mixture", "parts": {"a": {"type": "jsonl", "path": "y"}}},
+            "prompts.parts.a of type 'jsonl' has no task, which is left out",
+        ),
+    ],
+)
+def test_another_type_keeps_what_it_knows_and_names_what_it_drops(
+    section: dict[str, Any], override: str, expected: dict[str, Any], line: str
+) -> None:
+    over = parse_override(override)
+    kept, lines = retyped({**LEAST, **section}, over)
+    (name,) = section
+    assert merge(kept, over)[name] == expected
+    assert lines == [line]
+
+
+@pytest.mark.parametrize("override", ["objective.type=topk", "objective.k=3", "objective.type=nothing"])
+def test_the_same_type_a_plain_key_and_an_unknown_type_drop_nothing(override: str) -> None:
+    raw = {**LEAST, "objective": {"type": "topk", "k": 8}}
+    assert retyped(raw, parse_override(override)) == (raw, [])
+
+
+def test_a_file_is_loaded_with_another_type_and_one_line_says_what_went(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'run = {name="x", steps=3}\nstudent.path="s"\nteachers.t.path="t"\nrollout.max_tokens=12\n'
+        'prompts={type="task", task="sort_letters"}\ntrainer.deepspeed="x.json"\n'
+        'objective={type="topk", k=8, coefficient=2.0}\n'
+    )
+    objective = load(path, ["objective.type=sampled"]).objective
+    assert (objective.type, objective.coefficient) == ("sampled", 2.0)
+    said = "--set objective.type=sampled: objective of type 'sampled' has no k, which is left out"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    for refused in (
+        ["objective.type=sampled", "objective.k=3"],
+        ["objective.type=sampled", "objective.kk=3"],
+    ):
+        with pytest.raises(ConfigError, match=r"objective\.kk? is not a known key"):
+            load(path, refused)
+
+
+def test_own_code_lies_beside_the_file_unless_it_says_where(tmp_path: Path) -> None:
+    path = Path(__file__).parents[3] / "configs" / "user_run.toml"
+    assert load(path).run.code_folder == path.parent
+    assert load(path, [f"run.code_folder={tmp_path}"]).run.code_folder == tmp_path

@@ -10,7 +10,7 @@ from small_config import make_config
 
 from distill.config import RunConfig
 from distill.launch import roles
-from distill.preflight import objective
+from distill.preflight_checks import objective
 from student_trainer.objectives.config import Full, TopK
 from sync.errors import ConfigError
 from teacher_service.engines.base import CAPABILITIES

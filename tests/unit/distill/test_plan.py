@@ -16,8 +16,8 @@ from distill.plan.hardware import DEVICES, Device, of_names
 from distill.plan.measured import calibrate, read_run
 from distill.plan.roles import find_roles
 from distill.plan.stages import Generation, Shape, delta_share, shape_of, train_factor
-from distill.preflight import devices
-from distill.preflight.machine import GIB
+from distill.preflight_checks import devices
+from distill.preflight_checks.machine import GIB
 from sync.errors import ConfigError, DataError
 from sync.settings import ModelSource
 

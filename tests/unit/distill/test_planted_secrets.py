@@ -15,7 +15,7 @@ from distill.config.loading import load, load_run_dir
 from distill.launch import roles
 from distill.launch.run_folder import RunFolder
 from distill.metrics.trackers import Wandb
-from distill.preflight.checks import check_secrets
+from distill.preflight_checks.checks import check_secrets
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
 from sync import secrets

@@ -15,9 +15,9 @@ from distill.config.loading import validate
 from distill.evaluation import probes
 from distill.evaluation.probes import probe
 from distill.launch import roles
-from distill.preflight import checks as preflight
-from distill.preflight import engines as live
-from distill.preflight.probes import Finding
+from distill.preflight_checks import checks as preflight
+from distill.preflight_checks import engines as live
+from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from student_trainer.objectives.config import TopK

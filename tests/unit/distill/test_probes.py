@@ -16,8 +16,8 @@ import torch
 from table_engine import TableEngine
 
 from distill.evaluation.reference import objective_figures
-from distill.preflight import probes
-from distill.preflight.probes import Finding, Score
+from distill.preflight_checks import probes
+from distill.preflight_checks.probes import Finding, Score
 from student_trainer.objectives.config import (
     JSD,
     ForwardTopK,

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from small_config import make_config
 
 from distill.metrics.page import write_page
-from distill.metrics.plot import draw, draw_cost, middle_window, read_run
+from distill.metrics.plot import draw, draw_cost, middle_window
+from distill.metrics.results import read_run
 from distill.metrics.summary import before_and_after, complete, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
 from distill.metrics.trace import write_trace

@@ -15,7 +15,7 @@ from distill.config.loading import load_run_dir, merge, validate
 from distill.evaluation.service import keep_best
 from distill.launch.roles import Ports
 from distill.launch.run_folder import RunFolder, write_role
-from distill.preflight.machine import check_disk
+from distill.preflight_checks.machine import check_disk
 from student_trainer.checkpoint_files import latest, saved
 from sync.errors import ConfigError
 from sync.secrets import HIDDEN

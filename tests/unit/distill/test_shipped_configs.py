@@ -13,8 +13,8 @@ from distill.config import RunConfig
 from distill.config.loading import load
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.launch.run import check_machine
-from distill.preflight import checks, devices, machine
-from distill.preflight.machine import GIB, count_parameters
+from distill.preflight_checks import checks, devices, machine
+from distill.preflight_checks.machine import GIB, count_parameters
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from distill.tasks.teaching import Recipe
 from sync.client import TOKEN_VARIABLE

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from sync.errors import ConfigError, DataError
+from sync.own_code import load_function
 from teacher_service.config import TeacherConfig
-from teacher_service.router import Router, load_function, load_transforms
+from teacher_service.router import Router, load_transforms
 
 
 def teacher(*route: str) -> TeacherConfig:

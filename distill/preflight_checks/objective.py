@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,14 +18,15 @@ from student_trainer.objectives.config import (
     Full,
     Mixing,
     ObjectiveConfig,
+    Own,
     TopK,
     needs,
     student_topk,
     teacher_temperature,
 )
-from sync.errors import ConfigError
+from sync.errors import ConfigError, how_it_ended
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import ENGINE_CAN
+from teacher_service.engines.base import CAPABILITIES, ENGINE_CAN
 
 GB: Final = 1e9
 FULL_STEP_BYTES: Final = 2 * GB
@@ -133,15 +137,27 @@ def _costs(config: RunConfig, objective: ObjectiveConfig) -> str:
     )
 
 
+def try_own(own: Own) -> None:
+    """Call the user's function once, in a process of its own: torch is not for this one.
+
+    Raises ConfigError with its problem.
+    """
+    command = [sys.executable, "-P", "-m", "student_trainer.objectives.try_own", own.model_dump_json()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise ConfigError(done.stderr.strip()[-2000:] or f"{own.name} {how_it_ended(done.returncode)}")
+
+
 # --- engines
 
 
 def can(teacher: TeacherConfig) -> tuple[str, ...]:
-    """The most that a teacher of this configuration serves."""
+    """The most that a teacher of this configuration serves; an own engine is asked once it is loaded."""
     without = {"hidden"} if teacher.follow_student_every is not None else set()  # its head moves
     if teacher.engine == "vllm" and teacher.generate_url is None:
         without |= {"generate"}
-    return tuple(name for name in ENGINE_CAN[teacher.engine] if name not in without)
+    return tuple(name for name in ENGINE_CAN.get(teacher.engine, CAPABILITIES) if name not in without)
 
 
 def lacking(config: RunConfig, can: Sequence[str]) -> list[str]:

@@ -20,9 +20,9 @@ import numpy as np
 from distill.config import RunConfig
 from distill.evaluation.schedule import HttpEvaluator
 from distill.interfaces import Transform
-from distill.preflight import objective, probes
-from distill.preflight.checks import must_differ, shares_template
-from distill.preflight.probes import Finding
+from distill.preflight_checks import objective, probes
+from distill.preflight_checks.checks import must_differ, shares_template
+from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
 from distill.rollout.replica_client import ReplicaEngine
 from sync import tokenizers, wire

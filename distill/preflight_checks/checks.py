@@ -16,17 +16,18 @@ from distill.buffer import rules
 from distill.config import RunConfig
 from distill.config.prompts import MixturePrompts, RowPrompts
 from distill.evaluation.sets import check_rewards, open_sets
-from distill.preflight import objective
-from distill.preflight.devices import check_devices
-from distill.preflight.machine import bulk_bytes, check_processor, runs_vllm
+from distill.preflight_checks import objective
+from distill.preflight_checks.devices import check_devices
+from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import names_others
-from student_trainer.objectives.config import needs, student_topk, teacher_temperature
+from student_trainer.objectives.config import Own, needs, student_topk, teacher_temperature
 from sync import secrets, tokenizers
 from sync.client import is_loopback
 from sync.errors import ConfigError, DataError
-from sync.settings import ModelSource
+from sync.own_code import check_module, is_own, use_folder
+from sync.settings import ModelSource, OwnStoreConfig
 from sync.tokenizers import load_tokenizer
 from teacher_service.router import Router
 
@@ -46,6 +47,8 @@ class Checked(NamedTuple):
 
 def check(config: RunConfig) -> Checked:
     """Check everything that can be known beforehand. Raises ConfigError or DataError."""
+    use_folder(config.run.code_folder)
+    _find_own_code(config)
     if not config.student.urls:
         check_processor("student")
     check_model(config.student, "student")
@@ -70,6 +73,18 @@ def check(config: RunConfig) -> Checked:
     if config.evaluation is not None:
         check_rewards(open_sets(config, split, tokenizer))
     return Checked(config, split, [*lines, *split.notes])
+
+
+def _find_own_code(config: RunConfig) -> None:
+    """Raise ConfigError for code of the user's that only processes started later import, and cannot find."""
+    if isinstance(config.objective, Own):
+        check_module(config.objective.name, "objective.type")
+        objective.try_own(config.objective)
+    if isinstance(config.weights.store, OwnStoreConfig):
+        check_module(config.weights.store.name, "weights.store.type")
+    for name, teacher in config.teachers.items():
+        if is_own(teacher.engine) and not teacher.urls:
+            check_module(teacher.engine, f"teachers.{name}.engine")
 
 
 def refuse(problems: Iterable[str]) -> None:

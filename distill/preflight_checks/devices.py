@@ -23,8 +23,8 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from distill.config import RunConfig
-from distill.preflight.machine import GIB, count_parameters, installed_for_cpu, runs_vllm
-from distill.preflight.objective import precision
+from distill.preflight_checks.machine import GIB, count_parameters, installed_for_cpu, runs_vllm
+from distill.preflight_checks.objective import precision
 from distill.prompts.sources import student_limit, text_config
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import read_hosts

@@ -1,0 +1,142 @@
+"""The functions of `import distill`, which the command line calls too.
+
+Each raises DistillError with the message that the command would show. `run`, `preflight` and `evaluate` start
+servers, have an event loop of their own and go one at a time in a process; call them from any thread. In the
+main thread a run stops in order at SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from sync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from distill.config import RunConfig as Config
+    from distill.metrics.results import Run, Summary
+
+_working: Final = threading.Lock()
+
+
+class Ready(NamedTuple):
+    """What `preflight` found of a configuration that can run."""
+
+    config: Config
+    """With what the file left open filled in."""
+    prompts: int | None
+    """To train on; None: endless."""
+    held_out: int
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file, with overrides such as "run.steps=10" over it.
+
+    Its secrets are kept out of everything that this process logs. Raises ConfigError with a line for every
+    key that cannot be used.
+    """
+    from distill.config.loading import load
+    from sync.secrets import redact_process
+
+    config = load(Path(path), overrides)
+    redact_process()
+    return config
+
+
+def run(
+    config: Config,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    seconds: Mapping[str, float] | None = None,
+) -> Summary:
+    """Start every role, distil, evaluate, write a model folder; returns what summary.json holds.
+
+    `resume`: go on from the last checkpoint; a run that is complete returns at once. `console`: where
+    progress is shown; None: stderr. `seconds`: durations of steps before this one, added to the total. The
+    caller looks at `problems` of the summary: what the end did not show, such as a last evaluation that
+    failed. Raises Interrupted after a stop signal, DistillError when the run fails; no process is left.
+    """
+    from distill.launch.run import run as launch
+
+    with _alone("run"):
+        found = asyncio.run(launch(config, resume=resume, console=console, seconds=seconds))
+    return cast("Summary", found)
+
+
+def preflight(config: Config, *, engines: bool = False, say: Callable[[str], None] | None = None) -> Ready:
+    """Check models, tokenizers, prompts, ports, memory and disk of a run; train nothing.
+
+    `engines`: start every server too, probe it and stop it. `say` gets a line for each finding as it is made.
+    Raises ConfigError or DataError for what would keep the run from starting.
+    """
+    from distill.launch.run import check_machine, run_preflight
+    from distill.preflight_checks import checks, machine
+    from sync.secrets import redact
+
+    tell = say or (lambda line: None)
+    with _alone("preflight"):
+        settings, split, lines = checks.check(config)
+        needed = machine.estimate(settings)
+        for line in [*lines, *machine.lines(settings, needed)]:
+            tell(line)
+        check_machine(settings)
+        machine.check_room(settings, needed)
+        if engines:
+            asyncio.run(run_preflight(settings, split, lambda finding: tell(redact(finding.line))))
+    count = len(split.train) if isinstance(split.train, Sized) else None
+    return Ready(settings, count, len(split.held_out))
+
+
+def evaluate(
+    config: Config, model: Path | str | None = None, *, completions: Path | str | None = None
+) -> dict[str, Any]:
+    """Reverse KL (nats per token), pass rate and named sets of a model folder, by servers started for it.
+
+    `model` None: `student.path`. `completions`: a new folder for what was generated. Raises ConfigError for a
+    folder that holds no model.
+    """
+    from distill.launch.evaluate import evaluate_folder
+
+    given, texts = (None if path is None else Path(path) for path in (model, completions))
+    with _alone("evaluate"):
+        return evaluate_folder(config, given, texts)
+
+
+def load_run(folder: Path | str) -> Run:
+    """Configuration, metrics, summary, evaluations and samples of a run, finished or not.
+
+    Raises DataError for a folder without figures.
+    """
+    from distill.metrics.results import read_run
+
+    return read_run(Path(folder))
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Around what needs this process, and an event loop, for itself. Raises ConfigError when it has not."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise ConfigError(
+            f"distill.{name} was called inside a running event loop, such as a notebook's, and needs its "
+            f"own: write `await asyncio.to_thread(distill.{name}, config)`"
+        )
+    if not _working.acquire(blocking=False):
+        raise ConfigError(
+            f"distill.{name} was called while this process runs, checks or evaluates a configuration: wait "
+            "for that, or use another process"
+        )
+    try:
+        yield
+    finally:
+        _working.release()

@@ -1,0 +1,98 @@
+"""What a run leaves in its folder, as plain Python: configuration, metrics, summary, evaluations, samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import msgspec
+
+from distill.config import RunConfig
+from distill.config.loading import load_run_dir
+from distill.metrics.samples import read_samples
+from sync.errors import DataError
+from sync.jsonl import read_lines
+
+Row = dict[str, Any]
+
+
+class Summary(TypedDict):
+    """summary.json: the figures of a run that has ended or was stopped (docs/operations.md explains each)."""
+
+    name: str
+    seed: int
+    objective: str
+    folder: str
+    model: str
+    """Folder of the trained model."""
+    steps: int
+    completed: bool
+    """All steps are done."""
+    stop_reason: str
+    error: str | None
+    problems: list[str]
+    """What the end of the run did not show; empty: everything was shown."""
+    before: Row | None
+    after: Row | None
+    """Of the final version; None: it was not evaluated."""
+    best: Row | None
+    evaluations: list[Row]
+    """reverse_kl in nats per token, pass_rate, truncated (share), sets by name."""
+    tokens: Row
+    rollouts: Row
+    staleness: Row
+    seconds: dict[str, float]
+    busy_seconds: dict[str, float]
+    idle_seconds: dict[str, float]
+    waited_seconds: dict[str, dict[str, float]]
+    sync: Row
+    weights_identical: bool | None
+    """None: it was not shown."""
+    weights_identical_by_replica: dict[str, bool | None]
+    weights_missing: list[str]
+    weights_digest: str | None
+    run: Row
+    version: str | None
+    lineages: int
+    replica_joins: dict[str, int]
+    versions: dict[str, str]
+    threads: dict[str, int | None]
+    machine: Row
+
+
+class Run(NamedTuple):
+    """The figures in a run's folder."""
+
+    folder: Path
+    summary: Row
+    """As `Summary`; empty while the run goes on."""
+    metrics: list[Row]
+    """Rows of metrics.jsonl, of steps and of evaluations (`eval/…`), each with its `step`; without figures
+    that are null because they are not finite."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration as it ran, its secrets hidden. Raises ConfigError when it cannot be read."""
+        return load_run_dir(self.folder)
+
+    @property
+    def evaluations(self) -> list[Row]:
+        """Every evaluation of `summary`, by version; empty while the run goes on."""
+        return list(self.summary.get("evaluations", []))
+
+    @property
+    def samples(self) -> list[Row]:
+        """Rollouts that were trained on, as `distill.metrics.samples.Sample`, in the order of training."""
+        return [msgspec.to_builtins(sample) for sample in read_samples(self.folder)]
+
+
+def read_run(folder: Path) -> Run:
+    """Raises DataError for a folder without figures."""
+    lines = read_lines(folder / "metrics.jsonl")
+    if not lines:
+        raise DataError(f"{folder} holds no metrics.jsonl with figures: name the folder of a run")
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    rows = [{name: value for name, value in line.items() if value is not None} for line in lines]
+    return Run(folder, summary, rows)

@@ -1,0 +1,126 @@
+"""The user's own code: what a configuration names as "package.module:name", found and called in one way.
+
+Modules are looked for where Python looks, and after that in one folder of the run (`run.code_folder`), which
+the processes of the run learn from an environment variable. It comes last, so that no file in it hides an
+installed package, and only in processes that load something by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from sync.errors import ConfigError, DataError, DistillError
+
+CODE_VARIABLE: Final = "DISTILL_CODE_FOLDER"
+"""Environment variable with the folder."""
+OWN: Final = '"package.module:name"'
+_MISSING: Final = "of a module that is installed, or in run.code_folder (default: beside the configuration)"
+_appended: list[str] = []
+
+
+def use_folder(folder: Path | None) -> None:
+    """Look for modules in `folder` too, here and in processes started from now on; None: in no other place.
+
+    One folder at a time: the one before is forgotten. A module that was imported stays imported.
+    """
+    while _appended:
+        with suppress(ValueError):
+            sys.path.remove(_appended.pop())
+    os.environ.pop(CODE_VARIABLE, None)
+    if folder is not None:
+        os.environ[CODE_VARIABLE] = str(folder.absolute())
+
+
+def is_own(kind: object) -> bool:
+    """Whether a value names the user's own code."""
+    return isinstance(kind, str) and ":" in kind
+
+
+def typed(table: Any) -> Any:
+    """A section whose `type` is "package.module:name", as one of type "own" with that `name`."""
+    if isinstance(table, dict) and is_own(table.get("type")):
+        return {**table, "type": "own", "name": table["type"]}
+    return table
+
+
+def resolve(name: str) -> Any:
+    """What "package.module:name" names. Raises whatever importing it raises."""
+    _search()
+    return pkgutil.resolve_name(name)
+
+
+def load_function(name: str, field: str, others: Sequence[str] = ()) -> Callable[..., Any]:
+    """The function or class that "package.module:name" names.
+
+    Raises ConfigError that names `field` when there is none; `others`: what else may stand in the field.
+    """
+    try:
+        function = resolve(name)
+        if ":" not in name or not callable(function):
+            attribute = name.rpartition(":")[2]
+            raise TypeError(f"{attribute} is a {type(function).__name__} and cannot be called")
+    except Exception as error:  # importing runs the user's own code
+        either = f"{', '.join(others)}, or " if others else ""
+        raise ConfigError(
+            f"{field} = {name!r} cannot be loaded ({type(error).__name__}: {error}): say "
+            f"{either}{OWN} {_MISSING}"
+        ) from error
+    return function
+
+
+def check_module(name: str, field: str) -> None:
+    """Raise ConfigError when the module of "package.module:name" cannot be found; it is not imported."""
+    _search()
+    module, _, attribute = name.partition(":")
+    try:
+        found = importlib.util.find_spec(module) is not None and bool(attribute)
+    except (ImportError, ValueError):  # of a package above it, or no name of a module
+        found = False
+    if not found:
+        raise ConfigError(f"{field} = {name!r} names no module that can be found: say {OWN} {_MISSING}")
+
+
+def make_own(
+    name: str, field: str, fits: Callable[[Any], bool], wanted: str, *arguments: Any, **options: Any
+) -> Any:
+    """What the named function makes of `arguments` and `options`; `wanted`: what `fits` accepts, in words.
+
+    Raises ConfigError that names `field` when it fails or makes something else.
+    """
+    make = load_function(name, field)
+    try:
+        made = make(*arguments, **options)
+    except DistillError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{field} = {name!r} raised {type(error).__name__} ({error}) when it was called: give it the "
+            "options that it takes, or mend it"
+        ) from error
+    if not fits(made):
+        raise ConfigError(f"{field} = {name!r} made a {type(made).__name__}: it must return {wanted}")
+    return made
+
+
+@contextmanager
+def own_code(name: str, about: str, remedy: str) -> Iterator[None]:
+    """Around a call of the user's own code: DataError with function, input and exception when it raises."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"{name} raised {type(error).__name__} ({error}) for {about}: {remedy}") from error
+
+
+def _search() -> None:
+    folder = os.environ.get(CODE_VARIABLE)
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+        _appended.append(folder)
+        importlib.invalidate_caches()

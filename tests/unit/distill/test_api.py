@@ -1,0 +1,165 @@
+"""`import distill`: what its functions return, refuse and share with the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_config import make_config
+
+import distill
+from distill import api
+from distill.cli.main import main
+from distill.launch.run import _Launcher
+from distill.launch.run_folder import RunFolder
+from distill.metrics.samples import SAMPLES, Sample
+from distill.metrics.trackers import MetricsFile
+from sync.errors import ConfigError, DataError
+from sync.jsonl import JsonLines
+
+ROOT = Path(__file__).parents[3]
+FINISHED: dict[str, Any] = {
+    "completed": True,
+    "steps": 6,
+    "problems": [],
+    "error": None,
+    "model": "m",
+    "waited_seconds": {},
+    "tokens": {"trained_share": 1.0, "generated": 8},
+    "rollouts": {"dropped": {}},
+    "evaluations": [{"version": "L000-v00000006", "reverse_kl": 0.5}],
+}
+FILE = """
+run = {{ name = "test", steps = 6, folder = "{folder}" }}
+student.path = "none/here/student"
+teachers.t.path = "teacher"
+prompts = {{ type = "task", task = "sort_letters" }}
+rollout.max_tokens = 8
+trainer.deepspeed = "ds.json"
+objective = {{ type = "topk", k = 8, coefficient = 2.0 }}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(FILE.format(folder=tmp_path / "runs"))
+    return path
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "test"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps(FINISHED))
+    return folder
+
+
+def test_importing_the_package_imports_nothing_else_and_every_name_is_there() -> None:
+    program = (
+        "import sys; import distill; heavy = {'pydantic', 'numpy', 'torch', 'rich'} & sys.modules.keys();"
+        "import distill.preflight_checks; from distill import *; from distill import preflight;"
+        "print(heavy or 'light', callable(preflight), 'torch' in sys.modules, *sorted(distill.__all__))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = "Config DistillError evaluate load_config load_run preflight run"
+    assert done.stdout.split() == ["light", "True", "False", *names.split()]
+    with pytest.raises(AttributeError, match="has no attribute 'train'"):
+        distill.train  # noqa: B018
+
+
+def test_a_finished_run_is_not_started_again(
+    file: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The student's folder does not exist: whatever is checked or started would fail."""
+    assert distill.run(distill.load_config(file), resume=True) == FINISHED
+    with pytest.raises(SystemExit) as left:
+        main(["run", str(file), "--resume"])
+    assert left.value.code == 0
+    assert "is already complete: 6 steps; raise run.steps to train on" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="does not exist"):
+        distill.run(distill.load_config(file, ["run.steps=7"]), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "function", "given"),
+    [
+        (["run", "--resume"], "run", {"resume": True}),
+        (["preflight", "--engines"], "preflight", {"engines": True}),
+        (["evaluate", "--model", "m"], "evaluate", {"completions": None}),
+    ],
+)
+def test_the_commands_call_the_same_functions(
+    file: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], function: str, given: dict[str, Any]
+) -> None:
+    calls: list[Any] = []
+
+    def called(config: Any, *more: Any, **named: Any) -> None:
+        calls.append((config, named))
+        raise ConfigError("called")
+
+    monkeypatch.setattr(api, function, called)
+    with pytest.raises(SystemExit) as left:
+        main([words[0], str(file), *words[1:], "--set", "run.steps=9"])
+    assert left.value.code == 2
+    ((config, named),) = calls
+    assert config == distill.load_config(file, ["run.steps=9"])
+    assert given.items() <= named.items()
+
+
+@pytest.mark.parametrize("name", ["run", "preflight", "evaluate"])
+async def test_a_call_inside_a_running_loop_is_refused_with_the_way_out(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"write `await asyncio\.to_thread\(distill\.{name}, config\)`"):
+        getattr(distill, name)(make_config())
+
+
+async def test_a_thread_of_a_running_loop_may_call_it(file: Path, finished: Path) -> None:
+    assert await asyncio.to_thread(distill.run, distill.load_config(file), resume=True) == FINISHED
+
+
+def test_one_call_at_a_time(file: Path, finished: Path) -> None:
+    with api._working, pytest.raises(ConfigError, match="while this process runs, checks or evaluates"):
+        distill.preflight(make_config())
+    config = distill.load_config(file)
+    with pytest.raises(ConfigError, match="does not exist"):
+        distill.preflight(config)
+    assert distill.run(config, resume=True) == FINISHED, "a call that failed is over"
+
+
+def test_signals_are_left_alone_beside_the_main_thread() -> None:
+    async def inside() -> str:
+        with _Launcher._signals(SimpleNamespace(), asyncio.get_running_loop()):  # type: ignore[arg-type]
+            return "entered"
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(asyncio.run, inside()).result() == "entered"
+
+
+def test_a_run_is_read_back_as_plain_python(file: Path, tmp_path: Path) -> None:
+    config = distill.load_config(file)
+    with RunFolder.open(config, resume=False) as folder:
+        folder.keep(config, {})
+    lines, samples = MetricsFile(config.run_dir / "metrics.jsonl"), JsonLines(config.run_dir / SAMPLES)
+    lines.log(1, {"loss": 0.25, "grad_norm": float("nan")})
+    lines.close()
+    sample = Sample("L000-v00000000", "1", 0, "t", [1], [2], [-0.5], [-0.25], None, False, False)
+    samples.write(sample)
+    samples.close()
+    going_on = distill.load_run(str(config.run_dir))
+    assert (going_on.config, going_on.summary, going_on.evaluations) == (config, {}, [])
+    (row,) = going_on.metrics
+    assert (row["step"], row["loss"], "grad_norm" in row) == (1, 0.25, False)
+    (read,) = going_on.samples
+    assert (read["tokens"], read["teacher_logprob"], read["reward"]) == ([2], [-0.25], None)
+    (config.run_dir / "summary.json").write_text(json.dumps(FINISHED))
+    assert distill.load_run(config.run_dir).evaluations == FINISHED["evaluations"]
+    with pytest.raises(DataError, match="name the folder of a run"):
+        distill.load_run(tmp_path)

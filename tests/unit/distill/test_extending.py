@@ -1,0 +1,314 @@
+"""Code of the user's own beside a configuration: every example of docs/extending.md, loaded and used."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distill import tasks
+from distill.config import RunConfig
+from distill.config.loading import load, load_run_dir, merge
+from distill.config.prompts import JsonlPrompts, TaskPrompts
+from distill.launch import roles
+from distill.launch.run_folder import RunFolder
+from distill.preflight_checks import checks
+from distill.preflight_checks.objective import lacking
+from distill.prompts.reward_pool import RewardPool
+from distill.prompts.rewards import load_rewards, reward_source
+from distill.prompts.stream import Prompt
+from distill.published import store_of
+from student_trainer.objectives.config import ObjectiveConfig, Own, Sampled, needs, student_topk
+from student_trainer.objectives.divergences import Targets, build
+from student_trainer.objectives.try_own import try_out
+from sync.errors import AlreadyPublished, ConfigError, DataError
+from sync.own_code import CODE_VARIABLE, load_function, use_folder
+from sync.wire import Want
+from teacher_service.engines import build as build_engine
+from teacher_service.engines.base import Item, ScoreOptions
+from teacher_service.limits import limits
+
+PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
+LEAST: dict[str, Any] = {
+    "run": {"name": "x", "steps": 3},
+    "student": {"path": "s"},
+    "teachers": {"t": {"path": "t", "route": ["rest"]}},
+    "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
+    "rollout": {"max_tokens": 12},
+    "trainer": {"deepspeed": "x.json"},
+}
+Example = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Example]:
+    """The configuration of a section of the page, from a file with the section's module beside it."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(heading: str, *overrides: str) -> RunConfig:
+        section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+        (name, code), (table,) = (
+            re.findall(r"```python\n# (\w+\.py)\n(.*?)```", section, re.DOTALL)[0],
+            re.findall(r"```toml\n(.*?)```", section, re.DOTALL),
+        )
+        (tmp_path / "beside").mkdir(exist_ok=True)
+        (tmp_path / "beside" / name).write_text(code)
+        assert len([line for line in code.splitlines() if line.strip()]) <= 20, "short enough to copy"
+        raw = tomllib.loads(table)
+        known = {**LEAST, "prompts": {}} if "prompts" in raw else LEAST
+        (tmp_path / "beside" / "run.toml").write_text(toml(merge(known, raw)))
+        config = load(tmp_path / "beside" / "run.toml", overrides)
+        use_folder(config.run.code_folder)
+        return config
+
+    yield make
+    use_folder(None)
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]
+
+
+def toml(raw: dict[str, Any], place: str = "") -> str:
+    """Nested tables as TOML."""
+    plain = {key: value for key, value in raw.items() if not isinstance(value, dict)}
+    lines = [f"[{place}]"] if place else []
+    lines += [f"{key} = {value!r}" for key, value in plain.items()]
+    inner = [(key, value) for key, value in raw.items() if isinstance(value, dict)]
+    return "\n".join([*lines, *(toml(value, f"{place}.{key}".lstrip(".")) for key, value in inner)])
+
+
+# --- the examples -----------------------------------------------------------------------------------------
+
+
+def loss_and_gradient(objective: ObjectiveConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of stale tokens; statistics [N] and the gradient of the summed loss."""
+    random = torch.Generator().manual_seed(0)
+    logits_NV = torch.randn(9, 5, generator=random, dtype=torch.float64, requires_grad=True)
+    behavior_N, teacher_N = (-torch.rand(9, generator=random, dtype=torch.float64) * 3 for _ in range(2))
+    targets = Targets(
+        token_N=torch.arange(9) % 5,
+        behavior_logp_N=behavior_N,
+        teacher_logp_N=teacher_N,
+        fresh_N=torch.zeros(9, dtype=torch.bool),
+        coefficient_N=torch.full((9,), 3.0),
+        teacher_logp_NV=torch.randn(9, 5, generator=random, dtype=torch.float64).log_softmax(1),
+    )
+    loss_N, stats = build(objective)(logits_NV.log_softmax(1), targets)
+    (gradient,) = torch.autograd.grad(loss_N.sum(), logits_NV)
+    return stats["reverse_kl"], gradient
+
+
+def test_the_objective_has_the_gradient_of_the_policy_gradient_that_it_restates(example: Example) -> None:
+    """∇ ½(log p − log q)² = d·∇log p, so that ρ, its cap and the coefficient of 3 must agree too."""
+    own = example("Objective", "objective.options.rho_cap=1.5").objective
+    for found, expected in zip(loss_and_gradient(own), loss_and_gradient(Sampled(rho_cap=1.5)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_divergence_of_this_package_is_an_objective_by_name(example: Example) -> None:
+    name = "objective.type=student_trainer.objectives.divergences:jsd"
+    own = example("Objective", name, "objective.needs=full", "objective.options={beta=0.3}").objective
+    expected = RunConfig.model_validate({**LEAST, "objective": {"type": "jsd", "beta": 0.3}}).objective
+    for found, wanted in zip(loss_and_gradient(own), loss_and_gradient(expected), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "sends", "options"),
+    [
+        ("sampled", "sampled", "{rho_cap=5.0, drop_rho_outside=[0.5, 2.0]}"),
+        ("hybrid", "topk", "{rho_cap=5.0, drop_rho_outside=[0.5, 2.0]}"),
+        ("hybrid", "student_topk", "{rho_cap=5.0, drop_rho_outside=[0.5, 2.0]}"),
+        ("forward_topk", "topk", "{}"),
+        ("full", "full", "{}"),
+        ("skew", "full", "{alpha=0.1}"),
+    ],
+)
+def test_every_divergence_of_this_package_has_the_form_of_an_own_one(
+    example: Example, divergence: str, sends: str, options: str
+) -> None:
+    name = f"objective.type=student_trainer.objectives.divergences:{divergence}"
+    own = example("Objective", name, f"objective.needs={sends}", f"objective.options={options}").objective
+    assert isinstance(own, Own)
+    try_out(own)
+
+
+def test_an_objective_that_fails_is_refused_before_anything_starts(example: Example) -> None:
+    config = example("Objective", "objective.options.rho_kap=1.0")
+    problem = "raised TypeError .*unexpected keyword argument 'rho_kap'.* mend the function, or its"
+    with pytest.raises(ConfigError, match=rf"objective\.type = 'own_objective:squared' {problem}"):
+        checks.check(config)
+
+
+def test_a_loss_that_does_not_follow_from_the_student_is_refused(example: Example, tmp_path: Path) -> None:
+    own = example("Objective", "objective.type=own_objective:apart").objective
+    code = "import torch\ndef apart(logp_NV, targets):\n    v = torch.zeros(6, requires_grad=True)\n"
+    (tmp_path / "beside" / "own_objective.py").write_text(f"{code}    return v, {{'reverse_kl': v}}\n")
+    assert isinstance(own, Own)
+    with pytest.raises(DataError, match="whose gradient in log p is missing"):
+        try_out(own)
+
+
+@pytest.mark.parametrize(
+    ("sends", "want", "gathered"),
+    [
+        ("sampled", Want(entropy=True), 0),
+        ("topk", Want(entropy=True, topk=7), 0),
+        ("student_topk", Want(entropy=True), 7),
+        ("full", Want(hidden=True), 0),
+    ],
+)
+def test_the_teacher_is_asked_for_what_the_objective_needs(
+    example: Example, sends: str, want: Want, gathered: int
+) -> None:
+    own = example("Objective", f"objective.needs={sends}", "objective.k=7").objective
+    assert (needs(own), student_topk(own)) == (want, gathered)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("return logp_NV.sum(1)", "raised ValueError"),
+        ("return logp_NV.sum(1), {}", r"returned {'loss': \(9,\)} for 9 tokens"),
+        ("return logp_NV.sum(), {'reverse_kl': logp_NV.sum(1)}", r"returned {'loss': \(\), 'reverse_kl'"),
+        ("v = logp_NV.detach().sum(1); return v, {'reverse_kl': v}", "without gradient"),
+        ("return logp_NV.nothing, {}", "raised AttributeError"),
+    ],
+)
+def test_an_objective_that_returns_something_else_is_refused(
+    example: Example, tmp_path: Path, body: str, problem: str
+) -> None:
+    config = example("Objective", "objective.type=own_objective:wrong")
+    (tmp_path / "beside" / "own_objective.py").write_text(f"def wrong(logp_NV, targets):\n    {body}\n")
+    with pytest.raises(DataError, match=rf"objective\.type = 'own_objective:wrong' .*{problem}"):
+        loss_and_gradient(config.objective)
+
+
+def test_the_reward_function_runs_in_a_worker_beside_its_module(example: Example) -> None:
+    class Words:
+        def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+            return " ".join(map(str, ids))
+
+    prompts = example("Reward function").prompts
+    assert isinstance(prompts, JsonlPrompts)
+    prompt = Prompt("1", [1], "default", "7", "")
+    assert load_rewards(prompts)(prompt, "so 7") == (0.98, "7")
+    source = reward_source(prompts, Words())
+    assert source is not None
+    RewardPool(source).check(prompt)  # in a process of its own
+
+
+def test_the_prompt_source_keeps_held_out_prompts_apart(example: Example) -> None:
+    prompts = example("Prompt source").prompts
+    assert isinstance(prompts, TaskPrompts)
+    task = tasks.load(prompts.task, prompts.options)
+    trained = {task.prompt(seed, index).text for seed in range(3) for index in range(600)}
+    held_out = {task.held_out(0, index).text for index in range(600)}
+    assert len(trained) == len(held_out) == 500
+    assert not trained & held_out
+    assert task.passes(task.prompt(0, 4), [9, 1])
+    assert not task.passes(task.prompt(0, 4), [])
+
+
+def test_the_engine_scores_what_the_service_hands_it(example: Example) -> None:
+    config = example("Teacher engine")
+    engine = build_engine(config.teachers["uniform"], 16)
+    items = [Item(np.arange(length, dtype=np.int32), 1) for length in (3, 5)]
+    assert engine.score(items, ScoreOptions()).logprob_C.tolist() == [np.float32(-np.log(16))] * 6
+    assert limits(config.teachers["uniform"], engine.engine_info, 1 << 30).max_length == 4096
+    assert engine.head() is None
+    assert lacking(RunConfig.model_validate({**LEAST, "objective": {"type": "topk"}}), engine.engine_info.can)
+
+
+def test_the_store_keeps_the_contract_and_its_copy(example: Example, tmp_path: Path) -> None:
+    config = example("Store")
+    store = store_of(config)
+    store.create("run/a", b"content")
+    with pytest.raises(AlreadyPublished):
+        store.create("run/a", b"other")
+    assert store.read("run/a") == (tmp_path / "backup/run/a").read_bytes() == b"content"
+    replica = config.subscriber("student-0")
+    assert type(replica).model_validate_json(replica.model_dump_json()) == replica, "as a replica reads it"
+
+
+def test_a_recorded_configuration_finds_the_same_code_again(example: Example, tmp_path: Path) -> None:
+    config = example("Store")
+    with RunFolder.open(config, resume=False) as folder:
+        folder.keep(config, {})
+    kept = load_run_dir(config.run_dir)
+    assert kept == config
+    assert kept.run.code_folder == tmp_path / "beside"
+
+
+# --- where modules are found ------------------------------------------------------------------------------
+
+
+def test_processes_of_a_run_search_the_folder_last(example: Example, tmp_path: Path) -> None:
+    """A `json.py` there hides nothing, in the environment that the trainer's ranks are started with."""
+    config = example("Objective")
+    (tmp_path / "beside" / "json.py").write_text("raise RuntimeError('hidden')")
+    environment = roles.trainer_process(config, "http://127.0.0.1:1").env
+    assert environment[CODE_VARIABLE] == str(tmp_path / "beside")
+    program = (
+        "from sync.own_code import load_function; import sys, json; before = list(sys.path);"
+        "load_function('own_objective:squared', 'x'); print(sys.path == [*before, sys.argv[1]])"
+    )
+    root = str(Path(__file__).parents[3])
+    command = [sys.executable, "-c", program, str(tmp_path / "beside")]
+    environment = {**environment, "PYTHONPATH": root}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"]
+
+
+def test_only_the_folder_in_use_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"own_{name}.py").write_text("def f(): ...")
+    use_folder(tmp_path / "one")
+    load_function("own_one:f", "x")
+    use_folder(tmp_path / "two")
+    load_function("own_two:f", "x")
+    assert [path for path in sys.path if str(tmp_path) in path] == [str(tmp_path / "two")]
+    use_folder(None)
+    assert str(tmp_path / "two") not in sys.path
+    with pytest.raises(ConfigError, match=r"run\.code_folder \(default: beside the configuration\)"):
+        load_function("own_three:f", "x")
+
+
+@pytest.mark.parametrize(
+    ("heading", "override", "field"),
+    [
+        ("Objective", "objective.type=own_objectiv:squared", r"objective\.type = 'own_objectiv:squared'"),
+        ("Store", "weights.store.type=own.store:Mirrored", r"weights\.store\.type = 'own\.store:Mirrored'"),
+        ("Teacher engine", "teachers.uniform.engine=engine:", r"teachers\.uniform\.engine = 'engine:'"),
+    ],
+)
+def test_a_module_that_is_not_there_is_refused_before_anything_starts(
+    example: Example, heading: str, override: str, field: str
+) -> None:
+    config = example(heading, override)
+    with pytest.raises(ConfigError, match=f"{field} names no module that can be found: say"):
+        checks.check(config)
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("def Mirrored(first, second): return 3", r"made a int: it must return a sync\.stores\.Store"),
+        ("def Mirrored(first): ...", r"raised TypeError \(.*\) when it was called"),
+        ("Mirrored = 3", "Mirrored is a int and cannot be called"),
+    ],
+)
+def test_a_store_that_is_none_is_refused(example: Example, tmp_path: Path, code: str, problem: str) -> None:
+    config = example("Store")
+    (tmp_path / "beside" / "own_store.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"weights\.store\.type = 'own_store:Mirrored' .*{problem}"):
+        store_of(config)
