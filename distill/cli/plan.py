@@ -134,8 +134,7 @@ def init(
     from distill.preflight_checks.devices import gpus as gpus_here
     from distill.preflight_checks.machine import GIB
 
-    if file.exists():
-        raise ConfigError(f"{file} exists, and is not overwritten: name another FILE, or remove it")
+    starter.check_free(file)
     sizes = gpus_here()
     if sizes:
         gpus = len(sizes) if gpus is None else gpus

@@ -52,14 +52,19 @@ class Split(NamedTuple):
     evaluator: str | None
 
 
+def check_free(path: Path) -> None:
+    """Raise ConfigError for a file that exists."""
+    if path.exists():
+        raise ConfigError(f"{path} exists, and is not overwritten: name another FILE, or remove it")
+
+
 def write(path: Path, wanted: Wanted) -> list[str]:
     """Write the configuration; returns what the preflight computes of its memory.
 
     Raises ConfigError for a file that exists, models whose config cannot be read, prompts that are none, and
     GPUs that do not suffice.
     """
-    if path.exists():
-        raise ConfigError(f"{path} exists, and is not overwritten: name another FILE, or remove it")
+    check_free(path)
     text, computed = text_and_memory(wanted, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x") as file:

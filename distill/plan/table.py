@@ -82,8 +82,8 @@ def split(plan: Plan) -> str:
         return f"{ratio}: give {slow.role} more {unit}; no other role has one to spare."
     giver = givers[0]
     return (
-        f"{ratio}: give {slow.role} more {unit}, first from {giver.role}, which has {giver.devices:g} and "
-        f"works {giver.seconds / plan.step_seconds:.0%} of a step."
+        f"{ratio}: give {slow.role} more {unit}, first from {giver.role} ({giver.devices:g} {unit}, busy "
+        f"{giver.seconds / plan.step_seconds:.0%} of a step)."
     )
 
 

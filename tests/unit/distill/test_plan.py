@@ -11,6 +11,7 @@ from small_config import make_config
 
 from distill.cli.main import main
 from distill.config import RunConfig
+from distill.config.loading import load
 from distill.plan import estimate, table
 from distill.plan.hardware import DEVICES, Device, of_names
 from distill.plan.measured import calibrate, read_run
@@ -234,6 +235,7 @@ def test_a_measured_run_replaces_what_is_assumed(model: str, tmp_path: Path) -> 
 
 def made_run(folder: Path) -> None:
     """Four steps of 8 rollouts of 7 tokens, an end every two seconds, and a restart that lasted an hour."""
+    folder.mkdir(exist_ok=True)
     counts = {"teachers/t/tokens": 12 * 32, "teachers/t/sequences": 32}
     ends = [0, 2, 4, 3604]
     steps = [{"step": n + 1, "time": end, "rows": 8, "tokens": 56, **counts} for n, end in enumerate(ends)]
@@ -265,6 +267,12 @@ def test_the_command_prints_writes_and_refuses_what_does_not_fit(
     )
     found = json.loads(figures.read_text())
     assert found["step_seconds"] == max(stage["seconds"] for stage in found["stages"])
+    made_run(run := tmp_path / "before")
+    (run / "config.json").write_text(load(file).model_dump_json())
+    assert left([*words, "--device", "h100", "--measured", str(run)]) == 0
+    assert "measured in before" in (shown := capsys.readouterr().out)
+    assert "Assumed" not in shown
+    assert json.loads(figures.read_text())["step_seconds"] == pytest.approx(2)
     assert left([*words, "--device", "h100", "--set", "preflight.gpu_gib=1"]) == 1
     assert "the preflight refuses it" in capsys.readouterr().err
     assert left(words) == 2
