@@ -1,8 +1,9 @@
 """The evaluator's part of the preflight: reference values of plain fp32 forward passes.
 
 A teacher is loaded for it, one at a time, where 4 bytes for each of its parameters fit into SHARE of the free
-memory beside the student. A larger one is not: its log-probabilities are compared with nothing, and the
-objective is tried on the distributions that its service gives, where it gives hidden states.
+memory beside the student. A larger one is not, nor one with an engine of the user's: its log-probabilities
+are compared with nothing, and the objective is tried on the distributions that its service gives, where it
+gives hidden states.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from distill.evaluation.models import device_of, load_model
 from distill.evaluation.reference import LanguageModel, TeacherProbe, log_probs, probe_teacher, scores_of
 from distill.evaluation.reverse_kl import head_of, tensor_of
 from sync.errors import ConfigError, RemoteError
+from sync.own_code import is_own
 from sync.settings import ModelSource
 from sync.tokenizers import load_tokenizer, vocab_size
 from sync.wire import ProbeReply, ProbeRequest, Scored, ScoreSequence, Want
 from teacher_service.client import TeacherClient
+from teacher_service.config import TeacherConfig
 from teacher_service.engines.head import find_head
 
 SHARE: Final = 0.5
@@ -50,7 +53,7 @@ async def probe(
     found = {}
     for name, sequences in request.teachers.items():
         source, device = config.teachers[name], device_of(setting)
-        if (reason := await asyncio.to_thread(too_large, source, free_bytes(device))) is None:
+        if (reason := await asyncio.to_thread(not_loaded, source, free_bytes(device))) is None:
             known = await asyncio.to_thread(plain, source, sequences)
         else:
             known = TeacherProbe(await _served(teachers[name], sequences, device), reason)
@@ -69,6 +72,15 @@ def _loaded(source: ModelSource, vocab: int, device: Any) -> LanguageModel:
 def free_bytes(device: torch.device) -> int:
     """Free memory of a device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def not_loaded(teacher: TeacherConfig, free: int) -> str | None:
+    """Why no forward pass of ours gives a teacher's scores, beside `free` bytes; None: one does."""
+    if is_own(teacher.engine):
+        return f"engine {teacher.engine!r} is your own, and need not score as the model of `path` does"
+    if (reason := too_large(teacher, free)) is not None:
+        reason += "; compare a small model on the same engine, or start the evaluator where there is room"
+    return reason
 
 
 def too_large(source: ModelSource, free: int) -> str | None:

@@ -142,7 +142,8 @@ def must_differ(config: RunConfig, teacher: str) -> bool:
     """Whether the student learns nothing from a teacher that equals it at the start of the run."""
     settings, learned = config.teachers[teacher], config.objective
     learns_otherwise = learned.task is not None or learned.type == "sft"
-    return not (settings.follow_student_every or settings.prompt_transform or learns_otherwise)
+    shown_otherwise = settings.prompt_transform or is_own(settings.engine)
+    return not (settings.follow_student_every or shown_otherwise or learns_otherwise)
 
 
 def shares_template(config: RunConfig, teacher: str) -> bool:

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from distill import tasks
 from distill.config import RunConfig
 from distill.config.loading import load, load_run_dir, merge
 from distill.config.prompts import JsonlPrompts, TaskPrompts
+from distill.evaluation.probes import not_loaded
 from distill.launch import roles
 from distill.launch.run_folder import RunFolder
 from distill.preflight_checks import checks
@@ -217,14 +219,28 @@ def test_the_prompt_source_keeps_held_out_prompts_apart(example: Example) -> Non
     assert not task.passes(task.prompt(0, 4), [])
 
 
-def test_the_engine_scores_what_the_service_hands_it(example: Example) -> None:
-    config = example("Teacher engine")
-    engine = build_engine(config.teachers["uniform"], 16)
+def test_the_engine_scores_at_its_temperature_and_refuses_what_it_cannot_give(
+    example: Example, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    size = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    model = Qwen3ForCausalLM(Qwen3Config(**size, **heads, initializer_range=0.5))
+    model.save_pretrained(tmp_path / "models" / "teacher")
+    config = example("Teacher engine", "teachers.sharp.device=cpu")
+    engine = build_engine(config.teachers["sharp"], 16)
     items = [Item(np.arange(length, dtype=np.int32), 1) for length in (3, 5)]
-    assert engine.score(items, ScoreOptions()).logprob_C.tolist() == [np.float32(-np.log(16))] * 6
-    assert limits(config.teachers["uniform"], engine.engine_info, 1 << 30).max_length == 4096
+    with torch.no_grad():
+        logits = [model(torch.arange(one.positions + 1)[None]).logits[0, :-1] for one in items]
+    plain = [(part / 0.5).log_softmax(1) for part in logits]
+    expected = [float(part[i, i + 1]) for part in plain for i in range(len(part))]
+    np.testing.assert_allclose(engine.score(items, ScoreOptions()).logprob_C, expected, atol=1e-5)
+    assert limits(config.teachers["sharp"], engine.engine_info, 1 << 30).max_length == 64
     assert engine.head() is None
-    assert lacking(RunConfig.model_validate({**LEAST, "objective": {"type": "topk"}}), engine.engine_info.can)
+    full = RunConfig.model_validate({**LEAST, "objective": {"type": "full"}})
+    assert lacking(full, engine.engine_info.can) == ["hidden"]
+    assert "is your own" in (not_loaded(config.teachers["sharp"], 1 << 30) or "")
+    engine.close()
 
 
 def test_the_store_keeps_the_contract_and_its_copy(example: Example, tmp_path: Path) -> None:
@@ -288,7 +304,7 @@ def test_only_the_folder_in_use_is_searched(tmp_path: Path, monkeypatch: pytest.
     [
         ("Objective", "objective.type=own_objectiv:squared", r"objective\.type = 'own_objectiv:squared'"),
         ("Store", "weights.store.type=own.store:Mirrored", r"weights\.store\.type = 'own\.store:Mirrored'"),
-        ("Teacher engine", "teachers.uniform.engine=engine:", r"teachers\.uniform\.engine = 'engine:'"),
+        ("Teacher engine", "teachers.sharp.engine=engine:", r"teachers\.sharp\.engine = 'engine:'"),
     ],
 )
 def test_a_module_that_is_not_there_is_refused_before_anything_starts(
