@@ -74,11 +74,10 @@ def _trial(folder: Path, settings: Sequence[str]) -> Figures:
 
 def figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]], seconds: float) -> Figures:
     """One line of the table, of a run's summary and its steps."""
-    evaluations = summary["evaluations"]
     pause = summary["sync"]["pause_seconds"]
     return {
         "seconds": seconds,
-        "reverse_kl": [evaluations[0]["reverse_kl"], evaluations[-1]["reverse_kl"]],
+        "reverse_kl": [one and one["reverse_kl"] for one in (summary["before"], summary["after"])],
         "mismatch_kl": lines[0].get("mismatch_kl"),
         "train_ms": 1000 * median(line["seconds/train"] for line in lines[1:]),
         "pause_ms": None if pause is None else 1000 * pause,
@@ -104,14 +103,14 @@ def table(report: Figures) -> str:
             rows.append([name, "**failed**", *[""] * (len(head) - 2)])
             failed.append(f"{name}: {one['error']}")
             continue
-        before, after = one["reverse_kl"]
+        before, after = (_number(kl, ".3f") for kl in one["reverse_kl"])
         measured = [
             _number(one["mismatch_kl"], ".1e"),
             f"{one['train_ms']:.0f}",
             _number(one["pause_ms"], ".0f"),
         ]
         equal = "yes" if one["weights_identical"] else "**no**"
-        rows.append([name, f"{one['seconds']:.0f}", f"{before:.3f}", f"{after:.3f}", *measured, equal])
+        rows.append([name, f"{one['seconds']:.0f}", before, after, *measured, equal])
     title = f"{report['device']}; {report['steps']} steps of the quickstart each, one trainer rank"
     return "\n".join([title, "", *markdown(head, rows), *failed])
 

@@ -10,7 +10,8 @@ from distill.bench import device
 from distill.config.loading import load
 
 SUMMARY = {
-    "evaluations": [{"reverse_kl": 1.25}, {"reverse_kl": 0.5}],
+    "before": {"reverse_kl": 1.25},
+    "after": {"reverse_kl": 0.5},
     "sync": {"pause_seconds": 0.04},
     "weights_identical": True,
 }
