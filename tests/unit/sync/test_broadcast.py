@@ -250,8 +250,9 @@ class LikeNccl:
         return "nccl"
 
     def broadcast(self, tensors, options):
-        if self._hang is not None and not self._hang.wait(30.0):
-            raise AssertionError("the group was not aborted")
+        if self._hang is not None:
+            assert self._hang.wait(30.0), "the group was not aborted"
+            raise RuntimeError("the group was aborted")
         return self._inner.broadcast(tensors, options)
 
     def abort(self) -> None:
