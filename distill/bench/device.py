@@ -30,7 +30,7 @@ COMMON: Final = (
 ON_GPU: Final = ("trainer.deepspeed=configs/deepspeed/zero3_gpu.json", "trainer.attention=sdpa")
 PATHS: Final[dict[str, tuple[str, ...]]] = {
     "full": (),
-    "sampled": ('objective={type="sampled"}',),
+    "sampled": ('objective={type="sampled"}', "trainer.lr=2e-4"),
     "topk": ('objective={type="topk", k=8}',),
     "topk by reference": ('objective={type="topk", k=8}', "buffer.scores=reference"),
     "student_topk": ('objective={type="student_topk", k=8}',),
