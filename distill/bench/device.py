@@ -41,7 +41,7 @@ PATHS: Final[dict[str, tuple[str, ...]]] = {
     "activation checkpointing": ("trainer.activation_checkpointing=true",),
     "optimizer in CPU memory": ("trainer.deepspeed=configs/deepspeed/zero3_offload.json",),
     "LoRA": ("trainer.lora={rank=8, alpha=16}", "trainer.lr=1e-2"),
-    "broadcast": ("weights.transport=broadcast",),
+    "broadcast": ("weights.transport=broadcast", "evaluation=false"),
     "teacher in vLLM": ("teachers.sorter.engine=vllm",),
     "compiled replica": ("student.engine_args.enforce-eager=false",),
 }
@@ -73,11 +73,11 @@ def _trial(folder: Path, settings: Sequence[str]) -> Figures:
 
 
 def figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]], seconds: float) -> Figures:
-    """One line of the table, of a run's summary and its steps."""
+    """One line of the table, of a run's summary and its steps; None: the run has no such figure."""
     pause = summary["sync"]["pause_seconds"]
     return {
         "seconds": seconds,
-        "reverse_kl": [one and one["reverse_kl"] for one in (summary["before"], summary["after"])],
+        "reverse_kl": [one and one["reverse_kl"] for one in (summary.get("before"), summary.get("after"))],
         "mismatch_kl": lines[0].get("mismatch_kl"),
         "train_ms": 1000 * median(line["seconds/train"] for line in lines[1:]),
         "pause_ms": None if pause is None else 1000 * pause,
