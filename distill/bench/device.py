@@ -42,7 +42,10 @@ PATHS: Final[dict[str, tuple[str, ...]]] = {
     "optimizer in CPU memory": ("trainer.deepspeed=configs/deepspeed/zero3_offload.json",),
     "LoRA": ("trainer.lora={rank=8, alpha=16}", "trainer.lr=1e-2"),
     "broadcast": ("weights.transport=broadcast", "evaluation=false"),
-    "teacher in vLLM": ("teachers.sorter.engine=vllm",),
+    "teacher in vLLM": (
+        "teachers.sorter.engine=vllm",
+        "teachers.sorter.engine_args={gpu-memory-utilization=0.2, enforce-eager=true}",
+    ),
     "compiled replica": ("student.engine_args.enforce-eager=false",),
 }
 """What is tried → overrides of the quickstart."""
