@@ -30,7 +30,7 @@ mutants: $(STAMP)  ## mutate objectives, head, codec and buffer: does a test fai
 	NUMBA_DISABLE_JIT=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run
 	$(BIN)/mutmut results
 
-gpu-check: $(GPU)/.installed  ## on one GPU: the tests that need CUDA, then every path of a run; 20 minutes
+gpu-check: $(GPU)/.installed  ## on one GPU: the tests that need CUDA, then every path of a run
 	$(GPU)/bin/python -m pytest -q -m gpu tests/unit/sync tests/unit/student_trainer
 	$(GPU)/bin/distill bench device
 

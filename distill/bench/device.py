@@ -16,10 +16,11 @@ from typing import Any, Final
 
 from distill.bench.pipeline import run_quickstart, step_lines
 from distill.bench.runner import Figures, TrialCache, markdown
-from distill.preflight_checks.devices import gpus
+from distill.preflight_checks.devices import gpu_names, gpus, visible
 from sync.errors import DistillError
 
 STEPS: Final = 24
+CPU: Final = "CPU"
 COMMON: Final = (
     "trainer.ranks=1",
     "evaluation.every=0",
@@ -54,12 +55,12 @@ PATHS: Final[dict[str, tuple[str, ...]]] = {
 def run(folder: Path, only: Sequence[str] = ()) -> Figures:
     """Try what is missing in `folder`; `only`: these paths. What failed is tried again the next time."""
     cache = TrialCache(folder.absolute() / "trials.jsonl")
-    device = ", ".join(gpus()) or "CPU"
+    device = ", ".join(sorted(gpu_names())) if visible(gpus()) else CPU
     rows: dict[str, Figures] = {}
     for name, words in PATHS.items():
         if only and name not in only:
             continue
-        settings = (*COMMON, *(ON_GPU if device != "CPU" else ()), *words)
+        settings = (*COMMON, *(ON_GPU if device != CPU else ()), *words)
         try:
             make = partial(_trial, folder.absolute(), settings)
             rows[name] = cache.get({"device": device, "settings": settings}, make)

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from distill.config.loading import load
 from distill.launch import run
-from sync.errors import ConfigError
+from sync.errors import ConfigError, DistillError
 from sync.secrets import redact_process
 
 FAULTS = "faults"
@@ -187,7 +187,10 @@ def main() -> None:
     redact_process()
     relays = Relays(config.run_dir / FAULTS)
     running = run.run(config, resume=given.resume, console=Console(), relay=relays.before)
-    summary = asyncio.run(running)
+    try:
+        summary = asyncio.run(running)
+    except DistillError as error:
+        sys.exit(f"distill: {error}")
     sys.exit(bool(summary["problems"]))
 
 

@@ -106,10 +106,10 @@ def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibratio
     from distill.config.loading import load_run_dir
     from distill.plan.estimate import plan as planned
     from distill.plan.estimate import step_seconds
-    from distill.plan.measured import calibrate, read_run
+    from distill.plan.measured import calibrate, measure
     from distill.plan.roles import find_roles
 
-    theirs, run = _placed(load_run_dir(run_dir), device), read_run(run_dir)
+    theirs, run = _placed(load_run_dir(run_dir), device), measure(run_dir)
     own = planned(theirs.config, theirs.device, theirs.uses, run.lengths)
     roles = find_roles(theirs.config, theirs.device, theirs.uses)
     first = calibrate(run, own, 1.0)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
+from distill.preflight_checks.devices import gpu_names
 from sync.errors import ConfigError
 
 
@@ -69,11 +68,7 @@ def device_named(name: str) -> Device:
 
 def device_here() -> Device | None:
     """The row of this machine's GPUs; None: it has none. Raises ConfigError for GPUs without a row."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout
-    names = {line.strip() for line in listed.splitlines() if line.strip()}
+    names = gpu_names()
     return of_names(names) if names else None
 
 

@@ -10,7 +10,6 @@ another configuration is scaled by the same factor. So a plan of the run itself 
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final, NamedTuple
 
+from distill.metrics.results import read_run
 from distill.plan.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengths, Plan
 from sync.errors import DataError
 from sync.jsonl import read_lines
@@ -39,13 +39,10 @@ class Measured(NamedTuple):
     """Bytes of a delta over those of a full snapshot; None: it published none."""
 
 
-def read_run(run_dir: Path) -> Measured:
+def measure(run_dir: Path) -> Measured:
     """Raises DataError for a folder without the files of a run of two steps or more."""
-    steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "rows" in line]
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"--measured {run_dir}: no summary.json of a finished run ({error})") from None
+    run = read_run(run_dir)
+    steps, summary = [row for row in run.metrics if "rows" in row], run.summary
     if len(steps) < 2:
         raise DataError(f"--measured {run_dir}: metrics.jsonl has {len(steps)} steps, and 2 are needed")
     if missing := {"staleness", "sync"} - summary.keys():

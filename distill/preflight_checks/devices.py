@@ -139,12 +139,21 @@ def _gib(count: float) -> str:
 
 def gpus() -> dict[str, float]:
     """Index → bytes of memory, of every GPU that nvidia-smi lists; empty: no nvidia-smi, or no GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    query = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
-    listed = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout
-    rows = (line.split(",") for line in listed.splitlines() if line.count(",") == 1)
+    rows = (line.split(",") for line in _listed("index,memory.total") if line.count(",") == 1)
     return {index.strip(): float(mib) * (1 << 20) for index, mib in rows}
+
+
+def gpu_names() -> set[str]:
+    """The kinds of GPU that nvidia-smi lists, such as "NVIDIA H100 80GB HBM3"."""
+    return {line.strip() for line in _listed("name") if line.strip()}
+
+
+def _listed(fields: str) -> list[str]:
+    """A line for each GPU; empty: no nvidia-smi, or no GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    return subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout.splitlines()
 
 
 def visible(sizes: Mapping[str, float]) -> list[str]:

@@ -24,7 +24,8 @@ def test_the_load_reports_rate_blocks_and_memory_of_all_roles(tmp_path: Path) ->
     size = Size(rollouts=80, batch=8, tokens=16, width=0, checkpoint_every=2)
     found = load(tmp_path / "load", size, replicas=5, teachers=3, ranks=4)
     assert found["audit_ok"]
-    assert found["tokens_per_cpu_second"] > found["tokens_per_second"] / 2 > 0
+    assert found["usage"][-1]["rollouts"] == size.rollouts
+    assert min(found["tokens_per_cpu_second"], found["tokens_per_second"]) > 0
     assert "5 replicas, 3 teachers, 4 ranks: " in table({"rows": [], "fetch_ms": {}, "load": found})
 
 

@@ -14,7 +14,7 @@ from distill.config import RunConfig
 from distill.config.loading import load
 from distill.plan import estimate, table
 from distill.plan.hardware import DEVICES, Device, of_names
-from distill.plan.measured import calibrate, read_run
+from distill.plan.measured import calibrate, measure
 from distill.plan.roles import find_roles
 from distill.plan.stages import Generation, Shape, delta_share, shape_of, train_factor
 from distill.preflight_checks import devices
@@ -218,7 +218,7 @@ def test_a_transformers_teacher_computes_on_one_of_its_gpus_at_a_time(model: str
 
 def test_a_measured_run_replaces_what_is_assumed(model: str, tmp_path: Path) -> None:
     made_run(tmp_path)
-    run, config = read_run(tmp_path), on_gpus(model)
+    run, config = measure(tmp_path), on_gpus(model)
     assert (run.lengths.prompt, run.lengths.completion) == (5, 7)
     assert run.seconds == {"generate": 1.5, "score": 0.25, "train": 1.0}
     assert (run.step_seconds, run.age, run.delta) == (2, 1.5, 0.25)
@@ -229,8 +229,8 @@ def test_a_measured_run_replaces_what_is_assumed(model: str, tmp_path: Path) -> 
     assert again.delta_bytes == 0.25 * again.full_bytes
     twice = planned(on_gpus(model, rollout={"batch": 16}), 5, 7, measured=calibrate(run, own, 1.5))
     assert [one.seconds for one in twice.stages[1:]] == pytest.approx([0.5, 2.0])
-    with pytest.raises(DataError, match=r"no summary\.json of a finished run"):
-        read_run(tmp_path / "none")
+    with pytest.raises(DataError, match=r"holds no metrics\.jsonl with figures"):
+        measure(tmp_path / "none")
 
 
 def made_run(folder: Path) -> None:
