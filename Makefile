@@ -34,9 +34,9 @@ gpu-check: $(GPU)/.installed  ## on one GPU: the tests that need CUDA, then ever
 	$(GPU)/bin/python -m pytest -q -m gpu tests/unit/sync tests/unit/student_trainer
 	$(GPU)/bin/distill bench device
 
-$(GPU)/.installed: requirements/gpu.lock pyproject.toml
+$(GPU)/.installed: requirements/gpu.lock requirements/install.py pyproject.toml
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/gpu.lock
+	$(GPU)/bin/python requirements/install.py requirements/gpu.lock
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/cpu.lock \
 		pytest pytest-asyncio pytest-timeout hypothesis hatchling editables
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -44,9 +44,9 @@ $(GPU)/.installed: requirements/gpu.lock pyproject.toml
 
 setup: $(STAMP)  ## the virtual environment alone
 
-$(STAMP): requirements/cpu.lock pyproject.toml
+$(STAMP): requirements/cpu.lock requirements/install.py pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.lock
+	$(BIN)/python requirements/install.py requirements/cpu.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
