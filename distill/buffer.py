@@ -15,13 +15,16 @@ A batch of step s takes a rollout by its age, the versions between its oldest to
 
 Under the policy "wait" the batch of step s is held while a rollout is in flight that would be too old for
 step s + 1. The capacity rule leaves at most one batch of those: whatever comes in time is trained on.
+
+The limit bounds the age; the depth of the buffer decides it. A rollout that is started sooner than needed
+waits and ages, so `Depth` keeps as few outstanding as keep the trainer busy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from distill.config import RunConfig, WeighLate
 from distill.prompts.stream import group_of
@@ -124,14 +127,53 @@ class Bound:
         return 1.0 if age <= self.limit else 2.0 ** ((self.limit - age) / self.half_life)
 
 
-def capacity(applied_step: int, max_staleness: int, batch: int, handed_out: int, outstanding: int) -> int:
+def capacity(applied_step: int, depth: float, batch: int, handed_out: int, outstanding: int) -> int:
     """Rollouts that may be started now.
 
     `applied_step`: what the slowest serving replica has applied (not what the trainer has reached: a replica
-    behind it would make rollouts that are too old). `handed_out`: rollouts in batches on the path of the
-    current lineage. `outstanding`: in flight, being scored or buffered.
+    behind it would make rollouts that are too old). `depth`: batches beyond the one that those weights train
+    next, at most `Bound.limit`. `handed_out`: rollouts in batches on the path of the current lineage.
+    `outstanding`: in flight, being scored or buffered.
     """
-    return max(0, (applied_step + max_staleness + 1) * batch - handed_out - outstanding)
+    return max(0, int((applied_step + depth + 1) * batch) - handed_out - outstanding)
+
+
+class Depth:
+    """Batches that may be outstanding beyond the next one, fitted to the trainer's waits at every step.
+
+    A step that waited for its batch raises the depth by the wait's share of the step, another one lowers it a
+    little: the trainer waits for about `TOLERATED` of its time, and rollouts are as young as that allows.
+    Where replicas or teachers are the bottleneck, the depth rises to the bound.
+    """
+
+    TOLERATED: Final = 0.01  # share of a step spent waiting that changes nothing
+    MOST_UP: Final = 0.5  # batches, after a single step
+    DOWN: Final = 1 / 128  # batches, after a step that did not wait
+
+    def __init__(self, most: int, least: int = 0, adaptive: bool = True) -> None:
+        """`most`: the bound on the age. `least`: what a run needs to go on. Not `adaptive`: always `most`."""
+        self._most, self._least, self._adaptive = most, least, adaptive
+        self.restart()
+
+    def restart(self) -> None:
+        """A trainer starts: its first step waits for everything, and tells nothing."""
+        self._first = True
+        self.batches = float(min(self._most, max(self._least, 1)) if self._adaptive else self._most)
+
+    def step(self, waited: float, seconds: float) -> None:
+        """A step took `seconds`, `waited` among them."""
+        first, self._first = self._first, False
+        if first or not self._adaptive or seconds <= 0:
+            return
+        share = waited / seconds
+        change = min(self.MOST_UP, share) if share > self.TOLERATED else -self.DOWN
+        self.batches = min(float(self._most), max(float(self._least), self.batches + change))
+
+
+def depth(config: RunConfig) -> Depth:
+    """The depth of a run's buffer at its start. Replicas that get every n-th version need n - 1 batches."""
+    least, adaptive = config.weights.publish_every - 1, config.buffer.depth == "adaptive"
+    return Depth(config.buffer.max_staleness, least, adaptive)
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,7 @@ class Controller:
 
     def _trainer_opened(self, welcome: TrainerWelcome) -> None:
         self.guard.forget()
+        self.dispatcher.depth.restart()
         self._parts.claim.run = welcome.run
         self.heartbeats.forget()
         if self.run_log.state.lineages[welcome.version.lineage].origin is None:
@@ -235,6 +236,8 @@ class Controller:
 
     def _step_reported(self, report: StepReport) -> None:
         self.timeline.step(TRAINER, report.seconds, ("wait", "train", "publish", "checkpoint"))
+        self.dispatcher.depth.step(report.seconds.get("wait", 0.0), sum(report.seconds.values()))
+        self.events.changed.wake()
         figures = of_step(self.run_log.state, report)
         self._hooks.step(report.version, {**report.metrics, **figures, **self.metrics()})
         if problem := self.guard.look(report.version.step, report.metrics):
@@ -292,7 +295,8 @@ class Controller:
 
     def metrics(self) -> dict[str, float]:
         """Current gauges of the run, by metric name."""
-        return gauges(self.run_log.state, self.pool, self.timeline, self._parts.teachers)
+        found = gauges(self.run_log.state, self.pool, self.timeline, self._parts.teachers)
+        return {**found, "buffer/depth": self.dispatcher.depth.batches}
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""

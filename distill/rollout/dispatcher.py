@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from distill.buffer import depth
 from distill.config import AtLimit, RunConfig
 from distill.events import CompletionReady, Events, Quarantined, RolloutRejected, TeacherTurn
 from distill.metrics.timeline import TRAINER, Timeline
@@ -58,6 +59,7 @@ class Dispatcher:
         self._config, self._steps, self._guard = config.rollout, config.run.steps, config.guard
         self._timeline, self._events = timeline, events
         self._requeued: deque[Rollout] = deque()
+        self.depth = depth(config)
         self._blocked: set[str] = set()  # replicas that are blocked on the trainer
         self._closing = False
         self.paused: set[PauseReason] = set()  # while there is a reason, no new request is sent
@@ -103,7 +105,10 @@ class Dispatcher:
         """Prompts that may be issued now."""
         state = self._run_log.state
         needed = (self._steps - state.next_step) * self._config.batch - state.outstanding
-        return max(0, min(needed, state.room(self._pool.slowest())))
+        return max(0, min(needed, self._room()))
+
+    def _room(self) -> int:
+        return self._run_log.state.room(self._pool.slowest(), self.depth.batches)
 
     def _next(self, count: int) -> list[Rollout]:
         """The next `count` rollouts, without those that a teacher completes, which are passed on."""
@@ -117,7 +122,7 @@ class Dispatcher:
     def _note_blocked(self) -> None:
         """An idle replica is blocked on the trainer when the capacity is used up, else on nothing."""
         idle = {replica.name for replica in self._pool.serving() if replica.in_flight == 0}
-        full = not self._requeued and not self._run_log.state.room(self._pool.slowest())
+        full = not self._requeued and not self._room()
         before, self._blocked = self._blocked, idle if full else set()
         for name in before | self._blocked:  # one that was blocked may have been removed
             self._timeline.waits(name, TRAINER if name in self._blocked else None)

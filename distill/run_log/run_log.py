@@ -155,6 +155,8 @@ class RunLog:
             if too_old:
                 hard = state.rules.bound.hard
                 self.drop(too_old, "too_old", f"older than {hard} at step {state.next_step}")
+            if lost := sorted({*part} & {*too_old}):
+                logger.warning("trainers died on a batch with %s: too old to be tried by themselves", lost)
             if not self._quarantine_unusable(chosen) and (chosen or not part):
                 break
         if not chosen:

@@ -112,11 +112,10 @@ class RunState(msgspec.Struct):
         """Whether a version lies on the path of the current lineage."""
         return self.lineage is not None and self.step_of(version) == version.step
 
-    def room(self, applied: Version | None) -> int:
+    def room(self, applied: Version | None, depth: float) -> int:
         """Rollouts that may be started when the slowest replica holds `applied` (None: the folder)."""
-        step = 0 if applied is None else self.step_of(applied)
-        batch, limit = self.rules.batch, self.rules.bound.limit
-        return capacity(step, limit, batch, self.next_step * batch, self.outstanding)
+        step, batch = 0 if applied is None else self.step_of(applied), self.rules.batch
+        return capacity(step, depth, batch, self.next_step * batch, self.outstanding)
 
     def is_broken(self, rollout: str) -> bool:
         """Whether a member of its group is gone, so that no batch will take it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -357,6 +358,8 @@ class MemoryTrainer:
     broadcasts: bool = False
     scores: TeacherScores | None = None
     """Fetches what teachers keep; None: nothing is kept."""
+    waited: float = 0.0
+    """Seconds, for its newest batch."""
 
     @property
     def ledger(self) -> dict[int, dict[int, list[str]]]:
@@ -377,7 +380,9 @@ class MemoryTrainer:
         version = welcome.version
         await self._publish(version, "full")
         while True:
+            asked = time.monotonic()
             shares = [await self._batch(version, rank) for rank in range(self.ranks)]
+            self.waited = time.monotonic() - asked
             stops = [share for share in shares if isinstance(share, Stop)]
             if stops:
                 assert len(stops) == self.ranks, "ranks were told different things"
@@ -411,7 +416,7 @@ class MemoryTrainer:
         await self._publish(after, "delta")
         if self.checkpoint_every and after.step % self.checkpoint_every == 0:
             await self._save(after)
-        seconds = {"wait": 0.0, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
+        seconds = {"wait": self.waited, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
         await self.session.event(StepReport(version=after, metrics={"loss": 1.0}, seconds=seconds))
         return after
 

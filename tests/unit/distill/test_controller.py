@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from distill.metrics.results import Summary
 from distill.metrics.summary import complete as completed
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from distill.run_log.audit import AuditReport, check
-from distill.run_log.journal import read_all
+from distill.run_log.journal import Journal, read_all
 from distill.run_log.records import Rollout
 from distill.scoring import seed_of
 from sync.errors import DataError
@@ -98,6 +99,29 @@ async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(cont
     assert metrics["teachers/t/sequences"] == sum(teacher.requests) >= 48
     assert metrics["teachers/t/tokens"] == 77
     assert metrics["teachers/t/refused"] == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "step_seconds", "oldest_mean"),
+    [(150, 0.6, 1.5), (150, 0.36, 2.0), (400, 0.02, 4.0)],
+    ids=["the trainer is the bottleneck", "balanced", "the replicas are"],
+)
+async def test_an_adaptive_depth_gives_younger_rollouts_at_the_speed_of_a_full_one(
+    controller, config, tmp_path: Path, steps: int, step_seconds: float, oldest_mean: float
+) -> None:
+    found = {}
+    for depth in ("full", "adaptive"):
+        run = controller(
+            config(run={"steps": steps}, buffer={"max_staleness": 4, "depth": depth}),
+            replicas={f"r{n}": MemoryReplica(seed=n, longest=12, token_seconds=0.04) for n in range(4)},
+            journal=Journal(tmp_path / depth, "never"),
+        )
+        began = time.monotonic()
+        summary = await complete(run, MemoryTrainer(run.session, step_seconds=step_seconds))
+        found[depth] = time.monotonic() - began, summary["staleness"]["mean"]
+    (full_seconds, full_age), (seconds, age) = found["full"], found["adaptive"]
+    assert age <= min(oldest_mean, full_age + 0.01)
+    assert full_seconds / seconds >= 0.97
 
 
 async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config) -> None:

@@ -79,7 +79,7 @@ class Simulation:
 
     async def generate(self) -> None:
         state = self.run_log.state
-        room = state.room(self.applied)
+        room = state.room(self.applied, self.rules.bound.limit)
         if room:
             self.run_log.issue(self.rng.randint(1, room))
         left = state.step_of(self.applied) + self.rules.bound.limit + 1 - state.next_step
@@ -211,7 +211,7 @@ def test_a_power_cut_at_any_byte_gives_a_run_that_can_go_on(
     async def go_on() -> None:
         run_log = opened(folder)
         await run_log.open_lineage(None, "model")
-        room = run_log.state.room(None)
+        room = run_log.state.room(None, run_log.state.rules.bound.limit)
         for asked in run_log.issue(max(BATCH, room)):
             run_log.admit([rollout(asked, Version(run_log.state.lineage or 0, run_log.state.next_step))])
         assert await run_log.form_batch() is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distill.buffer import Lineage, Lineages, capacity
+from distill.buffer import Depth, Lineage, Lineages, capacity
 from sync.wire import Version
 
 
@@ -59,7 +59,7 @@ def test_lineages_without_a_common_start_share_the_model_folder_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("applied", "staleness", "handed_out", "outstanding", "room"),
+    ("applied", "depth", "handed_out", "outstanding", "room"),
     [
         (0, 0, 0, 0, 8),  # synchronous: one batch at the start
         (0, 0, 8, 0, 0),  # … and nothing until the next version is applied
@@ -67,9 +67,38 @@ def test_lineages_without_a_common_start_share_the_model_folder_alone() -> None:
         (0, 4, 0, 0, 40),
         (3, 4, 40, 20, 4),
         (0, 4, 48, 0, 0),
+        (1, 1.5, 16, 3, 9),  # of a depth of one and a half batches, 4 rollouts are of the half
     ],
 )
 def test_what_may_start_can_be_trained_within_the_bound(
-    applied: int, staleness: int, handed_out: int, outstanding: int, room: int
+    applied: int, depth: float, handed_out: int, outstanding: int, room: int
 ) -> None:
-    assert capacity(applied, staleness, 8, handed_out, outstanding) == room
+    assert capacity(applied, depth, 8, handed_out, outstanding) == room
+
+
+def test_the_depth_follows_the_trainers_waits_within_its_bounds() -> None:
+    depth = Depth(most=4)
+    depth.step(9.0, 10.0)  # the first step waits for the engines to start
+    assert depth.batches == 1
+    depth.step(0.2, 1.0)
+    assert depth.batches == pytest.approx(1.2)
+    depth.step(0.005, 1.0)
+    assert depth.batches == pytest.approx(1.2 - 1 / 128)
+    depth.step(9.0, 10.0)
+    assert depth.batches == pytest.approx(1.7 - 1 / 128), "at most half a batch for one step"
+    for _ in range(20):
+        depth.step(0.9, 1.0)
+    assert depth.batches == 4
+    for _ in range(20 * 128):
+        depth.step(0.0, 1.0)
+    assert depth.batches == 0
+    depth.restart()
+    assert depth.batches == 1
+
+
+def test_the_depth_keeps_what_a_run_needs_to_go_on_and_the_bound_when_it_is_full() -> None:
+    needs_two, none, full = Depth(most=4, least=2), Depth(most=0), Depth(most=4, adaptive=False)
+    for one in (needs_two, none, full):
+        for waited in (0.5, *[0.0] * 1000):
+            one.step(waited, 1.0)
+    assert (needs_two.batches, none.batches, full.batches) == (2, 0, 4)
