@@ -65,13 +65,15 @@ def finished(tmp_path: Path) -> Path:
 def test_importing_the_package_imports_nothing_else_and_every_name_is_there() -> None:
     program = (
         "import sys; import distill; heavy = {'pydantic', 'numpy', 'torch', 'rich'} & sys.modules.keys();"
-        "import distill.preflight_checks; from distill import *; from distill import preflight;"
-        "print(heavy or 'light', callable(preflight), 'torch' in sys.modules, *sorted(distill.__all__))"
+        "import distill.preflight_checks, distill.planning; from distill import *;"
+        "from distill import plan, preflight;"
+        "print(heavy or 'light', callable(plan), callable(preflight), 'torch' in sys.modules,"
+        "*sorted(distill.__all__))"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    names = "Config DistillError evaluate load_config load_run preflight run"
-    assert done.stdout.split() == ["light", "True", "False", *names.split()]
+    names = "Config DistillError evaluate load_config load_run plan preflight run"
+    assert done.stdout.split() == ["light", "True", "True", "False", *names.split()]
     with pytest.raises(AttributeError, match="has no attribute 'train'"):
         distill.train  # noqa: B018
 
@@ -93,6 +95,7 @@ def test_a_finished_run_is_not_started_again(
     ("words", "function", "given"),
     [
         (["run", "--resume"], "run", {"resume": True}),
+        (["plan", "--device", "cpu"], "plan", {"device": "cpu", "measured": None}),
         (["preflight", "--engines"], "preflight", {"engines": True}),
         (["evaluate", "--model", "m"], "evaluate", {"completions": None}),
     ],

@@ -12,11 +12,11 @@ from small_config import make_config
 from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.loading import load
-from distill.plan import estimate, table
-from distill.plan.hardware import DEVICES, Device, of_names
-from distill.plan.measured import calibrate, measure
-from distill.plan.roles import find_roles
-from distill.plan.stages import Generation, Shape, delta_share, shape_of, train_factor
+from distill.planning import estimate, table
+from distill.planning.hardware import DEVICES, Device, of_names
+from distill.planning.measured import calibrate, measure
+from distill.planning.roles import find_roles
+from distill.planning.stages import Generation, Shape, delta_share, shape_of, train_factor
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB
 from sync.errors import ConfigError, DataError

@@ -18,7 +18,7 @@ from statistics import mean, median
 from typing import Any, Final, NamedTuple
 
 from distill.metrics.results import read_run
-from distill.plan.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengths, Plan
+from distill.planning.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengths, Plan
 from sync.errors import DataError
 from sync.jsonl import read_lines
 
