@@ -236,7 +236,7 @@ class Controller:
     def _step_reported(self, report: StepReport) -> None:
         self.timeline.step(TRAINER, report.seconds, ("wait", "train", "publish", "checkpoint"))
         figures = of_step(self.run_log.state, report)
-        self._hooks.step(report.version, {**report.metrics, **figures, **self.metrics()})
+        self._hooks.step(report.version, figures | self.metrics())
         if problem := self.guard.look(report.version.step, report.metrics):
             self._bad_steps(problem)
 

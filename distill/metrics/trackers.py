@@ -21,6 +21,8 @@ from sync.wire import RunIdentity
 log = logging.getLogger(__name__)
 LINES_WITHOUT_TERMINAL = 12
 """Over a whole run."""
+DROPPED = "rollout/dropped/"
+"""Before the reason, in names of figures."""
 TABLE_ROWS = 200
 """Of the newest samples, in wandb."""
 
@@ -153,7 +155,7 @@ class ProgressDisplay:
 
     def _tokens_per_second(self, figures: Mapping[str, float]) -> float | None:
         """Trained tokens per second since the first step that was seen."""
-        now, trained = time.monotonic(), figures.get("tokens/trained", 0.0)
+        now, trained = time.monotonic(), figures.get("train/tokens_total", 0.0)
         if self._began is None:
             self._began = now, trained
             return None
@@ -163,12 +165,12 @@ class ProgressDisplay:
 def step_line(figures: Mapping[str, float], tokens_per_second: float | None) -> str:
     """The main figures of one step."""
     parts = [
-        f"reverse KL {figures['reverse_kl']:.3f}" if "reverse_kl" in figures else "",
-        f"age {figures.get('staleness/mean', 0.0):.1f}",
-        f"waited {figures.get('seconds/wait', 0.0):.2f} s",
+        f"reverse KL {figures['train/reverse_kl']:.3f}" if "train/reverse_kl" in figures else "",
+        f"age {figures.get('buffer/age_mean', 0.0):.1f}",
+        f"waited {figures.get('perf/wait_seconds', 0.0):.2f} s",
         f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
-        f"trained {figures['tokens/trained_share']:.0%}" if "tokens/trained_share" in figures else "",
-        dropped_words({name[8:]: count for name, count in figures.items() if name.startswith("dropped/")}),
+        f"trained {figures['train/tokens_share']:.0%}" if "train/tokens_share" in figures else "",
+        dropped_words({n.removeprefix(DROPPED): c for n, c in figures.items() if n.startswith(DROPPED)}),
     ]
     return "  ".join(part for part in parts if part)
 

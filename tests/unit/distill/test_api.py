@@ -31,9 +31,9 @@ FINISHED: dict[str, Any] = {
     "problems": [],
     "error": None,
     "model": "m",
-    "waited_seconds": {},
-    "tokens": {"trained_share": 1.0, "generated": 8},
-    "rollouts": {"dropped": {}},
+    "perf": {"waited_seconds": {}},
+    "train": {"tokens_share": 1.0},
+    "rollout": {"dropped": {}, "tokens_total": 8},
     "evaluations": [{"version": "L000-v00000006", "reverse_kl": 0.5}],
 }
 FILE = """
@@ -151,7 +151,7 @@ def test_a_run_is_read_back_as_plain_python(file: Path, tmp_path: Path) -> None:
     with RunFolder.open(config, resume=False) as folder:
         folder.keep(config, {})
     lines, samples = MetricsFile(config.run_dir / "metrics.jsonl"), JsonLines(config.run_dir / SAMPLES)
-    lines.log(1, {"loss": 0.25, "grad_norm": float("nan")})
+    lines.log(1, {"train/loss": 0.25, "train/grad_norm": float("nan")})
     lines.close()
     sample = Sample("L000-v00000000", "1", 0, "t", [1], [2], [-0.5], [-0.25], None, False, False)
     samples.write(sample)
@@ -159,7 +159,7 @@ def test_a_run_is_read_back_as_plain_python(file: Path, tmp_path: Path) -> None:
     going_on = distill.load_run(str(config.run_dir))
     assert (going_on.config, going_on.summary, going_on.evaluations) == (config, {}, [])
     (row,) = going_on.metrics
-    assert (row["step"], row["loss"], "grad_norm" in row) == (1, 0.25, False)
+    assert (row["step"], row["train/loss"], "train/grad_norm" in row) == (1, 0.25, False)
     (read,) = going_on.samples
     assert (read["tokens"], read["teacher_logprob"], read["reward"]) == ([2], [-0.25], None)
     (config.run_dir / "summary.json").write_text(json.dumps(FINISHED))

@@ -60,7 +60,7 @@ def test_figures_have_the_step_as_axis_and_samples_become_a_table(run: Any) -> N
     lines.close()
     sink = Wandb(run, RunIdentity(run.run.name, "0123abcd"))
     for step in (1, 2):
-        sink.log(step, {"reverse_kl": 1 / step})
+        sink.log(step, {"train/reverse_kl": 1 / step})
     sink.close()
     (path,) = run.run_dir.glob("wandb/offline-run-*/*.wandb")
     found = wait_for_end(path)
@@ -70,7 +70,7 @@ def test_figures_have_the_step_as_axis_and_samples_become_a_table(run: Any) -> N
     axes = {one.metric.glob_name: one.metric.step_metric for one in found if one.HasField("metric")}
     assert axes["*"] == "step"
     history = [values(one.history) for one in found if one.HasField("history")]
-    assert [(one["step"], one["reverse_kl"]) for one in history if "reverse_kl" in one] == [
+    assert [(one["step"], one["train/reverse_kl"]) for one in history if "train/reverse_kl" in one] == [
         (1, 1.0),
         (2, 0.5),
     ]
