@@ -77,7 +77,7 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
     `engines`: start every server too, probe it and stop it. `say` gets a line for each finding as it is made.
     Raises ConfigError or DataError for what would keep the run from starting.
     """
-    from distill.launch.run import check_machine, run_preflight
+    from distill.launch.preflight import check_machine, run_preflight
     from distill.preflight_checks import checks, machine
     from sync.secrets import redact
 

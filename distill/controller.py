@@ -209,6 +209,7 @@ class Controller:
     def pause(self, reason: PauseReason, detail: str) -> None:
         """Start no further rollouts until there is no reason left."""
         logger.warning("no rollouts are started: %s", detail)
+        self._hooks.alert(f"paused: {reason}", detail)
         self.dispatcher.paused.add(reason)
 
     def resume(self, reason: PauseReason) -> None:
@@ -250,6 +251,7 @@ class Controller:
             self.pause("guard", f"{problem}; no batch is handed out either: look at it, then stop the run")
             return
         logger.error("%s: back to %s", problem, back.to or "the model folder")
+        self._hooks.alert("rolled back", f"{problem}: back to {back.to or 'the model folder'}")
         self.run_log.write(back)
         self._roll_back_trainer()
 

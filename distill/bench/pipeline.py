@@ -34,7 +34,7 @@ from distill.config.evaluation import EvaluationConfig
 from distill.config.loading import load_run_dir
 from distill.config.prompts import TaskPrompts
 from distill.evaluation.models import load_model, load_student
-from distill.launch.run import claim_of
+from distill.launch.preflight import claim_of
 from distill.prompts.sources import open_prompts
 from sync.errors import DistillError
 from sync.jsonl import read_lines

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -216,6 +217,19 @@ def versions() -> dict[str, str]:
     """Installed versions of the packages that determine results."""
     installed = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions()}
     return {name: installed[name] for name in PACKAGES.split() if name in installed}
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the repository that the run was started in, and whether tracked files differ; {}: none."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(changed)}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
 
 
 def threads(config: RunConfig) -> dict[str, int | None]:

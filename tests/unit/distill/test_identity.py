@@ -24,7 +24,7 @@ from distill.conclusion import end_problems
 from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Hooks
-from distill.launch.run import claim_of
+from distill.launch.preflight import claim_of
 from distill.metrics.summary import complete
 from distill.rollout.replica_client import Answer, HttpReplica
 from distill.run_log.audit import check

@@ -12,7 +12,7 @@ import shipped_models
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
-from distill.launch.run import check_machine
+from distill.launch.preflight import check_machine
 from distill.preflight_checks import checks, devices, machine
 from distill.preflight_checks.machine import GIB, count_parameters
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
