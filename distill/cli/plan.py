@@ -34,7 +34,7 @@ def plan(
 ) -> None:
     """Compute memory, seconds of each stage, bottleneck, weight sync, journal and hours; start nothing.
 
-    Example: distill plan configs/single_node.toml --device h100 --completion-tokens 900
+    Example: distill plan configs/recipes/single_node.toml --device h100 --completion-tokens 900
     """
     found = api.plan(
         api.load_config(config, overrides),
