@@ -48,7 +48,7 @@ from distill.run_log.journal import Journal
 from student_trainer.objectives.config import needs, student_topk
 from sync.claims import Claim
 from sync.durable import write_json
-from sync.errors import Interrupted, RemoteError
+from sync.errors import DataError, Interrupted, RemoteError
 from sync.jsonl import JsonLines
 from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
@@ -97,7 +97,10 @@ async def run(
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
         if summary["steps"] or summary["evaluations"]:
-            await asyncio.to_thread(write_page, [folder.path], folder.path / REPORT)
+            try:
+                await asyncio.to_thread(write_page, [folder.path], folder.path / REPORT)
+            except DataError as error:  # such as figures from before a resume, of an earlier version
+                say(f"no {REPORT}: {error}")
     if summary["error"]:
         raise RemoteError(f"{summary['error']}; fix it, then go on with --resume")
     if launcher.stopped_by:
