@@ -15,11 +15,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distill.api import evaluate, load_config, load_run, preflight, run
+    from distill.api import evaluate, load_config, load_run, plan, preflight, run
     from distill.config import RunConfig as Config
     from sync.errors import DistillError
 
-__all__ = ["Config", "DistillError", "evaluate", "load_config", "load_run", "preflight", "run"]
+__all__ = ["Config", "DistillError", "evaluate", "load_config", "load_run", "plan", "preflight", "run"]
 _ELSEWHERE = {"Config": ("distill.config", "RunConfig"), "DistillError": ("sync.errors", "DistillError")}
 """Name → module and name there; all others are of `distill.api`."""
 

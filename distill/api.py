@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from distill.config import RunConfig as Config
     from distill.metrics.results import Run, Summary
+    from distill.planning.forecast import Forecast
 
 _working: Final = threading.Lock()
 
@@ -76,7 +77,7 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
     `engines`: start every server too, probe it and stop it. `say` gets a line for each finding as it is made.
     Raises ConfigError or DataError for what would keep the run from starting.
     """
-    from distill.launch.run import check_machine, run_preflight
+    from distill.launch.preflight import check_machine, run_preflight
     from distill.preflight_checks import checks, machine
     from sync.secrets import redact
 
@@ -92,6 +93,27 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
             asyncio.run(run_preflight(settings, split, lambda finding: tell(redact(finding.line))))
     count = len(split.train) if isinstance(split.train, Sized) else None
     return Ready(settings, count, len(split.held_out))
+
+
+def plan(
+    config: Config,
+    *,
+    device: str = "",
+    prompt_tokens: float | None = None,
+    completion_tokens: float | None = None,
+    measured: Path | str | None = None,
+) -> Forecast:
+    """Compute memory, seconds of each stage, bottleneck, weight sync, journal and hours; start nothing.
+
+    `device`: h200, h100, a100, l4, rtx4090 or cpu; "": this machine's. `prompt_tokens`, `completion_tokens`:
+    mean lengths; None: upper bounds, or those of `measured`, the folder of a run whose speeds replace the
+    assumed ones. What does not fit is the result's `refusal`. Raises ConfigError for unknown devices, models
+    that cannot be read and roles without known GPUs, DataError for a folder without a run's files.
+    """
+    from distill.planning.forecast import forecast
+
+    run_dir = None if measured is None else Path(measured)
+    return forecast(config, device, prompt_tokens, completion_tokens, run_dir)
 
 
 def evaluate(

@@ -209,6 +209,7 @@ class Controller:
     def pause(self, reason: PauseReason, detail: str) -> None:
         """Start no further rollouts until there is no reason left."""
         logger.warning("no rollouts are started: %s", detail)
+        self._hooks.alert(f"paused: {reason}", detail)
         self.dispatcher.paused.add(reason)
 
     def resume(self, reason: PauseReason) -> None:
@@ -239,7 +240,7 @@ class Controller:
         self.dispatcher.depth.step(report.seconds.get("wait", 0.0), sum(report.seconds.values()))
         self.events.changed.wake()
         figures = of_step(self.run_log.state, report)
-        self._hooks.step(report.version, {**report.metrics, **figures, **self.metrics()})
+        self._hooks.step(report.version, figures | self.metrics())
         if problem := self.guard.look(report.version.step, report.metrics):
             self._bad_steps(problem)
 
@@ -253,6 +254,7 @@ class Controller:
             self.pause("guard", f"{problem}; no batch is handed out either: look at it, then stop the run")
             return
         logger.error("%s: back to %s", problem, back.to or "the model folder")
+        self._hooks.alert("rolled back", f"{problem}: back to {back.to or 'the model folder'}")
         self.run_log.write(back)
         self._roll_back_trainer()
 

@@ -102,6 +102,7 @@ class Hooks:
     cannot roll back."""
     stalled: Callable[[str], None] = _ignore
     """A replica's or the trainer's process hangs: kill it and start it again, if it is ours."""
+    alert: Callable[[str, str], None] = _ignore  # title and text of what a person should know now
     span: Callable[[Span], None] = _ignore  # a stretch of work or waiting has ended: a line of timeline.jsonl
 
 

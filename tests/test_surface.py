@@ -9,7 +9,7 @@ import sync.errors as errors
 import sync.wire as wire
 from distill.cli.main import app
 
-FUNCTIONS = "Config DistillError evaluate load_config load_run preflight run"
+FUNCTIONS = "Config DistillError evaluate load_config load_run plan preflight run"
 COMMANDS = (
     "audit bench chaos compare control evaluate evaluator export init plan preflight quickstart replicas "
     "report run samples student sync teacher trace train version"

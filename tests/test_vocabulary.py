@@ -40,6 +40,7 @@ IDENTIFIERS = frozenset(
 """Words that no identifier and no module name contains."""
 PHRASES = re.compile(
     r"\b(asked again|asks again|desks?|feeders?|fleets?|judges?|put aside|rehears\w*|roads?|scribes?|seats?|"
+    r"(?:buffer|rollouts|seconds|staleness|tokens)/(?:late|max|mean|outstanding|train|trained\w*|generated\w*|wait)|"
     r"the student writes|the teacher marks|whom the trainer waits)\b",
     re.IGNORECASE,
 )

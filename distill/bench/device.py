@@ -82,8 +82,8 @@ def figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]], seconds: f
     return {
         "seconds": seconds,
         "reverse_kl": [one and one["reverse_kl"] for one in (summary.get("before"), summary.get("after"))],
-        "mismatch_kl": lines[0].get("mismatch_kl"),
-        "train_ms": 1000 * median(line["seconds/train"] for line in lines[1:]),
+        "mismatch_kl": lines[0].get("train/mismatch_kl"),
+        "train_ms": 1000 * median(line["perf/train_seconds"] for line in lines[1:]),
         "pause_ms": None if pause is None else 1000 * pause,
         "weights_identical": summary["weights_identical"],
     }

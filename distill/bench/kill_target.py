@@ -157,7 +157,7 @@ class KillTarget:
     def step(self) -> int:
         """Optimizer step that was reported last; 0: none."""
         for line in self._steps.new():
-            self._step = int(line["step"]) if "seconds/train" in line else self._step
+            self._step = int(line["step"]) if "perf/train_seconds" in line else self._step
         return self._step
 
     def summary(self) -> dict[str, Any]:

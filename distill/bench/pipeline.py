@@ -34,7 +34,7 @@ from distill.config.evaluation import EvaluationConfig
 from distill.config.loading import load_run_dir
 from distill.config.prompts import TaskPrompts
 from distill.evaluation.models import load_model, load_student
-from distill.launch.run import claim_of
+from distill.launch.preflight import claim_of
 from distill.prompts.sources import open_prompts
 from sync.errors import DistillError
 from sync.jsonl import read_lines
@@ -217,7 +217,7 @@ def profiled(words: Sequence[str]) -> CpuProfile:
 
 def step_lines(run_dir: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl, one per optimizer step."""
-    return [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
+    return [line for line in read_lines(run_dir / "metrics.jsonl") if "train/loss" in line]
 
 
 def median_gap_ms(lines: Sequence[Mapping[str, float]]) -> float:
@@ -243,10 +243,10 @@ def measure(run_dir: Path, profile: CpuProfile, settled: int = SETTLED) -> Figur
         "cpu_ms_per_step": {role: 1000 * seconds / count for role, seconds in used.items()},
         "cpu_share": busy / wall / cores(),
         "others_share": (machine - busy) / wall / cores(),
-        "generated_per_second": (last["tokens/generated"] - first["tokens/generated"]) / wall,
-        "trained_per_second": (last["tokens/trained"] - first["tokens/trained"]) / wall,
-        "idle_seconds": summary["idle_seconds"],
-        "age": summary["staleness"]["mean"],
+        "generated_per_second": (last["rollout/tokens_total"] - first["rollout/tokens_total"]) / wall,
+        "trained_per_second": (last["train/tokens_total"] - first["train/tokens_total"]) / wall,
+        "idle_seconds": summary["perf"]["idle_seconds"],
+        "age": summary["buffer"]["age_mean"],
     }
 
 

@@ -275,7 +275,7 @@ def figures_of_run(run_dir: Path, settled: int = pipeline.SETTLED) -> Figures:
     return {
         "steps": len(steps),
         "step_seconds": seconds / (len(steps) - 1),
-        "trainer_blocked_share": sum(line["seconds/publish"] for line in steps[1:]) / seconds,
+        "trainer_blocked_share": sum(line["perf/publish_seconds"] for line in steps[1:]) / seconds,
         "pause_seconds": summary["sync"]["pause_seconds"],
     }
 

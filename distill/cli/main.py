@@ -91,7 +91,7 @@ def run(
 ) -> None:
     """Run a configuration: start every role, distil, evaluate, write a model folder.
 
-    Example: distill run configs/single_node.toml --set run.steps=100
+    Example: distill run configs/recipes/single_node.toml --set run.steps=100
     """
     settings = api.load_config(config, overrides)
     if dry_run:
@@ -112,7 +112,7 @@ def preflight(
 ) -> None:
     """Check models, tokenizers, prompts, ports and disk of a run; train nothing.
 
-    Example: distill preflight configs/single_node.toml --engines
+    Example: distill preflight configs/recipes/single_node.toml --engines
     """
     if engines:
         _log_to_stderr()
@@ -273,7 +273,7 @@ def evaluate(
 ) -> None:
     """Measure reverse KL, pass rate and named sets of a model folder, with servers started for it.
 
-    Example: distill evaluate configs/single_node.toml --model runs/NAME/final
+    Example: distill evaluate configs/recipes/single_node.toml --model runs/NAME/final
     """
     from distill.launch.evaluate import lines
 

@@ -216,7 +216,7 @@ class PreflightConfig(Settings):
 
 
 class TrackingConfig(Settings):
-    """[tracking]: Weights & Biases, besides metrics.jsonl; samples of what is trained on."""
+    """[tracking]: Weights & Biases and TensorBoard, besides metrics.jsonl; samples of what is trained on."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
     """offline: keep the records in the run's folder, for `wandb sync`."""
@@ -230,6 +230,10 @@ class TrackingConfig(Settings):
     """Tags of the wandb run."""
     notes: str | None = None
     """Notes of the wandb run."""
+    table_every: int = Field(5, ge=0)
+    """Evaluations between two uploads of the samples to wandb; 0: at the end alone."""
+    tensorboard: bool = False
+    """Write event files to `tensorboard/` of the run's folder (extra `tensorboard`)."""
     samples_every: int = Field(10, ge=0)
     """Steps between batches of which samples are written to samples.jsonl; 0: none."""
     samples: int = Field(4, ge=1)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from distill.config import RunConfig
+from distill.launch.preflight import temporary
 from distill.launch.roles import Ports, plan_servers, token_of, trainer_child, url_of
-from distill.launch.run import temporary
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import check_secrets
 from distill.preflight_checks.objective import resolve

@@ -12,8 +12,9 @@ import msgspec
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
+from distill.launch.preflight import TEMPORARY_GRACE_SECONDS, claim_of, temporary
 from distill.launch.roles import Ports, plan_servers, token_of
-from distill.launch.run import TEMPORARY_GRACE_SECONDS, claim_of, connect, disconnect, temporary
+from distill.launch.run import connect, disconnect
 from distill.launch.supervise import Supervisor
 from distill.preflight_checks.checks import check
 from sync.errors import ConfigError, Unreachable

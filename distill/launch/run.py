@@ -14,12 +14,11 @@ import gc
 import json
 import logging
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -28,15 +27,16 @@ from distill.aio import cancel
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.evaluation.schedule import HttpEvaluator
+from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
 from distill.launch import roles
 from distill.launch.roles import TRAINER, Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
-from distill.launch.supervise import Supervisor
+from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.page import REPORT, write_page
 from distill.metrics.samples import SAMPLES, SampleFile
-from distill.metrics.summary import complete
-from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, log_all
+from distill.metrics.summary import complete, of_evaluation
+from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, TensorBoard, Wandb, log_all
 from distill.preflight_checks import checks, machine
 from distill.preflight_checks import engines as live
 from distill.preflight_checks.probes import Finding
@@ -44,15 +44,13 @@ from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
-from distill.run_log.journal import Journal, read_all
-from distill.run_log.records import Opened
+from distill.run_log.journal import Journal
 from student_trainer.objectives.config import needs, student_topk
 from sync.claims import Claim
-from sync.client import token_from_environment
 from sync.durable import write_json
-from sync.errors import Interrupted, RemoteError
+from sync.errors import DataError, Interrupted, RemoteError
 from sync.jsonl import JsonLines
-from sync.wire import EvalReport, RunIdentity, Version
+from sync.wire import EvalReport, Version
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router, load_transforms
 
@@ -60,7 +58,6 @@ log = logging.getLogger(__name__)
 
 STOP_SHARE = 0.7
 """Share of the grace period for the trainer's step and checkpoint; the rest is for TERM and KILL."""
-TEMPORARY_GRACE_SECONDS = 10.0
 DISK_POLL_SECONDS = 5.0
 
 
@@ -100,7 +97,10 @@ async def run(
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
         if summary["steps"] or summary["evaluations"]:
-            await asyncio.to_thread(write_page, [folder.path], folder.path / REPORT)
+            try:
+                await asyncio.to_thread(write_page, [folder.path], folder.path / REPORT)
+            except DataError as error:  # such as figures from before a resume, of an earlier version
+                say(f"no {REPORT}: {error}")
     if summary["error"]:
         raise RemoteError(f"{summary['error']}; fix it, then go on with --resume")
     if launcher.stopped_by:
@@ -163,6 +163,9 @@ class _Launcher:
         every, count = config.tracking.samples_every, config.tracking.samples
         self._samples = SampleFile(folder.path / SAMPLES, every, count)
         self._sinks: list[Sink] = [MetricsFile(folder.path / "metrics.jsonl"), self._display]
+        self._wandb: Wandb | None = None
+        if config.tracking.tensorboard:
+            self._sinks.append(TensorBoard(folder.path / "tensorboard"))
         self._rewards = RewardPool(split.rewards) if split.rewards else None
         self._claim = Claim()
         self._clients = connect(config, plan, token, self._claim)
@@ -179,6 +182,7 @@ class _Launcher:
                     left=self._controller.trainer_left,
                 )
             )
+        children = [replace(one, died=partial(self._died, one)) for one in children]
         restarts, health = config.run.restarts, config.run.health_timeout_seconds
         self._supervisor = Supervisor(children, folder.logs, restarts, health_seconds=health)
 
@@ -186,7 +190,9 @@ class _Launcher:
         """The controller's figures."""
         try:
             if self._config.tracking.wandb != "disabled":
-                self._sinks.append(await asyncio.to_thread(Wandb, self._config, self._controller.run_log.run))
+                run = self._controller.run_log.run
+                self._wandb = await asyncio.to_thread(Wandb, self._config, run)
+                self._sinks.append(self._wandb)
             gc.freeze()  # full collections skip modules and configuration: tens of ms each
             with self._signals(asyncio.get_running_loop()):
                 return await self._supervised()
@@ -218,9 +224,20 @@ class _Launcher:
                 for task in done:
                     task.result()
             await self._trainer_end()
-            return controller.result()
+            figures = controller.result()
+            for problem in figures["problems"]:
+                self._alert("the end shows less than it should", problem)
+            return figures
         finally:
             await cancel([controller, *others])
+
+    def _alert(self, title: str, text: str) -> None:
+        if self._wandb is not None:
+            self._wandb.alert(title, text)
+
+    def _died(self, child: ChildSpec) -> None:
+        child.died()
+        self._alert(f"{child.name} is restarted", f"it ended; {self._folder.logs / child.name}.log has why")
 
     async def _supervise(self) -> None:
         seconds = self._config.run.start_seconds
@@ -322,20 +339,19 @@ class _Launcher:
                 self._first_step.set_result(findings)
 
         def evaluated(report: EvalReport, best: bool) -> None:
-            names = ("reverse_kl", "reverse_kl_error", "pass_rate", "truncated")
-            figures = {name: getattr(report, name) for name in names} | {"best": best}
-            for name, one in report.sets.items():
-                figures |= {f"{name}/pass_at_1": one.pass_at_1.value, f"{name}/average": one.average.value}
-                figures |= {f"{name}/majority": one.majority.value} if one.majority else {}
-            found = {f"eval/{name}": value for name, value in figures.items()}
-            log_all(self._sinks, report.version.step, found)
+            log_all(self._sinks, report.version.step, of_evaluation(report, best))
+
+        def quarantined(event: Quarantined) -> None:
+            self._quarantine.write(event)
+            self._alert(f"quarantined: {event.reason}", event.detail)
 
         return Hooks(
             step=step,
             evaluated=evaluated,
             opened=opened,
             batch=self._samples.write,
-            quarantined=self._quarantine.write,
+            quarantined=quarantined,
+            alert=self._alert,
             set_back=self._roll_back_to.append if config.controller.trainer == "launch" else None,
             stalled=lambda name: self._supervisor.kill_child(name),  # made after the controller
             span=self._spans.write,
@@ -345,52 +361,3 @@ class _Launcher:
         self._joined = False
         for version in self._roll_back_to:
             self._folder.set_back(version)
-
-
-# --- preflight
-
-
-def check_machine(config: RunConfig) -> None:
-    """Check ports, devices and tokens of what is started here, and the disk of the run's folder.
-
-    Raises ConfigError with what `distill run` would say.
-    """
-    machine.check_disk(config.run_dir, config.run.min_free_disk_gib)
-    with temporary(config) as moved, Ports() as ports:
-        plan_servers(moved, token_from_environment(), ports)
-        if config.controller.port:
-            ports.take(config.controller.host, config.controller.port, "controller.port")
-
-
-async def run_preflight(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:
-    """Start every server, check the engines, and stop them; nothing is trained, no file stays.
-
-    The trainer is not started: a plain forward pass of the student stands in for it, and a run compares the
-    trainer itself at its first step. Raises ConfigError when a check failed, ChildFailed when a server did.
-    """
-    token = token_of(config)
-    with temporary(config) as moved, Ports() as ports:
-        plan = plan_servers(moved, token, ports)
-        supervisor = Supervisor(plan.children, moved.run_dir / "logs", restarts=0)
-        engines = connect(moved, plan, token, claim_of(config))
-        try:
-            await supervisor.start()
-            await supervisor.ready(moved.run.start_seconds)
-            await live.check_engines(moved, split, engines, say)
-        finally:
-            await disconnect(engines)
-            await supervisor.stop(TEMPORARY_GRACE_SECONDS)
-
-
-def claim_of(config: RunConfig) -> Claim:
-    """The run as its servers know it; one that has not begun has no id and claims no server."""
-    journal = config.run_dir / "journal"
-    _, first = next(read_all(journal), (None, None)) if journal.is_dir() else (None, None)
-    return Claim(RunIdentity(config.run.name, first.id if isinstance(first, Opened) else None))
-
-
-@contextlib.contextmanager
-def temporary(config: RunConfig) -> Iterator[RunConfig]:
-    """The configuration with a run folder that is removed at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
-        yield config.model_copy(update={"run": config.run.model_copy(update={"folder": Path(root)})})

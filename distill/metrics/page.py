@@ -62,9 +62,9 @@ ROWS: Final = (
     ("reverse KL after", "after.reverse_kl", ".3f"),
     ("pass rate before", "before.pass_rate", ".1%"),
     ("pass rate after", "after.pass_rate", ".1%"),
-    ("tokens trained on", "tokens.trained", ","),
+    ("tokens trained on", "train.tokens_total", ","),
     ("seconds", "seconds.distill", ",.0f"),
-    ("mean age, versions", "staleness.mean", ".2f"),
+    ("mean age, versions", "buffer.age_mean", ".2f"),
     ("bytes of a delta", "sync.bytes_delta", ",.0f"),
     ("pause of a swap, seconds", "sync.pause_seconds", ".3f"),
 )
@@ -97,7 +97,7 @@ def _details(run: Run, named: bool) -> Iterable[str]:
         yield f"<h2>{escape(run.folder.name)}</h2>"
     if run.summary:
         yield f"<p>{escape(use_of_tokens(run.summary))}<br>waited: {escape(longest_waits(run.summary))}</p>"
-        busy, idle = run.summary["busy_seconds"], run.summary["idle_seconds"]
+        busy, idle = run.summary["perf"]["busy_seconds"], run.summary["perf"]["idle_seconds"]
         shares = [(role, [f"{busy[role] / max(1e-9, busy[role] + idle[role]):.0%}"]) for role in sorted(busy)]
         yield _table("Roles", ["busy"], shares)
         yield _table("Evaluations", ["reverse KL", "pass rate"], _evaluations(run))

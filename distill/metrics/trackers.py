@@ -1,11 +1,12 @@
-"""Sinks of metrics during a run: one small protocol, a JSONL file, wandb, the console's progress display."""
+"""Sinks of metrics during a run: a protocol, a JSONL file, wandb, TensorBoard, the progress display."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -13,16 +14,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from distill.config import RunConfig
+from distill.metrics.names import SECTIONS
 from sync import secrets
-from sync.errors import DistillError
 from sync.jsonl import JsonLines
 from sync.wire import RunIdentity
 
 log = logging.getLogger(__name__)
 LINES_WITHOUT_TERMINAL = 12
 """Over a whole run."""
+DROPPED = "rollout/dropped/"
+"""Before the reason, in names of figures."""
 TABLE_ROWS = 200
 """Of the newest samples, in wandb."""
+ALERT_SECONDS = 600.0
 
 
 class Sink(Protocol):
@@ -52,16 +56,21 @@ class MetricsFile:
 
 
 class Wandb:
-    """A wandb run in the run's folder; a resumed run continues under the same id.
+    """A wandb run in the run's folder; its id is the run's, so a resume continues it and no namesake does.
 
-    Figures have `step` as their axis; what distill samples shows is logged as the table `samples` at the end.
+    Figures have `step` as axis. What `distill samples` shows is the table `samples`, again after every
+    `tracking.table_every` evaluations and at the end; the picture of the report (curves, activity of roles)
+    is logged at the end. One thread of its own does all of it, in order; what fails there is a warning.
     """
 
     def __init__(self, config: RunConfig, run: RunIdentity) -> None:
         import wandb
 
+        from distill.metrics.summary import git_state, versions
+
         tracking, name = config.tracking, config.run.name
-        self._run_dir = config.run_dir
+        self._run_dir, self._evaluations, self._every = config.run_dir, 0, tracking.table_every
+        self._worker = ThreadPoolExecutor(1, "wandb")
         self._run = wandb.init(
             project=tracking.project,
             entity=tracking.entity,
@@ -73,21 +82,35 @@ class Wandb:
             notes=tracking.notes,
             mode=wandb_mode(config),
             dir=config.run_dir,
-            config=secrets.hide(config.model_dump(mode="json")),
+            config=secrets.hide(config.model_dump(mode="json"))
+            | {"git": git_state(), "versions": versions()},
             settings=wandb.Settings(silent=True, save_code=False, disable_git=True, console="off"),
         )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("step", hidden=True)
+        for section in SECTIONS:
+            self._run.define_metric(f"{section}/*", step_metric="step")
+        for name, kept in {"reverse_kl": "min", "pass_rate": "max"}.items():
+            self._run.define_metric(f"eval/{name}", step_metric="step", summary=f"{kept},last")
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **figures})
+        self._later(self._run.log, {"step": step, **figures})
+        if "eval/reverse_kl" in figures:
+            self._evaluations += 1
+            if self._every and self._evaluations % self._every == 0:
+                self._later(self._log_samples)
+
+    def alert(self, title: str, text: str) -> None:
+        """Notify whoever watches the run on wandb; of one title wandb sends one in ALERT_SECONDS."""
+        self._later(self._run.alert, title, secrets.redact(text), "WARN", ALERT_SECONDS)
 
     def close(self) -> None:
-        try:
-            self._log_samples()
-        except DistillError as error:
-            log.warning("wandb gets no samples: %s", error)
+        self._later(self._log_samples)
+        self._later(self._log_report)
+        self._worker.shutdown()
         self._run.finish()
+
+    def _later(self, work: Callable[..., Any], *args: Any) -> None:
+        self._worker.submit(work, *args).add_done_callback(_warn)
 
     def _log_samples(self) -> None:
         import wandb
@@ -104,6 +127,34 @@ class Wandb:
                 prompt = decoder.text(one.prompt)
                 table.add_data(one.version, one.age, one.reward, one.reverse_kl, prompt, text, tokens)
             self._run.log({"samples": table})
+
+    def _log_report(self) -> None:
+        import wandb
+
+        from distill.metrics.plot import draw
+        from distill.metrics.results import read_run
+
+        if (self._run_dir / "metrics.jsonl").is_file():
+            self._run.log({"report": wandb.Image(str(draw(read_run(self._run_dir))))})
+
+
+def _warn(done: Future[Any]) -> None:
+    if error := done.exception():
+        log.warning("wandb does not get everything: %s", error)
+
+
+class TensorBoard:
+    """A Sink: event files in `tensorboard/` of the run's folder, for `tensorboard --logdir`."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary import Writer
+
+        self._writer = Writer(str(folder))
+        self.close = self._writer.close
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, figure in figures.items():
+            self._writer.add_scalar(name, figure, step)
 
 
 def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
@@ -153,7 +204,7 @@ class ProgressDisplay:
 
     def _tokens_per_second(self, figures: Mapping[str, float]) -> float | None:
         """Trained tokens per second since the first step that was seen."""
-        now, trained = time.monotonic(), figures.get("tokens/trained", 0.0)
+        now, trained = time.monotonic(), figures.get("train/tokens_total", 0.0)
         if self._began is None:
             self._began = now, trained
             return None
@@ -163,12 +214,12 @@ class ProgressDisplay:
 def step_line(figures: Mapping[str, float], tokens_per_second: float | None) -> str:
     """The main figures of one step."""
     parts = [
-        f"reverse KL {figures['reverse_kl']:.3f}" if "reverse_kl" in figures else "",
-        f"age {figures.get('staleness/mean', 0.0):.1f}",
-        f"waited {figures.get('seconds/wait', 0.0):.2f} s",
+        f"reverse KL {figures['train/reverse_kl']:.3f}" if "train/reverse_kl" in figures else "",
+        f"age {figures.get('buffer/age_mean', 0.0):.1f}",
+        f"waited {figures.get('perf/wait_seconds', 0.0):.2f} s",
         f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
-        f"trained {figures['tokens/trained_share']:.0%}" if "tokens/trained_share" in figures else "",
-        dropped_words({name[8:]: count for name, count in figures.items() if name.startswith("dropped/")}),
+        f"trained {figures['train/tokens_share']:.0%}" if "train/tokens_share" in figures else "",
+        dropped_words({n.removeprefix(DROPPED): c for n, c in figures.items() if n.startswith(DROPPED)}),
     ]
     return "  ".join(part for part in parts if part)
 

@@ -207,6 +207,11 @@ def _others(config: RunConfig) -> Iterator[str]:
             yield f"teachers.{name}.path is the student, which teaches it nothing: name another model"
     if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
         yield 'tracking.wandb needs the wandb package: install it, or set it to "disabled"'
+    if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield (
+            "tracking.tensorboard is true and the package tensorboard is not installed: pip install "
+            "'onpolicy-distill[tensorboard]', or set it to false"
+        )
 
 
 def _teachers(config: RunConfig) -> Iterator[str]:

@@ -203,12 +203,12 @@ def capabilities(config: RunConfig, info: TeacherInfo) -> Finding:
 
 def first_step(config: RunConfig, figures: Mapping[str, float]) -> list[Finding]:
     """Findings in the metrics of a first step; empty when none of its tokens is of age 0."""
-    if "mismatch_kl" not in figures:
+    if "train/mismatch_kl" not in figures:
         return []
-    settings, kl = config.preflight, figures["mismatch_kl"]
+    settings, kl = config.preflight, figures["train/mismatch_kl"]
     findings = [probes.rollouts_match(kl, _mismatch(config), "the trainer at age 0")]
-    if "score_gap" in figures:
-        findings.append(probes.scores_match(figures["score_gap"], settings.score_tolerance or 0.1))
+    if "train/score_gap" in figures:
+        findings.append(probes.scores_match(figures["train/score_gap"], settings.score_tolerance or 0.1))
     return findings
 
 

@@ -35,8 +35,8 @@ MEANS: Final = {
     "age_mean": ("age", "tokens"),
     "tokens_per_slot": ("tokens", "padded"),
 }
-"""Metric of a step → (sum, count) over all ranks whose quotient it is; left out where the count is 0. A new
-metric is a row here, and its sums in `token_sums`."""
+"""Metric of a step (a run's figure `train/NAME`) → (sum, count) over all ranks whose quotient it is; left out
+where the count is 0. A new metric is a row here, and its sums in `token_sums`."""
 _SUMS = (name for pair in MEANS.values() for name in pair)
 STATS: Final = tuple(name for name in dict.fromkeys(_SUMS) if name not in (*COUNTS, "denominator"))
 """Sums over the tokens of a chunk, "loss" first. `own_tokens` counts those that the student generated:

@@ -108,5 +108,5 @@ def test_a_run_outlives_replicas_killed_in_a_broadcast_even_the_last_one(tmp_pat
     checked = audit(pair.run_dir)
     assert checked.ok, checked
     assert 0 < checked.tokens_by_teacher < checked.tokens
-    assert 0 < summary["tokens"]["trained_by_teacher"] < summary["tokens"]["trained"]
+    assert 0 < summary["train"]["tokens_total_by_teacher"] < summary["train"]["tokens_total"]
     assert not [path for path in (pair.run_dir / "store").rglob("*") if path.is_file()]

@@ -243,7 +243,7 @@ class Run:
     def steps(self) -> int:
         """Optimizer steps whose figures are written."""
         path = self.run_dir / "metrics.jsonl"
-        return path.read_text().count('"loss"') if path.is_file() else 0
+        return path.read_text().count('"train/loss"') if path.is_file() else 0
 
     def logs(self, command: Command) -> str:
         parts = [command.said]
@@ -260,8 +260,8 @@ def check_result(
 
     assert summary["completed"]
     assert summary["steps"] == steps
-    assert summary["tokens"]["trained"] > 0
-    assert summary["rollouts"]["batched"] == steps * BATCH
+    assert summary["train"]["tokens_total"] > 0
+    assert summary["rollout"]["batched"] == steps * BATCH
     assert summary["weights_identical_by_replica"] == dict.fromkeys(served, True)
     assert summary["weights_identical"] is True
     final = run.run_dir / "final"
@@ -457,18 +457,18 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     assert run.served == 4, "controller, teacher, replica, evaluator"
     assert "trainer.lr: 0.001 -> 0.0002 (takes effect)" in (tmp_path / "run.log").read_text()
     lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["lr"] for line in lines if "loss" in line] == [1e-3] * reached + [2e-4] * 2
+    assert [line["train/lr"] for line in lines if "train/loss" in line] == [1e-3] * reached + [2e-4] * 2
     rates = [json.loads((run.run_dir / f"config{n}.json").read_text())["trainer"]["lr"] for n in (".0", "")]
     assert rates == [1e-3, 2e-4]
     shown = [p for p in tmp_path.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
     assert shown == []
     assert summary["lineages"] > Version.parse(latest).lineage + 1
-    assert summary["rollouts"]["batched"] >= (reached + 2) * BATCH
-    check_result(run, {**summary, "steps": STEPS, "rollouts": {"batched": STEPS * BATCH}})
+    assert summary["rollout"]["batched"] >= (reached + 2) * BATCH
+    check_result(run, {**summary, "steps": STEPS, "rollout": {"batched": STEPS * BATCH}})
     assert summary["steps"] == reached + 2
     assert summary["before"]["version"] == str(Version(0, 0))
     assert summary["after"]["reverse_kl"] > 0
-    assert summary["staleness"]["max"] <= summary["staleness"]["limit"]
+    assert summary["buffer"]["age_max"] <= summary["buffer"]["age_limit"]
     improved = Version.parse(summary["best"]["version"]).step > 0
     for name, there in {"best/config.json": improved, "report.png": True, "timeline.jsonl": True}.items():
         assert (run.run_dir / name).is_file() == there, name

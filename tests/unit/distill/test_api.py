@@ -31,9 +31,9 @@ FINISHED: dict[str, Any] = {
     "problems": [],
     "error": None,
     "model": "m",
-    "waited_seconds": {},
-    "tokens": {"trained_share": 1.0, "generated": 8},
-    "rollouts": {"dropped": {}},
+    "perf": {"waited_seconds": {}},
+    "train": {"tokens_share": 1.0},
+    "rollout": {"dropped": {}, "tokens_total": 8},
     "evaluations": [{"version": "L000-v00000006", "reverse_kl": 0.5}],
 }
 FILE = """
@@ -65,13 +65,15 @@ def finished(tmp_path: Path) -> Path:
 def test_importing_the_package_imports_nothing_else_and_every_name_is_there() -> None:
     program = (
         "import sys; import distill; heavy = {'pydantic', 'numpy', 'torch', 'rich'} & sys.modules.keys();"
-        "import distill.preflight_checks; from distill import *; from distill import preflight;"
-        "print(heavy or 'light', callable(preflight), 'torch' in sys.modules, *sorted(distill.__all__))"
+        "import distill.preflight_checks, distill.planning; from distill import *;"
+        "from distill import plan, preflight;"
+        "print(heavy or 'light', callable(plan), callable(preflight), 'torch' in sys.modules,"
+        "*sorted(distill.__all__))"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    names = "Config DistillError evaluate load_config load_run preflight run"
-    assert done.stdout.split() == ["light", "True", "False", *names.split()]
+    names = "Config DistillError evaluate load_config load_run plan preflight run"
+    assert done.stdout.split() == ["light", "True", "True", "False", *names.split()]
     with pytest.raises(AttributeError, match="has no attribute 'train'"):
         distill.train  # noqa: B018
 
@@ -93,6 +95,7 @@ def test_a_finished_run_is_not_started_again(
     ("words", "function", "given"),
     [
         (["run", "--resume"], "run", {"resume": True}),
+        (["plan", "--device", "cpu"], "plan", {"device": "cpu", "measured": None}),
         (["preflight", "--engines"], "preflight", {"engines": True}),
         (["evaluate", "--model", "m"], "evaluate", {"completions": None}),
     ],
@@ -148,7 +151,7 @@ def test_a_run_is_read_back_as_plain_python(file: Path, tmp_path: Path) -> None:
     with RunFolder.open(config, resume=False) as folder:
         folder.keep(config, {})
     lines, samples = MetricsFile(config.run_dir / "metrics.jsonl"), JsonLines(config.run_dir / SAMPLES)
-    lines.log(1, {"loss": 0.25, "grad_norm": float("nan")})
+    lines.log(1, {"train/loss": 0.25, "train/grad_norm": float("nan")})
     lines.close()
     sample = Sample("L000-v00000000", "1", 0, "t", [1], [2], [-0.5], [-0.25], None, False, False)
     samples.write(sample)
@@ -156,7 +159,7 @@ def test_a_run_is_read_back_as_plain_python(file: Path, tmp_path: Path) -> None:
     going_on = distill.load_run(str(config.run_dir))
     assert (going_on.config, going_on.summary, going_on.evaluations) == (config, {}, [])
     (row,) = going_on.metrics
-    assert (row["step"], row["loss"], "grad_norm" in row) == (1, 0.25, False)
+    assert (row["step"], row["train/loss"], "train/grad_norm" in row) == (1, 0.25, False)
     (read,) = going_on.samples
     assert (read["tokens"], read["teacher_logprob"], read["reward"]) == ([2], [-0.25], None)
     (config.run_dir / "summary.json").write_text(json.dumps(FINISHED))

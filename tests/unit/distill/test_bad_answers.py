@@ -152,7 +152,7 @@ def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
     report = check(records, trainer.ledger)
     report.violations.pop("unproven", None)  # a lie in the proof itself is told as what it is
     assert report.ok, report
-    rollouts = summary["rollouts"]
+    rollouts = summary["rollout"]
     assert rollouts["issued"] == rollouts["batched"] + rollouts["open"] + sum(rollouts["dropped"].values())
     for shares in trainer.batches.values():
         check_trained(shares)
@@ -196,7 +196,7 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_go
     assert len(told) == 1
     assert "replica lying at memory gave 8 unusable answers" in told[0]
     assert "logprob is nan" in told[0]
-    assert summary["rollouts"]["requeued"]["unusable"] >= 8
+    assert summary["rollout"]["requeued"]["unusable"] >= 8
 
 
 @pytest.mark.parametrize("who", ["replica", "teacher", "refusing teacher", "evaluator"])

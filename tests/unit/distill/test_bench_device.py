@@ -16,7 +16,11 @@ SUMMARY = {
     "sync": {"pause_seconds": 0.04},
     "weights_identical": True,
 }
-LINES = [{"mismatch_kl": 7.9e-5, "seconds/train": 9.0}, {"seconds/train": 0.2}, {"seconds/train": 0.4}]
+LINES = [
+    {"train/mismatch_kl": 7.9e-5, "perf/train_seconds": 9.0},
+    {"perf/train_seconds": 0.2},
+    {"perf/train_seconds": 0.4},
+]
 
 
 def test_a_line_has_the_first_steps_mismatch_and_the_median_of_the_others() -> None:

@@ -26,12 +26,12 @@ def trial(step_ms: float, seed: int = 0, reverse_kl: float | None = 0.2) -> Figu
 def test_a_run_is_measured_from_its_files_without_its_first_steps(tmp_path: Path) -> None:
     steps = SETTLED + 11
     lines = [
-        {"step": s, "time": 100.0 + (5.0 if s <= SETTLED else 0.25 * (s - SETTLED)), "loss": 1.0}
-        | {"tokens/generated": 1000.0 * s, "tokens/trained": 900.0 * s}
+        {"step": s, "time": 100.0 + (5.0 if s <= SETTLED else 0.25 * (s - SETTLED)), "train/loss": 1.0}
+        | {"rollout/tokens_total": 1000.0 * s, "train/tokens_total": 900.0 * s}
         for s in range(1, steps + 1)
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    summary = {"idle_seconds": {"trainer": 1.5}, "staleness": {"mean": 1.9}}
+    summary = {"perf": {"idle_seconds": {"trainer": 1.5}}, "buffer": {"age_mean": 1.9}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     profile = CpuProfile(
         [

@@ -108,7 +108,8 @@ def run_folder(folder: Path) -> Path:
     """Of 6 steps, one every half second; publishing blocks the trainer for 5 ms in each."""
     folder.mkdir()
     lines = [
-        {"step": step, "loss": 1.0, "time": 100 + step / 2, "seconds/publish": 0.005} for step in range(6)
+        {"step": step, "train/loss": 1.0, "time": 100 + step / 2, "perf/publish_seconds": 0.005}
+        for step in range(6)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"sync": {"pause_seconds": 0.02}}))

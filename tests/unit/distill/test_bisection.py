@@ -102,7 +102,7 @@ async def test_what_a_trainer_dies_on_is_found_and_everything_else_is_trained_on
     assert summary["completed"]
     assert {one.prompt.id for one in quarantine} == bad
     assert {one.reason for one in quarantine} == {"poisoned"}
-    assert summary["rollouts"]["dropped"]["poisoned"] == len(bad)
+    assert summary["rollout"]["dropped"]["poisoned"] == len(bad)
     assert trainer.deaths <= most
     trained = [i for steps in trainer.ledger.values() for ids in steps.values() for i in ids]
     assert len(trained) == len(set(trained))
@@ -124,7 +124,7 @@ async def test_a_controller_that_starts_again_goes_on_with_the_parts(
     trainer.session = again.session
     summary = await until_done(again, trainer)
     assert summary is not None
-    assert summary["rollouts"]["dropped"]["poisoned"] == 1
+    assert summary["rollout"]["dropped"]["poisoned"] == 1
     assert trainer.deaths <= 7  # the death that ended the first controller too is none of the batch's
     report = audited(tmp_path, trainer)
     assert report.ok, report.violations
@@ -142,7 +142,7 @@ async def test_one_death_alone_leaves_the_batch_as_it_is(build, tmp_path: Path) 
     trainer = Once(run.session)
     summary = await until_done(run, trainer)
     assert summary is not None
-    assert summary["rollouts"]["dropped"] == {}
+    assert summary["rollout"]["dropped"] == {}
     assert {len(ids) for steps in trainer.ledger.values() for ids in steps.values()} == {8}
     report = audited(tmp_path, trainer)
     assert report.ok, report.violations
@@ -187,7 +187,7 @@ async def test_the_next_part_is_formed_once_the_one_before_it_was_trained(build,
     trainer.bad = frozenset({"0:6:0"})
     summary = await until_done(run, trainer)
     assert summary is not None
-    assert summary["rollouts"]["dropped"]["poisoned"] == 1
+    assert summary["rollout"]["dropped"]["poisoned"] == 1
     assert ahead
     report = audited(tmp_path, trainer)
     assert report.ok, report.violations
@@ -224,7 +224,7 @@ async def test_groups_of_completions_are_tried_and_quarantined_whole(
     trainer.bad = frozenset({"0:2:1"})
     summary = await until_done(run, trainer)
     assert summary is not None
-    assert summary["rollouts"]["dropped"]["poisoned"] == 4
+    assert summary["rollout"]["dropped"]["poisoned"] == 4
     for steps in trainer.ledger.values():
         for ids in steps.values():
             assert len(ids) % 4 == 0

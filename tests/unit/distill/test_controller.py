@@ -80,13 +80,13 @@ async def test_an_asynchronous_run_trains_every_step_and_accounts_for_every_roll
     assert len(trained) == len(set(trained)) == 6 * 8
     assert summary["steps"] == 6
     assert summary["stop_reason"] == "all steps are done"
-    assert summary["rollouts"]["batched"] == 48
-    assert summary["staleness"]["max"] <= 2 == summary["staleness"]["limit"]
+    assert summary["rollout"]["batched"] == 48
+    assert summary["buffer"]["age_max"] <= 2 == summary["buffer"]["age_limit"]
     assert summary["weights_identical"] is True
-    assert 0 < summary["tokens"]["trained_share"] <= 1
+    assert 0 < summary["train"]["tokens_share"] <= 1
     figures = completed(run.config, summary, 1.0, {})
     assert figures.keys() == Summary.__annotations__.keys(), "what summary.json holds is declared"
-    rollouts = summary["rollouts"]
+    rollouts = summary["rollout"]
     assert rollouts["issued"] == 48 + rollouts["open"] + sum(rollouts["dropped"].values())
 
 
@@ -96,9 +96,9 @@ async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(cont
     await complete(run, MemoryTrainer(run.session))
     teacher.counters.seconds, teacher.counters.tokens = 3.0 * teacher.counters.requests, 77
     metrics = run.metrics()
-    assert metrics["teachers/t/sequences"] == sum(teacher.requests) >= 48
-    assert metrics["teachers/t/tokens"] == 77
-    assert metrics["teachers/t/refused"] == 0
+    assert metrics["teacher/t/sequences"] == sum(teacher.requests) >= 48
+    assert metrics["teacher/t/tokens"] == 77
+    assert metrics["teacher/t/refused"] == 0
 
 
 @pytest.mark.parametrize(
@@ -128,18 +128,18 @@ async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config)
     run = controller(config(buffer={"max_staleness": 0}))
     trainer = MemoryTrainer(run.session)
     summary = await complete(run, trainer)
-    assert summary["staleness"] == {"mean": 0.0, "max": 0, "limit": 0}
-    assert summary["tokens"]["trained_share"] == 1.0
-    assert summary["rollouts"]["issued"] == 48
+    assert summary["buffer"] == {"age_mean": 0.0, "age_max": 0, "age_limit": 0}
+    assert summary["train"]["tokens_share"] == 1.0
+    assert summary["rollout"]["issued"] == 48
 
 
 async def test_a_bound_overlaps_training_with_generation(controller, config) -> None:
     replica = MemoryReplica(token_seconds=0.0005)
     run = controller(config(buffer={"max_staleness": 4}), replicas={"r0": replica})
     summary = await complete(run, MemoryTrainer(run.session, step_seconds=0.02))
-    assert summary["staleness"]["max"] >= 1
-    assert summary["busy_seconds"]["trainer"] >= 0.119
-    assert summary["busy_seconds"]["r0"] > 0
+    assert summary["buffer"]["age_max"] >= 1
+    assert summary["perf"]["busy_seconds"]["trainer"] >= 0.119
+    assert summary["perf"]["busy_seconds"]["r0"] > 0
 
 
 async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadcasts(controller) -> None:
@@ -185,11 +185,11 @@ async def test_the_run_survives_dying_replicas_and_teachers(controller, config) 
     trainer = MemoryTrainer(run.session)
     summary = await complete(run, trainer)
     await trouble
-    assert summary["rollouts"]["requeued"]["replica_lost"] > 0
+    assert summary["rollout"]["requeued"]["replica_lost"] > 0
     assert max(summary["replica_joins"].values()) > 1
     trained = [i for ids in trainer.ledger[0].values() for i in ids]
     assert len(trained) == len(set(trained)) == 80
-    assert summary["staleness"]["max"] <= 2
+    assert summary["buffer"]["age_max"] <= 2
 
 
 async def test_a_stop_lets_the_trainer_save_and_leave(controller, config) -> None:
@@ -229,7 +229,7 @@ async def test_a_restarted_trainer_gets_the_same_batches_again(controller, confi
             s.micro_batches for s in trainer.batches[old]
         ]
     assert summary["steps"] == 12
-    assert summary["staleness"]["max"] <= 2
+    assert summary["buffer"]["age_max"] <= 2
 
 
 async def test_a_restarted_controller_goes_on_from_the_journal(controller, config) -> None:
@@ -256,7 +256,7 @@ async def test_a_restarted_controller_goes_on_from_the_journal(controller, confi
         old, new = trainer.batches[Version(0, step)], trainer.batches[Version(1, step)]
         assert [s.micro_batches for s in new] == [s.micro_batches for s in old]
     assert summary["steps"] == 12
-    assert summary["rollouts"]["batched"] == 12 * 8
+    assert summary["rollout"]["batched"] == 12 * 8
 
 
 async def test_evaluations_run_beside_the_training_and_name_the_best(controller, config) -> None:
@@ -340,18 +340,18 @@ async def test_a_batch_waits_for_a_late_rollout_that_is_trained_within_the_bound
     summary, run, trainer = await slow_run(controller, config, held, lambda run, _: run.batcher.late.waiting)
     (step,) = [step for step, ids in trainer.ledger[0].items() if "0:5:0" in ids]
     assert step - 1 == 2  # the last batch that may take what was begun at version 0
-    assert summary["rollouts"]["dropped"] == {}
-    assert summary["staleness"]["max"] == 2
+    assert summary["rollout"]["dropped"] == {}
+    assert summary["buffer"]["age_max"] == 2
     assert summary["steps"] == 12
-    assert summary["waited_seconds"]["trainer"]["late rollouts"] > 0
+    assert summary["perf"]["waited_seconds"]["trainer"]["late rollouts"] > 0
     assert audited(run, trainer).ok
 
 
 @pytest.mark.parametrize("late", [{"type": "drop"}, {"type": "wait", "seconds": 0.05}])
 async def test_what_is_later_than_it_may_be_is_dropped(controller, config, late: dict[str, Any]) -> None:
     summary, run, trainer = await slow_run(controller, config, late, after_five_steps)
-    assert summary["rollouts"]["dropped"] == {"too_old": 1}
-    assert summary["staleness"]["max"] <= 2
+    assert summary["rollout"]["dropped"] == {"too_old": 1}
+    assert summary["buffer"]["age_max"] <= 2
     assert audited(run, trainer).ok
 
 
@@ -366,8 +366,8 @@ async def test_a_late_rollout_has_a_weighted_place_in_the_next_batch_on_record_a
     weights = weights_of_rows(trainer.batches[version])
     assert weights["0:5:0"] == pytest.approx(2 ** ((2 - age) / 8.0))
     assert {w for name, w in weights.items() if name != "0:5:0"} == {1.0}
-    assert summary["rollouts"]["late"] == 1
-    assert summary["staleness"] == {"mean": pytest.approx(1, abs=1.1), "max": age, "limit": 39}
+    assert summary["rollout"]["late"] == 1
+    assert summary["buffer"] == {"age_mean": pytest.approx(1, abs=1.1), "age_max": age, "age_limit": 39}
     report = audited(run, trainer)
     assert report.ok
     assert (report.late, report.oldest) == (1, age)
@@ -435,7 +435,7 @@ async def test_batches_are_whole_groups_and_every_row_carries_its_groups_mean_re
                 rewards.setdefault(group_of(name), []).append(float(reward))
                 baselines.setdefault(group_of(name), set()).add(float(baseline))
         assert baselines == {group: {sum(found) / 4} for group, found in rewards.items()}
-    dropped = summary["rollouts"]["dropped"]
+    dropped = summary["rollout"]["dropped"]
     assert dropped["unusable"] > 0
     assert dropped["group_broken"] > 0
     assert audited(run, trainer).ok
@@ -461,13 +461,13 @@ async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accoun
     rows = [rows for shares in trainer.batches.values() for share in shares for rows in share.micro_batches]
     flags = [(one.ids, unpack(one.by_teacher)) for one in rows if one.by_teacher is not None]
     assert {i for ids, flag in flags for i, by in zip(ids, flag, strict=True) if by} == written
-    assert summary["staleness"]["max"] == 0
+    assert summary["buffer"]["age_max"] == 0
 
     records = list(read_all(tmp_path / "journal"))
     report = check(records, trainer.ledger)
     assert report.ok, report
-    assert report.tokens_by_teacher == summary["tokens"]["generated_by_teacher"]
-    assert 0 < summary["tokens"]["trained_by_teacher"] < summary["tokens"]["trained"] == report.tokens
+    assert report.tokens_by_teacher == summary["rollout"]["tokens_total_by_teacher"]
+    assert 0 < summary["train"]["tokens_total_by_teacher"] < summary["train"]["tokens_total"] == report.tokens
     rollouts = [record for _, record in records if isinstance(record, Rollout)]
     assert {one.id for one in rollouts if one.by_teacher} == written
     assert all(bool(one.spans) != one.by_teacher for one in rollouts)
@@ -479,7 +479,7 @@ async def test_with_on_policy_1_no_teacher_generates(controller) -> None:
     trainer = MemoryTrainer(run.session)
     summary = await complete(run, trainer)
     assert teacher.completed == []
-    assert summary["tokens"]["generated_by_teacher"] == 0
+    assert summary["rollout"]["tokens_total_by_teacher"] == 0
     shares = [share for batch in trainer.batches.values() for share in batch]
     assert all(rows.by_teacher is None for share in shares for rows in share.micro_batches)
 
@@ -492,7 +492,7 @@ async def test_a_teacher_that_generates_everything_needs_the_replicas_only_for_t
     summary = await complete(run, MemoryTrainer(run.session))
     assert summary["steps"] == 6
     assert replica.generated == 0
-    assert summary["tokens"]["trained_by_teacher"] == summary["tokens"]["trained"] > 0
+    assert summary["train"]["tokens_total_by_teacher"] == summary["train"]["tokens_total"] > 0
 
 
 async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_its_place(
@@ -502,7 +502,7 @@ async def test_a_prompt_that_its_teacher_refuses_is_dropped_and_another_takes_it
     run = controller(config(objective={"type": "sft"}), teachers={"t": teacher})
     summary = await complete(run, MemoryTrainer(run.session))
     assert summary["completed"]
-    assert summary["rollouts"]["dropped"]["teacher_refused"] > 0
+    assert summary["rollout"]["dropped"]["teacher_refused"] > 0
 
 
 async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_again_alike(

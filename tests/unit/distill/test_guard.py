@@ -113,13 +113,17 @@ async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_r
     controller: Any, config: Any, tmp_path: Path
 ) -> None:
     back: list[Version | None] = []
+    alerts: list[tuple[str, str]] = []
     guard = {"max_reverse_kl": 1.0, "patience": 2, "action": "rollback"}
-    made, trainer = built(controller, config, guard, Hooks(set_back=back.append))
+    hooks = Hooks(set_back=back.append, alert=lambda *alert: alerts.append(alert))
+    made, trainer = built(controller, config, guard, hooks)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(120):
         with pytest.raises(RemoteError, match="this one must leave"):
             await trainer.run()
         assert back == [Version(0, 4)]
+        ((title, text),) = alerts
+        assert (title, text.endswith("bad steps since 7: back to L000-v00000004")) == ("rolled back", True)
         bad = {i for step in (7, 8) for i in trainer.ledger[0][step]}
         with pytest.raises(RemoteError, match="was rolled back to L000-v00000004"):
             await trainer.run()

@@ -228,11 +228,11 @@ async def test_every_route_but_health_needs_the_token(remote) -> None:
     assert (await remote.get("/health")).status_code == 200
     assert (await remote.get("/metrics")).status_code == 401
     metrics = await remote.get("/metrics", authorization=f"Bearer {TOKEN}")
-    assert "distill_rollouts_outstanding" in metrics.text
+    assert "distill_rollout_open" in metrics.text
 
 
 def test_metrics_are_prometheus_text() -> None:
-    assert "distill_tokens_trained 3.0" in exposition({"tokens/trained": 3.0})
+    assert "distill_train_tokens_total 3.0" in exposition({"train/tokens_total": 3.0})
 
 
 def test_a_taken_port_is_named() -> None:

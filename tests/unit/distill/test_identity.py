@@ -24,7 +24,7 @@ from distill.conclusion import end_problems
 from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Hooks
-from distill.launch.run import claim_of
+from distill.launch.preflight import claim_of
 from distill.metrics.summary import complete
 from distill.rollout.replica_client import Answer, HttpReplica
 from distill.run_log.audit import check
@@ -305,8 +305,8 @@ async def test_a_version_that_was_never_published_costs_its_completion_and_enter
     trainer = MemoryTrainer(run.session)
     summary = await whole(run, trainer)
     assert summary["completed"]
-    assert summary["rollouts"]["dropped"]["impossible_version"] == len(aside) >= 6
-    assert 0 <= summary["staleness"]["mean"] <= summary["staleness"]["max"] <= 2
+    assert summary["rollout"]["dropped"]["impossible_version"] == len(aside) >= 6
+    assert 0 <= summary["buffer"]["age_mean"] <= summary["buffer"]["age_max"] <= 2
     assert {one.reason for one in aside} == {"impossible_version"}
     assert all(re.search(words, one.detail) for one in aside[-3:]), aside[-1].detail
     records = list(read_all(tmp_path / "journal"))
@@ -321,7 +321,7 @@ async def test_a_replica_whose_version_is_not_on_record_is_brought_to_the_newest
     summary = await whole(run)
     assert summary["problems"] == []
     assert ahead.updates[0].step < 6
-    assert "impossible_version" not in summary["rollouts"]["dropped"]
+    assert "impossible_version" not in summary["rollout"]["dropped"]
 
 
 # --- the end of a run -------------------------------------------------------------------------------------
@@ -422,9 +422,9 @@ async def test_a_run_that_was_interrupted_owes_no_proof_but_tells_what_differs(
 def test_a_run_with_problems_at_its_end_fails_with_one_line_for_each(config, capsys) -> None:
     summary = {
         "problems": ["replica r0 holds other weights", "L000-v00000006 could not be evaluated"],
-        "tokens": {"trained_share": 1.0, "generated": 8},
-        "rollouts": {"dropped": {}},
-        "waited_seconds": {},
+        "train": {"tokens_share": 1.0},
+        "rollout": {"dropped": {}, "tokens_total": 8},
+        "perf": {"waited_seconds": {}},
         "model": "final",
     }
     show = partial(_show, Console(), config())

@@ -10,8 +10,8 @@ import typer
 
 from distill.cli.main import main
 from distill.config.loading import load
-from distill.plan import starter
-from distill.plan.starter import Wanted, write
+from distill.planning import starter
+from distill.planning.starter import Wanted, write
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB
 from sync.errors import ConfigError

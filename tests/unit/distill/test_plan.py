@@ -12,11 +12,11 @@ from small_config import make_config
 from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.loading import load
-from distill.plan import estimate, table
-from distill.plan.hardware import DEVICES, Device, of_names
-from distill.plan.measured import calibrate, measure
-from distill.plan.roles import find_roles
-from distill.plan.stages import Generation, Shape, delta_share, shape_of, train_factor
+from distill.planning import estimate, table
+from distill.planning.hardware import DEVICES, Device, of_names
+from distill.planning.measured import calibrate, measure
+from distill.planning.roles import find_roles
+from distill.planning.stages import Generation, Shape, delta_share, shape_of, train_factor
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB
 from sync.errors import ConfigError, DataError
@@ -236,16 +236,19 @@ def test_a_measured_run_replaces_what_is_assumed(model: str, tmp_path: Path) -> 
 def made_run(folder: Path) -> None:
     """Four steps of 8 rollouts of 7 tokens, an end every two seconds, and a restart that lasted an hour."""
     folder.mkdir(exist_ok=True)
-    counts = {"teachers/t/tokens": 12 * 32, "teachers/t/sequences": 32}
+    counts = {"teacher/t/tokens": 12 * 32, "teacher/t/sequences": 32}
     ends = [0, 2, 4, 3604]
-    steps = [{"step": n + 1, "time": end, "rows": 8, "tokens": 56, **counts} for n, end in enumerate(ends)]
+    steps = [
+        {"step": n + 1, "time": end, "train/rows": 8, "train/tokens": 56, **counts}
+        for n, end in enumerate(ends)
+    ]
     spans = [("student-0", "generate", 7), ("student-1", "generate", 5), ("teacher t", "score", 1)]
     spans += [("trainer", "train", 3), ("trainer", "publish", 1), ("trainer", "wait", 9)]
     lines = [{"role": role, "what": what, "start": 0, "end": end} for role, what, end in spans]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*steps, {"step": 4, "eval/x": 1}])))
     (folder / "timeline.jsonl").write_text("\n".join(map(json.dumps, lines)))
     sync = {"bytes_delta": 25, "bytes_full": 100}
-    (folder / "summary.json").write_text(json.dumps({"staleness": {"mean": 1.5}, "sync": sync}))
+    (folder / "summary.json").write_text(json.dumps({"buffer": {"age_mean": 1.5}, "sync": sync}))
 
 
 def test_the_command_prints_writes_and_refuses_what_does_not_fit(

@@ -283,9 +283,9 @@ def _spoken(answer: Generated, ids: Array, logprob: Array) -> Generated:
 def test_the_first_step_is_judged_by_its_fresh_tokens(config: Callable[..., RunConfig]) -> None:
     settings = config()
     assert live.first_step(settings, {"loss": 1.0}) == []
-    good = live.first_step(settings, {"mismatch_kl": 5e-5, "score_gap": 1e-3})
+    good = live.first_step(settings, {"train/mismatch_kl": 5e-5, "train/score_gap": 1e-3})
     assert [one.problem for one in good] == [None, None]
-    bad = live.first_step(settings, {"mismatch_kl": 0.3, "score_gap": 3.0})
+    bad = live.first_step(settings, {"train/mismatch_kl": 0.3, "train/score_gap": 3.0})
     with pytest.raises(ConfigError, match="2 of 2 checks failed, nothing is trained"):
         live.refuse(bad)
 

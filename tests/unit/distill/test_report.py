@@ -26,8 +26,10 @@ def write_run(folder: Path, steps: int = 30, passed: bool = True) -> None:
     lines, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
     for step in range(steps + 1):
         if step:
-            figures = {"reverse_kl": 1 / step, "tokens/trained": step * 1e3, "staleness/mean": 2.0}
-            lines.log(step, {**figures, "staleness/max": 4.0, "seconds/wait": 0.1, "seconds/train": 0.2})
+            figures = {"train/reverse_kl": 1 / step, "train/tokens_total": step * 1e3, "buffer/age_mean": 2.0}
+            lines.log(
+                step, {**figures, "buffer/age_max": 4.0, "perf/wait_seconds": 0.1, "perf/train_seconds": 0.2}
+            )
             spans.write(Span("trainer", "train", step, step + 0.2))
             spans.write(Span("student-0", "generate", step - 0.4, step + 0.1))
         if step % 10 == 0:
@@ -44,8 +46,8 @@ def test_a_run_is_drawn_with_and_without_a_pass_rate(tmp_path: Path, passed: boo
 
 
 def test_the_time_of_a_step_is_drawn_beside_the_staleness() -> None:
-    step = {"staleness/mean": 2.0, "staleness/max": 4.0, "seconds/wait": 0.1}
-    lines = [{"step": i, **step, "seconds/train": 0.2, "seconds/publish": 0.1} for i in (1, 2)]
+    step = {"buffer/age_mean": 2.0, "buffer/age_max": 4.0, "perf/wait_seconds": 0.1}
+    lines = [{"step": i, **step, "perf/train_seconds": 0.2, "perf/publish_seconds": 0.1} for i in (1, 2)]
     figure = Figure()
     draw_cost(figure.subplots(), lines)
     drawn = {line.get_label(): list(line.get_ydata()) for axes in figure.axes for line in axes.get_lines()}
@@ -63,6 +65,14 @@ def test_a_run_that_was_cut_short_is_drawn(tmp_path: Path) -> None:
 
 def test_a_folder_without_figures_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="name the folder of a run"):
+        read_run(tmp_path)
+
+
+def test_a_run_of_an_earlier_version_is_refused_by_the_first_name_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 2.0, "staleness/mean": 1.0}\n')
+    with pytest.raises(
+        DataError, match=r"the figure 'staleness/mean'.*rollout, teacher.*operations\.md.*wrote it"
+    ):
         read_run(tmp_path)
 
 
@@ -102,12 +112,20 @@ def test_a_figure_that_is_not_finite_is_null_in_the_file_and_left_out_of_the_pic
     path = tmp_path / "run" / "metrics.jsonl"
     lines = MetricsFile(path)
     for figure in (math.nan, math.inf, -math.inf):
-        lines.log(6, {"loss": figure, "reverse_kl": figure, "staleness/max": figure, "skipped": 1.0})
+        lines.log(
+            6,
+            {
+                "train/loss": figure,
+                "train/reverse_kl": figure,
+                "buffer/age_max": figure,
+                "train/skipped": 1.0,
+            },
+        )
     lines.log(6, {"eval/reverse_kl": math.nan, "eval/pass_rate": 0.5})
     lines.close()
     read = [json.loads(line, parse_constant=not_json) for line in path.read_text().splitlines()]
-    assert [line["loss"] for line in read[-4:-1]] == [None] * 3
-    assert read[-2]["skipped"] == 1.0
+    assert [line["train/loss"] for line in read[-4:-1]] == [None] * 3
+    assert read[-2]["train/skipped"] == 1.0
     assert draw(read_run(tmp_path / "run")).is_file()
 
 
@@ -133,9 +151,9 @@ def test_the_table_shows_what_is_known() -> None:
 
 
 def test_lines_for_people_hold_the_figures() -> None:
-    figures = {"reverse_kl": 0.1234, "staleness/mean": 2.5, "seconds/wait": 0.25}
+    figures = {"train/reverse_kl": 0.1234, "buffer/age_mean": 2.5, "perf/wait_seconds": 0.25}
     assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
-    more = {"tokens/trained_share": 0.914, "dropped/too_old": 3.0, "dropped/straggler": 5.0}
+    more = {"train/tokens_share": 0.914, "rollout/dropped/too_old": 3.0, "rollout/dropped/straggler": 5.0}
     assert step_line(more, None) == "age 0.0  waited 0.00 s  trained 91%  dropped 5 straggler, 3 too_old"
     assert (
         evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats per token"
@@ -144,11 +162,13 @@ def test_lines_for_people_hold_the_figures() -> None:
 
 
 SUMMARY = {
-    "tokens": {"generated": 12000, "trained_share": 0.9},
-    "rollouts": {"dropped": {"too_old": 2}},
-    "waited_seconds": {"trainer": {"replicas": 7.0, "teachers": 1.0}, "student-0": {"trainer": 3.0}},
-    "idle_seconds": {"trainer": 9.0, "student-0": 4.0},
-    "busy_seconds": {"trainer": 1.0, "student-0": 6.0},
+    "rollout": {"tokens_total": 12000, "dropped": {"too_old": 2}},
+    "train": {"tokens_share": 0.9},
+    "perf": {
+        "waited_seconds": {"trainer": {"replicas": 7.0, "teachers": 1.0}, "student-0": {"trainer": 3.0}},
+        "idle_seconds": {"trainer": 9.0, "student-0": 4.0},
+        "busy_seconds": {"trainer": 1.0, "student-0": 6.0},
+    },
 }
 
 
@@ -167,7 +187,7 @@ def test_a_resumed_file_begins_after_the_last_whole_line(tmp_path: Path) -> None
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     sink = MetricsFile(path)
-    sink.log(2, {"loss": 1.0})
+    sink.log(2, {"train/loss": 1.0})
     sink.close()
     assert [line["step"] for line in read_lines(path)] == [1, 2]
 
@@ -209,7 +229,7 @@ def test_the_trace_has_every_span_on_a_track_of_its_role_and_kind(tmp_path: Path
         assert [one["dur"] for one in own] == pytest.approx([1e6 * seconds] * 2)
     assert len(spans) == 4
     counters = {one["name"] for one in events if one["ph"] == "C"}
-    assert counters == {"reverse_kl", "staleness/mean", "tokens/trained"}
+    assert counters == {"train/reverse_kl", "buffer/age_mean", "train/tokens_total"}
 
 
 def test_a_folder_without_spans_has_no_trace(tmp_path: Path) -> None:

@@ -1,18 +1,21 @@
-"""Every configuration of configs/ passes the preflight against models of the shape that it names."""
+"""Every configuration of configs/ passes plan and preflight against models of the shape that it names."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import shipped_models
 
+import distill
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
-from distill.launch.run import check_machine
+from distill.launch.preflight import check_machine
 from distill.preflight_checks import checks, devices, machine
 from distill.preflight_checks.machine import GIB, count_parameters
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
@@ -23,6 +26,7 @@ from sync.settings import ModelSource
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+RECIPES = sorted((ROOT / "configs/recipes").glob("*.toml"))
 H100 = 79.6
 """GiB of a GPU sold with 80 GB."""
 
@@ -106,7 +110,7 @@ def test_the_stand_ins_are_of_the_size_that_they_stand_for(models: Path) -> None
 def test_teachers_with_another_template_are_refused_without_a_common_one(
     models: Path, tmp_path: Path
 ) -> None:
-    config = replaced(load(ROOT / "configs/several_teachers.toml"), models, tmp_path)
+    config = replaced(load(ROOT / "configs/recipes/several_teachers.toml"), models, tmp_path)
     plain = config.model_copy(
         update={
             "student": config.student.model_copy(update={"chat_template": None}),
@@ -117,13 +121,22 @@ def test_teachers_with_another_template_are_refused_without_a_common_one(
         checks.check(plain)
 
 
-@pytest.mark.usefixtures("node")
-@pytest.mark.parametrize("name", ["single_node", "four_nodes"])
-def test_memory_in_the_comments_is_what_is_computed(name: str, models: Path, tmp_path: Path) -> None:
-    path = ROOT / f"configs/{name}.toml"
-    _, _, lines = checks.check(replaced(load(path), models, tmp_path))
-    comments = " ".join(path.read_text().replace("\n#", " ").split())
-    found = [line for line in lines if line.startswith("computed: ")]
-    assert len(found) >= 5
-    for line in found:
-        assert line.split(": ")[2].split(" GiB")[0] in comments
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_opens_with_the_memory_and_the_bottleneck_of_its_plan(
+    path: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(devices, "gpus", dict)
+    opening = " ".join(itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines()))
+    comment = " ".join(opening.replace("#", " ").split())
+    (device,) = re.findall(rf"Computed by `distill plan {path.relative_to(ROOT)} --device (\w+)`", comment)
+    found = distill.plan(replaced(load(path), models, tmp_path), device=device)
+    assert found.refusal is None
+    assert "not measured" in comment
+    for use in found.memory:
+        terms = " + ".join(f"{what} {size / GIB:.1f}" for what, size in use.terms.items())
+        assert f"{terms} = {use.bytes / GIB:.1f}" in comment
+    seconds = [f"{stage.role} {stage.seconds:.3g}" for stage in found.plan.slowest]
+    assert f"{seconds[0]} (the bottleneck)" in comment
+    assert all(words in comment for words in seconds)
+    assert f"{found.plan.step_seconds:.3g}" in comment

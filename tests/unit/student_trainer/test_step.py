@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from distill.metrics.names import FIGURES
 from student_trainer.engine import Student, check_head, head_shape
 from student_trainer.head import HeadShape, HeadWeights, Loss
 from student_trainer.objectives.config import (
@@ -212,6 +213,7 @@ def test_metrics_follow_from_the_rows() -> None:
     assert 0 < metrics["effective_sample_size"] < 1
     assert 0 <= metrics["topk_overlap"] <= 1
     assert "mismatch_kl" not in metrics
+    assert not [name for name in metrics if not any(row.names(f"train/{name}") for row in FIGURES)]
 
 
 def test_mismatch_kl_counts_tokens_of_the_current_version_alone() -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from distill.config import RunConfig
-from distill.plan.hardware import CPU, Device
-from distill.plan.roles import REPLICAS, TRAINER, Role, find_roles, gpus
-from distill.plan.stages import Generation, Shape, delta_share, most_in_flight, shape_of, train_factor
+from distill.planning.hardware import CPU, Device
+from distill.planning.roles import REPLICAS, TRAINER, Role, find_roles, gpus
+from distill.planning.stages import Generation, Shape, delta_share, most_in_flight, shape_of, train_factor
 from distill.preflight_checks.devices import ITEM, VLLM_SHARE, WORKSPACE, Use
 from distill.preflight_checks.machine import DAY, GIB, bytes_per_token
 from distill.preflight_checks.objective import precision
@@ -40,7 +40,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a plan assumes beside the device's row; a measured run replaces it (`distill.plan.measured`)."""
+    """What a plan assumes beside the device's row; a run (`distill.planning.measured`) replaces it."""
 
     speed: Mapping[str, float] = field(default_factory=dict)
     """Stage → how many times faster than planned from the row; 1 where it is not named."""

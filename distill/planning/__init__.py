@@ -5,6 +5,7 @@ roles       which role computes on how many devices
 stages      FLOPs, bytes and seconds of generation, scoring and training: pure arithmetic
 estimate    a configuration's stages → step, age, weight sync, journal, hours
 measured    a finished run in place of the assumptions
+forecast    all of it for one configuration, as `distill.plan` returns it
 table       what people read of it
 starter     `distill init`: a configuration to begin with
 """

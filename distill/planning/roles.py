@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from distill.config import RunConfig
 from distill.metrics.summary import threads
-from distill.plan.hardware import CPU, Device
+from distill.planning.hardware import CPU, Device
 from distill.preflight_checks.devices import HERE, Use
 from distill.preflight_checks.machine import runs_vllm
 from student_trainer.launch import read_hosts

@@ -28,7 +28,7 @@ class Device:
     """Of `flops`, reached by prefill, scoring and training. Assumed. Llama 3 was trained at 0.38 to 0.43 on
     H100 (arXiv 2407.21783, table 4); short sequences and small models reach less."""
     bandwidth_share: float = 0.6
-    """Of `bandwidth`, reached by decoding. Assumed, as in configs/single_node.toml."""
+    """Of `bandwidth`, reached by decoding. Assumed."""
 
     @property
     def flops_per_second(self) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distill.plan.estimate import Plan, Stage
-from distill.plan.hardware import CPU, Device
-from distill.plan.measured import Measured
+from distill.planning.estimate import Plan, Stage
+from distill.planning.hardware import CPU, Device
+from distill.planning.measured import Measured
 from distill.preflight_checks.devices import Use
 from distill.preflight_checks.machine import GIB
 

@@ -2,7 +2,7 @@
 
     timeline.jsonl   seconds of each stage's spans, all starts of the run together
     metrics.jsonl    tokens and rows of each step, when it ended, tokens that each teacher scored
-    summary.json     steps, staleness, bytes of versions
+    summary.json     steps, age, bytes of versions
 
 A stage is `speed` times faster than the plan of that run's own configuration on the same device; a plan of
 another configuration is scaled by the same factor. So a plan of the run itself gives the run's own seconds.
@@ -18,7 +18,7 @@ from statistics import mean, median
 from typing import Any, Final, NamedTuple
 
 from distill.metrics.results import read_run
-from distill.plan.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengths, Plan
+from distill.planning.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengths, Plan
 from sync.errors import DataError
 from sync.jsonl import read_lines
 
@@ -42,27 +42,27 @@ class Measured(NamedTuple):
 def measure(run_dir: Path) -> Measured:
     """Raises DataError for a folder without the files of a run of two steps or more."""
     run = read_run(run_dir)
-    steps, summary = [row for row in run.metrics if "rows" in row], run.summary
+    steps, summary = [row for row in run.metrics if "train/rows" in row], run.summary
     if len(steps) < 2:
         raise DataError(f"--measured {run_dir}: metrics.jsonl has {len(steps)} steps, and 2 are needed")
-    if missing := {"staleness", "sync"} - summary.keys():
+    if missing := {"buffer", "sync"} - summary.keys():
         raise DataError(f"--measured {run_dir}: summary.json lacks {', '.join(sorted(missing))}")
-    made, staleness, sync = max(line["step"] for line in steps), summary["staleness"], summary["sync"]
+    made, sync = max(line["step"] for line in steps), summary["sync"]
     shares = sync["bytes_delta"] and sync["bytes_full"] and sync["bytes_delta"] / sync["bytes_full"]
     return Measured(
         _lengths(run_dir, steps),
         _stage_seconds(run_dir, made),
         _interval([line["time"] for line in steps]),
-        staleness["mean"],
+        summary["buffer"]["age_mean"],
         shares or None,
     )
 
 
 def _lengths(run_dir: Path, steps: Sequence[dict[str, Any]]) -> Lengths:
-    completion = sum(line["tokens"] for line in steps) / sum(line["rows"] for line in steps)
+    completion = sum(line["train/tokens"] for line in steps) / sum(line["train/rows"] for line in steps)
     counts: dict[str, float] = defaultdict(float)
     for name, value in steps[-1].items():
-        if name.startswith("teachers/"):
+        if name.startswith("teacher/"):
             counts[name.rpartition("/")[2]] += value
     if not counts["sequences"]:
         raise DataError(f"--measured {run_dir}: its last step counts no scored sequence")

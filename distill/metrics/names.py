@@ -1,0 +1,115 @@
+"""Every figure of a run: its one name, its unit and what it means.
+
+metrics.jsonl, wandb, TensorBoard and the controller's /metrics use these names; summary.json nests them, so
+that `buffer/age_mean` is summary["buffer"]["age_mean"]. docs/operations.md holds the same table.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+SECTIONS: Final = ("rollout", "teacher", "buffer", "train", "sync", "perf", "eval")
+
+
+class Figure(NamedTuple):
+    """One row. Words in capitals stand for a name: of a teacher, a role, a reason, an evaluation's set."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    def names(self, name: str) -> bool:
+        """Whether `name` is one of this row's."""
+        return re.fullmatch(re.sub(r"\b[A-Z]+\b", "[^/]+", self.name), name) is not None
+
+
+FIGURES: Final = tuple(
+    Figure(*row)
+    for row in (
+        ("rollout/issued", "rollouts", "prompts given out"),
+        ("rollout/scored", "rollouts", "completions with their teacher's scores"),
+        ("rollout/batched", "rollouts", "in batches; issued = batched + dropped + open"),
+        ("rollout/open", "rollouts", "in flight, in scoring or in the buffer"),
+        ("rollout/late", "rollouts", "trained at a weight below 1"),
+        ("rollout/in_flight", "rollouts", "being generated now"),
+        ("rollout/replicas", "replicas", "serving now"),
+        ("rollout/dropped/REASON", "rollouts", "not trained on"),
+        ("rollout/dropped_tokens/REASON", "tokens", "of their completions"),
+        ("rollout/requeued/REASON", "rollouts", "generated again"),
+        ("rollout/tokens_total", "tokens", "of all completions, generated"),
+        ("rollout/tokens_total_by_teacher", "tokens", "those that teachers generated"),
+        ("teacher/NAME/requests", "requests", "answered"),
+        ("teacher/NAME/sequences", "sequences", "scored or generated"),
+        ("teacher/NAME/refused", "sequences", "refused by the teacher"),
+        ("teacher/NAME/tokens", "tokens", "prompt and completion; of generation, as many as were allowed"),
+        ("teacher/NAME/seconds", "seconds", "sum over requests, retries included"),
+        ("teacher/NAME/received_bytes", "bytes", "of its answers"),
+        ("buffer/size", "rollouts", "scored and in no batch, now"),
+        ("buffer/age_mean", "versions", "age of the batch's rollouts when it was formed"),
+        ("buffer/age_max", "versions", "of the oldest of them"),
+        ("buffer/age_limit", "versions", "bound of the age; in summary.json alone"),
+        ("train/loss", "–", "of the step, divided by its denominator"),
+        ("train/reverse_kl", "nats per token", "exact for `full`, an unbiased estimate otherwise"),
+        ("train/reverse_kl/NAME", "nats per token", "over tokens that this one of several teachers scored"),
+        ("train/student_entropy", "nats per token", "of the student's distribution"),
+        ("train/teacher_entropy", "nats per token", "of the teacher's, if its engine sends what it takes"),
+        ("train/student_mass", "share", "the student's probability mass on the top-k"),
+        ("train/teacher_mass", "share", "the teacher's probability mass on the top-k"),
+        ("train/topk_overlap", "share", "of the teacher's top-k in the student's own"),
+        ("train/rho_mean", "–", "importance ratio before the cap"),
+        ("train/rho_max", "–", "highest importance ratio before the cap"),
+        ("train/effective_sample_size", "share of tokens", "of the importance weights before the cap"),
+        ("train/mismatch_kl", "nats per token", "KL(μ‖p) on tokens of age 0"),
+        ("train/score_gap", "nats", "between the teacher's dense and sampled scores"),
+        ("train/age_mean", "versions", "age of the tokens when they were trained on"),
+        ("train/age_max", "versions", "of the oldest token"),
+        ("train/truncation_rate", "share", "completions cut off at the token limit"),
+        ("train/eos_rate", "share", "completions that ended by themselves"),
+        ("train/tokens", "tokens", "completion tokens of the step"),
+        ("train/tokens_by_teacher", "tokens", "those that teachers generated"),
+        ("train/tokens_per_slot", "share", "completion tokens in the padded micro-batches"),
+        ("train/rows", "rollouts", "of the step"),
+        ("train/rescored", "rollouts", "of the step, whose kept scores were gone and computed again"),
+        ("train/reward_mean", "–", "task reward of the step"),
+        ("train/grad_norm", "–", "before clipping"),
+        ("train/lr", "–", "learning rate that the step used"),
+        ("train/skipped", "0 or 1", "the update was left out, for a gradient that is not finite"),
+        ("train/tokens_total", "tokens", "trained on since the start of the run; whole rollouts count"),
+        ("train/tokens_total_by_teacher", "tokens", "those that teachers generated"),
+        ("train/tokens_share", "share", "of the generated tokens that was trained on"),
+        ("sync/versions", "versions", "published"),
+        ("sync/updates", "updates", "of replicas"),
+        ("sync/bytes_full", "bytes", "of a full snapshot"),
+        ("sync/bytes_delta", "bytes", "of a delta or an adapter"),
+        ("sync/bytes_read", "bytes", "read by a replica for an update"),
+        ("sync/publish_seconds", "seconds", "to publish a version"),
+        ("sync/stage_seconds", "seconds", "to stage it while generation continues"),
+        ("sync/pause_seconds", "seconds", "generation paused"),
+        ("sync/apply_seconds", "seconds", "to load it, part of the pause"),
+        ("sync/total_seconds", "seconds", "from the request of an update to the reply"),
+        ("perf/wait_seconds", "seconds", "of the step, the trainer idle until its batch arrived"),
+        ("perf/train_seconds", "seconds", "of the step, forward and backward passes and the update"),
+        ("perf/publish_seconds", "seconds", "of the step, the trainer blocked by publishing"),
+        ("perf/checkpoint_seconds", "seconds", "of the step, to save a checkpoint"),
+        ("perf/busy_seconds/ROLE", "seconds", "with work, since this start of the controller"),
+        ("perf/idle_seconds/ROLE", "seconds", "without work; roles overlap"),
+        ("perf/waited_seconds/ROLE/CAUSE", "seconds", "blocked, by what it was blocked on"),
+        ("eval/reverse_kl", "nats per token", "held-out prompts, temperature 1"),
+        ("eval/reverse_kl_error", "nats per token", "its standard error; left out where it is exact"),
+        ("eval/pass_rate", "share", "held-out completions that pass"),
+        ("eval/truncated", "share", "held-out completions cut off at the token limit"),
+        ("eval/best", "0 or 1", "the best evaluation so far"),
+        ("eval/SET/pass_at_1", "share", "mean over prompts of the share of completions that pass"),
+        ("eval/SET/average", "–", "avg@k, the mean reward"),
+        ("eval/SET/majority", "share", "maj@k, where the reward function names answers"),
+    )
+)
+"""Counts and tokens without "of the step" or "now" are sums since the start of the run. Bytes and seconds of
+sync/ are medians over the newest versions and updates."""
+
+
+def unknown(name: str) -> bool:
+    """Whether a name, such as one that an earlier version wrote, is in none of the sections."""
+    section, slash, _ = name.partition("/")
+    return not slash or section not in SECTIONS

@@ -1,0 +1,109 @@
+"""From a configuration to its plan: objective, devices, a measured run; what `distill.plan` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distill.config import RunConfig
+from distill.config.loading import load_run_dir
+from distill.planning import estimate, table
+from distill.planning.estimate import Calibration, Plan, step_seconds
+from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
+from distill.planning.measured import Measured, calibrate, measure
+from distill.planning.roles import find_roles
+from distill.preflight_checks.devices import Use, check_devices, gpus, uses, visible
+from distill.preflight_checks.machine import GIB
+from distill.preflight_checks.objective import with_objective
+from sync.errors import ConfigError
+
+
+class Forecast(NamedTuple):
+    """What a configuration takes, computed."""
+
+    plan: Plan
+    device: Device
+    """Row of the table of devices that it is planned on."""
+    memory: list[Use]
+    """Of each process on each of its GPUs; empty: every role computes on cores."""
+    refusal: str | None
+    """Why the preflight refuses the placement; None: it fits."""
+    measured: tuple[Measured, Plan] | None
+    """The run that replaced assumed speeds, and the plan of its own configuration without them."""
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """What `distill plan` prints."""
+        yield from table.lines(self.plan, self.device, self.memory, self.measured is not None)
+        yield from table.comparison(*self.measured) if self.measured else ()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All of it as plain JSON: bytes, seconds, tokens."""
+        run = self.measured[0] if self.measured else None
+        return {
+            **asdict(self.plan),
+            "bottleneck": self.plan.slowest[0].role,
+            "advice": table.split(self.plan),
+            "memory": [{"process": use.process, **asdict(use)} for use in self.memory],
+            "measured": run._asdict() | {"lengths": asdict(run.lengths)} if run else None,
+        }
+
+
+class _Placed(NamedTuple):
+    config: RunConfig
+    """With its objective chosen."""
+    device: Device
+    uses: list[Use]
+
+
+def forecast(
+    config: RunConfig, device: str, prompt: float | None, completion: float | None, measured: Path | None
+) -> Forecast:
+    """As `distill.plan`."""
+    placed = _place(config, device)
+    run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
+    lengths = estimate.lengths_of(placed.config, prompt, completion, run.lengths if run else None)
+    found = estimate.plan(placed.config, placed.device, placed.uses, lengths, calibration)
+    before = (run, theirs) if run is not None and theirs is not None else None
+    return Forecast(found, placed.device, placed.uses, _refusal(placed), before)
+
+
+def _refusal(placed: _Placed) -> str | None:
+    try:
+        if placed.uses:
+            check_devices(placed.config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _place(config: RunConfig, name: str) -> _Placed:
+    """Raises ConfigError for GPUs of an unknown kind."""
+    config, sizes = with_objective(config).config, gpus()
+    device = device_named(name) if name else None
+    if device is not None and device.name == CPU:
+        return _Placed(config, device, [])
+    if config.preflight.gpu_gib is None and (device or sizes):
+        gib = device.gib if device else min(sizes.values()) / GIB
+        sized = config.preflight.model_copy(update={"gpu_gib": gib})
+        config = config.model_copy(update={"preflight": sized})
+    found = list(uses(config, visible(sizes)))
+    if device is None and found and (device := device_here()) is None:
+        raise ConfigError(
+            f"{found[0].key} names GPUs and this machine has none: say which kind they are with --device "
+            f"({', '.join(DEVICES)})"
+        )
+    return _Placed(config, device or DEVICES[CPU], found)
+
+
+def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibration]:
+    """What a run measured, the plan of its own configuration, and what turns one into the other."""
+    theirs, run = _place(load_run_dir(run_dir), device), measure(run_dir)
+    own = estimate.plan(theirs.config, theirs.device, theirs.uses, run.lengths)
+    roles = find_roles(theirs.config, theirs.device, theirs.uses)
+    first = calibrate(run, own, 1.0)
+    at_measured = [replace(one, seconds=one.seconds / first.speed[one.kind]) for one in own.stages]
+    return run, own, calibrate(run, own, step_seconds(theirs.config, at_measured, roles))
