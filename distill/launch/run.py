@@ -35,7 +35,7 @@ from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import Supervisor
 from distill.metrics.page import REPORT, write_page
 from distill.metrics.samples import SAMPLES, SampleFile
-from distill.metrics.summary import complete
+from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, Wandb, log_all
 from distill.preflight_checks import checks, machine
 from distill.preflight_checks import engines as live
@@ -322,13 +322,7 @@ class _Launcher:
                 self._first_step.set_result(findings)
 
         def evaluated(report: EvalReport, best: bool) -> None:
-            names = ("reverse_kl", "reverse_kl_error", "pass_rate", "truncated")
-            figures = {name: getattr(report, name) for name in names} | {"best": best}
-            for name, one in report.sets.items():
-                figures |= {f"{name}/pass_at_1": one.pass_at_1.value, f"{name}/average": one.average.value}
-                figures |= {f"{name}/majority": one.majority.value} if one.majority else {}
-            found = {f"eval/{name}": value for name, value in figures.items()}
-            log_all(self._sinks, report.version.step, found)
+            log_all(self._sinks, report.version.step, {**of_evaluation(report), "eval/best": best})
 
         return Hooks(
             step=step,

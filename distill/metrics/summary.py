@@ -60,6 +60,8 @@ def gauges(
         **{f"tokens/{name}": float(value) for name, value in token_shares(state).items()},
         **{f"dropped/{reason}": float(count) for reason, count in counters.dropped.items()},
         **{f"requeued/{reason}": float(count) for reason, count in counters.requeued.items()},
+        "trainer_starts": float(len(state.lineages)),
+        **sync_gauges(state),
         **{f"busy_seconds/{role}": value for role, value in timeline.busy_seconds().items()},
         **{f"waited_seconds/{who}/{whom}": s for who, rest in waited.items() for whom, s in rest.items()},
         **{
@@ -79,6 +81,16 @@ def of_step(state: RunState, report: StepReport) -> dict[str, float]:
         "staleness/mean": sum(ages) / len(ages),
         "staleness/max": float(max(ages)),
     }
+
+
+def of_evaluation(report: EvalReport) -> dict[str, float]:
+    """Figures of one evaluation, without those that it does not have."""
+    names = ("reverse_kl", "reverse_kl_error", "pass_rate", "truncated")
+    figures = {name: getattr(report, name) for name in names}
+    for name, one in report.sets.items():
+        figures |= {f"{name}/pass_at_1": one.pass_at_1.value, f"{name}/average": one.average.value}
+        figures |= {f"{name}/majority": one.majority.value} if one.majority else {}
+    return {f"eval/{name}": float(value) for name, value in figures.items() if value is not None}
 
 
 def summarise(state: RunState, timeline: Timeline, metric: Metric = "reverse_kl") -> dict[str, Any]:
@@ -124,6 +136,16 @@ def identity(compared: Mapping[str, bool | None]) -> dict[str, Any]:
         "weights_identical_by_replica": dict(compared),
         "weights_missing": missing,
     }
+
+
+def sync_gauges(state: RunState) -> dict[str, float]:
+    """Counts of the run, and the newest version that was published."""
+    counters = state.counters
+    counts = {"sync/versions": float(counters.published), "sync/updates": float(counters.applied)}
+    if not state.published:
+        return counts
+    newest = state.published[-1]
+    return {**counts, "sync/bytes": float(newest.bytes), "sync/publish_seconds": newest.seconds}
 
 
 def sync_figures(state: RunState) -> dict[str, Any]:
