@@ -28,7 +28,7 @@ from distill.config import RunConfig
 from distill.evaluation.schedule import Evaluations
 from distill.events import ErrorBudget, Events
 from distill.interfaces import Components, Hooks
-from distill.metrics.summary import digest_of_all, gauges, identity, of_step, summarise
+from distill.metrics.summary import digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
@@ -93,8 +93,10 @@ class Controller:
             self.evaluations = Evaluations(
                 evaluator, config, run_log, self.pool, timeline, hooks.evaluated, self._stop, trust=budget
             )
+        self._step: dict[str, float] = {}
+        """Figures of the newest step that this process was told of."""
         self._socket = listen(config.controller.host, config.controller.port, token)
-        self._app = application(self.session, self.pool, parts, self.metrics, token)
+        self._app = application(self.session, self.pool, parts, self.figures, token)
         self._checkpoint_saved, self._left, self._interrupted = asyncio.Event(), False, False
         self._stop_reason: str | None = None
         self._failure: str | None = None
@@ -239,8 +241,8 @@ class Controller:
         self.timeline.step(TRAINER, report.seconds, ("wait", "train", "publish", "checkpoint"))
         self.dispatcher.depth.step(report.seconds.get("wait", 0.0), sum(report.seconds.values()))
         self.events.changed.wake()
-        figures = of_step(self.run_log.state, report)
-        self._hooks.step(report.version, figures | self.metrics())
+        self._step = of_step(self.run_log.state, report)
+        self._hooks.step(report.version, self._step | self.metrics())
         if problem := self.guard.look(report.version.step, report.metrics):
             self._bad_steps(problem)
 
@@ -299,6 +301,13 @@ class Controller:
         """Current gauges of the run, by metric name."""
         found = gauges(self.run_log.state, self.pool, self.timeline, self._parts.teachers)
         return {**found, "buffer/depth": self.dispatcher.depth.batches}
+
+    def figures(self) -> dict[str, float]:
+        """`metrics`, and those of the newest step and of the newest evaluation of each set."""
+        found = dict(self._step)
+        for report in self.run_log.state.evaluations:
+            found |= of_evaluation(report)
+        return found | self.metrics()
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""

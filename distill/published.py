@@ -1,16 +1,19 @@
-"""The published versions of a run: listed, read back, collected, exported."""
+"""The published versions of a run: listed, read back, collected, exported, uploaded."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
-from sync.errors import SnapshotError
+from distill.metrics.card import FOLDER, write_card
+from sync.errors import ConfigError, RemoteError, SnapshotError
 from sync.own_code import use_folder
 from sync.snapshots import admin
 from sync.snapshots.manifest import read_latest, read_manifest
@@ -43,16 +46,26 @@ def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, 
     return _plain(admin.gc(store_of(config), config.run.name, keep, grace_seconds, dry_run=dry_run))
 
 
-def export_version(run_dir: Path, version: str, target: Path, adapter: bool = False) -> Version:
-    """Write `version` ("": the newest) as a model folder; returns the version.
+def export_version(
+    run_dir: Path, version: str, target: Path, adapter: bool = False, repo: str | None = None
+) -> Version:
+    """Write `version` ("": the newest) as a model folder with its card; returns the version.
 
     A version that is an adapter is merged into the student that the run started from, unless `adapter`.
+    `repo`: what the card calls the model.
     """
-    config = load_run_dir(run_dir)
+    config, summary = load_run_dir(run_dir), run_dir / "summary.json"
+    exported = _export(config, version, target, adapter)
+    figures = json.loads(summary.read_text()) if summary.is_file() else {}
+    write_card(target, config, figures, str(exported), repo or FOLDER)
+    return exported
+
+
+def _export(config: RunConfig, version: str, target: Path, adapter: bool) -> Version:
     store = store_of(config)
     wanted = Version.parse(version) if version else read_latest(store, config.run.name)
     if wanted is None:
-        raise SnapshotError(f"{run_dir} has published no version yet: wait for the first one")
+        raise SnapshotError(f"{config.run_dir} has published no version yet: wait for the first one")
     if adapter or read_manifest(store, config.run.name, wanted).kind != "lora":
         admin.export(store, config.run.name, wanted, target)
         return wanted
@@ -66,6 +79,48 @@ def export_version(run_dir: Path, version: str, target: Path, adapter: bool = Fa
         write_merged(config.student, Path(work) / "adapter", Path(work) / "model")
         (Path(work) / "model").rename(target)
     return wanted
+
+
+# --- the Hugging Face Hub -----------------------------------------------------------------------------------
+
+
+def hub_has(repo: str) -> bool:
+    """Whether the Hub has the model `repo` ("owner/name"). Raises ConfigError without a token."""
+    from huggingface_hub import HfApi, get_token
+
+    if not get_token():
+        raise ConfigError(
+            f"--push-to-hub {repo} needs a Hugging Face token with write access, and none is set: set "
+            "HF_TOKEN, or run `hf auth login`"
+        )
+    with _explained(repo):
+        return HfApi().repo_exists(repo)
+
+
+def push(folder: Path, repo: str, version: Version, private: bool) -> str:
+    """Upload a model folder in one commit, which creates `repo` when it is missing; URL of the commit."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    with _explained(repo), disable_progress_bars():
+        HfApi().create_repo(repo, private=private, exist_ok=True)
+        message = f"{version} by onpolicy-distill"
+        return str(HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url)
+
+
+@contextmanager
+def _explained(repo: str) -> Iterator[None]:
+    from httpx2 import HTTPError
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except HFValidationError as error:
+        raise ConfigError(f"--push-to-hub {repo}: give OWNER/NAME of a model on the Hub: {error}") from None
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        remedy = "check HF_TOKEN, HF_ENDPOINT, the name and the network"
+        raise RemoteError(f"{repo} cannot be uploaded: {why}; {remedy}") from error
 
 
 def _plain(value: Any) -> Any:

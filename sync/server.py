@@ -14,6 +14,7 @@ from collections.abc import Collection
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -149,6 +150,21 @@ def refuse(status: int, text: str, retry_after: float | None = None) -> Response
     """A refusal that `Peer` turns into RemoteError, or Overloaded for 429."""
     headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
     return JSONResponse({"error": text}, status, headers)
+
+
+# --- metrics --------------------------------------------------------------------------------------------
+
+
+def process_registry() -> CollectorRegistry:
+    """Prometheus metrics of this process (start, CPU seconds, memory, open files), for those of a role."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def exposition(registry: CollectorRegistry) -> Response:
+    """200 with all metrics in Prometheus' text format."""
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 # --- where a server listens -----------------------------------------------------------------------------

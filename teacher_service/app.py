@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -31,7 +30,7 @@ from starlette.routing import Route
 
 from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
-from sync.server import RunGuard, TokenGuard, refuse, reply
+from sync.server import RunGuard, TokenGuard, exposition, refuse, reply
 from sync.wire import (
     CONTENT_TYPE,
     Ok,
@@ -215,7 +214,7 @@ class TeacherService:
         )
 
     async def get_metrics(self, _: Request) -> Response:
-        return PlainTextResponse(generate_latest(self.metrics.registry))
+        return exposition(self.metrics.registry)
 
 
 async def _all(

@@ -23,12 +23,14 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from sync.errors import DataError, Overloaded, Unreachable
 from sync.isolate import isolate
+from sync.server import process_registry
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item
+from teacher_service.kept import NAMESPACE
 
 log = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS: Final = 0.5
@@ -49,16 +51,17 @@ class Metrics:
     """Prometheus metrics of one process, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        counter = partial(Counter, registry=self.registry)
-        self.requests = counter("teacher_requests", "Answers by HTTP status", ("status",))
-        self.sequences = counter("teacher_sequences", "Sequences scored")
-        self.refused = counter("teacher_refused_sequences", "Sequences and prompts refused one by one")
-        self.tokens = counter("teacher_tokens", "Tokens of scored sequences, prompt and completion")
-        self.generated = counter("teacher_generated_tokens", "Completion tokens generated")
-        self.busy = counter("teacher_busy_seconds", "Duration of the engine's calls, those at once added up")
-        self.held_tokens = Gauge("teacher_held_tokens", "Tokens not yet answered", registry=self.registry)
-        self.latency = Histogram("teacher_request_seconds", "From arrival to answer", registry=self.registry)
+        self.registry = process_registry()
+        own: Any = {"registry": self.registry, "namespace": NAMESPACE}
+        counter = partial(Counter, registry=self.registry, namespace=NAMESPACE)
+        self.requests = counter("requests", "Answers by HTTP status", ("status",))
+        self.sequences = counter("sequences", "Sequences scored")
+        self.refused = counter("refused_sequences", "Sequences and prompts refused one by one")
+        self.tokens = counter("tokens", "Tokens of scored sequences, prompt and completion")
+        self.generated = counter("generated_tokens", "Completion tokens generated")
+        self.busy = counter("busy_seconds", "Duration of the engine's calls, those at once added up")
+        self.held_tokens = Gauge("held_tokens", "Tokens not yet answered", **own)
+        self.latency = Histogram("request_seconds", "From arrival to answer", **own)
 
 
 class Work(NamedTuple):

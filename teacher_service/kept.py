@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from blake3 import blake3
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -30,15 +30,18 @@ PART_BYTES: Final = 1 << 22
 FREE_BYTES: Final = 2 << 30
 """Of the disk that kept scores leave to the others."""
 _SUFFIX: Final = ".scores"
+NAMESPACE: Final = "distill_teacher"
+"""Prefix of a teacher's Prometheus metrics."""
 
 
 class KeptMetrics:
     """Prometheus metrics of the store."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.bytes = Gauge("teacher_kept_bytes", "Kept scores", ("where",), registry=registry)
-        self.fetched = Counter("teacher_kept_fetches", "Fetches by result", ("result",), registry=registry)
-        self.dropped = Counter("teacher_kept_dropped", "Evicted before release", registry=registry)
+        own: Any = {"registry": registry, "namespace": NAMESPACE}
+        self.bytes = Gauge("kept_bytes", "Kept scores", ("where",), **own)
+        self.fetched = Counter("kept_fetches", "Fetches by result", ("result",), **own)
+        self.dropped = Counter("kept_dropped", "Evicted before release", **own)
 
 
 class Body(NamedTuple):

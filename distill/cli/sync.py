@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from distill.cli.options import JsonFile, RunDir, write_figures
-from sync.errors import DistillError
+from sync.errors import ConfigError, DistillError
 
 app = typer.Typer(help="List, verify and clean up the published versions of a run.", no_args_is_help=True)
 
@@ -98,11 +98,34 @@ def export(
     target: Annotated[Path, typer.Argument(help="Folder to create.", metavar="TARGET")],
     version: Annotated[str, typer.Option(help="Such as L000-v00000120; default: the newest.")] = "",
     adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter, unmerged.")] = False,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload the folder to this model on the Hub.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create that model as private.")] = False,
 ) -> None:
-    """Write a published version as a Hugging Face folder; merge an adapter into its base.
+    """Write a published version as a Hugging Face folder with a model card; merge an adapter into its base.
 
     Example: distill export runs/NAME model --version L000-v00000120
     """
-    from distill.published import export_version
+    from distill.published import export_version, hub_has, push
 
-    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")
+    if push_to_hub is not None and hub_has(push_to_hub):
+        _confirm(push_to_hub)
+    exported = export_version(run_dir, version, target, adapter, push_to_hub)
+    typer.echo(f"{exported} is in {target}")
+    if push_to_hub is not None:
+        typer.echo(f"uploaded: {push(target, push_to_hub, exported, private)}")
+
+
+def _confirm(repo: str) -> None:
+    """Ask for the name of a model that exists; raises ConfigError when the answer is another, or none."""
+    typer.echo(f"{repo} exists: the upload adds a commit to it.", err=True)
+    try:
+        answer = typer.prompt("its name, to go on", default="", show_default=False, err=True)
+    except typer.Abort:
+        answer = ""
+    if answer != repo:
+        raise ConfigError(
+            f"--push-to-hub {repo} names a model that exists, and {answer!r} was given as its name: repeat "
+            "the name at the prompt or on standard input, or choose a new one"
+        )

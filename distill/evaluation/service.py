@@ -4,8 +4,8 @@
 
 The file is a RunConfig as JSON, with the URLs of the teachers. Routes: POST /v1/completions
 (CompletionsRequest → CompletionsReply), POST /v1/evaluate (EvalRequest → EvalReport), POST /v1/probe
-(ProbeRequest → ProbeReply), and GET /health once the prompts are read. Evaluations and probes run one at a
-time, completions beside them.
+(ProbeRequest → ProbeReply), GET /health once the prompts are read, and GET /metrics (Prometheus). Evaluations
+and probes run one at a time, completions beside them.
 Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
+from prometheus_client import Counter, Summary
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -40,7 +41,17 @@ from sync.client import token_from_environment
 from sync.durable import write_json
 from sync.errors import DistillError
 from sync.secrets import redact_process
-from sync.server import RunGuard, TokenGuard, check_bind, read_message, refuse, reply, serve_app
+from sync.server import (
+    RunGuard,
+    TokenGuard,
+    check_bind,
+    exposition,
+    process_registry,
+    read_message,
+    refuse,
+    reply,
+    serve_app,
+)
 from sync.settings import read_settings
 from sync.subscribe import Subscriber
 from sync.wire import (
@@ -75,18 +86,24 @@ def app(served: Served, token: str | None, claim: Claim) -> Starlette:
     Generation ends when its caller leaves; an evaluation goes on, for the next request to wait for.
     """
     models, generation = asyncio.Lock(), asyncio.Lock()
+    registry = process_registry()
+    spent = Summary("distill_evaluator_seconds", "Duration of work, by route", ("route",), registry=registry)
+    refused = Counter("distill_evaluator_refused", "Requests that failed", ("route",), registry=registry)
 
     def endpoint(
         kind: type[R], work: Callable[[R], Awaitable[Message]], turn: asyncio.Lock
     ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
+            route = request.url.path.removeprefix("/v1/")
             try:
                 wanted = await read_message(request, kind)
                 async with turn:
-                    if turn is models:
-                        return reply(await work(wanted))
-                    return await _while_wanted(request, work(wanted))
+                    with spent.labels(route).time():
+                        if turn is models:
+                            return reply(await work(wanted))
+                        return await _while_wanted(request, work(wanted))
             except DistillError as error:
+                refused.labels(route).inc()
                 log.error("%s", error)
                 return refuse(409, str(error))
 
@@ -95,6 +112,9 @@ def app(served: Served, token: str | None, claim: Claim) -> Starlette:
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
+    async def metrics(_: Request) -> Response:
+        return exposition(registry)
+
     completions = endpoint(CompletionsRequest, served.complete, generation)
     evaluated = endpoint(EvalRequest, lambda wanted: served.evaluate(wanted.version), models)
     routes = [
@@ -102,6 +122,7 @@ def app(served: Served, token: str | None, claim: Claim) -> Starlette:
         Route("/v1/evaluate", evaluated, methods=["POST"]),
         Route("/v1/probe", endpoint(ProbeRequest, served.probe, models), methods=["POST"]),
         Route("/health", health),
+        Route("/metrics", metrics),
     ]
     guards = [
         Middleware(TokenGuard, token=token),

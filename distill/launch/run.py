@@ -33,6 +33,7 @@ from distill.launch import roles
 from distill.launch.roles import TRAINER, Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import ChildSpec, Supervisor
+from distill.metrics.card import write_card
 from distill.metrics.page import REPORT, write_page
 from distill.metrics.samples import SAMPLES, SampleFile
 from distill.metrics.summary import complete, of_evaluation
@@ -96,6 +97,8 @@ async def run(
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
+        if not launcher.stopped_by and (final := folder.path / "final").is_dir():
+            await asyncio.to_thread(write_card, final, config, summary, summary["version"])
         if summary["steps"] or summary["evaluations"]:
             try:
                 await asyncio.to_thread(write_page, [folder.path], folder.path / REPORT)

@@ -56,6 +56,7 @@ def totals(state: RunState, timeline: Timeline) -> dict[str, Any]:
             "tokens_total": trained,
             "tokens_total_by_teacher": sum(state.trained_by_teacher.values()),
             "tokens_share": trained / max(1, generated),
+            "starts": len(state.lineages),
         },
         "sync": sync_figures(state),
         "perf": {
@@ -77,6 +78,15 @@ def gauges(
             "rollout/in_flight": sum(replica.in_flight for replica in pool.replicas.values()),
             "rollout/replicas": len(pool.serving()),
             "teacher": {name: asdict(teacher.counters) for name, teacher in teachers.items()},
+            "sync": {
+                what: value
+                for one in state.applied[-1:]
+                for what, value in (
+                    ("step", one.version.step),
+                    ("bytes", one.bytes),
+                    ("seconds", one.seconds),
+                )
+            },
         }
     )
 
@@ -104,8 +114,8 @@ def of_step(state: RunState, report: StepReport) -> dict[str, float]:
     }
 
 
-def of_evaluation(report: EvalReport, best: bool) -> dict[str, float]:
-    """Figures of one evaluation; `best`: of all so far."""
+def of_evaluation(report: EvalReport, best: bool | None = None) -> dict[str, float]:
+    """Figures of one evaluation; `best`: of all so far, where it is known."""
     names = ("reverse_kl", "reverse_kl_error", "pass_rate", "truncated")
     sets = {
         name: {

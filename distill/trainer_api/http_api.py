@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -18,12 +16,23 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from distill.interfaces import Components
+from distill.metrics.prometheus import Figures
 from distill.rollout.replica_pool import ReplicaPool
 from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
 from sync.client import url_problem
 from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
-from sync.server import RunGuard, TokenGuard, bind_alone, check_bind, read_message, refuse, reply
+from sync.server import (
+    RunGuard,
+    TokenGuard,
+    bind_alone,
+    check_bind,
+    exposition,
+    process_registry,
+    read_message,
+    refuse,
+    reply,
+)
 from sync.wire import Message, checks
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -33,11 +42,12 @@ def application(
     session: TrainerSession,
     pool: ReplicaPool,
     parts: Components,
-    metrics: Callable[[], dict[str, float]],
+    figures: Callable[[], dict[str, float]],
     token: str | None,
 ) -> Starlette:
-    """The ASGI application. `metrics` gives name → value for Prometheus; `token` None: no guard."""
-    teachers = parts.teachers
+    """The ASGI application. `figures` by name, for Prometheus; `token` None: no guard."""
+    teachers, registry = parts.teachers, process_registry()
+    registry.register(Figures(figures))
     heads: dict[str, bytes] = {}
 
     async def batch(request: Request) -> Response:
@@ -71,7 +81,7 @@ def application(
         return PlainTextResponse("ok")
 
     async def prometheus(_: Request) -> Response:
-        return PlainTextResponse(exposition(metrics()))
+        return exposition(registry)
 
     return Starlette(
         routes=[
@@ -137,14 +147,6 @@ def answered(handler: Handler) -> Handler:
             return refuse(status, str(error))
 
     return guarded
-
-
-def exposition(values: dict[str, float]) -> str:
-    """Prometheus text of name → value."""
-    registry = CollectorRegistry()
-    for name, value in values.items():
-        Gauge(f"distill_{re.sub('[^A-Za-z0-9]', '_', name)}", name, registry=registry).set(value)
-    return generate_latest(registry).decode()
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sync import wire
 from sync.claims import Claim
 from sync.errors import DistillError, SnapshotError, StoreError, WireError
-from sync.replica import completions, vllm_compat
+from sync.replica import completions, metrics, vllm_compat
 from sync.server import RunGuard, TokenGuard, read_message, refuse, reply
 from sync.settings import ReplicaConfig
 from sync.stores import open_store
@@ -72,6 +72,7 @@ class _Routes:
             else:
                 response = await work(Request(scope, receive))
         except (SnapshotError, StoreError) as error:  # the old version goes on
+            metrics.refused.inc()
             logger.warning("update refused: %s", error)
             response = refuse(409, str(error))
         except WireError as error:
@@ -224,23 +225,26 @@ class Updater:
     async def update(self, request: wire.UpdateRequest) -> wire.UpdateReply:
         """Serve `request.version`. Raises SnapshotError when it must not be applied; the old one goes on."""
         async with self._turn:
-            started = staged = time.perf_counter()
-            path, bytes_read, load, ended = None, 0, 0.0, started
-            if request.version != self.version:
-                self._check_cache(request)
-                path, bytes_read = await self._stage(request)
-                staged = time.perf_counter()
-                load = await self._swap(request, {} if path is None else {"path": path})
-                ended = time.perf_counter()
-                if path is not None:
-                    await asyncio.to_thread(self._mirror.promote, request.version)
-        return wire.UpdateReply(
-            version=request.version,
-            bytes_read=bytes_read,
-            stage_seconds=staged - started,
-            pause_seconds=ended - staged,
-            apply_seconds=load,
-        )
+            if request.version == self.version:
+                return wire.UpdateReply(
+                    version=request.version, bytes_read=0, stage_seconds=0, pause_seconds=0, apply_seconds=0
+                )
+            started = time.perf_counter()
+            self._check_cache(request)
+            path, bytes_read = await self._stage(request)
+            staged = time.perf_counter()
+            load = await self._swap(request, {} if path is None else {"path": path})
+            reply = wire.UpdateReply(
+                version=request.version,
+                bytes_read=bytes_read,
+                stage_seconds=staged - started,
+                pause_seconds=time.perf_counter() - staged,
+                apply_seconds=load,
+            )
+            metrics.updated(reply)
+            if path is not None:
+                await asyncio.to_thread(self._mirror.promote, request.version)
+        return reply
 
     def _check_cache(self, request: wire.UpdateRequest) -> None:
         """With `keep`, KV of old weights stays, and a prefix cache would hand it to requests of new ones."""

@@ -76,6 +76,10 @@ def test_a_run_is_evaluated_by_its_servers_as_by_plain_models_in_one_process(tmp
         assert report["pass_rate"] == sum(row["reward"] > 0 for row in rows) / PROMPTS
         check_set(report["sets"]["again"], rows_of(run, Version(0, step), "again"))
     config, final = tmp_path / f"{NAME}.toml", run / "final"
+    card = (final / "README.md").read_text()
+    before, after = (found[str(Version(0, step))]["reverse_kl"] for step in (0, STEPS))
+    assert f"| reverse KL, nats per token | {before:.3f} | {after:.3f} |" in card
+    assert "| again, pass@1 | " in card
     (tmp_path / "final").symlink_to(final)
     check_evaluate(tmp_path, [str(config), *(w for s in settings for w in ("--set", s))], final)
 

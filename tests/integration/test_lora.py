@@ -1,15 +1,21 @@
 """A whole LoRA run with real engines, and a replica that follows adapters: in flight, digests, equality."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from ports import free_port
 from run_on_words import ROOT, prepare
 from safetensors.torch import load_file, save_file
 from vllm_replica import Server, generate, more_tokens, prompt_logprobs, save_model, update
@@ -162,6 +168,35 @@ threads = 1
 """
 
 
+def stock_completion(folder: Path, log: Path) -> str:
+    """What vLLM's server, without anything of ours in it, generates with the model in `folder`."""
+    port = free_port()
+    words = ["--model", str(folder), "--enforce-eager", "--max-model-len=64", f"--port={port}"]
+    environment = {"VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *words],
+            env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+            for _ in range(1000):
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get("/health").is_success:
+                        break
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.2)
+            answer = client.post("/v1/completions", json={"prompt": [5, 6], "model": str(folder)})
+            return str(answer.raise_for_status().json()["choices"][0]["text"])
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        process.wait(60)
+        assert not psutil.wait_procs(family, 20)[1]
+
+
 def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_path):
     config = prepare(tmp_path, "lora", STEPS, ranks=2, more=MORE)
     distill = [sys.executable, "-P", "-m", "distill.cli.main"]
@@ -184,7 +219,11 @@ def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_pa
     assert "whole" in call("sync", "verify", str(run))
     assert (run / "final/adapter_model.safetensors").is_file()
 
+    assert "AutoPeftModelForCausalLM" in ModelCard.load(run / "final/README.md").text
+
     call("export", str(run), str(tmp_path / "merged"))
+    assert ModelCard.load(tmp_path / "merged/README.md").data.library_name == "transformers"
+    assert stock_completion(tmp_path / "merged", tmp_path / "stock.log")
     expected = merged(ModelSource(path=str(tmp_path / "student")), run / "final").state_dict()
     found = load_file(tmp_path / "merged/model.safetensors")
     assert all(torch.equal(found[name], expected[name]) for name in found)

@@ -46,6 +46,7 @@ from sync.wire import (
     UpdateReply,
     Version,
     VersionSpan,
+    decode,
     unpack,
 )
 
@@ -362,6 +363,12 @@ async def test_only_the_token_opens_a_route_and_health_is_open(server):
             assert (await client.get(path)).status_code == 401
             assert (await client.get(path, headers={"authorization": "Bearer x"})).status_code == 401
             assert (await client.get(path, headers={"authorization": f"Bearer {TOKEN}"})).status_code == 200
+        admitted = {"authorization": f"Bearer {TOKEN}"}
+        state = decode((await client.get("/distill/v1/state", headers=admitted)).content, ReplicaState)
+        metrics = (await client.get("/metrics", headers=admitted)).text
+        assert "vllm:num_requests_running{" in metrics
+        step = state.version.step if state.version else 0
+        assert f"distill_replica_version_step {float(step)}\n" in metrics
         assert (await client.get("/health")).status_code == 200
         assert (await client.post("/pause")).status_code == 401
 

@@ -188,7 +188,7 @@ async def held_tokens(url: str, expected: int) -> None:
     """Wait until the service's metrics show so many held tokens."""
     async with httpx.AsyncClient() as http:
         for _ in range(500):
-            if f"teacher_held_tokens {float(expected)}" in (await http.get(f"{url}/metrics")).text:
+            if f"distill_teacher_held_tokens {float(expected)}" in (await http.get(f"{url}/metrics")).text:
                 return
             await asyncio.sleep(0.01)
     raise AssertionError(f"held tokens never became {expected}")

@@ -1,0 +1,271 @@
+"""README.md of a model folder that a run leaves: a model card for people and for the Hugging Face Hub.
+
+    configuration, summary.json, the student's own card ─▶ write_card ─▶ front matter, figures, use, origin
+
+Secrets are hidden, and of what names this machine (paths, addresses, devices) only the names of folders stay.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from string import Template
+from typing import Any, Final
+
+import yaml
+
+from distill.config import RunConfig
+from distill.config.prompts import DatasetPrompts, MixturePrompts
+from distill.evaluation.statistics import Z
+from distill.metrics.summary import versions
+from student_trainer.objectives.config import Own
+from sync import secrets
+from sync.settings import ModelSource
+
+log = logging.getLogger(__name__)
+CARD: Final = "README.md"
+FOLDER: Final = "path/to/this/folder"
+"""What the card calls the model until it has a name on the Hub."""
+_FROM_STUDENT: Final = ("base_model", "license", "license_name", "license_link", "language")
+_OPERATIONAL: Final = frozenset(
+    {"code_folder", "devices", "engine_url", "env", "folder", "generate_url", "host", "hostfile"}
+    | {"keep_folder", "launcher_args", "port", "store", "url", "urls"}
+)
+_TEXT: Final = Template(
+    """---
+$matter
+---
+
+# $title
+
+$student distilled on-policy: the student generates completions, the teacher ($teachers) scores every token,
+and the student is trained on its own samples. Objective `$objective`. $meaning
+
+| held-out prompts | before | after |
+| --- | --- | --- |
+$figures
+
+$coverage
+
+## Use
+
+```python
+$transformers
+```
+
+```
+$vllm
+```
+
+## Training
+
+| | |
+| --- | --- |
+$facts
+
+Made with $packages.
+
+<details><summary>Configuration</summary>
+
+```json
+$configuration
+```
+
+</details>
+"""
+)
+
+
+def write_card(
+    folder: Path, config: RunConfig, summary: Mapping[str, Any], version: str | None, name: str = FOLDER
+) -> None:
+    """Write README.md into a model folder that holds `version`; warn of fields that are left to fill in.
+
+    `summary`: as summary.json holds it, or empty before the run has ended. `name`: of the repository on the
+    Hub that the folder goes to.
+    """
+    adapter = (folder / "adapter_config.json").is_file()
+    matter = front_matter(config, adapter)
+    missing = [field for field in ("base_model", "license") if field not in matter]
+    if missing:
+        what = "%s leaves %s to fill in: the student's own card does not give it"
+        log.warning(what, folder / CARD, " and ".join(missing))
+    evaluations = {one["version"]: one for one in summary.get("evaluations") or []}
+    before, after = _figures(summary.get("before")), _figures(evaluations.get(version))
+    rows = [(what, before.get(what, "–"), after.get(what, "–")) for what in {**before, **after}]
+    text = _TEXT.substitute(
+        matter=yaml.safe_dump(matter, sort_keys=False, allow_unicode=True).strip()
+        + "".join(f"\n# {field}: fill in" for field in missing),
+        title=name if name != FOLDER else config.run.name,
+        student=_shown(config.student.path),
+        teachers=", ".join(_shown(one.path) for one in config.teachers.values()),
+        objective=getattr(config.objective, "name", config.objective.type),
+        meaning=_meaning(config),
+        figures=_rows(rows) or "| not evaluated | – | – |",
+        coverage=_coverage(summary, version),
+        transformers=_transformers(config, name, adapter),
+        vllm=_vllm(config, name, adapter),
+        facts=_rows(_facts(config, summary, version)),
+        packages=", ".join(f"{k} {v}" for k, v in (summary.get("versions") or versions()).items()),
+        configuration=json.dumps(_public(config), indent=1, ensure_ascii=False),
+    )
+    (folder / CARD).write_text(secrets.redact(text))
+
+
+# --- front matter -----------------------------------------------------------------------------------------
+
+
+def front_matter(config: RunConfig, adapter: bool) -> dict[str, Any]:
+    """Fields for the Hub; without `base_model` or `license` where nothing says what they are."""
+    known = student_card(config.student)
+    if not Path(config.student.path).is_absolute():
+        known["base_model"] = config.student.path
+    given = {field: known[field] for field in _FROM_STUDENT if known.get(field)}
+    if "base_model" in given:
+        given["base_model_relation"] = "adapter" if adapter else "finetune"
+    prompts = config.prompts
+    parts = prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]
+    names = [one.path for one in parts if isinstance(one, DatasetPrompts)]
+    datasets = sorted({name for name in names if not Path(name).exists()})
+    return {
+        **given,
+        **({"datasets": datasets} if datasets else {}),
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["distillation", "on-policy-distillation", "onpolicy-distill", *(["lora"] * adapter)],
+    }
+
+
+def student_card(student: ModelSource) -> dict[str, Any]:
+    """Front matter of the student's own model card, over its config.json; empty where there is neither.
+
+    A card on the Hub is read from the network or the local cache.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub import hf_hub_download
+
+    found: dict[str, Any] = {}
+    for name in ("config.json", CARD):
+        path = Path(student.path) / name
+        try:
+            if not Path(student.path).is_dir():
+                local = name != CARD  # the configuration is in the cache since the student was loaded
+                path = Path(
+                    hf_hub_download(student.path, name, revision=student.revision, local_files_only=local)
+                )
+            text = path.read_text()
+            if name == CARD:
+                text = text.removeprefix("---\n").partition("\n---")[0] if text.startswith("---\n") else "{}"
+            fields = yaml.safe_load(text)  # JSON too
+        except (OSError, HTTPError, ValueError, yaml.YAMLError) as error:
+            log.debug("%s of %s is not read: %s", name, student.path, error)
+        else:
+            found |= fields if isinstance(fields, dict) else {}
+    return found
+
+
+# --- text -------------------------------------------------------------------------------------------------
+
+
+def _meaning(config: RunConfig) -> str:
+    if isinstance(config.objective, Own):
+        return "A function of the run's own code."
+    return " ".join((type(config.objective).__doc__ or "").partition("\n\n")[0].split())
+
+
+def _figures(report: Mapping[str, Any] | None) -> dict[str, str]:
+    """Figures of an evaluation, with 95 % intervals where they are estimates; None: none."""
+    if report is None:
+        return {}
+    error = report.get("reverse_kl_error")
+    margin = "" if error is None else f" ± {Z * error:.3f}"
+    found = {"reverse KL, nats per token": f"{report['reverse_kl']:.3f}{margin}"}
+    if (rate := report.get("pass_rate")) is not None:
+        found["pass rate"] = _interval(rate, *(report.get("pass_rate_interval") or ()))
+    for name, one in (report.get("sets") or {}).items():
+        kinds = ("pass@1", "pass_at_1"), ("avg@k", "average"), ("maj@k", "majority")
+        found |= {f"{name}, {kind}": _interval(**one[field]) for kind, field in kinds if one.get(field)}
+    return found
+
+
+def _interval(value: float, low: float | None = None, high: float | None = None) -> str:
+    return f"{value:.3f}" if low is None else f"{value:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _coverage(summary: Mapping[str, Any], version: str | None) -> str:
+    if not summary.get("evaluations"):
+        return "The run had not ended, or had no evaluation, when this card was written."
+    return (
+        f"After: version `{version}`. Completions at temperature 1 unless the configuration says otherwise; "
+        "in brackets, or behind ±, 95 % intervals. A reverse KL without one is exact for its completions."
+    )
+
+
+def _transformers(config: RunConfig, name: str, adapter: bool) -> str:
+    kind, tokens = "AutoModelForCausalLM", name
+    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    if adapter:
+        kind, tokens = "AutoPeftModelForCausalLM", _shown(config.student.path)
+        imports = f"from peft import {kind}\nfrom transformers import AutoTokenizer"
+    trust = ", trust_remote_code=True" if config.student.trust_remote_code else ""
+    return (
+        f"{imports}\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{tokens}"{trust})\n'
+        f'model = {kind}.from_pretrained("{name}", dtype="auto"{trust})'
+    )
+
+
+def _vllm(config: RunConfig, name: str, adapter: bool) -> str:
+    trust = " --trust-remote-code" if config.student.trust_remote_code else ""
+    lora = config.trainer.lora
+    if not adapter or lora is None:
+        return f"vllm serve {name}{trust}"
+    served = f"vllm serve {_shown(config.student.path)}{trust}"
+    most = max(8, 1 << (lora.rank - 1).bit_length())  # vLLM takes powers of two
+    return f"{served} --enable-lora --max-lora-rank {most} --lora-modules distilled={name}"
+
+
+def _facts(config: RunConfig, summary: Mapping[str, Any], version: str | None) -> Iterator[tuple[str, ...]]:
+    tokens, trainer = summary.get("tokens") or {}, config.trainer
+    yield "student", _shown(config.student.path)
+    for name, one in config.teachers.items():
+        yield f"teacher {name}", f"{_shown(one.path)}, {one.dtype}, engine {one.engine}"
+    yield "prompts", ", ".join(_sources(config))
+    yield "version", f"{version}, of {config.run.steps} steps"
+    yield "rollouts", f"{config.rollout.batch} per step, up to {config.rollout.max_tokens} tokens each"
+    if tokens:
+        yield "tokens", f"{tokens['trained']:,} trained on, of {tokens['generated']:,} generated"
+    yield "staleness", f"at most {config.buffer.max_staleness} versions"
+    rate = f"{trainer.lr:g}, {trainer.lr_schedule}, {trainer.warmup_steps} steps of warm-up"
+    yield "learning rate", rate + (f"; LoRA of rank {trainer.lora.rank}" if trainer.lora else "")
+
+
+def _sources(config: RunConfig) -> Iterator[str]:
+    prompts = config.prompts
+    for one in prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]:
+        yield f"{one.type} {_shown(str(getattr(one, 'path', getattr(one, 'task', ''))))}"
+
+
+def _rows(rows: Any) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _shown(path: str) -> str:
+    """A Hub id, or a text such as "/no_think", as it is; a path of this machine by its last name."""
+    return Path(path).name if Path(path).is_absolute() and len(Path(path).parts) > 2 else path
+
+
+def _public(config: RunConfig) -> Any:
+    """What decides the result, without secrets and without what names this machine."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            left = {key: item for key, item in value.items() if key not in _OPERATIONAL and item is not None}
+            return {key: kept(item) for key, item in left.items()}
+        if isinstance(value, list):
+            return [kept(item) for item in value]
+        return _shown(value) if isinstance(value, str) else value
+
+    return kept(secrets.hide(config.model_dump(mode="json", exclude={"controller", "preflight", "tracking"})))

@@ -1,0 +1,246 @@
+"""The card of a model folder, and its way to the Hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import hostile_store
+import huggingface_hub.constants
+import model_hub
+import pytest
+from huggingface_hub import ModelCard
+from memory_store import MemoryStore
+from small_config import make_config
+from typer.testing import CliRunner
+
+from distill.cli.main import app, main
+from distill.config import RunConfig
+from distill.metrics.card import front_matter, write_card
+from distill.metrics.summary import evaluation
+from sync.stores.directory import DirectoryStore
+from sync.wire import Estimate, EvalReport, SetReport, Version
+
+STUDENT_CARD = "---\nlicense: other\nlicense_name: tiny\nbase_model: acme/tiny\nlanguage: [en]\n---\n# Tiny\n"
+SECRET = "hf_" + "b" * 34
+
+
+def report(step: int, kl: float, passed: float, share: float) -> EvalReport:
+    estimate = Estimate(share, share - 0.125, share + 0.125)
+    return EvalReport(
+        version=Version(0, step), reverse_kl=kl, pass_rate=passed, completions=9, tokens=99, truncated=0.0,
+        seconds=1.0, reverse_kl_error=0.01, pass_rate_interval=(passed - 0.0625, passed + 0.0625),
+        sets={"gsm8k": SetReport(3, 9, 99, 0.0, 0, estimate, estimate, None)},
+    )  # fmt: skip
+
+
+EVALUATIONS = [evaluation(report(0, 1.25, 0.25, 0.125)), evaluation(report(6, 0.5, 0.75, 0.625))]
+SUMMARY = {
+    "evaluations": EVALUATIONS,
+    "before": EVALUATIONS[0],
+    "tokens": {"trained": 12345, "generated": 20000},
+    "versions": {"torch": "2.13.0"},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test asks the real Hub, or finds a token of this machine."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+def of_run(tmp_path: Path, card: str | None = STUDENT_CARD) -> RunConfig:
+    """A run of a student in a folder, with a secret in its environment."""
+    (tmp_path / "student").mkdir(parents=True)
+    if card is not None:
+        (tmp_path / "student/README.md").write_text(card)
+    return make_config(
+        run={"name": "run", "folder": str(tmp_path)},
+        student={"path": str(tmp_path / "student"), "env": {"HF_TOKEN": SECRET}},
+        teachers={"t": {"path": "acme/teacher", "urls": ["http://10.1.2.3:7200"]}},
+        prompts={
+            "type": "dataset",
+            "path": "acme/questions",
+            "system_prompt": f"key {SECRET}",
+            "prompt_suffix": "/no_think",
+        },
+        weights={
+            "store": {"type": "object", "url": "s3://bucket/x", "options": {"secret_key": "s3cr3t-value"}}
+        },
+    )
+
+
+def test_a_card_has_figures_with_intervals_and_where_the_model_is_from(tmp_path: Path) -> None:
+    config = of_run(tmp_path)
+    write_card(tmp_path, config, SUMMARY, "L000-v00000006")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.to_dict() == {
+        "base_model": "acme/tiny",
+        "license": "other",
+        "license_name": "tiny",
+        "language": ["en"],
+        "base_model_relation": "finetune",
+        "datasets": ["acme/questions"],
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["distillation", "on-policy-distillation", "onpolicy-distill"],
+    }
+    rows = (
+        "| reverse KL, nats per token | 1.250 ± 0.020 | 0.500 ± 0.020 |",
+        "| pass rate | 0.250 (0.188 to 0.312) | 0.750 (0.688 to 0.812) |",
+        "| gsm8k, pass@1 | 0.125 (0.000 to 0.250) | 0.625 (0.500 to 0.750) |",
+        "| teacher t | acme/teacher, auto, engine transformers |",
+        "| version | L000-v00000006, of 6 steps |",
+        "| tokens | 12,345 trained on, of 20,000 generated |",
+    )
+    assert not [row for row in rows if row not in card.text]
+    assert "Objective `sampled`. Reverse KL by policy gradient on the sampled token." in card.text
+    assert "torch 2.13.0" in card.text
+    assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder"' in card.text
+    assert json.loads(card.text.partition("```json")[2].partition("```")[0])["rollout"]["batch"] == 8
+    assert "maj@k" not in card.text
+
+
+def test_a_card_holds_no_secret_and_nothing_of_the_machine(tmp_path: Path) -> None:
+    write_card(tmp_path, of_run(tmp_path), SUMMARY, "L000-v00000006")
+    text = (tmp_path / "README.md").read_text()
+    for secret in (SECRET, "s3cr3t-value", str(tmp_path), "10.1.2.3", "s3://bucket"):
+        assert secret not in text
+    assert "key (hidden)" in text
+    assert '"prompt_suffix": "/no_think"' in text
+
+
+@pytest.mark.parametrize(
+    "card", [None, "# no front matter", "---\n[not: closed\n---\n", "---\n- a list\n---\n"]
+)
+def test_what_the_students_card_does_not_give_is_left_to_fill_in(
+    card: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_card(tmp_path, of_run(tmp_path, card), {}, "L000-v00000006")
+    assert "README.md leaves base_model and license to fill in" in caplog.text
+    text = (tmp_path / "README.md").read_text()
+    assert "# base_model: fill in\n# license: fill in\n---\n" in text
+    assert "The run had not ended" in text
+    assert ModelCard(text).data.license is None
+
+
+def test_a_student_of_the_hub_is_the_base_model_and_its_license_may_stand_in_its_config(
+    tmp_path: Path,
+) -> None:
+    named = make_config(student={"path": "acme/tiny"})
+    matter = front_matter(named, adapter=True)
+    assert (matter["base_model"], matter["base_model_relation"]) == ("acme/tiny", "adapter")
+    assert "license" not in matter, "the Hub cannot be reached"
+    assert (matter["library_name"], matter["tags"][-1]) == ("peft", "lora")
+    config = of_run(tmp_path, card=None)
+    (tmp_path / "student/config.json").write_text('{"license": "mit"}')
+    assert front_matter(config, adapter=False)["license"] == "mit"
+
+
+def test_an_adapter_is_loaded_over_its_base(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    config = make_config(student={"path": "acme/tiny"}, trainer={"lora": {"rank": 12}})
+    write_card(tmp_path, config, {}, None, "acme/distilled")
+    text = (tmp_path / "README.md").read_text()
+    assert 'AutoPeftModelForCausalLM.from_pretrained("acme/distilled"' in text
+    assert (
+        "vllm serve acme/tiny --enable-lora --max-lora-rank 16 --lora-modules distilled=acme/distilled"
+        in text
+    )
+
+
+# --- export and upload --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """A run's folder with two published versions and a summary."""
+    config = of_run(tmp_path)
+    config = config.model_copy(update={"weights": make_config().weights})
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(config.model_dump_json())
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    sound, store = MemoryStore(), DirectoryStore(folder / "store")
+    hostile_store.publish(sound, tmp_path / "model", versions=2)
+    for key in sound.list(""):
+        store.create(key, sound.read(key))
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[model_hub.ModelHub]:
+    with model_hub.serve() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", model_hub.TOKEN)
+        yield hub
+
+
+def test_an_export_has_a_card_and_uploads_nothing(finished: Path, tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["export", str(finished), str(tmp_path / "out")]).exit_code == 0
+    card = ModelCard.load(tmp_path / "out/README.md")
+    assert "| version | L000-v00000001, of 6 steps |" in card.text
+    assert "| reverse KL, nats per token | 1.250 ± 0.020 | – |" in card.text, "that version was not evaluated"
+
+
+def test_an_export_is_uploaded_and_an_existing_model_is_asked_for_by_name(
+    finished: Path, tmp_path: Path, hub: model_hub.ModelHub
+) -> None:
+    def export(target: str, *words: str, answer: str = "") -> tuple[int, str]:
+        arguments = ["export", str(finished), str(tmp_path / target), "--push-to-hub", "acme/new", *words]
+        result = CliRunner().invoke(app, arguments, input=answer)
+        return result.exit_code, f"{result.output}{result.exception}"
+
+    status, said = export("one", "--private")
+    assert (status, hub.created[0]["visibility"]) == (0, "private"), said
+    assert f"uploaded: {hub.url}/acme/new/commit/" in said
+    uploaded = hub.models["acme/new"]
+    files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert uploaded == files
+    assert b'from_pretrained("acme/new"' in uploaded["README.md"]
+
+    for target, answer in (("two", "acme/old\n"), ("three", "")):
+        status, said = export(target, answer=answer)
+        assert "names a model that exists" in said
+        assert status != 0
+        assert not (tmp_path / target).exists()
+    status, said = export("four", "--version", "L000-v00000000", answer="acme/new\n")
+    assert status == 0, said
+    assert b"| version | L000-v00000000, of 6 steps |" in hub.models["acme/new"]["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "message"),
+    [
+        (
+            "acme/new",
+            "",
+            "--push-to-hub acme/new needs a Hugging Face token with write access, and none is set",
+        ),
+        ("a/b/c", model_hub.TOKEN, "--push-to-hub a/b/c: give OWNER/NAME of a model on the Hub"),
+        ("acme/new", model_hub.TOKEN + "x", "acme/new cannot be uploaded: .*401.*check HF_TOKEN"),
+    ],
+)
+def test_what_cannot_be_uploaded_is_one_message(
+    repo: str,
+    token: str,
+    message: str,
+    finished: Path,
+    tmp_path: Path,
+    hub: model_hub.ModelHub,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(SystemExit) as leaving:
+        main(["export", str(finished), str(tmp_path / "out"), "--push-to-hub", repo])
+    assert leaving.value.code in (1, 2)
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    assert re.search(message, said), said
+    assert hub.models == {}

@@ -1,0 +1,245 @@
+"""GET /metrics of every role over real HTTP, and what the dashboard and the documents make of it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from in_memory import MemoryReplica
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from distill.controller import Controller
+from distill.evaluation.schedule import HttpEvaluator
+from distill.evaluation.service import Served, app
+from distill.metrics.names import FIGURES
+from distill.metrics.prometheus import Figures, metric
+from distill.run_log.records import Evaluated
+from distill.trainer_api.http_api import listen, serving
+from student_trainer.objectives.token_statistics import MEANS
+from sync.claims import Claim
+from sync.errors import DistillError, RemoteError
+from sync.replica import metrics as replica_metrics
+from sync.wire import (
+    BatchRequest,
+    CompletionsReply,
+    CompletionsRequest,
+    Estimate,
+    EvalReport,
+    Published,
+    SetReport,
+    StepReport,
+    TrainerHello,
+    UpdateReply,
+    Version,
+)
+from teacher_service.batching import Metrics
+from teacher_service.kept import KeptMetrics
+
+ROOT = Path(__file__).parents[3]
+TOKEN = "secret"
+BESIDE_MEANS = ["reward_mean", "grad_norm", "lr", "skipped", "effective_sample_size", "eos_rate", "tokens"]
+OF_STEP = dict.fromkeys([*MEANS, *BESIDE_MEANS, "reverse_kl/t"], 0.5)
+HALF = Estimate(0.5, 0.4, 0.6)
+EVALUATION = EvalReport(
+    version=Version(0, 0), reverse_kl=1.25, pass_rate=0.25, completions=4, tokens=9, truncated=0.0,
+    seconds=0.1, reverse_kl_error=0.125, sets={"gsm8k": SetReport(4, 8, 9, 0.0, 0, HALF, HALF, HALF)},
+)  # fmt: skip
+
+Series = dict[tuple[str, tuple[str, ...]], float]
+
+
+def parsed(text: str) -> Series:
+    """(name, values of its labels) → value."""
+    families = text_string_to_metric_families(text)
+    return {(s.name, tuple(s.labels.values())): s.value for one in families for s in one.samples}
+
+
+async def scraped(url: str) -> Series:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"{url}/metrics")).status_code == 401
+        answer = await client.get(f"{url}/metrics", headers={"authorization": f"Bearer {TOKEN}"})
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return parsed(answer.text)
+
+
+async def run_of_one_step(run: Controller) -> Series:
+    """The controller's metrics after one step, one evaluation and three drops."""
+    task, version, after = asyncio.create_task(run.run()), Version(0, 0), Version(0, 1)
+    await run.session.hello(TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run="test"))
+    await run.session.batch(BatchRequest(version=version, rank=0, world_size=1))
+    for event in (
+        Published(version=after, kind="full", bytes=5, full_bytes=20, seconds=0.5),
+        StepReport(
+            version=after,
+            metrics=OF_STEP,
+            seconds={"wait": 0.5, "train": 2.0, "publish": 0.0, "checkpoint": 0.0},
+        ),
+    ):
+        await run.session.event(event)
+    run.run_log.write(Evaluated(EVALUATION))
+    counters = run.run_log.state.counters
+    counters.dropped["too_old"], counters.requeued["unusable"] = 3, 2
+    async with asyncio.timeout(20):
+        while not counters.applied:
+            await run.events.changed.wait()
+    found = await scraped(run.url)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return found
+
+
+@pytest.fixture
+async def exported(controller) -> Series:
+    return await run_of_one_step(controller(token=TOKEN, replicas={"r0": MemoryReplica()}))
+
+
+def test_the_controller_exports_every_figure_of_the_run(exported: Series) -> None:
+    expected: dict[tuple[str, ...], float] = {
+        ("step",): 1,
+        ("train_loss",): 0.5,
+        ("train_reverse_kl",): 0.5,
+        ("train_reverse_kl_by_teacher", "t"): 0.5,
+        ("perf_train_seconds",): 2.0,
+        ("buffer_age_max",): 0,
+        ("buffer_depth",): 1,
+        ("rollout_dropped_total", "too_old"): 3,
+        ("rollout_requeued_total", "unusable"): 2,
+        ("perf_busy_seconds_total", "trainer"): 2.0,
+        ("sync_versions_total",): 1,
+        ("sync_updates_total",): 1,
+        ("train_starts_total",): 1,
+        ("sync_bytes_full",): 20,
+        ("sync_publish_seconds",): 0.5,
+        ("eval_reverse_kl",): 1.25,
+        ("eval_reverse_kl_error",): 0.125,
+        ("eval_pass_rate",): 0.25,
+        ("eval_pass_at_1", "gsm8k"): 0.5,
+        ("eval_majority", "gsm8k"): 0.5,
+        ("teacher_refused_total", "t"): 0,
+    }
+    assert {key: exported[f"distill_run_{key[0]}", key[1:]] for key in expected} == expected
+    assert exported["process_start_time_seconds", ()] > 1e9
+    assert (
+        exported["distill_run_rollout_tokens_total", ()]
+        >= exported["distill_run_train_tokens_overall", ()]
+        > 0
+    )
+
+
+def test_counters_count_from_the_start_of_the_process() -> None:
+    figures = {"rollout/dropped/too_old": 7.0, "train/tokens_total": 100.0}
+    registry = CollectorRegistry()
+    registry.register(Figures(lambda: figures))
+    figures |= {"rollout/dropped/too_old": 9.0, "rollout/dropped/empty": 1.0, "train/tokens_total": 150.0}
+    found = parsed(generate_latest(registry).decode())
+    assert found == {
+        ("distill_run_rollout_dropped_total", ("too_old",)): 2.0,
+        ("distill_run_rollout_dropped_total", ("empty",)): 1.0,
+        ("distill_run_train_tokens_overall", ()): 150.0,
+    }
+
+
+def test_a_replica_counts_its_updates() -> None:
+    def values() -> Series:
+        found = parsed(generate_latest(REGISTRY).decode())
+        return {key: value for key, value in found.items() if key[0].startswith("distill_replica_")}
+
+    before = values()
+    for step in (3, 7):
+        replica_metrics.updated(
+            UpdateReply(
+                version=Version(1, step),
+                bytes_read=50,
+                stage_seconds=2.0,
+                pause_seconds=0.5,
+                apply_seconds=0.25,
+            )
+        )
+    after = values()
+    assert after["distill_replica_version_lineage", ()] == 1
+    assert after["distill_replica_version_step", ()] == 7
+    changes = {name: after[name, ()] - value for (name, _), value in before.items()}
+    assert changes["distill_replica_read_bytes_total"] == 100
+    assert changes["distill_replica_stage_seconds_sum"] == 4.0
+    assert changes["distill_replica_pause_seconds_sum"] == 1.0
+    assert changes["distill_replica_apply_seconds_count"] == 2
+
+
+@pytest.fixture
+async def evaluator() -> Series:
+    """Metrics of an evaluator that has completed a version and could not evaluate it."""
+
+    async def complete(request: CompletionsRequest) -> CompletionsReply:
+        return CompletionsReply(version=request.version)
+
+    async def fail(_: object) -> Any:
+        raise DistillError("no teacher answers")
+
+    bound = listen("127.0.0.1", 0, TOKEN)
+    url = "http://127.0.0.1:{1}".format(*bound.getsockname())
+    async with serving(app(Served(complete, fail, fail), TOKEN, Claim()), bound):
+        client = HttpEvaluator(url, TOKEN)
+        await client.complete(CompletionsRequest(version=Version(0, 0)))
+        with pytest.raises(RemoteError, match="no teacher answers"):
+            await client.evaluate(Version(0, 0))
+        await client.aclose()
+        return await scraped(url)
+
+
+def test_the_evaluator_exports_what_it_did(evaluator: Series) -> None:
+    assert evaluator["distill_evaluator_seconds_count", ("completions",)] == 1
+    assert evaluator["distill_evaluator_refused_total", ("evaluate",)] == 1
+    assert ("distill_evaluator_refused_total", ("completions",)) not in evaluator
+
+
+# --- names ------------------------------------------------------------------------------------------------
+
+
+def families(registry: CollectorRegistry) -> set[str]:
+    """Names of our samples, those that have no value yet too."""
+    endings = {"counter": ["_total"], "gauge": [""], "summary": ["_count", "_sum"]}
+    ours = [one for one in registry.collect() if one.name.startswith("distill_")]
+    return {one.name + ending for one in ours for ending in endings.get(one.type, ["_bucket"])}
+
+
+@pytest.fixture
+def names(exported: Series, evaluator: Series) -> set[str]:
+    """Every metric that a role of ours exports."""
+    teacher = Metrics().registry
+    KeptMetrics(teacher)
+    served = {name for name, _ in [*exported, *evaluator]} | families(teacher) | families(REGISTRY)
+    return {name for name in served if not name.endswith("_created")}
+
+
+def test_every_metric_of_the_dashboard_is_exported(names: set[str]) -> None:
+    panels = json.loads((ROOT / "configs/grafana.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    used = {name for query in queries for name in re.findall(r"([a-z_:]+)\{", query)}
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
+    engine = (Path(folder) / "v1/metrics/loggers.py").read_text()
+    assert len(used) > 40
+    assert all(f'"{name}"' in (ROOT / "student_trainer/step.py").read_text() for name in BESIDE_MEANS)
+    assert not {name for name in used - names if f'name="{name}"' not in engine}
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_the_documents_list_every_metric(names: set[str]) -> None:
+    section = (ROOT / "docs/operations.md").read_text().partition("## Prometheus")[2].partition("\n## ")[0]
+    listed = {name.partition("{")[0] for name in re.findall(r"`(distill_[^`]+[^_])`", section)}
+    exported = {re.sub("_(count|sum|bucket)$", "", name) for name in names if name.startswith("distill_")}
+    assert not listed - exported, "named, and exported by no role"
+    unnamed = {name for name in exported - listed if not name.startswith("distill_run_")}
+    assert not unnamed, "exported, and not named"
+
+
+def test_every_figure_has_a_metric_of_its_own() -> None:
+    found = [metric(re.sub(r"\b[A-Z]+\b", "x", one.name)) for one in FIGURES]
+    assert len({one.name for one in found}) == len(FIGURES)
+    assert [one.name for one in found if one.name.endswith("_total")] == []
