@@ -25,7 +25,6 @@ from distill.config import RunConfig
 from distill.evaluation.schedule import Metric, best
 from distill.interfaces import Teacher
 from distill.metrics.timeline import TRAINER, Timeline
-from distill.metrics.trackers import dropped_words
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.state import RunState
 from sync.wire import EvalReport, StepReport
@@ -58,6 +57,11 @@ def gauges(
         "rollouts/late": float(counters.late),
         "replicas/serving": float(len(pool.serving())),
         **{f"tokens/{name}": float(value) for name, value in token_shares(state).items()},
+        **{
+            f"sync/{what}": float(value)
+            for one in state.applied[-1:]
+            for what, value in (("step", one.version.step), ("bytes", one.bytes), ("seconds", one.seconds))
+        },
         **{f"dropped/{reason}": float(count) for reason, count in counters.dropped.items()},
         **{f"requeued/{reason}": float(count) for reason, count in counters.requeued.items()},
         **{f"busy_seconds/{role}": value for role, value in timeline.busy_seconds().items()},
@@ -221,6 +225,12 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             before, after = ("–" if value is None else format(value, form) for value in values)
             rows.append((what, before, after))
     return rows
+
+
+def dropped_words(dropped: Mapping[str, float]) -> str:
+    """Rollouts that were not trained on, by reason, most first; empty: none."""
+    parts = [f"{count:.0f} {reason}" for reason, count in sorted(dropped.items(), key=lambda one: -one[1])]
+    return f"dropped {', '.join(parts)}" if parts else ""
 
 
 def use_of_tokens(summary: Mapping[str, Any]) -> str:

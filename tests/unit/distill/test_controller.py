@@ -98,6 +98,8 @@ async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(cont
     assert metrics["teachers/t/sequences"] == sum(teacher.requests) >= 48
     assert metrics["teachers/t/tokens"] == 77
     assert metrics["teachers/t/refused"] == 0
+    newest = run.run_log.state.applied[-1]
+    assert (metrics["sync/step"], metrics["sync/bytes"]) == (newest.version.step, newest.bytes)
 
 
 async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config) -> None:
