@@ -25,6 +25,7 @@ from distill.cli.options import (
     Resume,
     RunDir,
     guarded,
+    working,
     write_figures,
 )
 from sync.errors import DistillError
@@ -277,7 +278,9 @@ def evaluate(
     """
     from distill.launch.evaluate import lines
 
-    figures = api.evaluate(api.load_config(config, overrides), model, completions=completions)
+    settings = api.load_config(config, overrides)
+    with working("distill evaluate") as say:
+        figures = api.evaluate(settings, model, completions=completions, say=say)
     for line in lines(figures):
         typer.echo(line)
     write_figures(json_file, figures)

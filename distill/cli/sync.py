@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.cli.options import JsonFile, RunDir, write_figures
+from distill.cli.options import JsonFile, RunDir, working, write_figures
 from sync.errors import DistillError
 
 app = typer.Typer(help="List, verify and clean up the published versions of a run.", no_args_is_help=True)
@@ -105,4 +105,6 @@ def export(
     """
     from distill.published import export_version
 
-    typer.echo(f"{export_version(run_dir, version, target, adapter)} is in {target}")
+    with working(f"reading {version or 'the newest version'} of {run_dir}"):
+        exported = export_version(run_dir, version, target, adapter)
+    typer.echo(f"{exported} is in {target}")

@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 
+import pytest
 from rich.console import Console
 from small_config import make_config
 
+from distill.cli.options import working
 from distill.metrics import console as module
 from distill.metrics.console import (
     WINDOW,
@@ -24,6 +26,13 @@ from distill.metrics.console import (
 )
 
 CONFIG = make_config(run={"name": "toy", "steps": 120})
+
+
+@pytest.fixture(autouse=True)
+def an_ordinary_terminal(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def step(number: int) -> dict[str, float]:
@@ -180,6 +189,18 @@ def test_a_terminal_that_accepts_no_output_does_not_hold_up_the_run(monkeypatch)
     display.log(1, step(1))
     display.close()
     accepts.set()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_command_shows_its_stage_on_the_terminal_alone(monkeypatch, capsys, terminal: bool) -> None:
+    stderr = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with working("distill evaluate") as say:
+        say("starting [student-0]")
+        print("figures")  # noqa: T201
+        until(lambda: not terminal or "distill evaluate: starting [student-0]" in stderr.getvalue())
+    assert terminal or stderr.getvalue() == ""
+    assert capsys.readouterr().out == "figures\n"
 
 
 def test_lines_for_people_hold_the_figures() -> None:
