@@ -14,6 +14,7 @@ from rich.table import Table
 
 from distill import api
 from distill.cli import bench as cli_bench
+from distill.cli import chat as cli_chat
 from distill.cli import plan as cli_plan
 from distill.cli import sync as cli_sync
 from distill.cli.options import (
@@ -287,6 +288,7 @@ def evaluate(
 
 
 app.command(rich_help_panel=RESULTS)(cli_sync.export)
+app.command(rich_help_panel=RESULTS)(cli_chat.chat)
 
 
 @app.command(rich_help_panel=RESULTS)
