@@ -222,7 +222,8 @@ def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
     status = shown.status()
     for name, (phase, _) in status.items():
         phases[phase].append(name)
-    yield "progress", f"{_progress(shown, now, phases['starting'])}, {_clock(now - shown.began)} elapsed"
+    starting = [*phases["starting"], *phases["restarting"]]
+    yield "progress", f"{_progress(shown, now, starting)}, {_clock(now - shown.began)} elapsed"
     if shown.steps:
         figures, rate = dict(shown.steps[-1].figures), shown.per_second("tokens/trained")
         figures |= {"staleness/bound": rules(shown.config).bound.hard}
