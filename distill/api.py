@@ -117,18 +117,22 @@ def plan(
 
 
 def evaluate(
-    config: Config, model: Path | str | None = None, *, completions: Path | str | None = None
+    config: Config,
+    model: Path | str | None = None,
+    *,
+    completions: Path | str | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Reverse KL (nats per token), pass rate and named sets of a model folder, by servers started for it.
 
-    `model` None: `student.path`. `completions`: a new folder for what was generated. Raises ConfigError for a
-    folder that holds no model.
+    `model` None: `student.path`. `completions`: a new folder for what was generated. `say` gets a line when
+    each stage begins. Raises ConfigError for a folder that holds no model.
     """
     from distill.launch.evaluate import evaluate_folder
 
     given, texts = (None if path is None else Path(path) for path in (model, completions))
     with _alone("evaluate"):
-        return evaluate_folder(config, given, texts)
+        return evaluate_folder(config, given, texts, say or (lambda line: None))
 
 
 def load_run(folder: Path | str) -> Run:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.cli.options import JsonFile, write_figures
+from distill.cli.options import JsonFile, working, write_figures
 
 app = typer.Typer(help="Measure; each prints its figures and writes them as JSON.", no_args_is_help=True)
 Folder = Annotated[
@@ -21,10 +21,11 @@ Folder = Annotated[
 
 def bench(name: str, *values: Any, json_file: Path | None) -> None:
     """Run one benchmark, imported only now; print its table, else JSON, and write the figures."""
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("distill").setLevel(logging.INFO)
-    module = importlib.import_module(f"distill.bench.{name}")
-    figures = module.run(*values)
+    with working(f"distill bench {name}"):
+        logging.basicConfig(format="%(asctime)s %(message)s")  # above what the block shows
+        logging.getLogger("distill").setLevel(logging.INFO)
+        module = importlib.import_module(f"distill.bench.{name}")
+        figures = module.run(*values)
     as_text = getattr(module, "table", None)
     typer.echo(as_text(figures) if as_text else json.dumps(figures, indent=2))
     write_figures(json_file, figures)

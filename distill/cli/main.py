@@ -14,6 +14,7 @@ from rich.table import Table
 
 from distill import api
 from distill.cli import bench as cli_bench
+from distill.cli import chat as cli_chat
 from distill.cli import plan as cli_plan
 from distill.cli import sync as cli_sync
 from distill.cli.options import (
@@ -25,6 +26,7 @@ from distill.cli.options import (
     Resume,
     RunDir,
     guarded,
+    working,
     write_figures,
 )
 from sync.errors import DistillError
@@ -277,13 +279,16 @@ def evaluate(
     """
     from distill.launch.evaluate import lines
 
-    figures = api.evaluate(api.load_config(config, overrides), model, completions=completions)
+    settings = api.load_config(config, overrides)
+    with working("distill evaluate") as say:
+        figures = api.evaluate(settings, model, completions=completions, say=say)
     for line in lines(figures):
         typer.echo(line)
     write_figures(json_file, figures)
 
 
 app.command(rich_help_panel=RESULTS)(cli_sync.export)
+app.command(rich_help_panel=RESULTS)(cli_chat.chat)
 
 
 @app.command(rich_help_panel=RESULTS)

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, the figures that they write, and how every command ends."""
+"""What the commands share: arguments, the progress and figures that they show, and how every command ends."""
 
 from __future__ import annotations
 
@@ -54,6 +54,25 @@ def write_figures(path: Path | None, figures: Any) -> None:
 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, figures)
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show `what`, its seconds and the newest text that it is given, while stderr is a terminal."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=2,  # a benchmark may be measuring meanwhile
+        redirect_stdout=False,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda text: progress.update(task, description=f"{what}: {redact(text)}")
 
 
 def guarded(command: Callable[[], Any]) -> int:

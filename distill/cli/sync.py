@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.cli.options import JsonFile, RunDir, write_figures
+from distill.cli.options import JsonFile, RunDir, working, write_figures
 from sync.errors import ConfigError, DistillError
 
 app = typer.Typer(help="List, verify and clean up the published versions of a run.", no_args_is_help=True)
@@ -111,10 +111,13 @@ def export(
 
     if push_to_hub is not None and hub_has(push_to_hub):
         _confirm(push_to_hub)
-    exported = export_version(run_dir, version, target, adapter, push_to_hub)
+    with working(f"reading {version or 'the newest version'} of {run_dir}"):
+        exported = export_version(run_dir, version, target, adapter, push_to_hub)
     typer.echo(f"{exported} is in {target}")
     if push_to_hub is not None:
-        typer.echo(f"uploaded: {push(target, push_to_hub, exported, private)}")
+        with working(f"uploading to {push_to_hub}"):
+            url = push(target, push_to_hub, exported, private)
+        typer.echo(f"uploaded: {url}")
 
 
 def _confirm(repo: str) -> None:

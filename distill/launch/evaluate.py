@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from sync.errors import ConfigError, Unreachable
 from sync.wire import CompletionsRequest, EvalReport, Version
 
 
-def evaluate_folder(config: RunConfig, model: Path | None, completions: Path | None) -> dict[str, Any]:
+def evaluate_folder(
+    config: RunConfig, model: Path | None, completions: Path | None, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Evaluate `model` (None: the configuration's student): what `distill evaluate` prints.
 
     Starts one replica, the evaluator and every teacher without `urls`, and stops them. `completions`: a new
-    folder for what was generated. Raises ConfigError when `model` is no model folder.
+    folder for what was generated. `say` gets a line when each stage begins. Raises ConfigError when `model`
+    is no model folder.
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
@@ -43,7 +46,7 @@ def evaluate_folder(config: RunConfig, model: Path | None, completions: Path | N
     }
     config = config.model_copy(update=whole)
     with temporary(config) as moved, Ports() as ports:
-        report = asyncio.run(_evaluated(moved, ports))
+        report = asyncio.run(_evaluated(moved, ports, say))
         if completions is not None:
             shutil.copytree(moved.run_dir / "evaluations" / str(report.version), completions)
     figures = msgspec.to_builtins(report)
@@ -65,7 +68,7 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{f'{name} {figure}':<20} {found['value']:.4f}, 95 % interval {spread}"
 
 
-async def _evaluated(config: RunConfig, ports: Ports) -> EvalReport:
+async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]) -> EvalReport:
     token, version = token_of(config), Version(0, 0)
     plan = plan_servers(config, token, ports)
     supervisor = Supervisor(plan.children, config.run_dir / "logs", restarts=0)
@@ -73,13 +76,16 @@ async def _evaluated(config: RunConfig, ports: Ports) -> EvalReport:
     evaluator, settings = servers.evaluator, config.evaluation or EvaluationConfig()
     assert evaluator is not None, "the plan has one"
     try:
+        say(f"starting {', '.join(supervisor.children)}")
         await supervisor.start()
         await supervisor.ready(config.run.start_seconds)
         (url,) = plan.replicas.values()
         names = list(settings.sets)
+        say("generating completions")
         request = CompletionsRequest(version=version, replica=url, sets=names)
         if (lost := (await evaluator.complete(request)).lost) is not None:
             raise Unreachable(lost)
+        say("scoring completions")
         return await evaluator.evaluate(version)
     finally:
         await disconnect(servers)

@@ -34,10 +34,11 @@ from distill.launch.roles import TRAINER, Plan, Ports, plan_servers, token_of, t
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.card import write_card
+from distill.metrics.console import ProgressDisplay
 from distill.metrics.page import REPORT, write_page
 from distill.metrics.samples import SAMPLES, SampleFile
 from distill.metrics.summary import complete, of_evaluation
-from distill.metrics.trackers import MetricsFile, ProgressDisplay, Sink, TensorBoard, Wandb, log_all
+from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
 from distill.preflight_checks import checks, machine
 from distill.preflight_checks import engines as live
 from distill.preflight_checks.probes import Finding
@@ -160,7 +161,7 @@ class _Launcher:
         self._roll_back_to: list[Version | None] = []
         """Checkpoint at which the next trainer begins, after a rollback and until it has; else empty."""
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
-        self._display = ProgressDisplay(config.run.steps, console)
+        self._display = ProgressDisplay(config, console)
         self._spans = JsonLines(folder.path / "timeline.jsonl")
         self._quarantine = JsonLines(folder.path / "quarantine.jsonl")
         every, count = config.tracking.samples_every, config.tracking.samples
@@ -191,6 +192,7 @@ class _Launcher:
 
     async def run(self) -> dict[str, Any]:
         """The controller's figures."""
+        self._display.start(self._supervisor.status)
         try:
             if self._config.tracking.wandb != "disabled":
                 run = self._controller.run_log.run

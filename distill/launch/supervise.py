@@ -1,6 +1,8 @@
 """Keep the processes of a run alive, and leave none behind.
 
     STARTING ──healthy──▶ READY ──exit 0 of a child that ends──▶ ENDED
+        │                 │   ▲
+        └──────death──────┴─▶ RESTARTING, then healthy
 
     exit while the run starts     the run fails; after a kill, on a taken port, or at work: restarted
     exit later                    restarted within run.restarts, else the run fails
@@ -84,6 +86,7 @@ class Phase(Enum):
 
     STARTING = "starting"
     READY = "ready"
+    RESTARTING = "restarting"
     ENDED = "ended"
 
 
@@ -99,6 +102,7 @@ class Child:
         self.phase = Phase.STARTING
         self.came_up = False
         """Whether it was ever healthy."""
+        self.restarts = 0
         self.pauses = Backoff(first_pause, LONGEST_PAUSE_SECONDS)
         self.started = self.ready_since = math.inf
         self.process: asyncio.subprocess.Process | None = None
@@ -107,7 +111,7 @@ class Child:
 
     async def start(self, pipe: int) -> None:
         self.spec.prepare()
-        self.phase, self.started = Phase.STARTING, time.monotonic()
+        self.started = time.monotonic()
         guardian = [sys.executable, "-P", "-m", MODULE, self.spec.name, str(pipe)]
         with self.log_path.open("ab") as output:
             self._log_begins = output.tell()
@@ -242,6 +246,10 @@ class Supervisor:
                 os.close(end)
         self._read_end = self._write_end = -1
 
+    def status(self) -> dict[str, tuple[str, int]]:
+        """Child → its phase, and how often it was restarted."""
+        return {name: (child.phase.value, child.restarts) for name, child in self.children.items()}
+
     def kill_child(self, name: str) -> None:
         """Kill a child that hangs, so that it is restarted; nothing when it is none of ours, or ended."""
         child = self.children.get(name)
@@ -330,7 +338,7 @@ class Supervisor:
         if self._restarts_left == 0:
             raise ChildFailed(f"{child.describe_end()}\nrun.restarts is used up: see above what ended it")
         self._restarts_left -= 1
-        pause = child.next_pause()
+        child.phase, child.restarts, pause = Phase.RESTARTING, child.restarts + 1, child.next_pause()
         child.spec.died()
         log.warning("%s\nrestarted in %.0f s", child.describe_end(), pause)
         await asyncio.sleep(pause)

@@ -27,7 +27,6 @@ from distill.config import RunConfig
 from distill.evaluation.schedule import Metric, best
 from distill.interfaces import Teacher
 from distill.metrics.timeline import TRAINER, Timeline
-from distill.metrics.trackers import dropped_words
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.state import RunState
 from sync.wire import EvalReport, StepReport
@@ -268,6 +267,12 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             before, after = ("–" if value is None else format(value, form) for value in values)
             rows.append((what, before, after))
     return rows
+
+
+def dropped_words(dropped: Mapping[str, float]) -> str:
+    """Rollouts that were not trained on, by reason, most first; empty: none."""
+    parts = [f"{count:.0f} {reason}" for reason, count in sorted(dropped.items(), key=lambda one: -one[1])]
+    return f"dropped {', '.join(parts)}" if parts else ""
 
 
 def use_of_tokens(summary: Mapping[str, Any]) -> str:

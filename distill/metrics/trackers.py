@@ -1,4 +1,4 @@
-"""Sinks of metrics during a run: a protocol, a JSONL file, wandb, TensorBoard, the progress display."""
+"""Sinks of metrics during a run: a protocol, a JSONL file, wandb, TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from distill.config import RunConfig
 from distill.metrics.names import SECTIONS
 from sync import secrets
@@ -20,10 +17,6 @@ from sync.jsonl import JsonLines
 from sync.wire import RunIdentity
 
 log = logging.getLogger(__name__)
-LINES_WITHOUT_TERMINAL = 12
-"""Over a whole run."""
-DROPPED = "rollout/dropped/"
-"""Before the reason, in names of figures."""
 TABLE_ROWS = 200
 """Of the newest samples, in wandb."""
 ALERT_SECONDS = 600.0
@@ -165,76 +158,6 @@ def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
         log.warning('tracking.wandb is "online" and there is no WANDB_API_KEY: recording offline instead')
         return "offline"
     return config.tracking.wandb
-
-
-class ProgressDisplay:
-    """A Sink that shows the newest step's figures; evaluations stay on the screen."""
-
-    def __init__(self, steps: int, console: Console) -> None:
-        self._steps, self._console = steps, console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("starting engines", total=steps, figures="")
-        self._every = max(1, steps // LINES_WITHOUT_TERMINAL)
-        self._began: tuple[float, float] | None = None
-        self._bar.start()
-
-    def say(self, text: str) -> None:
-        self._console.print(secrets.redact(text), markup=False, highlight=False, soft_wrap=True)
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        if "eval/reverse_kl" in figures:
-            self.say(evaluation_line(step, figures))
-            return
-        line = step_line(figures, self._tokens_per_second(figures))
-        self._bar.update(self._task, completed=step, description="distilling", figures=line)
-        if not self._console.is_terminal and (step % self._every == 0 or step == self._steps):
-            self.say(f"step {step}/{self._steps}  {line}")
-
-    def close(self) -> None:
-        self._bar.stop()
-
-    def _tokens_per_second(self, figures: Mapping[str, float]) -> float | None:
-        """Trained tokens per second since the first step that was seen."""
-        now, trained = time.monotonic(), figures.get("train/tokens_total", 0.0)
-        if self._began is None:
-            self._began = now, trained
-            return None
-        return (trained - self._began[1]) / max(1e-9, now - self._began[0])
-
-
-def step_line(figures: Mapping[str, float], tokens_per_second: float | None) -> str:
-    """The main figures of one step."""
-    parts = [
-        f"reverse KL {figures['train/reverse_kl']:.3f}" if "train/reverse_kl" in figures else "",
-        f"age {figures.get('buffer/age_mean', 0.0):.1f}",
-        f"waited {figures.get('perf/wait_seconds', 0.0):.2f} s",
-        f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
-        f"trained {figures['train/tokens_share']:.0%}" if "train/tokens_share" in figures else "",
-        dropped_words({n.removeprefix(DROPPED): c for n, c in figures.items() if n.startswith(DROPPED)}),
-    ]
-    return "  ".join(part for part in parts if part)
-
-
-def dropped_words(dropped: Mapping[str, float]) -> str:
-    """Rollouts that were not trained on, by reason, most first; empty: none."""
-    parts = [f"{count:.0f} {reason}" for reason, count in sorted(dropped.items(), key=lambda one: -one[1])]
-    return f"dropped {', '.join(parts)}" if parts else ""
-
-
-def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
-    """One evaluation, distinguishable from a step's own figures."""
-    passed = figures.get("eval/pass_rate")
-    rate = "" if passed is None else f", pass rate {passed:.1%}"
-    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats per token{rate}"
 
 
 def log_all(sinks: Sequence[Sink], step: int, figures: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from distill.metrics.results import read_run
 from distill.metrics.summary import before_and_after, complete, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
 from distill.metrics.trace import write_trace
-from distill.metrics.trackers import MetricsFile, evaluation_line, log_all, step_line
+from distill.metrics.trackers import MetricsFile, log_all
 from sync.errors import DataError
 from sync.jsonl import JsonLines, read_lines
 
@@ -148,17 +148,6 @@ def test_the_table_shows_what_is_known() -> None:
     assert before_and_after({"before": None, "after": {"reverse_kl": 0.5, "pass_rate": None}}) == [
         ("reverse KL (nats per token)", "–", "0.500")
     ]
-
-
-def test_lines_for_people_hold_the_figures() -> None:
-    figures = {"train/reverse_kl": 0.1234, "buffer/age_mean": 2.5, "perf/wait_seconds": 0.25}
-    assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
-    more = {"train/tokens_share": 0.914, "rollout/dropped/too_old": 3.0, "rollout/dropped/straggler": 5.0}
-    assert step_line(more, None) == "age 0.0  waited 0.00 s  trained 91%  dropped 5 straggler, 3 too_old"
-    assert (
-        evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats per token"
-    )
-    assert evaluation_line(60, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.8}).endswith(", pass rate 80.0%")
 
 
 SUMMARY = {

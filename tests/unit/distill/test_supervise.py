@@ -258,13 +258,16 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
 
 
 async def test_a_death_between_ready_and_watch_is_restarted(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=1, first_pause=0.01)
+    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=1, first_pause=0.2)
     await supervisor.start()
     await supervisor.ready(60)
     child = supervisor.children["flaky"]
     first = child.process
+    assert supervisor.status() == {"flaky": ("ready", 0)}
     os.killpg(first.pid, signal.SIGKILL)
+    await asyncio.to_thread(until, lambda: child.phase is Phase.RESTARTING)
     await asyncio.to_thread(until, lambda: child.process is not first and child.phase is Phase.READY)
+    assert supervisor.status() == {"flaky": ("ready", 1)}
     await supervisor.stop(5)
 
 

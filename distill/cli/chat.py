@@ -1,0 +1,69 @@
+"""`distill chat`: prompts from the terminal or from stdin, answers in columns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from distill.cli.options import RunDir, working
+
+RESET, QUIT = "/reset", "/quit"
+
+
+def chat(
+    run_dir: RunDir,
+    version: Annotated[str, typer.Option(help="final, best, or one that `distill sync ls` lists.")] = "final",
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, help="Default: rollout.temperature of the run.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of an answer; default: rollout.max_tokens of the run.")
+    ] = None,
+    teacher: Annotated[bool, typer.Option("--teacher/--no-teacher", help="Ask the teachers too.")] = True,
+) -> None:
+    """Talk to a run's student and its teachers side by side; /reset begins anew, /quit ends.
+
+    Example: echo "What is 7 times 8?" | distill chat runs/NAME
+    """
+    from distill.launch.chat import Sampling, chatting
+
+    console = Console()
+    with ExitStack() as stack:
+        with working("distill chat") as say:
+            sampling = Sampling(temperature, max_tokens)
+            talk = stack.enter_context(chatting(run_dir, version, teacher, sampling, say))
+        for prompt in _prompts():
+            if prompt == QUIT:
+                break
+            if prompt == RESET:
+                talk.conversations.reset()
+                continue
+            with working("generating"):
+                answers = talk.answer(prompt)
+            console.print(_columns(prompt, answers))
+
+
+def _prompts() -> Iterator[str]:
+    """Lines of stdin that are not empty, without surrounding space."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  # keys and history of `input`
+    lines = iter(lambda: input("> "), None) if sys.stdin.isatty() else sys.stdin
+    with suppress(EOFError):
+        yield from (text for line in lines if (text := line.strip()))
+
+
+def _columns(prompt: str, answers: Mapping[str, str]) -> Table:
+    title = None if sys.stdin.isatty() else Text(prompt)
+    table = Table(title=title, title_justify="left", expand=True)
+    for name in answers:
+        table.add_column(Text(name), ratio=1, overflow="fold")
+    table.add_row(*map(Text, answers.values()))
+    return table

@@ -1,0 +1,191 @@
+"""`distill chat`: a run's student and its teachers answer the same prompts.
+
+The student's folder is served by one more teacher process: all generate in the same way, on CPU or GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from distill.aio import cancel
+from distill.config import RunConfig
+from distill.config.loading import load_run_dir
+from distill.config.prompts import DatasetPrompts, JsonlPrompts
+from distill.launch.preflight import TEMPORARY_GRACE_SECONDS, temporary
+from distill.launch.roles import Ports, plan_servers
+from distill.launch.supervise import Supervisor
+from distill.prompts.rows import row_encoder
+from distill.published import export_version
+from sync.client import token_from_environment
+from sync.errors import ConfigError, DistillError
+from sync.own_code import use_folder
+from sync.tokenizers import load_tokenizer
+from sync.wire import ScoreRefused, TeacherPrompt, pack, unpack
+from teacher_service.client import TeacherClient
+from teacher_service.config import TeacherConfig
+
+ANSWER_SECONDS: Final = 3600.0
+_OF_THE_RUN: Final = ("replicas", "host", "port", "follow_student_every", "keep_folder")
+"""What a teacher that is started here does not take over from its configuration."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled; None: as the run's rollouts."""
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+
+
+class Conversations:
+    """One with each model; every prompt goes to all of them.
+
+    Prompts are encoded as the run's are. Without a chat template each is a text to be continued, by itself.
+    """
+
+    def __init__(
+        self, config: RunConfig, tokenizer: Any, clients: Mapping[str, TeacherClient], sampling: Sampling
+    ) -> None:
+        rows, rollout = config.prompts, config.rollout
+        if not isinstance(rows, JsonlPrompts | DatasetPrompts):
+            template = "chat" if tokenizer.chat_template else "plain"
+            rows = JsonlPrompts(type="jsonl", path=Path(), template=template)
+        self._encode, self._is_chat = row_encoder(tokenizer, rows), rows.template == "chat"
+        self._tokenizer, self._clients, self._stop_ids = tokenizer, clients, rollout.stop_token_ids
+        self._temperature = sampling.temperature or rollout.temperature
+        self._max_tokens = sampling.max_tokens or rollout.max_tokens
+        self._turns, self._messages = 0, defaultdict[str, list[dict[str, str]]](list)
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self._messages.clear()
+
+    async def answer(self, prompt: str) -> dict[str, str]:
+        """Model → its answer, or in parentheses why there is none; such a turn is not kept."""
+        self._turns += 1
+        answers = await asyncio.gather(*(self._ask(name, prompt) for name in self._clients))
+        return dict(zip(self._clients, answers, strict=True))
+
+    async def _ask(self, name: str, prompt: str) -> str:
+        messages = [*self._messages[name], {"role": "user", "content": prompt}]
+        ids = pack(np.array(self._encode(messages if self._is_chat else prompt), np.int32))
+        try:
+            (found,) = await self._clients[name].generate(
+                [TeacherPrompt(name, ids, seed=self._turns)],
+                self._max_tokens,
+                self._stop_ids,
+                ANSWER_SECONDS,
+                self._temperature,
+            )
+        except DistillError as error:
+            return f"({error})"
+        if isinstance(found, ScoreRefused):
+            return f"({found.error})"
+        text = str(self._tokenizer.decode(unpack(found.token_ids).tolist(), skip_special_tokens=True))
+        if self._is_chat:
+            self._messages[name] = [*messages, {"role": "assistant", "content": text}]
+        return text
+
+
+@dataclass
+class Chat:
+    """Conversations with servers that run meanwhile; its methods block."""
+
+    conversations: Conversations
+    supervisor: Supervisor
+    runner: asyncio.Runner
+
+    def answer(self, prompt: str) -> dict[str, str]:
+        """See `Conversations.answer`. Raises ChildFailed when a server has died."""
+        return self.runner.run(self._answer(prompt))
+
+    async def _answer(self, prompt: str) -> dict[str, str]:
+        answers = asyncio.create_task(self.conversations.answer(prompt))
+        death = asyncio.create_task(self.supervisor.watch(0.0))
+        try:
+            await asyncio.wait({answers, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not answers.done():
+                death.result()
+            return await answers
+        finally:
+            await cancel([answers, death])
+
+
+@contextmanager
+def chatting(
+    run_dir: Path, version: str, with_teachers: bool, sampling: Sampling, say: Callable[[str], None]
+) -> Iterator[Chat]:
+    """Chat with a version of a run's student ("final", "best" or a published one), and with its teachers.
+
+    Teachers with `urls` are reached there; all other servers are started, and stopped at the end of the
+    block. `say` gets a line when each stage begins. Raises ConfigError when the run holds no such model.
+    """
+    config = load_run_dir(run_dir)
+    use_folder(config.run.code_folder)
+    token = token_from_environment() or secrets.token_urlsafe(32)
+    with temporary(config) as moved, Ports() as ports, asyncio.Runner() as runner:
+        say(f"reading {version}")
+        student = _student(config, run_dir, version, moved.run.folder / "student")
+        models = {f"student-{version}": student}
+        if with_teachers:
+            models |= {name: _served_here(one) for name, one in config.teachers.items()}
+        no_replica = config.student.model_copy(update={"replicas": 0, "urls": []})
+        update = {"student": no_replica, "teachers": models, "evaluation": None}
+        plan = plan_servers(moved.model_copy(update=update), token, ports)
+        clients = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
+        conversations = Conversations(config, load_tokenizer(student), clients, sampling)
+        supervisor = Supervisor(plan.children, moved.run_dir / "logs", restarts=0)
+        try:
+            say(f"starting {', '.join(models)}")
+            runner.run(supervisor.start())
+            runner.run(supervisor.ready(config.run.start_seconds))
+            yield Chat(conversations, supervisor, runner)
+        finally:
+            runner.run(_stop(supervisor, clients))
+
+
+async def _stop(supervisor: Supervisor, clients: Mapping[str, TeacherClient]) -> None:
+    await asyncio.gather(*(client.aclose() for client in clients.values()))
+    await supervisor.stop(TEMPORARY_GRACE_SECONDS)
+
+
+def _student(config: RunConfig, run_dir: Path, version: str, work: Path) -> TeacherConfig:
+    """A server of that version; `work`: a folder for a model that must be merged or read from the store."""
+    folder, place = (run_dir / version).absolute(), config.student
+    if version not in ("final", "best"):
+        export_version(run_dir, version, work)
+        folder = work
+    elif (folder / "adapter_config.json").is_file():
+        from distill.evaluation.models import write_merged
+
+        write_merged(place, folder, work)
+        folder = work
+    elif not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} holds no model: finish the run, or give a --version that `distill sync ls` lists"
+        )
+    return TeacherConfig(
+        path=str(folder),
+        trust_remote_code=place.trust_remote_code,
+        chat_template=place.chat_template,
+        dtype=place.dtype,
+        devices=place.devices[:1],
+        env=place.env,
+    )
+
+
+def _served_here(teacher: TeacherConfig) -> TeacherConfig:
+    """One process on loopback that generates, with the weights of its folder; as it is where it has URLs."""
+    update = {name: TeacherConfig.model_fields[name].default for name in _OF_THE_RUN}
+    if teacher.engine == "vllm":  # which only scores
+        update |= {"engine": "transformers", "engine_args": {}}
+    return teacher if teacher.urls else teacher.model_copy(update=update)

@@ -1,0 +1,301 @@
+"""What a run shows while it lasts: a panel in a terminal, elsewhere a line now and then.
+
+    log, say, log lines of the process ──▶ queue ──▶ thread ──▶ panel, and lines above it
+
+The thread alone prints, so neither a terminal that accepts no output nor an error in here holds up the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Final, NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from distill.buffer import rules
+from distill.config import RunConfig
+from distill.metrics.summary import dropped_words
+from sync import secrets
+
+logger = logging.getLogger(__name__)
+LINES_WITHOUT_TERMINAL: Final = 12
+"""Over a whole run."""
+WINDOW: Final = 40
+"""Newest steps, over which rates and busy shares are taken."""
+REFRESH_SECONDS: Final = 0.5
+CLOSE_SECONDS: Final = 5.0
+"""Longest wait at the end for a terminal that accepts no output."""
+MOST_NAMES: Final = 8
+DROPPED: Final = "rollout/dropped/"
+"""Before the reason, in names of figures."""
+BARS: Final = "▁▂▃▄▅▆▇█"
+Status = Callable[[], Mapping[str, tuple[str, int]]]
+"""Child process → its phase, and how often it was restarted."""
+ROWS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
+    "training": (
+        ("learning rate {:.2g}", "train/lr"),
+        ("{:,.0f} tokens/s", "tokens_per_second"),
+        ("{:.0%} of generated tokens trained", "train/tokens_share"),
+        ("reward {:.3f}", "train/reward_mean"),
+    ),
+    "age": (("mean {:.1f}", "buffer/age_mean"), ("bound {:.0f}", "buffer/age_limit")),
+    "rollouts": (("{:.0f} in the buffer", "buffer/size"), ("{:.0f} in flight", "rollout/in_flight")),
+    "weight sync": (
+        ("step {:.0f}", "sync/step"),
+        ("{:,.0f} bytes", "sync/bytes"),
+        ("{:.2f} s", "sync/seconds"),
+    ),
+}
+"""Row of the panel → how each of its figures is shown, and its name; one that is missing is left out."""
+
+
+class Logged(NamedTuple):
+    """Figures of one step."""
+
+    at: float
+    """Monotonic seconds."""
+    step: int
+    figures: Mapping[str, float]
+
+
+@dataclass
+class Shown:
+    """What is known of the run."""
+
+    config: RunConfig
+    status: Status = dict
+    began: float = field(default_factory=time.monotonic)
+    steps: deque[Logged] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))
+    """The newest, in order; one lineage's."""
+    evaluation: str = ""
+
+    def add(self, one: Logged) -> None:
+        """Add a step; one at or before the last begins anew, after a rollback."""
+        if self.steps and one.step <= self.steps[-1].step:
+            self.steps.clear()
+        self.steps.append(one._replace(figures={**one.figures, "step": one.step}))
+
+    def per_second(self, name: str) -> float | None:
+        """Growth of a counter over the window; None: unknown."""
+        if len(self.steps) < 2:
+            return None
+        first, last = self.steps[0], self.steps[-1]
+        if name not in first.figures or name not in last.figures:
+            return None
+        return (last.figures[name] - first.figures[name]) / max(1e-9, last.at - first.at)
+
+    def seconds_left(self) -> float | None:
+        """Until the last step, at the window's pace; None: unknown."""
+        pace = self.per_second("step")
+        return (self.config.run.steps - self.steps[-1].step) / pace if pace else None
+
+
+class ProgressDisplay:
+    """A Sink that shows a run. Order: `start`, then `log` and `say` from any thread, then `close`."""
+
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        self._console, self._shown = console, Shown(config)
+        self._events: SimpleQueue[Logged | str | None] = SimpleQueue()
+        self._every = max(1, config.run.steps // LINES_WITHOUT_TERMINAL)
+        self._terminal = console.is_terminal and not console.is_dumb_terminal
+        self._thread = threading.Thread(target=self._show, name="display", daemon=True)
+
+    def start(self, status: Status = dict) -> None:
+        """Begin to show; `status`: of the processes that were started for the run."""
+        self._shown.status = status
+        if not self._terminal and (names := status()):
+            self.say(f"starting: {', '.join(names)}")
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._events.put(secrets.redact(text))
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._events.put(Logged(time.monotonic(), step, figures))
+
+    def close(self) -> None:
+        self._events.put(None)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    def write(self, text: str) -> None:
+        """For log handlers, which take this for their stream."""
+        self.say(text.rstrip("\n"))
+
+    def flush(self) -> None:
+        """See `write`."""
+
+    # --- the thread ---------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        try:
+            if self._terminal:
+                self._live()
+            else:
+                while (event := self._events.get()) is not None:
+                    self._handle(event)
+        except Exception:  # edge of a thread
+            logger.exception("the run goes on and is no longer shown here: see metrics.jsonl in its folder")
+
+    def _live(self) -> None:
+        live = Live(
+            self._panel(),
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        with self._log_lines_above(), live:
+            while not self._ended_within(REFRESH_SECONDS):
+                live.update(self._panel(), refresh=True)
+
+    @contextlib.contextmanager
+    def _log_lines_above(self) -> Iterator[None]:
+        """Have what is logged to the terminal, such as the last lines of a role that died, printed here."""
+        stream, found = sys.stderr, logging.getLogger().handlers if sys.stderr.isatty() else []
+        ours = [one for one in found if isinstance(one, logging.StreamHandler) and one.stream is stream]
+        for handler in ours:
+            handler.setStream(self)
+        try:
+            yield
+        finally:
+            for handler in ours:
+                handler.setStream(stream)
+
+    def _ended_within(self, seconds: float) -> bool:
+        """Handle events for so long; whether `close` was called."""
+        until = time.monotonic() + seconds
+        with contextlib.suppress(Empty):
+            while True:
+                event = self._events.get(timeout=max(0.0, until - time.monotonic()))
+                if event is None:
+                    return True
+                self._handle(event)
+        return False
+
+    def _handle(self, event: Logged | str) -> None:
+        if isinstance(event, str):
+            self._console.print(event, markup=False, highlight=False, soft_wrap=True)
+        elif "eval/reverse_kl" in event.figures:
+            self._shown.evaluation = evaluation_line(event.step, event.figures)
+            self._handle(self._shown.evaluation)
+        else:
+            self._shown.add(event)
+            last = event.step == (steps := self._shown.config.run.steps)
+            if not self._terminal and (event.step % self._every == 0 or last):
+                rate, left = self._shown.per_second("train/tokens_total"), self._shown.seconds_left()
+                self._handle(f"step {event.step}/{steps}  {step_line(event.figures, rate, left)}")
+
+    def _panel(self) -> Panel:
+        return panel(self._shown, time.monotonic(), "" if self._console.options.ascii_only else BARS)
+
+
+def panel(shown: Shown, now: float, bars: str = BARS) -> Panel:
+    """The panel at monotonic time `now`; `bars`: characters of the sparkline, from low to high."""
+    run = shown.config.run
+    rows, whole = Table.grid(padding=(0, 2)), Table.grid(expand=True)
+    for name, text in _rows(shown, now, bars):
+        if text:
+            rows.add_row(Text(name, style="dim"), Text(text))
+    whole.add_row(ProgressBar(run.steps, shown.steps[-1].step if shown.steps else 0))
+    whole.add_row(rows)
+    return Panel(whole, title=Text(run.name))
+
+
+def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
+    """(name, text); without a text nothing is known of it."""
+    phases: dict[str, list[str]] = defaultdict(list)
+    status = shown.status()
+    for name, (phase, _) in status.items():
+        phases[phase].append(name)
+    starting = [*phases["starting"], *phases["restarting"]]
+    yield "progress", f"{_progress(shown, now, starting)}, {_clock(now - shown.began)} elapsed"
+    if shown.steps:
+        figures, rate = dict(shown.steps[-1].figures), shown.per_second("train/tokens_total")
+        figures |= {"buffer/age_limit": rules(shown.config).bound.hard}
+        figures |= {} if rate is None else {"tokens_per_second": rate}
+        values = [one.figures["train/reverse_kl"] for one in shown.steps if "train/reverse_kl" in one.figures]
+        yield "reverse KL", f"{values[-1]:.3f}  {sparkline(values, bars)}" if values else ""
+        for name, parts in ROWS.items():
+            yield name, ", ".join(form.format(figures[key]) for form, key in parts if key in figures)
+        yield "busy", _busy(shown)
+    yield "evaluation", shown.evaluation
+    restarts = sum(count for _, count in status.values())
+    found = [f"{phase}: {_listed(names)}" for phase, names in phases.items() if names]
+    yield "processes", "; ".join([*found, *([f"restarts: {restarts}"] if restarts else [])])
+
+
+def _progress(shown: Shown, now: float, starting: Sequence[str]) -> str:
+    if not shown.steps:
+        return f"starting: {_listed(starting)}" if starting else "waiting for the first step"
+    (at, step, _), left = shown.steps[-1], shown.seconds_left()
+    text = f"step {step} of {shown.config.run.steps}, {_clock(now - at)} ago"
+    return text if left is None else f"{text}, {_clock(left)} left"
+
+
+def _busy(shown: Shown) -> str:
+    """Roles and the share of the window in which each worked, the busiest first."""
+    prefix = "perf/busy_seconds/"
+    names = [name for name in shown.steps[-1].figures if name.startswith(prefix)]
+    shares = {name[len(prefix) :]: share for name in names if (share := shown.per_second(name)) is not None}
+    ordered = sorted(shares.items(), key=lambda one: -one[1])
+    return _listed([f"{role} {min(1.0, max(0.0, share)):.0%}" for role, share in ordered])
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return ", ".join([*names[:MOST_NAMES], *more])
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def sparkline(values: Iterable[float], bars: str = BARS) -> str:
+    """A bar per value, scaled from the least to the greatest; values that are not finite are left out."""
+    found = [value for value in values if math.isfinite(value)]
+    if not found or not bars:
+        return ""
+    low, span = min(found), (max(found) - min(found)) or 1.0
+    return "".join(bars[round((value - low) / span * (len(bars) - 1))] for value in found)
+
+
+def step_line(
+    figures: Mapping[str, float], tokens_per_second: float | None, seconds_left: float | None = None
+) -> str:
+    """The main figures of one step."""
+    parts = [
+        f"reverse KL {figures['train/reverse_kl']:.3f}" if "train/reverse_kl" in figures else "",
+        f"age {figures.get('buffer/age_mean', 0.0):.1f}",
+        f"waited {figures.get('perf/wait_seconds', 0.0):.2f} s",
+        f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
+        f"trained {figures['train/tokens_share']:.0%}" if "train/tokens_share" in figures else "",
+        dropped_words({n.removeprefix(DROPPED): c for n, c in figures.items() if n.startswith(DROPPED)}),
+        "" if seconds_left is None else f"{_clock(seconds_left)} left",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
+    """One evaluation, distinguishable from a step's own figures."""
+    passed, end = figures.get("eval/pass_rate"), "/average"
+    rate = "" if passed is None else f", pass rate {passed:.1%}"
+    for name in (name for name in figures if name.startswith("eval/") and name.endswith(end)):
+        rate += f", {name[5 : -len(end)]} {figures[name]:.3f}"
+    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats per token{rate}"
