@@ -12,11 +12,12 @@ import typer
 from distill.cli.main import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 
 
-def test_the_configuration_page_is_written_from_the_classes() -> None:
-    assert reference.PAGE.read_text() == reference.page(), "run: python tests/support/reference.py"
+def test_the_reference_pages_are_written_from_the_code() -> None:
+    for path, written in reference.PAGES.items():
+        assert path.read_text() == written(), "run: python tests/support/reference.py"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
