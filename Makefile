@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU := .venv-gpu
+DOCS := .venv-docs
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-faults test-runs test-engines test-units coverage mutants gpu-check setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-units coverage mutants gpu-check docs setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
@@ -42,6 +43,17 @@ $(GPU)/.installed: requirements/gpu.lock requirements/install.py pyproject.toml
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
+docs: $(DOCS)/.installed  ## the documents as a site in site/; a broken link is an error
+	rm -rf site $(DOCS)/tree && mkdir $(DOCS)/tree && cp -r mkdocs.yml docs $(DOCS)/tree
+	cd $(DOCS)/tree && ../bin/zensical build --strict  # a copy: its cache would lie among the models of .cache
+	mv $(DOCS)/tree/site site
+
+$(DOCS)/.installed: pyproject.toml
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check $$($(DOCS)/bin/python -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
 setup: $(STAMP)  ## the virtual environment alone
 
 $(STAMP): requirements/cpu.lock requirements/install.py pyproject.toml
@@ -65,4 +77,4 @@ lock:  ## resolve requirements/cpu.lock and gpu.lock anew
 	$(COMPILE) requirements/gpu.in --python-platform x86_64-manylinux_2_28 --output-file requirements/gpu.lock
 
 clean:
-	rm -rf $(VENV) .cache runs
+	rm -rf $(VENV) $(DOCS) .cache runs site

@@ -2,27 +2,119 @@
 
 import ast
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
 import reference
 import typer
+import yaml
 
 from distill.cli.main import app
+from distill.config import RunConfig
+from distill.config.loading import load, sections
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *SITE]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+"""Language and content."""
+FILE = re.compile(r"^```toml\n# (\w+\.toml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"^(?: {4})?(distill [a-z].*)$", re.MULTILINE)
+PACKAGES = ("distill", "teacher_service", "student_trainer", "sync")
 
 
-def test_the_configuration_page_is_written_from_the_classes() -> None:
-    assert reference.PAGE.read_text() == reference.page(), "run: python tests/support/reference.py"
+@pytest.mark.parametrize("path", reference.PAGES, ids=lambda path: path.name)
+def test_a_reference_page_is_written_from_the_code(path: Path) -> None:
+    assert path.read_text() == reference.PAGES[path](), "run: python tests/support/reference.py"
+
+
+def test_the_site_has_every_page_once() -> None:
+    def pages(nav: Any) -> Iterator[str]:
+        for one in nav if isinstance(nav, list) else nav.values():
+            if isinstance(one, str):
+                yield one
+            else:
+                yield from pages(one)
+
+    nav = [*pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
+    assert sorted(nav) == sorted(str(path.relative_to(ROOT / "docs")) for path in SITE)
+
+
+def _anchors(path: Path) -> set[str]:
+    """Of headings, as both GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower())) for heading in headings}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_links_between_pages_lead_somewhere(path: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", path.read_text())
-    assert not [target for target in targets if not (path.parent / target).exists()]
+def test_links_lead_to_a_file_and_a_heading(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", BLOCK.sub("", path.read_text()))
+    places = [(path.parent / file if file else path, anchor) for file, anchor in links]
+    assert not [place for place, _ in places if not place.exists()]
+    assert not [f"{place}#{anchor}" for place, anchor in places if anchor and anchor not in _anchors(place)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_code_blocks_are_whole(path: Path) -> None:
+    for language, text in BLOCK.findall(path.read_text()):
+        if language == "python":
+            compile(text, str(path), "exec")
+        elif language == "toml":
+            tomllib.loads(text)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_command_line_takes_what_a_page_types(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its overrides, over a file of configs/ or one that a tutorial has written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for page in SITE:
+        for name, text in FILE.findall(page.read_text()):
+            (tmp_path / name).write_text(text)
+    for line in COMMAND.findall(path.read_text().replace("\\\n", "")):
+        arguments = reference.parsed(shlex.split(line, comments=True))
+        if (config := arguments.get("config")) is not None and config.is_file():
+            load(config, arguments["overrides"])
+
+
+def _is_key(key: str) -> bool:
+    """Whether a configuration may hold it; what free-form tables and lists hold is not looked at."""
+    annotation: Any = RunConfig
+    for part in key.split("."):
+        kinds, named = sections(annotation), get_origin(annotation) is dict
+        fields = [kind.model_fields[part].annotation for kind in kinds if part in kind.model_fields]
+        if not kinds:
+            return named
+        if not fields and not named:
+            return False
+        annotation = get_args(annotation)[1] if named else fields[0]
+    return True
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *SITE], ids=lambda path: path.name)
+def test_the_keys_that_a_page_names_exist(path: Path) -> None:
+    """In coming-from.md those of the last column, which are ours."""
+    text = path.read_text()
+    if path.name == "coming-from.md":
+        text = "\n".join(line.split("|")[-2] for line in text.splitlines() if line.startswith("|"))
+    named = re.findall(rf"`((?:{'|'.join(RunConfig.model_fields)})\.(?!py`)[a-z_][\w.]*)(?: = [^`]*)?`", text)
+    assert not [key for key in named if not _is_key(key)]
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_source() -> None:
+    sources = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    nodes = (node for path in sources for node in ast.walk(ast.parse(path.read_text())))
+    said = "\n".join(str(node.value) for node in nodes if isinstance(node, ast.Constant))
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) >= 30
+    assert not [message for message in messages for part in message.split("…") if part not in said]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

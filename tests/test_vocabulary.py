@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("distill", "teacher_service", "student_trainer", "sync")
 SOURCES = sorted(path for name in (*PACKAGES, "tests") for path in (ROOT / name).rglob("*.py"))
-PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs/glossary.md"})
+PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/glossary.md"})
 
 IDENTIFIERS = frozenset(
     [

@@ -1,19 +1,22 @@
-"""Write docs/configuration.md from the configuration classes: `python tests/support/reference.py`."""
+"""Write docs/configuration.md and docs/commands.md from the code: `python tests/support/reference.py`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
+import typer.main
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from distill.cli.main import app
 from distill.config import RunConfig
 from distill.config.loading import sections
 from sync.settings import Settings
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "configuration.md"
+DOCS: Final = Path(__file__).parents[2] / "docs"
 _HEAD: Final = """# Configuration
 
 One TOML file describes a run; `configs/` holds files to start from. Unknown keys are refused with the nearest
@@ -27,10 +30,17 @@ Options of DeepSpeed and vLLM that are not listed here go through `trainer.deeps
 
 This page is written by `python tests/support/reference.py` from the classes that check the file.
 """
+_COMMANDS: Final = """# Commands
+
+`distill COMMAND --help` prints the same. Exit status: 0 done; 1 failed, or a guarantee was broken; 2 a
+setting or data that cannot be used; 130 stopped.
+
+This page is written by `python tests/support/reference.py` from the command line.
+"""
 
 
-def page() -> str:
-    """The whole page."""
+def configuration() -> str:
+    """docs/configuration.md."""
     parts = [_HEAD]
     for name, field in RunConfig.model_fields.items():
         parts += _section(name, field)
@@ -122,5 +132,41 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def commands() -> str:
+    """docs/commands.md."""
+    parts = [_COMMANDS]
+    for name, command in every_command(typer.main.get_command(app), "distill"):
+        context = command.make_context(name, [], resilient_parsing=True)
+        text, _, example = (command.help or "").partition("Example: ")
+        parts += [f"## {name}", "", " ".join(text.split()), ""]
+        parts += [f"    {' '.join(example.split())}", ""] if example else []
+        parts += ["| argument, option | meaning |", "| --- | --- |"]
+        rows = filter(None, (parameter.get_help_record(context) for parameter in command.params))
+        parts += [*(f"| `{_cell(given)}` | {_cell(meaning)} |" for given, meaning in rows), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def every_command(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """(name, click command) of every command below `command`, itself when it is no group."""
+    group = getattr(command, "commands", None)
+    if group is None:
+        yield name, command
+    for word, inner in (group or {}).items():
+        yield from every_command(inner, f"{name} {word}")
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The arguments of a command line, "distill" first. Raises click's UsageError for one that is wrong."""
+    command: Any = typer.main.get_command(app)
+    rest = words[1:]
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    arguments: dict[str, Any] = command.make_context(command.name, rest).params
+    return arguments
+
+
+PAGES: Final = {DOCS / "configuration.md": configuration, DOCS / "commands.md": commands}
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, written in PAGES.items():
+        path.write_text(written())
