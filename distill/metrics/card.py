@@ -228,15 +228,16 @@ def _vllm(config: RunConfig, name: str, adapter: bool) -> str:
 
 
 def _facts(config: RunConfig, summary: Mapping[str, Any], version: str | None) -> Iterator[tuple[str, ...]]:
-    tokens, trainer = summary.get("tokens") or {}, config.trainer
+    trainer = config.trainer
     yield "student", _shown(config.student.path)
     for name, one in config.teachers.items():
         yield f"teacher {name}", f"{_shown(one.path)}, {one.dtype}, engine {one.engine}"
     yield "prompts", ", ".join(_sources(config))
     yield "version", f"{version}, of {config.run.steps} steps"
     yield "rollouts", f"{config.rollout.batch} per step, up to {config.rollout.max_tokens} tokens each"
-    if tokens:
-        yield "tokens", f"{tokens['trained']:,} trained on, of {tokens['generated']:,} generated"
+    if summary:
+        trained, generated = summary["train"]["tokens_total"], summary["rollout"]["tokens_total"]
+        yield "tokens", f"{trained:,} trained on, of {generated:,} generated"
     yield "staleness", f"at most {config.buffer.max_staleness} versions"
     rate = f"{trainer.lr:g}, {trainer.lr_schedule}, {trainer.warmup_steps} steps of warm-up"
     yield "learning rate", rate + (f"; LoRA of rank {trainer.lora.rank}" if trainer.lora else "")

@@ -40,7 +40,8 @@ EVALUATIONS = [evaluation(report(0, 1.25, 0.25, 0.125)), evaluation(report(6, 0.
 SUMMARY = {
     "evaluations": EVALUATIONS,
     "before": EVALUATIONS[0],
-    "tokens": {"trained": 12345, "generated": 20000},
+    "train": {"tokens_total": 12345},
+    "rollout": {"tokens_total": 20000},
     "versions": {"torch": "2.13.0"},
 }
 
