@@ -27,6 +27,7 @@ def with_uv(lock: str) -> bool:
     configured = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in lines}
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
     command += ["--index-strategy", "unsafe-best-match"]  # as pip: the version counts, not which index has it
+    command += ["--compile-bytecode"]  # as pip; an engine imports thousands of modules at every start
     for name, flag in FLAGS.items():
         command += [word for place in configured.get(name, "").split() for word in (flag, place)]
     certificate = {"SSL_CERT_FILE": configured["cert"]} if "cert" in configured else {}
