@@ -40,7 +40,7 @@ class KillTarget:
     def __init__(self, command: Sequence[str], run_dir: Path, timeout: float = 300.0) -> None:
         """`timeout`: seconds that any wait may take, and the longest between two steps."""
         self.run_dir = run_dir
-        self._command, self._timeout = list(command), timeout
+        self._command, self.timeout = list(command), timeout
         self._started: subprocess.Popen[bytes] | None = None
         self._seen: set[psutil.Process] = set()
         self._dead: set[psutil.Process] = set()
@@ -170,7 +170,7 @@ class KillTarget:
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Until the condition holds, or the run is over. Raises DistillError when that takes too long."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         while not condition():
             status = None if self._started is None else self._started.poll()
             if status == 0:
@@ -221,10 +221,10 @@ class KillTarget:
         return {**self._role_processes(), **helper_processes(launcher.pid), CONTROLLER: [launcher]}[role]
 
     def _ended(self) -> int:
-        step, deadline = self.step(), time.monotonic() + self._timeout
+        step, deadline = self.step(), time.monotonic() + self.timeout
         while self._launcher.poll() is None:
             if (now := self.step()) != step:
-                step, deadline = now, time.monotonic() + self._timeout
+                step, deadline = now, time.monotonic() + self.timeout
             if time.monotonic() > deadline:
                 raise DistillError(f"the run does not end; {self._log_end()}")
             self._role_processes()
