@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -64,6 +65,7 @@ class Figures(Collector):
         return families.values()
 
 
+@cache
 def metric(figure: str) -> Metric:
     """The metric of a figure; one without a row in `FIGURES`, such as an objective's own, has no labels."""
     row = next((one for one in FIGURES if one.names(figure)), Figure(figure, "–", "see metrics.jsonl"))

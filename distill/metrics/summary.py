@@ -70,6 +70,7 @@ def gauges(
     state: RunState, pool: ReplicaPool, timeline: Timeline, teachers: Mapping[str, Teacher]
 ) -> dict[str, float]:
     """`totals`, what is under way now and what each teacher was asked, by name (`distill.metrics.names`)."""
+    newest = state.applied[-1] if state.applied else None
     return flat(totals(state, timeline)) | flat(
         {
             "step": state.reached.step if state.reached else 0,
@@ -77,15 +78,9 @@ def gauges(
             "rollout/in_flight": sum(replica.in_flight for replica in pool.replicas.values()),
             "rollout/replicas": len(pool.serving()),
             "teacher": {name: asdict(teacher.counters) for name, teacher in teachers.items()},
-            "sync": {
-                what: value
-                for one in state.applied[-1:]
-                for what, value in (
-                    ("step", one.version.step),
-                    ("bytes", one.bytes),
-                    ("seconds", one.seconds),
-                )
-            },
+            "sync": {}
+            if newest is None
+            else {"step": newest.version.step, "bytes": newest.bytes, "seconds": newest.seconds},
         }
     )
 

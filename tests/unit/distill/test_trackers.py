@@ -180,4 +180,4 @@ def wait_for_end(path: Path) -> list[Any]:
         if any(one.WhichOneof("record_type") == "exit" for one in found):
             return found
         time.sleep(0.1)
-    return list(records(path))
+    raise AssertionError(f"{path} has no end after a minute")
