@@ -14,6 +14,7 @@ from pydantic import Field
 
 from distill.config.evaluation import EvaluationConfig
 from distill.config.prompts import PromptsConfig
+from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
 from sync.client import Url
@@ -260,6 +261,7 @@ class RunConfig(Settings):
     student: StudentConfig
     teachers: dict[str, TeacherConfig] = Field(min_length=1)
     prompts: PromptsConfig
+    environments: dict[str, EnvironmentConfig] = {}
     rollout: RolloutConfig
     buffer: BufferConfig = BufferConfig()
     objective: ObjectiveConfig = Auto()

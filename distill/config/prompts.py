@@ -82,7 +82,21 @@ class DatasetPrompts(RowPrompts):
     cannot be used is dropped and counted. None: all rows are read, checked and shuffled."""
 
 
+class EnvironmentPrompts(Settings):
+    """Episodes of an environment: it gives the prompts of every turn, and the reward."""
+
+    type: Literal["environment"]
+    environment: str
+    """Name of a section [environments.NAME]."""
+    tasks: int | None = Field(None, ge=2)
+    """Its tasks 0 to `tasks` − 1, in shuffled epochs; None: it has no end of tasks, in order. The first
+    `evaluation.prompts` of them, at most a tenth, are held out."""
+
+
 SinglePrompts = Annotated[TaskPrompts | JsonlPrompts | DatasetPrompts, Field(discriminator="type")]
+PartPrompts = Annotated[
+    TaskPrompts | JsonlPrompts | DatasetPrompts | EnvironmentPrompts, Field(discriminator="type")
+]
 
 
 class MixturePrompts(Settings):
@@ -92,13 +106,14 @@ class MixturePrompts(Settings):
     """
 
     type: Literal["mixture"]
-    parts: dict[str, SinglePrompts] = Field(min_length=1)
-    """Name → a source of type task, jsonl or dataset. The name is the data source of its prompts, by which
-    they are routed to teachers; a part sets no `source_field`."""
+    parts: dict[str, PartPrompts] = Field(min_length=1)
+    """Name → a source of type task, jsonl, dataset or environment. The name is the data source of its prompts,
+    by which they are routed to teachers; a part sets no `source_field`."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Name → share of the prompts, relative to the others; parts not named: 1."""
 
 
 PromptsConfig = Annotated[
-    TaskPrompts | JsonlPrompts | DatasetPrompts | MixturePrompts, Field(discriminator="type")
+    TaskPrompts | JsonlPrompts | DatasetPrompts | EnvironmentPrompts | MixturePrompts,
+    Field(discriminator="type"),
 ]

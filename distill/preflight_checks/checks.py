@@ -276,7 +276,7 @@ def _topk(config: RunConfig, vocab: int) -> Iterator[str]:
 
 def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:
     evaluation, kind = config.evaluation, config.prompts.type
-    if config.objective.task is not None and split.rewards is None:
+    if config.objective.task is not None and not split.rewarded:
         yield (
             f'objective.task is set and prompts of type "{kind}" have no reward: '
             "set prompts.reward_fn, take prompts of a task, or leave objective.task out"
@@ -286,7 +286,7 @@ def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:
             "objective.task rewards the student's completions and objective.on_policy is 0, so there are "
             "none: raise on_policy, or leave objective.task out"
         )
-    if evaluation is not None and evaluation.metric == "pass_rate" and split.rewards is None:
+    if evaluation is not None and evaluation.metric == "pass_rate" and not split.rewarded:
         yield (
             f'evaluation.metric is "pass_rate" and prompts of type "{kind}" have no reward: '
             'set prompts.reward_fn, or evaluation.metric = "reverse_kl"'

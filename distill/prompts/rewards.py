@@ -23,7 +23,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from distill import tasks
-from distill.config.prompts import MixturePrompts, PromptsConfig, SinglePrompts, TaskPrompts
+from distill.config.prompts import (
+    EnvironmentPrompts,
+    MixturePrompts,
+    PromptsConfig,
+    SinglePrompts,
+    TaskPrompts,
+)
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
 from sync.own_code import load_function, own_code
@@ -142,6 +148,8 @@ def load_rewards(prompts: PromptsConfig) -> RewardFn:
     if isinstance(prompts, MixturePrompts):
         parts = {name: load_rewards(part) for name, part in prompts.parts.items()}
         return lambda prompt, completion: parts[prompt.source](prompt, completion)
+    if isinstance(prompts, EnvironmentPrompts):
+        raise ConfigError("an environment gives its rewards itself")
     if isinstance(prompts, TaskPrompts):
         task = tasks.load(prompts.task, prompts.options)
         return partial(_reward, f"prompts.task {prompts.task!r}, passes()", task.passes)

@@ -14,7 +14,13 @@ import numpy as np
 
 from distill import tasks
 from distill.config import RunConfig
-from distill.config.prompts import DatasetPrompts, JsonlPrompts, MixturePrompts, TaskPrompts
+from distill.config.prompts import (
+    DatasetPrompts,
+    EnvironmentPrompts,
+    JsonlPrompts,
+    MixturePrompts,
+    TaskPrompts,
+)
 from distill.prompts.mixture import Mixture, by_weight
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
@@ -56,6 +62,28 @@ class TaskSource:
             made = make(self._seed, index)
         ids = self._encode(made.text) if made.token_ids is None else made.token_ids
         return Prompt(name, list(ids), "default", made.answer, made.text)
+
+
+class EnvironmentSource:
+    """Tasks of an environment, from `first` on; the environment gives their prompts."""
+
+    def __init__(self, environment: str, first: int) -> None:
+        self._environment, self._first = environment, first
+
+    def __getitem__(self, index: int) -> Prompt:
+        task = self._first + index
+        return Prompt(str(task), [], environment=self._environment, task=task)
+
+
+class CountedEnvironmentSource(EnvironmentSource):
+    """As many of them as there are."""
+
+    def __init__(self, environment: str, first: int, count: int) -> None:
+        super().__init__(environment, first)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
 
 
 class TableSource:
@@ -104,11 +132,18 @@ class PromptSplit(NamedTuple):
     train: PromptSource
     held_out: list[Prompt]
     rewards: RewardSource | None
-    """None: completions cannot be checked."""
+    """None: completions cannot be checked, or environments reward them all (`rewarded`)."""
     vocab_size: int = ANY_ID
     """Of the student's tokenizer."""
     notes: tuple[str, ...] = ()
     """What was dropped, in words."""
+    by_environment: bool = False
+    """Environments give the rewards."""
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether every rollout has a reward."""
+        return self.rewards is not None or self.by_environment
 
 
 def keep_position(source: PromptSource, folder: Path) -> None:
@@ -197,10 +232,13 @@ class _Opening:
         train = Mixture({name: split.train for name, split in splits.items()}, weights, self.seed)
         rewards, notes = _rewards_of_parts(prompts, splits)
         notes += [note for split in splits.values() for note in split.notes]
-        return PromptSplit(train, held_out, rewards, notes=tuple(notes))
+        rewarded = all(split.rewarded for split in splits.values())
+        return PromptSplit(train, held_out, rewards, notes=tuple(notes), by_environment=rewarded)
 
-    def one(self, prompts: TaskPrompts | RowsConfig, wanted: int) -> PromptSplit:
+    def one(self, prompts: TaskPrompts | RowsConfig | EnvironmentPrompts, wanted: int) -> PromptSplit:
         """A source that is no mixture."""
+        if isinstance(prompts, EnvironmentPrompts):
+            return _environment(prompts, wanted)
         if isinstance(prompts, TaskPrompts):
             return self._task(prompts, wanted)
         reader = RowReader(prompts, row_encoder(self.tokenizer, prompts), self.longest)
@@ -234,14 +272,28 @@ class _Opening:
         return PromptSplit(source, held_out, reward_source(prompts, self.tokenizer))
 
 
+def _environment(prompts: EnvironmentPrompts, wanted: int) -> PromptSplit:
+    name, tasks_ = prompts.environment, prompts.tasks
+    count = wanted if tasks_ is None else min(wanted, int(tasks_ * LARGEST_SHARE))
+    held_out = [EnvironmentSource(name, 0)[task] for task in range(count)]
+    train: PromptSource = (
+        EnvironmentSource(name, count)
+        if tasks_ is None
+        else CountedEnvironmentSource(name, count, tasks_ - count)
+    )
+    return PromptSplit(train, held_out, None, by_environment=True)
+
+
 def _rewards_of_parts(
     prompts: MixturePrompts, splits: Mapping[str, PromptSplit]
 ) -> tuple[RewardSource | None, list[str]]:
     """The reward of a prompt by its part, and a note for parts without one: then there is none at all."""
     parts = {name: split.rewards for name, split in splits.items() if split.rewards is not None}
-    if missing := sorted(splits.keys() - parts.keys()):
+    if missing := sorted(name for name, split in splits.items() if not split.rewarded):
         note = f"prompts: completions have no reward, because {', '.join(missing)} of prompts.parts has none"
-        return None, [note] if parts else []
+        return None, [note] if len(missing) < len(splits) else []
+    if not parts:
+        return None, []
     seconds = max(one.seconds for one in parts.values())
     return RewardSource(prompts, seconds, lambda prompt, ids: parts[prompt.source].read(prompt, ids)), []
 

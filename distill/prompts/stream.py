@@ -24,6 +24,11 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Reference answer; None: the row has none."""
     text: str = ""
     """`token_ids` as text, if the source knows it; else empty."""
+    environment: str = ""
+    """Environment that the student plays against; it gives the first prompt, and `token_ids` is empty until
+    then. Empty: none, the prompt is completed once."""
+    task: int = 0
+    """Which of its tasks."""
 
 
 def group_of(prompt: str) -> str:

@@ -28,9 +28,17 @@ DropReason = Literal[
     "function_failed",
     "poisoned",
     "impossible_version",
+    "environment_failed",
 ]
 RequeueReason = Literal[
-    "replica_lost", "replica_busy", "aborted", "straggler", "over_long", "unusable", "controller_restarted"
+    "replica_lost",
+    "replica_busy",
+    "aborted",
+    "straggler",
+    "over_long",
+    "unusable",
+    "controller_restarted",
+    "environment_lost",
 ]
 
 SPENDS_ATTEMPT: Final = ("aborted", "straggler", "over_long", "unusable")
@@ -112,11 +120,19 @@ class Rollout(Record, frozen=True):
     issued: Prompt | None = None  # the prompt as the stream gave it; None once it is scored
     teacher_prompt: Array | None = None
     """i4 [P']: what the teacher of kept scores saw instead of `prompt`; None: the same, or they are here"""
+    own: list[tuple[int, int]] = []
+    """Start and end, in T, of the tokens that the student sampled in each turn of an episode; the others are
+    the environment's. Empty: all T."""
 
     @property
     def length(self) -> int:
         """T"""
         return self.tokens.shape[0]
+
+    @property
+    def own_length(self) -> int:
+        """Tokens of T that are trained on."""
+        return sum(end - start for start, end in self.own) if self.own else self.length
 
     @property
     def source_prompt(self) -> Prompt:

@@ -14,6 +14,8 @@ Producer → consumer
     people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
     controller → evaluator         CompletionsRequest, EvalRequest, ProbeRequest
     evaluator → controller         CompletionsReply, EvalReport, ProbeReply
+    controller, evaluator → environment    EpisodeBegin, EpisodeContinue, EpisodeEnd
+    environment → controller, evaluator    Turn | EpisodeOver | EpisodeFailed, EnvironmentInfo
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
 Arrays are little-endian, row-major bytes with dtype and shape. Nothing here imports torch.
@@ -23,6 +25,7 @@ H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of
 """
 
 from sync.wire.base import *  # noqa: F403
+from sync.wire.environment import *  # noqa: F403
 from sync.wire.evaluator import *  # noqa: F403
 from sync.wire.servers import *  # noqa: F403
 from sync.wire.trainer import *  # noqa: F403

@@ -94,6 +94,9 @@ class Rows(msgspec.Struct, frozen=True):
     the rank had that row scored again. None: the scores are here."""
     teacher_prompts: list[Array | None] | None = None
     """R, i4 [P'] each: what the teacher of a kept row saw in the prompt's place; None: the prompt itself"""
+    own: Array | None = None
+    """u1 [C]: 1 where the student sampled the token, 0 where an environment wrote it, which is in no loss;
+    None: 1 everywhere"""
 
 
 class TeacherServers(Message, frozen=True):

@@ -1,0 +1,39 @@
+"""Configuration of one environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from sync.settings import Placement
+
+
+class EnvironmentConfig(Placement):
+    """One environment, served by processes of its own; episodes are spread over them."""
+
+    type: Literal["python", "verifiers"] = "python"
+    """python: an async function of yours. verifiers: an environment of the verifiers library."""
+    environment: str
+    """python: "package.module:function" (docs/environments.md). verifiers: the id of a taskset or environment
+    package."""
+    options: dict[str, Any] = {}
+    """python: keyword arguments of the function. verifiers: further fields of its configuration."""
+    python: Path | None = None
+    """Interpreter of a virtual environment that has the environment's packages (`make environments`); None:
+    this one."""
+    processes: int = Field(1, ge=1)
+    """Processes started on this machine."""
+    max_episodes: int = Field(256, ge=1)
+    """Episodes under way in one process; beyond it one is refused with 429 and Retry-After."""
+    max_turns: int = Field(16, ge=1)
+    """Turns of an episode; one that takes more ends as truncated."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Tokens of an episode, prompt and environment included; None: the student's context."""
+    call_timeout_seconds: float = Field(60.0, gt=0)
+    """Time limit of the environment for one turn; one that exceeds it costs the episode."""
+    episode_timeout_seconds: float | None = Field(None, gt=0)
+    """Time limit of an episode, generation included, by `rollout.on_timeout`; None: no limit."""
+    threads: int = Field(1, ge=1)
+    """torch's and OpenMP's threads in each process."""

@@ -1,0 +1,59 @@
+"""Token ids of the messages of an episode, each made once, behind the ids that the student sampled.
+
+The first prompt is the chat template's. A later turn is what the template puts behind the assistant's content:
+the end of its message, the new messages, and the beginning of the next answer. Earlier tokens are never made
+again, so a student that spells "10" as "1", "0" keeps its own ids, and the KV prefix stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sync.errors import DataError
+
+Message = Mapping[str, Any]
+"""A chat message: role, content, and what else the template reads."""
+_ANSWER = "\u2603answer\u2603"
+"""Stands for the assistant's content; no template writes it."""
+
+
+class Renderer:
+    """Renders with one tokenizer and its chat template; `options`: further variables of the template."""
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] = {}) -> None:
+        self._tokenizer, self._options = tokenizer, dict(options)
+        self.end_ids = {tokenizer.eos_token_id} - {None}
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Ids of the first prompt, up to where the student answers."""
+        return self._ids(self._text(messages, tools))
+
+    def added(
+        self, said: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> list[int]:
+        """Ids behind the student's answer `said`, its end token included, up to where it answers next.
+
+        Raises DataError when the template does not write the assistant's content as it is.
+        """
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        before, found, behind = self._text([*turn, *messages], tools).rpartition(_ANSWER)
+        if not found or _ANSWER in before:
+            raise DataError(
+                "the chat template does not write an assistant's content once and as it is, so that no turn can "
+                "follow it: set the student's chat_template to one that does"
+            )
+        ids = self._ids(behind)
+        ended = bool(said) and said[-1] in self.end_ids
+        return ids[1:] if ended and ids and ids[0] == said[-1] else ids
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the student said, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+        kwargs = {**self._options, "tokenize": False, "add_generation_prompt": True}
+        return str(self._tokenizer.apply_chat_template(list(messages), tools=tools, **kwargs))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
