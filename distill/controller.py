@@ -1,7 +1,8 @@
 """The controller: constructs the stages of a run, subscribes them to one another, and runs until the end.
 
     prompts ─▶ Dispatcher ─▶ Rewarding ─▶ Scoring ─▶ RunLog ─▶ StepBatcher ─▶ TrainerSession ─▶ trainer
-                 ▲  └─▶ TeacherGeneration ─▶ Dispatcher.screen                                    │
+                 ▲  ├─▶ TeacherGeneration ─▶ Dispatcher.screen                                    │
+                 │  └─▶ Episodes ─▶ Dispatcher, turn by turn                                      │
                  └─────────────── ReplicaPool follows the versions that are published ◀───────────┘
 
 Every stage is a task of its own; the capacity rule bounds what is between them. With `max_staleness` 0 the
@@ -32,6 +33,7 @@ from distill.metrics.summary import digest_of_all, gauges, identity, of_evaluati
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
+from distill.rollout.episodes import Episodes
 from distill.rollout.replica_pool import ReplicaPool
 from distill.rollout.rewarding import Rewarding
 from distill.run_log.records import Checkpointed, Concluded, VersionApplied
@@ -76,6 +78,7 @@ class Controller:
             self.pool.add(name, engine)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
         self.dispatcher = Dispatcher(run_log, self.pool, config, checks, timeline, bus)
+        self.episodes = Episodes(parts, config, timeline, budget, bus)
         generation = TeacherGeneration(parts, config, checks, bus)
         self.generation = TeacherQueue(generation, parts, config, timeline, budget, bus)
         self.rewarding = Rewarding(parts.rewards, budget, bus)
@@ -108,9 +111,15 @@ class Controller:
     def _subscribe(self) -> None:
         """The flow of a run: which stage handles which event. events.py names the emitters."""
         on = self.events.on
-        # a rollout: Dispatcher → (TeacherGeneration →) Rewarding → Scoring → RunLog
-        on(events.TeacherTurn, lambda event: self.generation.put(event.rollout))
+        # a rollout: Dispatcher → (TeacherGeneration, or Episodes and back →) Rewarding → Scoring → RunLog
+        on(events.TeacherIssued, lambda event: self.generation.put(event.rollout))
         on(events.TeacherCompleted, lambda event: self.dispatcher.screen(event.rollout))
+        on(events.EpisodeIssued, lambda event: self.episodes.put(event.rollout))
+        on(events.TurnReady, lambda event: self.dispatcher.put_turn(event.rollout))
+        on(events.TurnGenerated, lambda event: self.episodes.generated(event.answer))
+        on(events.EpisodeBroken, lambda event: self.episodes.broken(event.id))
+        on(events.EpisodePlayed, self.dispatcher.played)
+        on(events.EpisodeLost, lambda event: self.dispatcher.play_again(event.rollout))
         on(events.CompletionReady, lambda event: self.rewarding.put(event.rollout))
         on(events.CompletionRewarded, lambda event: self.scoring.put(event.rollout))
         on(events.RolloutScored, lambda event: self.run_log.admit([event.rollout]))
@@ -136,6 +145,7 @@ class Controller:
             self.pool.run(),
             self.dispatcher.run(),
             self.generation.run(),
+            self.episodes.run(),
             self.rewarding.run(),
             self.scoring.run(),
             self.releases.run(),

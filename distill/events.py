@@ -15,12 +15,13 @@ from distill.aio import Signal
 from distill.prompts.stream import Prompt
 from distill.run_log.records import DropReason, Rollout
 from sync.errors import DistillError
+from sync.wire import Generated
 
 logger = logging.getLogger(__name__)
 E = TypeVar("E")
 
 
-class TeacherTurn(NamedTuple):
+class TeacherIssued(NamedTuple):
     """Dispatcher: the teacher is to complete this rollout, as issued."""
 
     rollout: Rollout
@@ -28,6 +29,43 @@ class TeacherTurn(NamedTuple):
 
 class TeacherCompleted(NamedTuple):
     """TeacherGeneration: a teacher has completed it."""
+
+    rollout: Rollout
+
+
+class EpisodeIssued(NamedTuple):
+    """Dispatcher: the student is to play this rollout against its environment, as issued."""
+
+    rollout: Rollout
+
+
+class TurnReady(NamedTuple):
+    """Episodes: a replica is to complete this rollout's context, which stands in place of its prompt."""
+
+    rollout: Rollout
+
+
+class TurnGenerated(NamedTuple):
+    """Dispatcher: a replica has."""
+
+    answer: Generated
+
+
+class EpisodeBroken(NamedTuple):
+    """Dispatcher: no replica will; the rollout was dropped."""
+
+    id: str
+
+
+class EpisodePlayed(NamedTuple):
+    """Episodes: an episode has ended; the rollout has the first prompt, `own` and the reward."""
+
+    rollout: Rollout
+    answer: Generated  # all tokens behind the prompt
+
+
+class EpisodeLost(NamedTuple):
+    """Episodes: its environment is gone; it may begin again."""
 
     rollout: Rollout
 
@@ -57,7 +95,7 @@ class ScoresUnneeded(NamedTuple):
 
 
 class RolloutRejected(NamedTuple):
-    """Dispatcher, TeacherQueue, ErrorBudget: a rollout, completed or not, that must not be trained on."""
+    """Dispatcher, Episodes, TeacherQueue, ErrorBudget: a rollout that must not be trained on."""
 
     rollout: Rollout
     reason: DropReason
@@ -141,7 +179,9 @@ class ErrorBudget:
         if not exclude():
             self._events.emit(NoServerLeft(f"{told}; none of its kind is left in use"))
 
-    def function_failed(self, function: str, rollout: Rollout, error: DistillError) -> None:
+    def function_failed(
+        self, function: str, rollout: Rollout, error: DistillError, reason: DropReason = "function_failed"
+    ) -> None:
         """A function of the user's raised: it costs the rollout; too often in a row it ends the run."""
-        self._events.emit(RolloutRejected(rollout, "function_failed", str(error)))
+        self._events.emit(RolloutRejected(rollout, reason, str(error)))
         self.bad(function, rollout.id, str(error), lambda: False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from distill.buffer import Batch
+from distill.environments.episode import Environment
 from distill.events import Quarantined
 from distill.metrics.timeline import Span
 from distill.prompts.rewards import Reward
@@ -122,6 +123,9 @@ class Components:
     vocab_size: int = ANY_ID  # of the student's tokenizer: every id is below it
     evaluator: Evaluator | None = None
     rewards: Rewards | None = None  # gives every rollout its reward; None: they have none
+    environments: dict[str, Environment] = field(default_factory=dict)
+    context: int = ANY_ID
+    """Longest sequence, in tokens, that student and teachers take."""
     transforms: dict[str, Transform] = field(default_factory=dict)  # by teacher
     claim: Claim = field(default_factory=Claim)
     """Sent with all requests to replicas, teachers and evaluator; the controller sets the run in it."""

@@ -107,8 +107,8 @@ class MixturePrompts(Settings):
 
     type: Literal["mixture"]
     parts: dict[str, PartPrompts] = Field(min_length=1)
-    """Name → a source of type task, jsonl, dataset or environment. The name is the data source of its prompts,
-    by which they are routed to teachers; a part sets no `source_field`."""
+    """Name → a source of type task, jsonl, dataset or environment. The name is the data source of its
+    prompts, by which they are routed to teachers; a part sets no `source_field`."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Name → share of the prompts, relative to the others; parts not named: 1."""
 

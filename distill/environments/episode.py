@@ -49,9 +49,9 @@ class Limits(NamedTuple):
 
     turns: int
     tokens: int
-    """Prompt and environment included."""
+    """Of the context that a turn begins with."""
     seconds: float | None
-    """None: no limit."""
+    """After which no turn begins; None: no limit."""
     vocab_size: int
 
 
@@ -108,6 +108,8 @@ class Episode:
             return f"token_ids is {turn.token_ids.dtype} {turn.token_ids.shape}, and must be i4 [E], E >= 1"
         if min(added) < 0 or max(added) >= limits.vocab_size:
             return f"token ids lie in {min(added)} … {max(added)}, the vocabulary has {limits.vocab_size}"
+        if not self.own and len(added) > limits.tokens:
+            return f"the prompt has {len(added)} tokens, {limits.tokens} are left beside rollout.max_tokens"
         if turn.keep != held:
             return (
                 f"it keeps {turn.keep} of {held} tokens: the environment rewrote its context, which has no "
@@ -151,37 +153,38 @@ async def play(
 ) -> None:
     """Play `episode` to its end. `generate` completes its context; what it raises is raised.
 
-    What the student said last is kept when a limit ends the episode; a turn under way when time is up is not.
-    Raises EnvironmentFailed, and what `Environment` raises.
+    A limit ends the episode before a turn begins: what was said is kept, and no turn is abandoned.
+    Raises EnvironmentFailed, EnvironmentLost, and what `Environment` raises.
     """
+    loop = asyncio.get_running_loop()
+    began, said = loop.time(), None
     try:
-        async with asyncio.timeout(limits.seconds):
-            said = await environment.begin(episode.id, task)
-            while isinstance(said, Turn):
-                if (ended := _limit(episode, said, limits)) is not None:
-                    episode.ended = ended
-                    return
-                episode.asked(said, limits)
-                answer = await generate(episode)
-                episode.answered(answer)
-                reason = "stop" if answer.finish_reason == "abort" else answer.finish_reason
-                said = await environment.proceed(episode.id, said.turn, answer.token_ids, reason)
+        said = await environment.begin(episode.id, task)
+        while isinstance(said, Turn):
+            if episode.own and (ended := _limit(episode, said, limits, loop.time() - began)) is not None:
+                episode.ended = ended
+                return
+            episode.asked(said, limits)
+            answer = await generate(episode)
+            episode.answered(answer)
+            reason = "stop" if answer.finish_reason == "abort" else answer.finish_reason
+            said = await environment.proceed(episode.id, said.turn, answer.token_ids, reason)
         if isinstance(said, EpisodeFailed):
             raise EnvironmentLost(said.error) if said.lost else EnvironmentFailed(said.error)
         episode.ended, episode.reward, episode.metrics = "over", said.reward, said.metrics
-    except TimeoutError:
-        episode.ended = "time"
     finally:
-        if episode.ended != "over":
+        if isinstance(said, Turn):
             await environment.end([episode.id])
 
 
-def _limit(episode: Episode, turn: Turn, limits: Limits) -> Ended | None:
-    """The limit that this turn would exceed; None: none. A first turn that does not fit is an error later."""
+def _limit(episode: Episode, turn: Turn, limits: Limits, seconds: float) -> Ended | None:
+    """The limit that this turn, not the first, would exceed; None: none."""
     if turn.turn >= limits.turns:
         return "max_turns"
+    if limits.seconds is not None and seconds >= limits.seconds:
+        return "time"
     held = len(episode.prompt) + len(episode.token_ids)
-    return "max_tokens" if episode.own and held + turn.token_ids.shape[0] >= limits.tokens else None
+    return "max_tokens" if held + turn.token_ids.shape[0] > limits.tokens else None
 
 
 class EnvironmentFailed(RemoteError):

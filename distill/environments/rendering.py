@@ -1,8 +1,8 @@
 """Token ids of the messages of an episode, each made once, behind the ids that the student sampled.
 
-The first prompt is the chat template's. A later turn is what the template puts behind the assistant's content:
-the end of its message, the new messages, and the beginning of the next answer. Earlier tokens are never made
-again, so a student that spells "10" as "1", "0" keeps its own ids, and the KV prefix stays.
+The first prompt is the chat template's. A later turn is what the template puts behind the assistant's
+content: the end of its message, the new messages, and the beginning of the next answer. Earlier tokens are
+never made again, so a student that spells "10" as "1", "0" keeps its own ids, and the KV prefix stays.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Renderer:
         before, found, behind = self._text([*turn, *messages], tools).rpartition(_ANSWER)
         if not found or _ANSWER in before:
             raise DataError(
-                "the chat template does not write an assistant's content once and as it is, so that no turn can "
+                "the chat template does not write an assistant's content once and as it is, so no turn can "
                 "follow it: set the student's chat_template to one that does"
             )
         ids = self._ids(behind)

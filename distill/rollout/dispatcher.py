@@ -12,7 +12,17 @@ from typing import Literal
 
 from distill.buffer import depth
 from distill.config import AtLimit, RunConfig
-from distill.events import CompletionReady, Events, Quarantined, RolloutRejected, TeacherTurn
+from distill.events import (
+    CompletionReady,
+    EpisodeBroken,
+    EpisodeIssued,
+    EpisodePlayed,
+    Events,
+    Quarantined,
+    RolloutRejected,
+    TeacherIssued,
+    TurnGenerated,
+)
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
@@ -40,10 +50,14 @@ class _Request:
 
 
 class Dispatcher:
-    """Runs for the length of the run. Out: CompletionReady, TeacherTurn, RolloutRejected, Quarantined.
+    """Runs for the length of the run. Out: CompletionReady, RolloutRejected, Quarantined; TeacherIssued;
+    EpisodeIssued, TurnGenerated, EpisodeBroken.
 
     Bounds: `RunState.room` new prompts, `rollout.max_in_flight` completions per replica, and what the run's
     steps need in all. `validator` holds the sampling parameters of requests and checks responses.
+
+    A turn of an episode is generated like a prompt, before new ones, by the replica that generated the turn
+    before if it serves, for its KV cache. A turn that is lost is sent again; the episode goes on.
     """
 
     def __init__(
@@ -59,6 +73,8 @@ class Dispatcher:
         self._config, self._steps, self._guard = config.rollout, config.run.steps, config.guard
         self._timeline, self._events = timeline, events
         self._requeued: deque[Rollout] = deque()
+        self._turns: deque[Rollout] = deque()  # of episodes under way, to be completed
+        self._last: dict[str, Replica] = {}  # episode → the replica of its newest turn
         self.depth = depth(config)
         self._blocked: set[str] = set()  # replicas that are blocked on the trainer
         self._closing = False
@@ -82,18 +98,42 @@ class Dispatcher:
     # --- prompts out --------------------------------------------------------------------------------------
 
     async def _dispatch(self, group: asyncio.TaskGroup) -> None:
-        """As long as there are prompts and replicas with room, with others' turns between two requests."""
-        while not self.paused and (replica := self._pool.least_busy()) and (count := self._count(replica)):
-            rollouts = self._next(count)
-            if not rollouts:
-                continue
-            request = _Request(replica, {rollout.id: rollout for rollout in rollouts})
-            self._run_log.state.sent(request.missing, replica.version or Version(0, 0))
-            self._load(replica, len(rollouts))
-            task = group.create_task(self._send(request))
-            replica.streams.add(task)
-            task.add_done_callback(partial(self._ended, request))
+        """As long as there are prompts and replicas with room; other tasks run between two requests."""
+        while not self.paused and (replica := self._pool.least_busy()) and self._turns:
+            replica = self._for_turn(self._turns[0], replica)
+            if replica.in_flight >= self._config.max_in_flight:
+                break
+            self._request(group, replica, self._next_turns(replica))
             await asyncio.sleep(0)
+        while not self.paused and (replica := self._pool.least_busy()) and (count := self._count(replica)):
+            if rollouts := self._next(count):
+                self._request(group, replica, rollouts)
+                await asyncio.sleep(0)
+
+    def _request(self, group: asyncio.TaskGroup, replica: Replica, rollouts: list[Rollout]) -> None:
+        request = _Request(replica, {rollout.id: rollout for rollout in rollouts})
+        begun = [rollout.id for rollout in rollouts if not rollout.own]
+        self._run_log.state.sent(begun, replica.version or Version(0, 0))
+        self._load(replica, len(rollouts))
+        task = group.create_task(self._send(request))
+        replica.streams.add(task)
+        task.add_done_callback(partial(self._ended, request))
+
+    def _for_turn(self, rollout: Rollout, least_busy: Replica) -> Replica:
+        """The replica of the turn before, if it serves and has room."""
+        last = self._last.get(rollout.id, least_busy)
+        has_room = last in self._pool.serving() and last.in_flight < self._config.max_in_flight
+        return last if has_room else least_busy
+
+    def _next_turns(self, replica: Replica) -> list[Rollout]:
+        """The first turns that are for `replica`: no more than a request and the replica take."""
+        room, turns = self._config.max_in_flight - replica.in_flight, list[Rollout]()
+        while self._turns and len(turns) < min(self._config.request_size, room):
+            if self._for_turn(self._turns[0], replica) is not replica:
+                break
+            turns.append(self._turns.popleft())
+            self._last[turns[-1].id] = replica
+        return turns
 
     def _count(self, replica: Replica) -> int:
         """Prompts of the next request to `replica`; 0: it has no room for a whole request."""
@@ -111,13 +151,18 @@ class Dispatcher:
         return self._run_log.state.room(self._pool.slowest(), self.depth.batches)
 
     def _next(self, count: int) -> list[Rollout]:
-        """The next `count` rollouts, without those that a teacher completes, which are passed on."""
+        """The next `count` rollouts, without those of teachers and environments, which are passed on."""
         again = [self._requeued.popleft() for _ in range(min(count, len(self._requeued)))]
         rollouts = again + (self._run_log.issue(count - len(again)) if count > len(again) else [])
+        mine = []
         for rollout in rollouts:
             if rollout.by_teacher:
-                self._events.emit(TeacherTurn(rollout))
-        return [rollout for rollout in rollouts if not rollout.by_teacher]
+                self._events.emit(TeacherIssued(rollout))
+            elif rollout.source_prompt.environment:
+                self._events.emit(EpisodeIssued(rollout))
+            else:
+                mine.append(rollout)
+        return mine
 
     def _note_blocked(self) -> None:
         """An idle replica is blocked on the trainer when the capacity is used up, else on nothing."""
@@ -159,7 +204,7 @@ class Dispatcher:
         request.replica.streams.discard(task)
         self._load(request.replica, -len(request.missing))
         if not self._closing:
-            self._requeue(list(request.missing.values()), request.reason)
+            self._send_again(list(request.missing.values()), request.reason)
 
     def _load(self, replica: Replica, change: int) -> None:
         replica.in_flight += change
@@ -170,6 +215,40 @@ class Dispatcher:
     def _requeue(self, rollouts: list[Rollout], reason: RequeueReason, tokens: int = 0) -> None:
         self._requeued.extend(self._run_log.requeue(rollouts, reason, tokens))
         self._events.changed.wake()
+
+    def _send_again(self, rollouts: list[Rollout], reason: RequeueReason, tokens: int = 0) -> None:
+        """As `_requeue`; turns are generated again, and their episodes go on."""
+        turns = {rollout.id: rollout for rollout in rollouts if rollout.source_prompt.environment}
+        again = self._run_log.requeue(rollouts, reason, tokens)
+        self._requeued.extend(rollout for rollout in again if rollout.id not in turns)
+        kept = {rollout.id for rollout in again}
+        for number, turn in turns.items():
+            if number in kept:
+                self._turns.append(turn)
+            else:
+                self._broken(number)
+        self._events.changed.wake()
+
+    def _broken(self, episode: str) -> None:
+        self._last.pop(episode, None)
+        self._events.emit(EpisodeBroken(episode))
+
+    # --- episodes -----------------------------------------------------------------------------------------
+
+    def put_turn(self, rollout: Rollout) -> None:
+        """Have a replica complete the context of an episode. Out: TurnGenerated or EpisodeBroken."""
+        self._turns.append(rollout)
+        self._events.changed.wake()
+
+    def played(self, event: EpisodePlayed) -> None:
+        """Take an episode that has ended as a completion of its first prompt."""
+        self._last.pop(event.rollout.id, None)
+        self._completed(event.rollout, event.answer)
+
+    def play_again(self, rollout: Rollout) -> None:
+        """Have an episode whose environment is gone begin again."""
+        self._last.pop(rollout.id, None)
+        self._requeue([rollout], "environment_lost")
 
     # --- completions in -----------------------------------------------------------------------------------
 
@@ -184,15 +263,22 @@ class Dispatcher:
             self._pool.budget.good(replica.server)
             logger.warning("prompt %s was refused by its replica: %s", rollout.id, answer.error)
             self._run_log.drop([rollout.id], "engine_failed", answer.error)
+            if rollout.source_prompt.environment:
+                self._broken(rollout.id)
         elif problem := self._validator.generated(answer):
             detail = f"replica {replica.name} at {replica.engine.url}: {problem}"
             logger.warning("the completion of %s cannot be used: %s", rollout.id, detail)
             self._events.emit(Quarantined(rollout.source_prompt, "unusable", detail, []))
-            self._requeue([rollout], "unusable")
+            self._send_again([rollout], "unusable")
             self._pool.bad_answer(replica, str(problem), rollout.id)
         else:
             self._pool.budget.good(replica.server)
-            self._completed(rollout, answer)
+            if not rollout.source_prompt.environment:
+                self._completed(rollout, answer)
+            elif answer.finish_reason == "abort" or answer.token_ids.shape[0] == 0:
+                self._send_again([rollout], "aborted", answer.token_ids.shape[0])
+            else:
+                self._events.emit(TurnGenerated(answer))
 
     def _completed(self, rollout: Rollout, answer: Generated) -> None:
         """Requeue or reject what was broken off or ended by a limit, by its policy; screen the rest."""

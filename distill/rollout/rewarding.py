@@ -21,14 +21,14 @@ class Rewarding:
     """
 
     def __init__(self, rewards: Rewards | None, budget: ErrorBudget, events: Events) -> None:
-        """`rewards` None: rollouts pass as they are."""
+        """`rewards` None: rollouts pass as they are. Those of an environment always do."""
         self._rewards, self._budget, self._events = rewards, budget, events
         self._waiting: list[Rollout] = []
         self._arrived = Signal()
 
     def put(self, rollout: Rollout) -> None:
         """Reward a rollout."""
-        if self._rewards is None:
+        if self._rewards is None or rollout.source_prompt.environment:
             self._events.emit(CompletionRewarded(rollout))
             return
         self._waiting.append(rollout)
