@@ -1,0 +1,158 @@
+"""Episodes: rollouts whose completion takes several turns against an environment.
+
+    EpisodeIssued ─▶ begin ─▶ TurnReady ─▶ TurnGenerated ─▶ continue ─▶ … ─▶ EpisodePlayed
+                                └──────────── again, turn by turn ────────┘
+
+The controller holds the tokens of every turn: an environment that is gone costs what is under way, which
+begins again from its task. Nothing of an episode is journaled before it is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import Final, Literal
+
+from msgspec.structs import replace
+
+from distill.aio import Signal
+from distill.config import RunConfig
+from distill.environments.episode import (
+    Environment,
+    EnvironmentLost,
+    Episode,
+    Limits,
+    play,
+)
+from distill.events import EpisodeLost, EpisodePlayed, ErrorBudget, Events, TurnReady
+from distill.interfaces import Components
+from distill.metrics.timeline import Timeline
+from distill.run_log.records import Rollout
+from sync.errors import DistillError, Unreachable
+from sync.retry import Backoff
+from sync.wire import Array, EpisodeFailed, EpisodeOver, Generated, Turn
+
+logger = logging.getLogger(__name__)
+PAUSE: Final = 5.0
+"""Longest pause, in seconds, before an episode begins again after its environment was gone."""
+
+
+class Episodes:
+    """Runs for the length of the run; `put` at any time. Out: TurnReady, EpisodePlayed, EpisodeLost, and
+    RolloutRejected for an episode whose environment fails.
+
+    The capacity rule bounds what is in it.
+    """
+
+    def __init__(
+        self, parts: Components, config: RunConfig, timeline: Timeline, budget: ErrorBudget, events: Events
+    ) -> None:
+        self._environments = {
+            name: _Timed(environment, timeline) for name, environment in parts.environments.items()
+        }
+        self._limits = {
+            name: limits(config, name, parts.context, parts.vocab_size) for name in parts.environments
+        }
+        self._backoff = {name: Backoff(0.5, PAUSE) for name in parts.environments}
+        self._budget, self._events = budget, events
+        self._waiting: list[Rollout] = []
+        self._arrived = Signal()
+        self._turns: dict[str, asyncio.Future[Generated]] = {}  # of the episodes at a replica
+
+    def put(self, rollout: Rollout) -> None:
+        """Play an issued rollout."""
+        self._waiting.append(rollout)
+        self._arrived.wake()
+
+    def generated(self, answer: Generated) -> None:
+        """Go on with the episode whose turn this is."""
+        self._turns.pop(answer.id).set_result(answer)
+
+    def broken(self, id: str) -> None:
+        """Leave an episode that was dropped."""
+        self._turns.pop(id).set_exception(_Dropped(f"episode {id} was dropped"))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                waiting, self._waiting = self._waiting, []
+                for rollout in waiting:
+                    group.create_task(self._play(rollout))
+                await self._arrived.wait()
+
+    async def _play(self, rollout: Rollout) -> None:
+        prompt, episode = rollout.source_prompt, Episode(rollout.id)
+        name = prompt.environment
+        server = f"environment {name}"
+        try:
+            generate = partial(self._turn, rollout)
+            await play(self._environments[name], episode, prompt.task, generate, self._limits[name])
+        except _Dropped:
+            return
+        except (Unreachable, EnvironmentLost) as error:
+            logger.warning("episode %s begins again: %s", rollout.id, error)
+            await asyncio.sleep(self._backoff[name].next())
+            self._events.emit(EpisodeLost(rollout))
+        except DistillError as error:
+            self._budget.function_failed(server, rollout, error, "environment_failed")
+        else:
+            self._budget.good(server)
+            self._backoff[name].reset()
+            self._events.emit(_played(rollout, episode))
+
+    async def _turn(self, rollout: Rollout, episode: Episode) -> Generated:
+        """Have a replica complete the context."""
+        prompt = replace(rollout.source_prompt, token_ids=episode.context)
+        turn = self._turns[rollout.id] = asyncio.get_running_loop().create_future()
+        self._events.emit(TurnReady(replace(rollout, issued=prompt, own=list(episode.own))))
+        return await turn
+
+
+def limits(config: RunConfig, name: str, context: int, vocab_size: int) -> Limits:
+    """Of an environment's episodes. `context`: longest sequence that student and teachers take."""
+    one = config.environments[name]
+    tokens = min(context, one.max_tokens or context) - config.rollout.max_tokens
+    return Limits(one.max_turns, tokens, one.episode_timeout_seconds, vocab_size)
+
+
+def _played(rollout: Rollout, episode: Episode) -> EpisodePlayed:
+    """An episode that a limit ended has reward 0."""
+    prompt = replace(rollout.source_prompt, token_ids=episode.prompt)
+    reward = episode.reward if episode.ended == "over" else 0.0
+    return EpisodePlayed(replace(rollout, issued=prompt, own=episode.own, reward=reward), episode.completion)
+
+
+class _Dropped(DistillError):
+    """The dispatcher dropped the episode."""
+
+
+class _Timed:
+    """An environment whose calls under way are on the timeline."""
+
+    def __init__(self, environment: Environment, timeline: Timeline) -> None:
+        self.name, self._environment, self._timeline, self._open = environment.name, environment, timeline, 0
+
+    def _note(self, change: int) -> None:
+        self._open += change
+        self._timeline.level(f"environment {self.name}", "play", self._open)
+
+    async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed:
+        self._note(1)
+        try:
+            return await self._environment.begin(id, task)
+        finally:
+            self._note(-1)
+
+    async def proceed(
+        self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
+    ) -> Turn | EpisodeOver | EpisodeFailed:
+        self._note(1)
+        try:
+            return await self._environment.proceed(id, turn, token_ids, finish_reason)
+        finally:
+            self._note(-1)
+
+    async def end(self, ids: list[str]) -> None:
+        await self._environment.end(ids)

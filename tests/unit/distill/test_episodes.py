@@ -1,0 +1,228 @@
+"""Episodes in whole runs in one process: turns, replicas and environments that come and go, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from episodes import ANSWER, ASK, TURNS, USER, GuessEnvironment
+from in_memory import MemoryReplica, MemoryTrainer
+from small_config import make_config
+
+from distill.config import RunConfig
+from distill.controller import Controller
+from distill.interfaces import Hooks
+from distill.prompts.sources import EnvironmentSource
+from distill.prompts.stream import PromptStream
+from distill.rollout.replica_client import Answer
+from distill.run_log.journal import Journal
+from distill.run_log.records import Rollout
+from sync.wire import GenerateRequest, unpack
+
+pytestmark = pytest.mark.virtual_time
+PROMPT = [USER, ASK, ANSWER]
+
+
+@dataclass
+class Recorder(MemoryReplica):
+    """Remembers the context and the answer of every turn."""
+
+    turns: dict[str, list[tuple[list[int], list[int]]]] = field(default_factory=lambda: defaultdict(list))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        contexts = {prompt.id: prompt.token_ids for prompt in request.prompts}
+        async for answer in super().generate(request):
+            self.turns[answer.id].append((contexts[answer.id], unpack(answer.token_ids).tolist()))
+            yield answer
+
+
+def settings(**environment: Any) -> RunConfig:
+    return make_config(
+        environments={"guess": {"environment": "tests:guess", **environment}},
+        rollout={"max_tokens": 2},
+        evaluation={"every": 0},
+    )
+
+
+async def finish(run: Controller, trainer: MemoryTrainer | None = None) -> None:
+    trainer = trainer or MemoryTrainer(run.session)
+    async with asyncio.timeout(10_000):
+        await asyncio.gather(run.run(), trainer.run())
+
+
+@pytest.fixture
+def play(controller: Callable[..., Controller]) -> Callable[..., tuple[Controller, list[Rollout]]]:
+    """Builds a controller of episodes; what was trained on is appended to the list."""
+
+    def build(
+        environment: GuessEnvironment, config: RunConfig | None = None, **parts: Any
+    ) -> tuple[Controller, list[Rollout]]:
+        trained: list[Rollout] = []
+        hooks = Hooks(batch=lambda batch: trained.extend(batch.rollouts))
+        given: dict[str, Any] = {
+            "environments": {"guess": environment},
+            "prompts": PromptStream(EnvironmentSource("guess", 0), seed=0),
+            "vocab_size": 50,
+            **parts,
+        }
+        return controller(config or settings(), hooks, **given), trained
+
+    return build
+
+
+async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_returned(play) -> None:
+    replicas = {f"r{n}": Recorder(seed=n, longest=2, token_seconds=0.01) for n in range(2)}
+    environment = GuessEnvironment(seconds=0.005)
+    run, trained = play(environment, replicas=replicas)
+    await finish(run, MemoryTrainer(run.session, ranks=2))
+    assert len(trained) == 6 * 8
+    assert max(len(one.own) for one in trained) == TURNS
+    for one in trained:
+        (turns,) = (replica.turns[one.id] for replica in replicas.values() if one.id in replica.turns)
+        tokens = unpack(one.tokens).tolist()
+        assert unpack(one.prompt).tolist() == PROMPT
+        assert [tokens[start:end] for start, end in one.own] == [said for _, said in turns]
+        assert [PROMPT + tokens[:start] for start, _ in one.own] == [context for context, _ in turns]
+        assert one.own[0][0] == 0
+        assert one.own[-1][1] == len(tokens)
+        assert [span.start for span in one.spans] == [0, *(span.end for span in one.spans[:-1])]
+        assert one.spans[-1].end == len(tokens)
+        logprob = unpack(one.logprob)
+        assert {i for i in range(len(tokens)) if logprob[i] != 0} == {
+            i for start, end in one.own for i in range(start, end)
+        }
+        assert one.reward in (0.0, 1.0)
+    assert {task for _, task in environment.begun} == set(range(len(environment.begun)))
+
+
+async def test_versions_change_within_an_episode(play) -> None:
+    replica = Recorder(longest=1, token_seconds=0.05)
+    run, trained = play(GuessEnvironment(seconds=0.05), replicas={"r0": replica})
+    await finish(run)
+    assert max(len({span.version for span in one.spans}) for one in trained) >= 2
+
+
+async def test_a_replica_that_dies_costs_turns_and_no_episode(play) -> None:
+    replicas = {f"r{n}": Recorder(seed=n, longest=2, token_seconds=0.05) for n in range(2)}
+    environment = GuessEnvironment(seconds=0.01)
+    run, trained = play(environment, replicas=replicas)
+
+    async def kill() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0.4)
+            replicas["r0"].die()
+            await asyncio.sleep(0.2)
+            replicas["r0"].revive()
+
+    killer = asyncio.create_task(kill())
+    await finish(run)
+    await killer
+    assert run.run_log.state.counters.requeued["replica_lost"] > 0
+    ids = [id for id, _ in environment.begun]
+    assert len(ids) == len(set(ids)), "no episode began twice"
+    assert len(trained) == 48
+
+
+@pytest.mark.parametrize("trouble", ["gone", "lost"])
+async def test_an_environment_that_is_gone_costs_what_is_under_way(play, trouble: Any) -> None:
+    troubles = {f"0:{n}:0": [trouble] for n in range(3, 9)}
+    environment = GuessEnvironment(
+        trouble=lambda id, turn: troubles[id].pop() if turn == 1 and troubles.get(id) else None
+    )
+    run, trained = play(environment)
+    await finish(run)
+    assert len(trained) == 48
+    begun = [id for id, _ in environment.begun]
+    again = {id for id in begun if begun.count(id) == 2}
+    assert again
+    assert again <= troubles.keys()
+    assert run.run_log.state.counters.requeued == {"environment_lost": len(again)}
+    assert not run.run_log.state.counters.dropped
+
+
+@pytest.mark.parametrize("trouble", ["raise", "lie", "rewrite"])
+async def test_a_failing_environment_costs_the_episode_and_too_often_the_run(play, trouble: Any) -> None:
+    environment = GuessEnvironment(trouble=lambda id, turn: trouble if id == "0:5:0" and turn == 1 else None)
+    run, trained = play(environment)
+    await finish(run)
+    assert len(trained) == 48
+    assert run.run_log.state.counters.dropped["environment_failed"] <= 1
+    assert "0:5:0" not in {one.id for one in trained}
+
+
+async def test_an_environment_that_fails_every_time_ends_the_run(play) -> None:
+    run, _ = play(GuessEnvironment(trouble=lambda id, turn: "raise"))
+    await finish(run)
+    assert "environment guess gave 8 unusable answers" in run.summary()["error"]
+
+
+async def test_limits_end_an_episode_between_two_turns(play) -> None:
+    environment = GuessEnvironment()
+    run, trained = play(environment, settings(max_turns=2))
+    await finish(run)
+    assert max(len(one.own) for one in trained) == 2
+    cut = [one for one in trained if one.truncated]
+    assert cut
+    assert all(one.reward == 0 for one in cut)
+    assert {one.id for one in cut} <= {*environment.ended}, "the environment is told"
+
+
+async def test_a_hundredfold_straggler_changes_no_step_time(play, tmp_path: Path) -> None:
+    class Straggling(GuessEnvironment):
+        async def begin(self, id: str, task: int) -> Any:
+            if self.slow and task % 24 == 5:
+                await asyncio.sleep(100 * 0.1)
+            return await super().begin(id, task)
+
+        slow = False
+
+    seconds = []
+    for slow in (False, True):
+        environment = Straggling(seconds=0.02)
+        environment.slow = slow
+        config = settings()
+        late = {"max_staleness": 4, "late": {"type": "freshness", "hard_limit": 60}}
+        config = config.model_copy(
+            update={
+                "run": config.run.model_copy(update={"steps": 40}),
+                "buffer": type(config.buffer).model_validate({**config.buffer.model_dump(), **late}),
+            }
+        )
+        run, _ = play(
+            environment, config, replicas={"r0": Recorder(longest=2, token_seconds=0.01)},
+            journal=Journal(tmp_path / str(slow), "never"),
+        )  # fmt: skip
+        trainer = MemoryTrainer(run.session, step_seconds=0.2)
+        ended = [time.monotonic()]
+        trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())  # type: ignore[misc]
+        await finish(run, trainer)
+        seconds.append(ended[-8] - ended[0])  # the last batches have what was issued before, and wait for it
+    assert seconds[1] <= 1.05 * seconds[0]
+
+
+async def test_a_controller_that_starts_again_begins_open_episodes_from_their_tasks(play, tmp_path) -> None:
+    first = GuessEnvironment(seconds=0.05)
+    run, _ = play(first)
+    trainer = MemoryTrainer(run.session, checkpoint_every=1)
+    tasks = [asyncio.create_task(run.run()), asyncio.create_task(trainer.run())]
+    while len(trainer.batches) < 3:
+        await trainer.stepped.wait()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    open_ids = {*run.run_log.state.pending}
+    assert open_ids
+
+    second = GuessEnvironment()
+    run, _ = play(second)
+    await finish(run, MemoryTrainer(run.session, checkpoint=trainer.checkpoint))
+    tasks_of = dict(first.begun)
+    again = {id: task for id, task in second.begun if id in tasks_of}
+    assert again.keys() >= open_ids & tasks_of.keys()
+    assert all(tasks_of[id] == task for id, task in again.items())
