@@ -1,0 +1,131 @@
+"""A whole run of episodes, every engine real, in which environment, replica and launcher are killed −9.
+
+The environment plays three turns with letters and notes what the student said. The run is made once; each
+test looks at one thing that must be true of it afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_on_letters import BATCH, NAME, command
+from stopped_run import KillTarget
+
+from distill.run_log.audit import AuditReport, audit
+from distill.run_log.journal import read_all
+from distill.run_log.records import Requeued, Rollout
+from distill.tasks.sort_letters import ASK_ID, EOS
+from sync.wire import unpack
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.run,
+    pytest.mark.faults,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore"),
+]
+STEPS, TURNS = 12, 3
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}" + EOS + "{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+ENVIRONMENT = f"""
+import asyncio, json, os, pathlib, random
+
+NOTES = pathlib.Path(__file__).with_name("notes.jsonl")
+
+async def play(task, talk):
+    rng, said = random.Random(task), []
+    for _ in range({TURNS}):
+        reply = await talk.say("".join(rng.sample("abcdefgh", 3)))
+        said.append(reply.token_ids)
+        await asyncio.sleep(0.02)
+    with NOTES.open("a") as notes:
+        notes.write(json.dumps([task, said]) + "\\n")
+    return float(len(said[0]) > 2)
+"""
+
+
+@dataclass
+class Played:
+    """What is left of the run."""
+
+    report: AuditReport
+    summary: dict[str, Any]
+    rollouts: list[Rollout]
+    requeued: list[Requeued]
+    notes: list[tuple[int, list[list[int]]]]
+    """Task and the student's turns of every episode that the environment saw to its end."""
+    orphans: int
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "letters.py").write_text(ENVIRONMENT)
+    (folder / "template.jinja").write_text(TEMPLATE)
+    settings = (
+        'prompts={type="environment", environment="letters"}',
+        'environments.letters={environment="letters:play"}',
+        f"student.chat_template={folder / 'template.jinja'}",
+        f"teachers.only.chat_template={folder / 'template.jinja'}",
+        "rollout.max_tokens=6",
+        "run.restarts=20",
+        "evaluation={prompts=8, threads=1}",
+    )
+    rng = random.Random(0)
+    with KillTarget(command(folder, STEPS, *settings), folder / NAME) as target:
+        target.start()
+        target.wait(lambda: target.step() >= 2, "step 2")
+        for role in ("environment-letters", "student-0"):
+            target.kill(role, rng)
+            target.wait_at_work([role])
+        target.kill_launcher()
+        target.start(resume=True)
+        target.end()
+        records = [record for *_, record in read_all(target.run_dir / "journal")]
+        notes = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
+        yield Played(
+            audit(target.run_dir),
+            target.summary(),
+            [one for one in records if isinstance(one, Rollout)],
+            [one for one in records if isinstance(one, Requeued)],
+            notes,
+            target.orphans(),
+        )
+
+
+def test_the_run_completes_with_every_guarantee_kept(played: Played) -> None:
+    assert played.report.ok, played.report
+    assert played.summary["completed"]
+    assert played.summary["weights_identical"]
+    assert played.report.trained == STEPS * BATCH
+    assert played.report.open_prompts == []
+    assert played.orphans == 0
+    assert {one.reason for one in played.requeued} <= {
+        "environment_lost", "replica_lost", "replica_busy", "aborted", "controller_restarted",
+    }  # fmt: skip
+
+
+def test_own_tokens_are_byte_for_byte_what_the_environment_was_told(played: Played) -> None:
+    said = {(task, json.dumps(turns)) for task, turns in played.notes}
+    assert len(played.rollouts) >= STEPS * BATCH
+    for one in played.rollouts:
+        tokens, task = unpack(one.tokens).tolist(), int(one.id.split(":")[1])
+        own = [tokens[start:end] for start, end in one.own]
+        assert (task, json.dumps(own)) in said
+        assert len(own) == TURNS
+        assert all(tokens[start - 1] == ASK_ID for start, _ in one.own[1:])
+        assert [span.start for span in one.spans] == [0, *(span.end for span in one.spans[:-1])]
+
+
+def test_the_evaluation_plays_the_held_out_tasks(played: Played) -> None:
+    assert played.summary["after"]["pass_rate"] is not None
+    folder = Path(played.summary["folder"]) if "folder" in played.summary else None
+    assert folder is None or folder.exists()
