@@ -246,7 +246,8 @@ def _facts(config: RunConfig, summary: Mapping[str, Any], version: str | None) -
 def _sources(config: RunConfig) -> Iterator[str]:
     prompts = config.prompts
     for one in prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]:
-        yield f"{one.type} {_shown(str(getattr(one, 'path', getattr(one, 'task', ''))))}"
+        names = (getattr(one, field, None) for field in ("path", "task", "environment"))
+        yield f"{one.type} {_shown(str(next(filter(None, names))))}"
 
 
 def _rows(rows: Any) -> str:

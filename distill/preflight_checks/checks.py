@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from distill.buffer import rules
 from distill.config import RunConfig
-from distill.config.prompts import MixturePrompts, RowPrompts
+from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
 from distill.evaluation.sets import check_rewards, open_sets
 from distill.preflight_checks import objective
 from distill.preflight_checks.devices import check_devices
@@ -150,7 +150,10 @@ def shares_template(config: RunConfig, teacher: str) -> bool:
     """Whether prompts go through the student's chat template and that teacher sees them as they are."""
     prompts = config.prompts
     parts = prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]
-    templated = any(isinstance(part, RowPrompts) and part.template == "chat" for part in parts)
+    templated = any(
+        isinstance(part, EnvironmentPrompts) or (isinstance(part, RowPrompts) and part.template == "chat")
+        for part in parts
+    )
     return templated and config.teachers[teacher].prompt_transform is None
 
 
