@@ -62,6 +62,7 @@ class EpisodePlayed(NamedTuple):
 
     rollout: Rollout
     answer: Generated  # all tokens behind the prompt
+    more: list[Rollout]  # completed: what it said behind contexts that its environment rewrote
 
 
 class EpisodeLost(NamedTuple):

@@ -1,7 +1,7 @@
 """One episode: the student and an environment take turns, from the first prompt to the end.
 
-Controller and evaluator play alike: they differ in the replica that generates. Letters: P tokens of the first
-prompt, T tokens behind it, those of the environment included.
+Controller and evaluator play alike: they differ in the replica that generates. Letters: P tokens of a
+sequence's prompt, T tokens behind it, those of the environment included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Environment(Protocol):
 
     async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed: ...
     async def proceed(
-        self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
+        self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
     ) -> Turn | EpisodeOver | EpisodeFailed: ...
     async def end(self, ids: list[str]) -> None:
         """Give these up, if it can be told."""
@@ -56,14 +56,15 @@ class Limits(NamedTuple):
 
 
 Ended = Literal["over", "max_turns", "max_tokens", "time"]
+FinishReason = Literal["stop", "length", "time"]
 
 
 @dataclass
-class Episode:
-    """An episode under way, or ended. Made by `play`."""
+class Sequence:
+    """Tokens of an episode that continue one another. A context that is rewritten begins another."""
 
-    id: str
     prompt: list[int] = field(default_factory=list)
+    """[P]"""
     token_ids: list[int] = field(default_factory=list)
     """[T]"""
     logprob: list[np.ndarray] = field(default_factory=list)
@@ -74,23 +75,16 @@ class Episode:
     """Contiguous, from 0 to T: the environment's tokens count to the turn before them."""
     own: list[tuple[int, int]] = field(default_factory=list)
     """Start and end of the tokens of each turn that the student sampled, in T."""
-    ended: Ended | None = None
-    """How it ended; None: it is under way."""
-    reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def context(self) -> list[int]:
         """What the student is to continue: [P + T]."""
         return self.prompt + self.token_ids
 
-    def asked(self, turn: Turn, limits: Limits) -> None:
-        """Add the environment's tokens. Raises WireError for a turn that cannot be used."""
-        added = unpack(turn.token_ids).tolist()
-        if problem := self._problem(turn, added, limits):
-            raise WireError(f"turn {turn.turn} of episode {self.id} cannot be used: {problem}")
+    def asked(self, added: list[int]) -> None:
+        """Add the environment's tokens."""
         if not self.own:
-            self.prompt = added
+            self.prompt = self.prompt + added
             return
         count = len(added)
         self.token_ids += added
@@ -99,23 +93,6 @@ class Episode:
             self.topk_ids.append(np.full((count, self.topk_ids[0].shape[1]), -1, "i4"))
         last = self.spans[-1]
         self.spans[-1] = VersionSpan(last.version, last.start, last.end + count)
-
-    def _problem(self, turn: Turn, added: list[int], limits: Limits) -> str | None:
-        held = len(self.prompt) + len(self.token_ids)
-        if turn.id != self.id or turn.turn != len(self.own):
-            return f"it is turn {turn.turn} of {turn.id!r}, and turn {len(self.own)} must follow"
-        if turn.token_ids.dtype != "i4" or len(turn.token_ids.shape) != 1 or not added:
-            return f"token_ids is {turn.token_ids.dtype} {turn.token_ids.shape}, and must be i4 [E], E >= 1"
-        if min(added) < 0 or max(added) >= limits.vocab_size:
-            return f"token ids lie in {min(added)} … {max(added)}, the vocabulary has {limits.vocab_size}"
-        if not self.own and len(added) > limits.tokens:
-            return f"the prompt has {len(added)} tokens, {limits.tokens} are left beside rollout.max_tokens"
-        if turn.keep != held:
-            return (
-                f"it keeps {turn.keep} of {held} tokens: the environment rewrote its context, which has no "
-                "log-probabilities to train on; have it append"
-            )
-        return None
 
     def answered(self, answer: Generated) -> None:
         """Add the student's tokens."""
@@ -131,17 +108,74 @@ class Episode:
                 first = self.spans.pop().start
             self.spans.append(VersionSpan(span.version, first, last))
 
-    @property
-    def completion(self) -> Generated:
-        """All T tokens, as one completion of the first prompt."""
+    def completion(self, id: str, finish_reason: FinishReason) -> Generated:
+        """All T tokens, as one completion of the prompt."""
         return Generated(
-            id=self.id,
+            id=id,
             token_ids=pack(np.array(self.token_ids, "i4")),
             logprob=pack(np.concatenate([np.zeros(0, "f4"), *self.logprob])),
             spans=self.spans,
-            finish_reason={"over": "stop", "time": "time"}.get(self.ended or "", "length"),  # type: ignore[arg-type]
+            finish_reason=finish_reason,
             topk_ids=pack(np.concatenate(self.topk_ids)) if self.topk_ids else None,
         )
+
+
+@dataclass
+class Episode:
+    """An episode under way, or ended. Made by `play`."""
+
+    id: str
+    sequences: list[Sequence] = field(default_factory=lambda: [Sequence()])
+    """One, and one more for every time that the environment rewrote its context: the own tokens of those
+    before are then part of its prompt, so that each is trained once, behind what it was sampled behind."""
+    turns: int = 0
+    """That the student answered."""
+    ended: Ended | None = None
+    """How it ended; None: it is under way."""
+    reward: float | None = None
+    turn_rewards: list[float] = field(default_factory=list)
+    """Of each turn, part of `reward`; empty: it is rewarded as a whole."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def context(self) -> list[int]:
+        """What the student is to continue."""
+        return self.sequences[-1].context
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the episode as a completion."""
+        return "stop" if self.ended == "over" else "time" if self.ended == "time" else "length"
+
+    def asked(self, turn: Turn, limits: Limits) -> None:
+        """Add the environment's tokens. Raises WireError for a turn that cannot be used."""
+        added, context = unpack(turn.token_ids).tolist(), self.context
+        if problem := self._problem(turn, added, len(context), limits):
+            raise WireError(f"turn {turn.turn} of episode {self.id} cannot be used: {problem}")
+        if turn.keep < len(context):
+            self.sequences.append(Sequence(context[: turn.keep]))
+        self.sequences[-1].asked(added)
+
+    def _problem(self, turn: Turn, added: list[int], held: int, limits: Limits) -> str | None:
+        if turn.id != self.id or turn.turn != self.turns:
+            return f"it is turn {turn.turn} of {turn.id!r}, and turn {self.turns} must follow"
+        if turn.token_ids.dtype != "i4" or len(turn.token_ids.shape) != 1 or not added:
+            return f"token_ids is {turn.token_ids.dtype} {turn.token_ids.shape}, and must be i4 [E], E >= 1"
+        if min(added) < 0 or max(added) >= limits.vocab_size:
+            return f"token ids lie in {min(added)} … {max(added)}, the vocabulary has {limits.vocab_size}"
+        if not 0 <= turn.keep <= held:
+            return f"keep is {turn.keep}, and must be 0 to {held}, the tokens that there are"
+        if turn.keep + len(added) > limits.tokens:
+            return (
+                f"the context has {turn.keep + len(added)} tokens, {limits.tokens} are left beside "
+                "rollout.max_tokens"
+            )
+        return None
+
+    def answered(self, answer: Generated) -> None:
+        """Add the student's tokens."""
+        self.sequences[-1].answered(answer)
+        self.turns += 1
 
 
 async def play(
@@ -161,7 +195,7 @@ async def play(
     try:
         said = await environment.begin(episode.id, task)
         while isinstance(said, Turn):
-            if episode.own and (ended := _limit(episode, said, limits, loop.time() - began)) is not None:
+            if episode.turns and (ended := _limit(said, limits, loop.time() - began)) is not None:
                 episode.ended = ended
                 return
             episode.asked(said, limits)
@@ -171,20 +205,25 @@ async def play(
             said = await environment.proceed(episode.id, said.turn, answer.token_ids, reason)
         if isinstance(said, EpisodeFailed):
             raise EnvironmentLost(said.error) if said.lost else EnvironmentFailed(said.error)
+        if len(said.turn_rewards) not in (0, episode.turns):
+            raise WireError(
+                f"episode {episode.id} has {episode.turns} turns and {len(said.turn_rewards)} turn_rewards: "
+                "give one for each, or none"
+            )
         episode.ended, episode.reward, episode.metrics = "over", said.reward, said.metrics
+        episode.turn_rewards = said.turn_rewards
     finally:
         if isinstance(said, Turn):
             await environment.end([episode.id])
 
 
-def _limit(episode: Episode, turn: Turn, limits: Limits, seconds: float) -> Ended | None:
+def _limit(turn: Turn, limits: Limits, seconds: float) -> Ended | None:
     """The limit that this turn, not the first, would exceed; None: none."""
     if turn.turn >= limits.turns:
         return "max_turns"
     if limits.seconds is not None and seconds >= limits.seconds:
         return "time"
-    held = len(episode.prompt) + len(episode.token_ids)
-    return "max_tokens" if held + turn.token_ids.shape[0] > limits.tokens else None
+    return "max_tokens" if turn.keep + turn.token_ids.shape[0] > limits.tokens else None
 
 
 class EnvironmentFailed(RemoteError):

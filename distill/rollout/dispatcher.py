@@ -243,7 +243,9 @@ class Dispatcher:
     def played(self, event: EpisodePlayed) -> None:
         """Take an episode that has ended as a completion of its first prompt."""
         self._last.pop(event.rollout.id, None)
-        self._completed(event.rollout, event.answer)
+        if self._completed(event.rollout, event.answer) and self._run_log.state.rules.group == 1:
+            for rollout in event.more:
+                self.screen(rollout)
 
     def play_again(self, rollout: Rollout) -> None:
         """Have an episode whose environment is gone begin again."""
@@ -280,14 +282,15 @@ class Dispatcher:
             else:
                 self._events.emit(TurnGenerated(answer))
 
-    def _completed(self, rollout: Rollout, answer: Generated) -> None:
-        """Requeue or reject what was broken off or ended by a limit, by its policy; screen the rest."""
+    def _completed(self, rollout: Rollout, answer: Generated) -> bool:
+        """Requeue or reject what was broken off or ended by a limit, by its policy; else screen it: true."""
         whole, count = rollout.completed(answer), answer.token_ids.shape[0]
         policy: AtLimit = "keep"
         reason: Literal["straggler", "over_long"] = "over_long"
         limit = "max_tokens"
         if answer.finish_reason == "abort":
-            return self._requeue([rollout], "aborted", count)
+            self._requeue([rollout], "aborted", count)
+            return False
         if answer.finish_reason == "length":
             policy = self._config.on_max_tokens
         elif answer.finish_reason == "time":
@@ -298,7 +301,8 @@ class Dispatcher:
             self._requeue([rollout], reason, count)
         else:
             self.screen(whole)
-        return None
+            return True
+        return False
 
     def screen(self, rollout: Rollout) -> None:
         """Pass a completion, of student or teacher, on to be scored, unless it must not be trained on."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from itertools import accumulate
 from typing import Final, Literal
 
 from msgspec.structs import replace
@@ -106,7 +107,7 @@ class Episodes:
         """Have a replica complete the context."""
         prompt = replace(rollout.source_prompt, token_ids=episode.context)
         turn = self._turns[rollout.id] = asyncio.get_running_loop().create_future()
-        self._events.emit(TurnReady(replace(rollout, issued=prompt, own=list(episode.own))))
+        self._events.emit(TurnReady(replace(rollout, issued=prompt, own=list(episode.sequences[0].own))))
         return await turn
 
 
@@ -119,9 +120,27 @@ def limits(config: RunConfig, name: str, context: int, vocab_size: int) -> Limit
 
 def _played(rollout: Rollout, episode: Episode) -> EpisodePlayed:
     """An episode that a limit ended has reward 0."""
-    prompt = replace(rollout.source_prompt, token_ids=episode.prompt)
     reward = episode.reward if episode.ended == "over" else 0.0
-    return EpisodePlayed(replace(rollout, issued=prompt, own=episode.own, reward=reward), episode.completion)
+    rollouts, answers = [], []
+    earned = [0.0, *accumulate(episode.turn_rewards)]
+    for place, one in enumerate(episode.sequences):
+        name = rollout.id if place == 0 else f"{rollout.id}+{place}"
+        prompt = replace(rollout.source_prompt, id=name, token_ids=one.prompt)
+        before, earned = earned[: len(one.own)], earned[len(one.own) :]
+        rollouts.append(
+            replace(
+                rollout,
+                id=name,
+                issued=prompt,
+                own=one.own,
+                reward=reward,
+                earned=before if any(before) else [],
+                continues=place > 0,
+            )
+        )
+        answers.append(one.completion(name, episode.finish_reason))
+    more = [one.completed(answer) for one, answer in zip(rollouts[1:], answers[1:], strict=True)]
+    return EpisodePlayed(rollouts[0], answers[0], more)
 
 
 class _Dropped(DistillError):

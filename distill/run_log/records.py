@@ -123,6 +123,11 @@ class Rollout(Record, frozen=True):
     own: list[tuple[int, int]] = []
     """Start and end, in T, of the tokens that the student sampled in each turn of an episode; the others are
     the environment's. Empty: all T."""
+    earned: list[float] = []
+    """What the turns before each of `own` added to `reward`: no merit of its tokens. Empty: nothing."""
+    continues: bool = False
+    """What an episode said behind a context that its environment rewrote: "ID+N" beside rollout ID. It is on
+    no record until it is scored, and is lost with what holds it until then."""
 
     @property
     def length(self) -> int:
@@ -177,6 +182,7 @@ class Rollout(Record, frozen=True):
             teacher=self.teacher,
             scored=None if self.kept is None else Scored(self.id, NO_VALUES, kept=self.kept),
             by_teacher=self.by_teacher,
+            continues=self.continues,
         )
 
 

@@ -219,7 +219,8 @@ class RunLog:
 
     def reject(self, rollout: Rollout, reason: DropReason, detail: str) -> None:
         """Drop and quarantine a rollout that is not on record."""
-        self.drop([rollout.id], reason, detail, rollout.length)
+        if not rollout.continues:
+            self.drop([rollout.id], reason, detail, rollout.length)
         self._quarantined(rollout.source_prompt, reason, detail, unpack(rollout.tokens).tolist())
 
     def _quarantined(self, prompt: Prompt, reason: DropReason, detail: str, tokens: list[int]) -> None:

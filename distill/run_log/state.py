@@ -29,6 +29,7 @@ class Counters:
     issued: int = 0
     generated_tokens: int = 0  # completion tokens of scored and of dropped rollouts
     by_teacher_tokens: int = 0
+    continued: int = 0  # rollouts behind rewritten contexts, which were not issued
     scored: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # rollouts by reason
     dropped_tokens: Counter[str] = field(default_factory=Counter)
@@ -239,8 +240,11 @@ class RunState(msgspec.Struct):
 
     @_change.register
     def _scored(self, record: Rollout) -> None:
-        self.pending.pop(record.id)
-        self.where.pop(record.id, None)
+        if record.continues:
+            self.counters.continued += 1
+        else:
+            self.pending.pop(record.id)
+            self.where.pop(record.id, None)
         self._admit(record)
         self.counters.scored += 1
         self.counters.generated_tokens += record.length

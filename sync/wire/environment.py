@@ -54,7 +54,8 @@ class Turn(Message, frozen=True):
     token_ids: Array
     """i4 [E], E >= 1: what comes behind the first `keep` tokens of the sequence; of turn 0 the prompt"""
     keep: Count
-    """Tokens of the sequence that stay. Fewer than it has: the environment rewrote its context."""
+    """Tokens of the context that stay. Fewer than it has: the environment rewrote it, and what follows is
+    trained as a sequence of its own."""
 
 
 class EpisodeOver(Message, frozen=True):
@@ -62,7 +63,9 @@ class EpisodeOver(Message, frozen=True):
 
     id: str
     reward: Number | None = None
-    """None: the environment gives none."""
+    """Of the whole episode, `turn_rewards` included; None: the environment gives none."""
+    turn_rewards: list[Number] = []
+    """The part of each of the student's turns, in order; empty: the episode is rewarded as a whole."""
     metrics: dict[str, Number] = {}
     """Further figures, by name."""
 

@@ -110,6 +110,6 @@ class GuessEnvironment:
             del self.games[id]
             return EpisodeFailed(id=id, error="the environment has failed", lost=trouble == "lost")
         keep = game.length - (trouble == "rewrite")
-        game.length += len(added)
+        game.length = keep + len(added)
         ids = [1 << 30] if trouble == "lie" else added
         return Turn(id=id, turn=game.turn, token_ids=pack(np.array(ids, "i4")), keep=keep)

@@ -146,7 +146,7 @@ async def test_an_environment_that_is_gone_costs_what_is_under_way(play, trouble
     assert not run.run_log.state.counters.dropped
 
 
-@pytest.mark.parametrize("trouble", ["raise", "lie", "rewrite"])
+@pytest.mark.parametrize("trouble", ["raise", "lie"])
 async def test_a_failing_environment_costs_the_episode_and_too_often_the_run(play, trouble: Any) -> None:
     environment = GuessEnvironment(trouble=lambda id, turn: trouble if id == "0:5:0" and turn == 1 else None)
     run, trained = play(environment)
@@ -154,6 +154,35 @@ async def test_a_failing_environment_costs_the_episode_and_too_often_the_run(pla
     assert len(trained) == 48
     assert run.run_log.state.counters.dropped["environment_failed"] <= 1
     assert "0:5:0" not in {one.id for one in trained}
+
+
+async def test_a_context_that_is_rewritten_makes_another_row_and_every_own_token_is_trained_once(
+    play,
+) -> None:
+    replica = Recorder(longest=2, token_seconds=0.01)
+    environment = GuessEnvironment(trouble=lambda id, turn: "rewrite" if turn in (1, 3) else None)
+    run, trained = play(environment, replicas={"r0": replica})
+    await finish(run)
+    rows: dict[str, list[Rollout]] = defaultdict(list)
+    for one in trained:
+        rows[one.id.partition("+")[0]].append(one)
+    assert max(map(len, rows.values())) == 3
+    for name, parts in rows.items():
+        found = []
+        for one in parts:
+            sequence = unpack(one.prompt).tolist() + unpack(one.tokens).tolist()
+            start_of = one.prompt.shape[0]
+            found += [
+                (sequence[: start_of + start], sequence[start_of + start : start_of + end])
+                for start, end in one.own
+            ]
+        if len(parts) == 1 + sum(turn in (1, 3) for turn in range(len(replica.turns[name]))):
+            assert sorted(found) == sorted(replica.turns[name])
+        else:
+            assert all(turn in replica.turns[name] for turn in found), "the others wait in the buffer"
+    counters = run.run_log.state.counters
+    assert counters.continued > 0
+    assert counters.scored - counters.continued <= counters.issued
 
 
 async def test_an_environment_that_fails_every_time_ends_the_run(play) -> None:
