@@ -14,7 +14,7 @@ from reference import parsed
 
 from distill.config import RunConfig
 from distill.config.loading import load
-from distill.launch.roles import check_all_joined
+from distill.launch.single_role import check_all_joined
 from student_trainer.config import TrainerConfig
 from sync.settings import ReplicaConfig, Settings
 

@@ -11,16 +11,17 @@ from distill.cli.main import app
 
 FUNCTIONS = "Config DistillError evaluate load_config load_run plan preflight run"
 COMMANDS = (
-    "audit bench chaos chat compare control evaluate evaluator export init plan preflight quickstart "
-    "replicas report run samples student sync teacher trace train version"
+    "audit bench chaos chat compare control environment evaluate evaluator export init plan preflight "
+    "quickstart replicas report run samples student sync teacher trace train version"
 )
 MESSAGES = (
     "Audience BatchRequest BroadcastMembers CheckpointSaved CompletionsReply CompletionsRequest "
+    "EnvironmentInfo EpisodeBegin EpisodeContinue EpisodeEnd EpisodeFailed EpisodeOver "
     "EvalReport EvalRequest FinalDigests "
     "GenerateFailed GenerateRequest Generated Head Heartbeat Ok ProbeReply ProbeRequest Published "
     "ReplicaJoins ReplicaLeaves ReplicaState Replicas ScoreReply ScoreRequest ScoresRelease StepReport Stop "
     "TeacherGenerateReply TeacherGenerateRequest TeacherInfo TeacherServers TrainBatch TrainerHello "
-    "TrainerWelcome UpdateReply UpdateRequest Wait"
+    "TrainerWelcome Turn UpdateReply UpdateRequest Wait"
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "

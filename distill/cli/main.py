@@ -16,11 +16,11 @@ from distill import api
 from distill.cli import bench as cli_bench
 from distill.cli import chat as cli_chat
 from distill.cli import plan as cli_plan
+from distill.cli import roles as cli_roles
 from distill.cli import sync as cli_sync
 from distill.cli.options import (
     Config,
     Controller,
-    Index,
     JsonFile,
     Overrides,
     Resume,
@@ -173,48 +173,15 @@ def _show(console: Console, config: RunConfig, summary: Summary) -> None:
 @app.command(rich_help_panel=ROLES)
 def control(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
     """Run the controller alone; every other role is reached by the URLs in its configuration."""
-    from distill.launch.roles import check_all_joined
+    from distill.launch.single_role import check_all_joined
 
     settings = api.load_config(config, overrides)
     check_all_joined(settings)
     _run(settings, resume, json_file)
 
 
-@app.command(rich_help_panel=ROLES)
-def student(config: Config, overrides: Overrides, index: Index = 0) -> None:
-    """Serve one student replica; put its URL into student.urls of the controller's file."""
-    from distill.launch import roles
-
-    roles.replace_process(roles.serve_student(api.load_config(config, overrides), index))
-
-
-@app.command(rich_help_panel=ROLES)
-def teacher(
-    config: Config,
-    overrides: Overrides,
-    name: Annotated[str, typer.Option(help="NAME of its section teachers.NAME, if there are several.")] = "",
-    index: Index = 0,
-) -> None:
-    """Serve one teacher; put its URL into teachers.NAME.urls of the controller's file."""
-    from distill.launch import roles
-
-    roles.replace_process(roles.serve_teacher(api.load_config(config, overrides), name, index))
-
-
-@app.command(rich_help_panel=ROLES)
-def evaluator(config: Config, overrides: Overrides) -> None:
-    """Serve the evaluator; put its URL into evaluation.placement.urls of the controller's file."""
-    from distill.launch import roles
-
-    roles.replace_process(roles.serve_evaluator(api.load_config(config, overrides)))
-
-
-@app.command(rich_help_panel=ROLES)
-def train(config: Config, overrides: Overrides, controller: Controller) -> None:
-    """Run the trainer for a controller whose file sets controller.trainer = "external"."""
-    from distill.launch import roles
-
-    roles.replace_process(roles.train(api.load_config(config, overrides), controller))
+for role in cli_roles.COMMANDS:
+    app.command(rich_help_panel=ROLES)(role)
 
 
 @replicas.command("ls")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sync.settings import Placement
+from sync.settings import ModelSource, Placement, Settings
 
 
 class EnvironmentConfig(Placement):
@@ -20,6 +20,8 @@ class EnvironmentConfig(Placement):
     package."""
     options: dict[str, Any] = {}
     """python: keyword arguments of the function. verifiers: further fields of its configuration."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as {"enable_thinking": false}."""
     python: Path | None = None
     """Interpreter of a virtual environment that has the environment's packages (`make environments`); None:
     this one."""
@@ -36,4 +38,17 @@ class EnvironmentConfig(Placement):
     episode_timeout_seconds: float | None = Field(None, gt=0)
     """Time limit of an episode, generation included, by `rollout.on_timeout`; None: no limit."""
     threads: int = Field(1, ge=1)
-    """torch's and OpenMP's threads in each process."""
+    """OpenMP's threads in each process."""
+
+
+class EnvironmentService(Settings):
+    """What an environment service is started with, its `--config`."""
+
+    name: str
+    """Of its section."""
+    run: str
+    """Name of the run."""
+    environment: EnvironmentConfig
+    """The section."""
+    student: ModelSource
+    """Its tokenizer makes the tokens."""

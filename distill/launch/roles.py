@@ -1,7 +1,7 @@
 """The processes of a run: command line, environment and address of every role.
 
-`plan_servers` plans a whole run; the functions at the end prepare one role that is joined to a controller by
-URLs. Files that a role is started with go to roles/ in the run's folder of this machine.
+`plan_servers` plans a whole run. Files that a role is started with go to roles/ in the run's folder of this
+machine.
 """
 
 from __future__ import annotations
@@ -14,29 +14,19 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
 
 from distill.aio import look_seconds
 from distill.config import RunConfig
+from distill.environments.config import EnvironmentService
 from distill.launch import replica_command
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.preflight_checks.checks import (
-    check_following,
-    check_model,
-    check_secrets,
-    check_transport,
-    refuse,
-)
-from distill.preflight_checks.machine import runs_vllm
-from distill.preflight_checks.objective import with_objective
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
 from sync.client import TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.errors import ConfigError
-from sync.own_code import use_folder
-from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone, check_bind
+from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
 from sync.settings import ModelSource, Placement, Settings
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
@@ -97,22 +87,29 @@ class Plan:
     """Name → URL."""
     teachers: dict[str, list[str]] = field(default_factory=dict)
     """Name → a URL for each of its processes."""
+    environments: dict[str, list[str]] = field(default_factory=dict)
+    """As `teachers`."""
     evaluator: str | None = None
     children: list[ChildSpec] = field(default_factory=list)
 
     def through(self, relay: Relay) -> Plan:
         """The same servers, those started here behind relays."""
         urls = {child.url: relay(child.name, child.url) for child in self.children if child.url}
+
+        def moved(served: Mapping[str, list[str]]) -> dict[str, list[str]]:
+            return {name: [urls.get(url, url) for url in all_] for name, all_ in served.items()}
+
         return Plan(
             {name: urls.get(url, url) for name, url in self.replicas.items()},
-            {name: [urls.get(url, url) for url in all_] for name, all_ in self.teachers.items()},
+            moved(self.teachers),
+            moved(self.environments),
             urls.get(self.evaluator or "", self.evaluator),
             self.children,
         )
 
 
 def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
-    """Plan replicas, teachers and the evaluator, and write the files that those started here read.
+    """Plan replicas, teachers, environments and the evaluator, and write what those started here read.
 
     Raises ConfigError for ports in use and for placements that do not fit.
     """
@@ -126,6 +123,10 @@ def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
         )
         plan.teachers[name] = teacher.urls or _urls(here)
         plan.children += here
+    for name, one in config.environments.items():
+        own_ = [] if one.urls else [environment_child(config, name, i, ports) for i in range(one.processes)]
+        plan.environments[name] = one.urls or _urls(own_)
+        plan.children += own_
     if evaluation is not None and evaluation.placement.urls:
         plan.evaluator = evaluation.placement.urls[0]
     elif evaluation is not None:
@@ -133,19 +134,26 @@ def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
         if own is not None and not own.urls:
             plan.children.append(evaluation_replica(config, own, ports))
             own = own.model_copy(update={"urls": [plan.children[-1].url]})
-        child = evaluator_child(_with_urls(config, plan.teachers, own), ports)
+        child = evaluator_child(_with_urls(config, plan, own), ports)
         plan.evaluator = child.url
         plan.children.append(child)
     plan.children = [_in_run(child, config, token) for child in plan.children]
     return plan
 
 
-def _with_urls(config: RunConfig, teachers: Mapping[str, list[str]], own: Placement | None) -> RunConfig:
-    """What the evaluator is started with: teachers, and its own replica, where they are."""
+def _with_urls(config: RunConfig, plan: Plan, own: Placement | None) -> RunConfig:
+    """What the evaluator is started with: teachers, environments, and its own replica, where they are."""
     assert config.evaluation is not None, "there is an evaluator"
-    reached = {name: one.model_copy(update={"urls": teachers[name]}) for name, one in config.teachers.items()}
-    evaluation = config.evaluation.model_copy(update={"replica": own})
-    return config.model_copy(update={"teachers": reached, "evaluation": evaluation})
+
+    def reached(served: Mapping[str, Placement], urls: Mapping[str, list[str]]) -> dict[str, Placement]:
+        return {name: one.model_copy(update={"urls": urls[name]}) for name, one in served.items()}
+
+    update = {
+        "teachers": reached(config.teachers, plan.teachers),
+        "environments": reached(config.environments, plan.environments),
+        "evaluation": config.evaluation.model_copy(update={"replica": own}),
+    }
+    return config.model_copy(update=update)
 
 
 def _urls(children: list[ChildSpec]) -> list[str]:
@@ -158,7 +166,8 @@ def token_of(config: RunConfig) -> str | None:
 
 
 def _is_local(config: RunConfig) -> bool:
-    placements: list[Placement] = [config.student, *config.teachers.values()]
+    served = (*config.teachers.values(), *config.environments.values())
+    placements: list[Placement] = [config.student, *served]
     if config.evaluation is not None:
         placements += [one for one in (config.evaluation.placement, config.evaluation.replica) if one]
     hosts = [placement.host for placement in placements] + [config.controller.host]
@@ -211,6 +220,36 @@ def teacher_child(config: RunConfig, name: str, index: int, ports: Ports) -> Chi
     return replace(child, argv=argv, env={**child.env, **_secrets(place), **env})
 
 
+def environment_child(config: RunConfig, name: str, index: int, ports: Ports) -> ChildSpec:
+    """Process `index` of the environment called `name`, by the interpreter that has its packages."""
+    place, label = config.environments[name], f"environment-{name}"
+    settings = EnvironmentService(
+        name=name, run=config.run.name, environment=place, student=_model(config.student)
+    )
+    path = write_role(config.run_dir, label, settings)
+    label = label if place.processes == 1 else f"{label}-{index}"
+    child = _server("distill.environments.service", path, place, index, f"environments.{name}", label, ports)
+    env = {"OMP_NUM_THREADS": str(place.threads), **child.env, **_secrets(settings)}
+    argv = [*child.argv, "--index", str(index)]
+    if place.python is not None:
+        paths = [str(_packages(path.parent)), env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        argv[0] = str(place.python)
+    return replace(child, argv=argv, env=env)
+
+
+def _packages(folder: Path) -> Path:
+    """A folder with links to this project's packages alone, for an interpreter that lacks them."""
+    packages = folder / "packages"
+    packages.mkdir(exist_ok=True)
+    for name in ("distill", "sync"):
+        link, target = packages / name, Path(__file__).parents[2] / name
+        if not link.is_symlink() or link.readlink() != target:
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)
+    return packages
+
+
 def evaluator_child(config: RunConfig, ports: Ports) -> ChildSpec:
     """The evaluator."""
     assert config.evaluation is not None, "there is one only with an evaluation"
@@ -250,7 +289,7 @@ def trainer_process(config: RunConfig, controller_url: str) -> ChildSpec:
         run=config.run.name,
         run_dir=config.run_dir,
         controller_url=controller_url,
-        student=ModelSource(**{name: getattr(config.student, name) for name in ModelSource.model_fields}),
+        student=_model(config.student),
         objective=config.objective,
         trainer=config.trainer,
         weights=config.weights,
@@ -263,6 +302,10 @@ def trainer_process(config: RunConfig, controller_url: str) -> ChildSpec:
     return ChildSpec(TRAINER, argv, env, ends=True)
 
 
+def _model(source: ModelSource) -> ModelSource:
+    return ModelSource(**{name: getattr(source, name) for name in ModelSource.model_fields})
+
+
 def url_of(host: str, port: int) -> str:
     """How this machine reaches a server that listens on host:port."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
@@ -271,80 +314,3 @@ def url_of(host: str, port: int) -> str:
 
 def _port(place: Placement, index: int, key: str, ports: Ports) -> int:
     return ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
-
-
-# --- a role on its own: `distill student | teacher | evaluator | train`
-
-
-def replace_process(child: ChildSpec) -> NoReturn:
-    """Become this process; never returns."""
-    os.execvpe(child.argv[0], list(child.argv), {**os.environ, **child.env})
-
-
-def serve_student(config: RunConfig, index: int) -> ChildSpec:
-    """Replica `index`, listening as [student] says."""
-    use_folder(config.run.code_folder)
-    check_model(config.student, "student", runs_vllm=True)
-    check_secrets(config)
-    return student_child(config, index, _ports(config.student))
-
-
-def serve_teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
-    """Process `index` of teacher `name`; "" stands for the only one."""
-    if not name and len(config.teachers) == 1:
-        (name,) = config.teachers
-    if name not in config.teachers:
-        raise ConfigError(f"--name {name!r} is no teacher: choose one of {', '.join(config.teachers)}")
-    place = config.teachers[name]
-    use_folder(config.run.code_folder)
-    check_secrets(config)
-    check_model(place, f"teachers.{name}", runs_vllm(place))
-    if place.follow_student_every is not None:
-        check_following(with_objective(config).config, name)
-    return teacher_child(config, name, index, _ports(place))
-
-
-def serve_evaluator(config: RunConfig) -> ChildSpec:
-    """The evaluator, listening as [evaluation.placement] says."""
-    if config.evaluation is None:
-        raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
-    use_folder(config.run.code_folder)
-    refuse(check_transport(config))
-    missing = _unreached_teachers(config)
-    if (own := config.evaluation.replica) is not None and not own.urls:
-        missing.append("evaluation.replica.urls")
-    if missing:
-        raise ConfigError(f"the evaluator asks the other servers and starts none: set {', '.join(missing)}")
-    return evaluator_child(with_objective(config).config, _ports(config.evaluation.placement))
-
-
-def _unreached_teachers(config: RunConfig) -> list[str]:
-    return [f"teachers.{name}.urls" for name, teacher in config.teachers.items() if not teacher.urls]
-
-
-def train(config: RunConfig, controller_url: str) -> ChildSpec:
-    """The deepspeed launcher of all ranks, talking to the controller at that URL."""
-    use_folder(config.run.code_folder)
-    check_model(config.student, "student")
-    check_secrets(config)
-    return trainer_process(with_objective(config).config, controller_url)
-
-
-def check_all_joined(config: RunConfig) -> None:
-    """Raise ConfigError unless every role of the controller's configuration is reached by URL."""
-    missing = [] if config.student.urls else ["student.urls"]
-    missing += _unreached_teachers(config)
-    if config.evaluation is not None and not config.evaluation.placement.urls:
-        missing.append("evaluation.placement.urls (or evaluation = false)")
-    if config.controller.trainer != "external":
-        missing.append('controller.trainer = "external"')
-    if missing:
-        raise ConfigError(
-            f"`distill control` starts no other role: set {', '.join(missing)}, or use `distill run`"
-        )
-
-
-def _ports(place: Placement) -> Ports:
-    """Ports that the process which replaces this one goes on holding."""
-    check_bind(place.host, token_from_environment())
-    return Ports(keep_through_exec=True)

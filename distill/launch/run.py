@@ -26,6 +26,7 @@ from rich.console import Console
 from distill.aio import cancel
 from distill.config import RunConfig
 from distill.controller import Controller
+from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
@@ -133,12 +134,17 @@ def connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> l
         HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None,
         {name: HttpReplica(url, token, claim) for name, url in plan.replicas.items()},
         load_transforms(config.teachers),
+        {
+            name: EnvironmentClient(name, urls, token, claim, config.environments[name].call_timeout_seconds)
+            for name, urls in plan.environments.items()
+        },
     )
 
 
 async def disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
     """Close them, and `others`."""
-    closing = [*clients.teachers.values(), *clients.replicas.values(), clients.evaluator, *others]
+    several = (clients.teachers, clients.replicas, clients.environments)
+    closing = [*(one for named in several for one in named.values()), clients.evaluator, *others]
     await asyncio.gather(*(one.aclose() for one in closing if one), return_exceptions=True)
 
 
@@ -328,6 +334,7 @@ class _Launcher:
             evaluator=clients.evaluator,
             rewards=self._rewards,
             transforms=dict(clients.transforms),
+            environments=dict(clients.environments),
             claim=self._claim,
         )
 

@@ -147,6 +147,8 @@ _TAKES_EFFECT: Final = {
     "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
     "attention max_length batch_tokens head_chunk queue_tokens keep_memory_gib keep_disk_gib keep_folder "
     "wire_dtype engine_args threads idle_unload_seconds",
+    "environments.*": "urls host port devices env python processes max_episodes call_timeout_seconds "
+    "episode_timeout_seconds threads",
     "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
     "on_max_tokens max_attempts",
     "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
@@ -158,8 +160,8 @@ _TAKES_EFFECT: Final = {
 }
 _SAME_CONTENT: Final = {
     "student": "chat_template",
-    "prompts": "type path field source_field answer_field template name split revision chat_template_kwargs "
-    "system_prompt prompt_suffix min_prompt_tokens max_prompt_tokens",
+    "prompts": "type environment tasks path field source_field answer_field template name split revision "
+    "chat_template_kwargs system_prompt prompt_suffix min_prompt_tokens max_prompt_tokens",
     "trainer": "deepspeed overrides",
     "evaluation": "prompts",
 }
@@ -168,6 +170,7 @@ _REFUSED: Final = {
     "run": "the journal's rollouts and the order of the prompts depend on it",
     "student": "the checkpoint was trained from it",
     "teachers": "rollouts in the journal were scored by it",
+    "environments": "rollouts in the journal were played against it",
     "prompts": "rewards in the journal were given by it",
     "rollout": "rollouts in the journal were sampled by it, and evaluations are compared at it",
     "objective": "the weights so far were optimised for it",
@@ -184,7 +187,7 @@ DECISIONS: Final = {
     "evaluation": "same content",
 }
 """Key, or section, → what a resume does with a change of it. The nearest key decides, so that a key which is
-not listed is refused with its section. `*`: a teacher's name."""
+not listed is refused with its section. `*`: the name of a teacher or an environment."""
 
 
 def content(config: RunConfig, split: PromptSplit) -> dict[str, Any]:
@@ -237,7 +240,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def decide(path: tuple[str, ...]) -> str:
     """What a resume does with a change of the key at `path`: one of DECISIONS."""
-    parts = [*path[:1], "*", *path[2:]] if path[0] == "teachers" else [*path]
+    parts = [*path[:1], "*", *path[2:]] if path[0] in ("teachers", "environments") else [*path]
     keys = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next(
         (DECISIONS[key] for key in keys if key in DECISIONS), "refused: the run's records depend on it"

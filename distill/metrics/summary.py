@@ -248,6 +248,7 @@ def threads(config: RunConfig) -> dict[str, int | None]:
         "student": given(config.student.env),
         "trainer": given(config.trainer.env, config.trainer.threads),
         **{f"teacher {name}": given(one.env, one.threads) for name, one in config.teachers.items()},
+        **{f"environment {name}": one.threads for name, one in config.environments.items()},
         "evaluator": given(evaluation.placement.env, evaluation.threads) if evaluation else None,
     }
 

@@ -16,7 +16,7 @@ from distill.buffer import rules
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
 from distill.evaluation.sets import check_rewards, open_sets
-from distill.preflight_checks import objective
+from distill.preflight_checks import environments, objective
 from distill.preflight_checks.devices import check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import PromptSplit, data_sources, open_prompts
@@ -61,7 +61,8 @@ def check(config: RunConfig) -> Checked:
     deepspeed_config(config.trainer)
     check_secrets(config)
     rules(config)
-    refuse([*check_transport(config), *_teachers(config), *_reach(config), *_others(config)])
+    sections = environments.problems(config)
+    refuse([*check_transport(config), *_teachers(config), *_reach(config), *sections, *_others(config)])
     _warn_of_temperature(config)
     router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer)

@@ -1,5 +1,6 @@
 """Preflight with live engines: which checks run, in which order, and what a failure does.
 
+    environments: tokenizer, tasks, length; the first prompts of some episodes, which are probed below
     each teacher: tokenizer, template, capabilities, length ─▶ scores repeat, shift, are cut
     evaluator:    the same scores by plain forward passes, of a teacher that is small enough to be loaded
                   there; the objective with and without its teacher
@@ -18,12 +19,14 @@ from typing import Any, Final
 import numpy as np
 
 from distill.config import RunConfig
+from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
 from distill.interfaces import Transform
-from distill.preflight_checks import objective, probes
+from distill.preflight_checks import environments, objective, probes
 from distill.preflight_checks.checks import must_differ, shares_template
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
+from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
 from sync import tokenizers, wire
 from sync.errors import ConfigError
@@ -46,6 +49,7 @@ class Engines:
     replicas: Mapping[str, ReplicaEngine] = field(default_factory=dict)
     """Empty: the trainer's first step compares their log-probabilities with its own."""
     transforms: Mapping[str, Transform] = field(default_factory=dict)
+    environments: Mapping[str, EnvironmentClient] = field(default_factory=dict)
 
 
 async def check_engines(
@@ -78,22 +82,46 @@ class _Checks:
     findings: list[Finding] = field(default_factory=list)
     scored: dict[str, tuple[list[ScoreSequence], list[np.ndarray], float]] = field(default_factory=dict)
     """Teacher → sequences, their scores, and the tolerance of a score."""
+    sample: list[Prompt] = field(default_factory=list)
+    """With the first prompts of environments."""
+    longest: int = 0
+    """Tokens of the longest prompt, of an episode all but one more answer."""
 
     async def run(self) -> None:
-        config = self.config
+        config, most = self.config, self.config.rollout.max_tokens
         limit = await asyncio.to_thread(student_limit, config)
-        remedy = "raise max-model-len in student.engine_args"
-        lengths = longest_prompt(self.split), config.rollout.max_tokens
-        self._note(probes.fits("the student", *lengths, limit, remedy))
         tokenizer = await asyncio.to_thread(load_tokenizer, config.student)
+        self.sample = sample_prompts(self.split)
+        if not await self._environments(tokenizers.fingerprint(tokenizer), limit):
+            return
+        self.longest = max(longest_prompt(self.split), environments.longest(config, limit) - most)
+        remedy = "raise max-model-len in student.engine_args"
+        self._note(probes.fits("the student", self.longest, most, limit, remedy))
         for name, teacher in self.engines.teachers.items():
             await self._teacher(name, teacher, tokenizer)
         rollouts = await self._rollouts()
         if self.engines.evaluator is not None and (self.scored or rollouts):
             await self._plain(self.engines.evaluator, rollouts)
 
-    def _note(self, finding: Finding, teacher: str = "") -> bool:
-        finding = replace(finding, check=f"teacher {teacher}: {finding.check}") if teacher else finding
+    async def _environments(self, fingerprint: str, limit: int) -> bool:
+        """Check each of them, and fill in first prompts; whether all passed."""
+        config, clients, passed = self.config, self.engines.environments, True
+        for name, client in clients.items():
+            info = await client.info(config.run.start_seconds)
+            passed &= self._note(environments.same_tokenizer(fingerprint, info), name, "environment")
+            passed &= self._note(environments.enough_tasks(config, name, info), name, "environment")
+        if not passed:
+            return False
+        count = config.preflight.sequences
+        self.sample = await environments.with_first_prompts(self.sample, clients, count)
+        for name in clients:
+            first = [prompt for prompt in self.sample if prompt.environment == name]
+            most = min(limit, config.environments[name].max_tokens or limit)
+            passed &= self._note(environments.first_fits(first, most), name, "environment")
+        return passed
+
+    def _note(self, finding: Finding, name: str = "", role: str = "teacher") -> bool:
+        finding = replace(finding, check=f"{role} {name}: {finding.check}") if name else finding
         self.findings.append(finding)
         self.say(finding)
         return finding.problem is None
@@ -105,7 +133,7 @@ class _Checks:
         config = self.config
         info = await teacher.info(config.run.start_seconds)
         seen = self._prompts(name)
-        longest = longest_prompt(self.split) + max(len(ids) - own for ids, own in seen)
+        longest = self.longest + max(len(ids) - own for ids, own in seen)
         lengths = longest, config.rollout.max_tokens, info.max_length
         template = tokenizers.chat_template_fingerprint(tokenizer)
         basics = [
@@ -136,8 +164,7 @@ class _Checks:
     def _prompts(self, name: str) -> list[tuple[Sequence[int], int]]:
         """Prompts as the teacher sees them, each with its length as the student sees it."""
         route, transform = Router(self.config.teachers).route, self.engines.transforms.get(name)
-        sample = sample_prompts(self.split)
-        mine = [prompt for prompt in sample if route(prompt.source) == name] or sample
+        mine = [prompt for prompt in self.sample if route(prompt.source) == name] or self.sample
         return [
             (prompt.token_ids if transform is None else transform(prompt), len(prompt.token_ids))
             for prompt in mine[: self.config.preflight.sequences]
@@ -153,7 +180,7 @@ class _Checks:
             top_p=rollout.top_p,
             stop_token_ids=rollout.stop_token_ids,
         )
-        prompts = sample_prompts(self.split)[: self.config.preflight.sequences]
+        prompts = self.sample[: self.config.preflight.sequences]
         answers = []
         for name, replica in self.engines.replicas.items():
             batch = [wire.GeneratePrompt(f"{name}/{i}", one.token_ids) for i, one in enumerate(prompts)]
@@ -164,8 +191,9 @@ class _Checks:
         return answers
 
     async def _plain(self, evaluator: HttpEvaluator, rollouts: list[Generated]) -> None:
-        prompts = sample_prompts(self.split)
-        seen = [pack(np.asarray(prompts[int(one.id.rpartition("/")[2])].token_ids, "i4")) for one in rollouts]
+        seen = [
+            pack(np.asarray(self.sample[int(one.id.rpartition("/")[2])].token_ids, "i4")) for one in rollouts
+        ]
         completed = [
             wire.ScoreSequence.of(one.id, prompt, one.token_ids, one.topk_ids)
             for one, prompt in zip(rollouts, seen, strict=True)

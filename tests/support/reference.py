@@ -57,8 +57,8 @@ def summary(section: type[Settings]) -> str:
 def _section(name: str, field: FieldInfo) -> list[str]:
     choices = sections(field.annotation)
     parts = [f"## [{name}]", ""]
-    if name == "teachers":
-        parts = ["## [teachers.NAME]", "", "One such section per teacher.", ""]
+    if get_origin(field.annotation) is dict:
+        parts = [f"## [{name}.NAME]", "", f"One such section per {name.removesuffix('s')}.", ""]
     if len(choices) > 1:
         left_out = "Required" if field.is_required() else f"Left out: {_default(field)}"
         parts += [f"One of {len(choices)} kinds, named by `type`. {left_out}.", ""]

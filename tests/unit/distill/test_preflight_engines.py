@@ -14,7 +14,7 @@ from distill.config import RunConfig
 from distill.config.loading import validate
 from distill.evaluation import probes
 from distill.evaluation.probes import probe
-from distill.launch import roles
+from distill.launch import single_role
 from distill.preflight_checks import checks as preflight
 from distill.preflight_checks import engines as live
 from distill.preflight_checks.probes import Finding
@@ -353,7 +353,7 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     sections["objective"] = {"type": "topk", "k": 4}
     assert preflight.check(configure(models, **sections)).split.held_out
     adapters = {**sections, "trainer": {**sections["trainer"], "lora": {}}}
-    for check in (preflight.check, lambda config: roles.serve_teacher(config, "t", 0)):
+    for check in (preflight.check, lambda config: single_role.serve_teacher(config, "t", 0)):
         with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):
             check(configure(models, **adapters))
     off = {"evaluation": False, "weights": {"transport": "broadcast"}}

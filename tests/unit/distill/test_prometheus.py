@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +17,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from distill.controller import Controller
+from distill.environments.app import Service
+from distill.environments.config import EnvironmentConfig
 from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import Served, app
 from distill.metrics.names import FIGURES
@@ -214,7 +217,10 @@ def names(exported: Series, evaluator: Series) -> set[str]:
     """Every metric that a role of ours exports."""
     teacher = Metrics().registry
     KeptMetrics(teacher)
+    environment: Any = SimpleNamespace(name="e", tasks=None)
+    service = Service(environment, EnvironmentConfig(environment="a:b"), ("", 1))
     served = {name for name, _ in [*exported, *evaluator]} | families(teacher) | families(REGISTRY)
+    served |= families(service.registry)
     return {name for name in served if not name.endswith("_created")}
 
 

@@ -1,0 +1,280 @@
+"""The HTTP routes of one environment process (docs/architecture.md), over one environment.
+
+    POST /v1/begin      EpisodeBegin → Turn | EpisodeOver | EpisodeFailed
+    POST /v1/continue   EpisodeContinue → the same; one that comes again gets the same answer
+    POST /v1/end        EpisodeEnd → Ok
+    GET  /v1/info       → EnvironmentInfo
+    GET  /health        liveness          GET /metrics   Prometheus
+
+    begin ─▶ call of the environment ─▶ Turn ─continue─▶ call … ─▶ EpisodeOver | EpisodeFailed
+                                         └─ idle, and room is needed ─▶ given up
+
+429 carries Retry-After: as many episodes are under way as may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol
+
+from prometheus_client import Counter, Gauge, Histogram
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from distill.environments.config import EnvironmentConfig
+from distill.environments.episode import Environment
+from sync.claims import Claim
+from sync.errors import DataError, Overloaded, WireError
+from sync.own_code import own_code
+from sync.server import RunGuard, TokenGuard, exposition, process_registry, read_message, refuse, reply
+from sync.wire import (
+    Array,
+    EnvironmentInfo,
+    EpisodeBegin,
+    EpisodeContinue,
+    EpisodeEnd,
+    EpisodeFailed,
+    EpisodeOver,
+    Ok,
+    Turn,
+    decode,
+    encode,
+)
+from sync.wire.checks import I4, Problem, array, ids
+
+log = logging.getLogger(__name__)
+IDLE_SECONDS: Final = 600.0
+"""An episode that waits for its student for longer makes room, when there is none, for one that begins."""
+RETRY_SECONDS: Final = 1.0
+"""When to come back, for one that finds no room."""
+MAX_BODY: Final = 1 << 26
+"""Bytes of a request."""
+
+Answer = Turn | EpisodeOver | EpisodeFailed
+_ANSWER: Final[Any] = Answer
+
+
+class Host(Environment, Protocol):
+    """An environment in this process. It is entered before the first episode begins.
+
+    A call that raises, or exceeds `call_timeout_seconds`, ends the episode; `end` must return within seconds.
+    """
+
+    tasks: int | None
+    """How many there are, known once it is entered; None: they have no end."""
+
+    async def __aenter__(self) -> Any: ...
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+@dataclass(eq=False)
+class _Episode:
+    id: str
+    call: asyncio.Task[Answer]
+    """The newest call of the environment."""
+    turn: int = 0
+    """Of the Turn that it makes."""
+    answered_at: float = math.inf
+    """time.monotonic() at which it ended; inf: it is under way."""
+    over: bool = False
+
+
+class Service:
+    """One environment behind HTTP; `app` is the ASGI application, whose lifespan enters and leaves `host`."""
+
+    def __init__(
+        self,
+        host: Host,
+        config: EnvironmentConfig,
+        tokenizer: tuple[str, int],
+        token: str | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        """`tokenizer`: its fingerprint, and the size of its vocabulary."""
+        self._host, self._config = host, config
+        self._fingerprint, self._vocab_size = tokenizer
+        self._episodes: dict[str, _Episode] = {}
+        """Those under way, and the newest that are over: their last answer may be asked for again."""
+        self.registry = registry = process_registry()
+        name = "distill_environment"
+        self._counted = Counter(f"{name}_episodes", "Episodes, by event", ("event",), registry=registry)
+        self._turns = Counter(f"{name}_turns", "Turns given to the student", registry=registry)
+        self._spent = Histogram(f"{name}_turn_seconds", "Calls of the environment", registry=registry)
+        held = Gauge(f"{name}_open_episodes", "Episodes under way", registry=registry)
+        held.set_function(lambda: len(self._open()))
+        routes = [
+            Route("/v1/begin", _refusing(self.begin), methods=["POST"]),
+            Route("/v1/continue", _refusing(self.proceed), methods=["POST"]),
+            Route("/v1/end", _refusing(self.end), methods=["POST"]),
+            Route("/v1/info", self.get_info),
+            Route("/health", self.health),
+            Route("/metrics", self.get_metrics),
+        ]
+        guards = [
+            Middleware(TokenGuard, token=token),
+            Middleware(RunGuard, claim=claim, claiming=("/v1/begin", "/v1/continue")),
+        ]
+        self.app = Starlette(routes=routes, middleware=guards, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        async with self._host:
+            yield
+
+    # --- routes
+
+    async def begin(self, request: Request) -> Response:
+        """POST /v1/begin"""
+        wanted = await read_message(request, EpisodeBegin, MAX_BODY)
+        await self._make_room(wanted.id)
+        while wanted.id in self._episodes:
+            await self._give_up(wanted.id)
+        call = self._call(wanted.id, 0, partial(self._host.begin, wanted.id, wanted.task))
+        episode = self._episodes[wanted.id] = _Episode(wanted.id, call)
+        self._counted.labels("begun").inc()
+        return await _answered(episode)
+
+    async def proceed(self, request: Request) -> Response:
+        """POST /v1/continue"""
+        wanted = await read_message(request, EpisodeContinue, MAX_BODY)
+        episode = self._episodes.get(wanted.id)
+        if episode is None:
+            lost = f"episode {wanted.id} is not known: this process was restarted, or gave it up"
+            return reply(EpisodeFailed(id=wanted.id, error=lost, lost=True))
+        if wanted.turn + 1 == episode.turn:
+            return await _answered(episode)
+        if wanted.turn != episode.turn or episode.over or not episode.call.done():
+            rule = f"its newest turn is {episode.turn}: continue a turn once it is given, and once only"
+            return refuse(409, f"turn {wanted.turn} of {wanted.id} is continued, and {rule}")
+        if problem := self._problem(wanted.token_ids):
+            return refuse(400, f"turn {wanted.turn} of {wanted.id}: {problem}")
+        reason = wanted.finish_reason
+        work = partial(self._host.proceed, wanted.id, wanted.turn, wanted.token_ids, reason)
+        episode.turn, episode.answered_at = wanted.turn + 1, math.inf
+        episode.call = self._call(wanted.id, episode.turn, work)
+        return await _answered(episode)
+
+    async def end(self, request: Request) -> Response:
+        """POST /v1/end"""
+        for id in (await read_message(request, EpisodeEnd, MAX_BODY)).ids:
+            await self._give_up(id)
+        return reply(Ok())
+
+    async def get_info(self, _: Request) -> Response:
+        """GET /v1/info"""
+        host, what = self._host, f"{self._config.type}: {self._config.environment}"
+        found = EnvironmentInfo(
+            name=host.name, environment=what, tasks=host.tasks, tokenizer_fingerprint=self._fingerprint
+        )
+        return reply(found)
+
+    async def health(self, _: Request) -> Response:
+        """GET /health"""
+        return PlainTextResponse("ok")
+
+    async def get_metrics(self, _: Request) -> Response:
+        """GET /metrics"""
+        return exposition(self.registry)
+
+    # --- episodes
+
+    def _open(self) -> list[_Episode]:
+        return [one for one in self._episodes.values() if not one.over]
+
+    async def _make_room(self, id: str) -> None:
+        """For episode `id`. Raises Overloaded when as many others are under way as may be."""
+        most = self._config.max_episodes
+        for old in [one.id for one in self._episodes.values() if one.over][:-most]:
+            del self._episodes[old]
+        if len(open_ := [one for one in self._open() if one.id != id]) < most:
+            return
+        idle = min(open_, key=lambda one: one.answered_at)
+        if time.monotonic() - idle.answered_at < IDLE_SECONDS:
+            key = f"environments.{self._host.name}.max_episodes"
+            raise Overloaded(f"{most} episodes are under way: raise {key}, or add processes", RETRY_SECONDS)
+        await self._give_up(idle.id)
+
+    async def _give_up(self, id: str) -> None:
+        episode = self._episodes.pop(id, None)
+        if episode is not None and not episode.over:
+            self._counted.labels("given_up").inc()
+            episode.call.cancel()
+            await self._host.end([id])
+
+    def _call(self, id: str, turn: int, work: Callable[[], Awaitable[Answer]]) -> asyncio.Task[Answer]:
+        """A call of the environment, which goes on when the caller leaves."""
+        return asyncio.create_task(self._said(id, turn, work), name=f"{id} turn {turn}")
+
+    async def _said(self, id: str, turn: int, work: Callable[[], Awaitable[Answer]]) -> Answer:
+        """What the environment says in `turn`; EpisodeFailed when it raises, hangs or cannot be used."""
+        limit, key = self._config.call_timeout_seconds, f"environments.{self._host.name}"
+        about = f"turn {turn} of episode {id}"
+        try:
+            with self._spent.time():
+                async with asyncio.timeout(limit):
+                    with own_code(key, about, "mend it"):
+                        said = decode(encode(await work()), _ANSWER)
+            if problem := self._unusable(said, id, turn):
+                raise DataError(f"{key}: {about} cannot be used: {problem}")
+        except TimeoutError:
+            error = f"{key}: {about} took longer than call_timeout_seconds = {limit:g}: raise it, or mend it"
+            said = EpisodeFailed(id=id, error=error)
+        except DataError as error:
+            said = EpisodeFailed(id=id, error=str(error))
+        if isinstance(said, EpisodeFailed):
+            log.error("%s", said.error)
+            await self._host.end([id])
+        self._note(id, said)
+        return said
+
+    def _note(self, id: str, said: Answer) -> None:
+        if isinstance(said, Turn):
+            self._turns.inc()
+        else:
+            self._counted.labels("over" if isinstance(said, EpisodeOver) else "failed").inc()
+        episode = self._episodes.get(id)
+        if episode is not None and episode.call is asyncio.current_task():
+            episode.answered_at, episode.over = time.monotonic(), not isinstance(said, Turn)
+
+    def _unusable(self, said: Answer, id: str, turn: int) -> str | Problem | None:
+        if said.id != id or (isinstance(said, Turn) and said.turn != turn):
+            return f"it is of episode {said.id!r}, turn {getattr(said, 'turn', None)}"
+        return self._problem(said.token_ids) if isinstance(said, Turn) else None
+
+    def _problem(self, token_ids: Array) -> Problem | None:
+        if found := array("token_ids", token_ids, I4, (None,), ids(self._vocab_size)):
+            return found
+        return None if token_ids.data else Problem("token_ids", "empty", "one token or more")
+
+
+async def _answered(episode: _Episode) -> Response:
+    """The answer to its newest call; the call goes on when this is cancelled."""
+    call = episode.call
+    await asyncio.wait({call})
+    if call.cancelled():
+        return reply(EpisodeFailed(id=episode.id, error="the episode was given up", lost=True))
+    return reply(call.result())
+
+
+def _refusing(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """`handler`, with errors turned into refusals."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Overloaded as error:
+            return refuse(429, str(error), error.retry_after)
+        except WireError as error:
+            return refuse(400, str(error))
+
+    return answer

@@ -1,0 +1,157 @@
+"""The client of one environment: every episode at one of its processes, from its first turn to its last.
+
+A new episode goes to the process with the fewest. One that is gone is left alone for a while, one that is
+full for as long as it asks. Episodes of a process that was restarted are lost; their ids may begin again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from sync.claims import Claim
+from sync.client import Peer
+from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
+from sync.retry import Backoff
+from sync.wire import (
+    Array,
+    EnvironmentInfo,
+    EpisodeBegin,
+    EpisodeContinue,
+    EpisodeEnd,
+    EpisodeFailed,
+    EpisodeOver,
+    Ok,
+    Turn,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+MARGIN_SECONDS: Final = 10.0
+"""Beyond the environment's own limit of a call: for the way there and back, or a restart."""
+END_SECONDS: Final = 2.0
+
+Answer = Turn | EpisodeOver | EpisodeFailed
+_ANSWER: Final[Any] = Answer
+
+
+@dataclass(eq=False)
+class _Process:
+    peer: Peer
+    episodes: int = 0
+    """Under way."""
+    back_at: float = 0.0
+    """time.monotonic() before which no episode begins there."""
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.05, 2.0))
+
+    @property
+    def pause(self) -> float:
+        return max(0.0, self.back_at - time.monotonic())
+
+
+class EnvironmentClient:
+    """One environment (`distill.environments.episode.Environment`). Call `aclose()` at the end.
+
+    `claim`: the run that requests are made for. `timeout`: the environment's limit of a call, in seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        urls: Sequence[str],
+        token: str | None = None,
+        claim: Claim | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        if not urls:
+            raise ConfigError(f"environment {name!r} has no urls: give at least one")
+        self.name, self._limit = name, timeout + MARGIN_SECONDS
+        self._processes = [_Process(Peer(url, token, self._limit, claim)) for url in urls]
+        self._places: dict[str, _Process] = {}
+        """Episode → its process, until it is over or `end` is called."""
+
+    async def __aenter__(self) -> EnvironmentClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await asyncio.gather(*(process.peer.aclose() for process in self._processes))
+
+    async def info(self, timeout: float | None = None) -> EnvironmentInfo:
+        """EnvironmentInfo of all processes. Raises ConfigError when they differ."""
+        peers = [process.peer for process in self._processes]
+        infos = await asyncio.gather(
+            *(peer.call("/v1/info", None, EnvironmentInfo, timeout) for peer in peers)
+        )
+        for peer, found in zip(peers, infos, strict=True):
+            if found != infos[0]:
+                raise ConfigError(
+                    f"processes of environment {self.name!r} differ: {peer.url} serves {found}, "
+                    f"{peers[0].url} serves {infos[0]}: start them from the same configuration"
+                )
+        return infos[0]
+
+    async def begin(self, id: str, task: int) -> Answer:
+        """The first turn of an episode, from any process; waits while all are full."""
+        body, expires = encode(EpisodeBegin(id=id, task=task)), time.monotonic() + self._limit
+        while True:
+            process = min(self._processes, key=lambda one: (one.pause, one.episodes))
+            await asyncio.sleep(process.pause)
+            self._place(id, process)
+            try:
+                answer = await process.peer.once("/v1/begin", body, self._limit)
+            except Overloaded as error:
+                process.back_at = time.monotonic() + error.retry_after
+                expires = time.monotonic() + self._limit
+            except Unreachable as error:
+                process.back_at = time.monotonic() + process.backoff.next()
+                if time.monotonic() >= expires:
+                    raise
+                log.warning("%s; retrying", error)
+            else:
+                process.backoff.reset()
+                return self._checked(id, decode(answer, _ANSWER))
+
+    async def proceed(
+        self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
+    ) -> Answer:
+        """What follows the student's answer; asked for until it is there, or the limit is over."""
+        if (process := self._places.get(id)) is None:
+            return EpisodeFailed(id=id, error=f"episode {id} has not begun", lost=True)
+        body = EpisodeContinue(id=id, turn=turn, token_ids=token_ids, finish_reason=finish_reason)
+        return self._checked(id, await process.peer.call("/v1/continue", body, _ANSWER))
+
+    async def end(self, ids: list[str]) -> None:
+        """Give these up; a process that cannot be told makes room for others in time."""
+        told: dict[_Process, list[str]] = {}
+        for id in ids:
+            if (process := self._places.get(id)) is not None:
+                told.setdefault(process, []).append(id)
+                self._place(id, None)
+        for process, own in told.items():
+            with contextlib.suppress(DistillError):
+                answer = await process.peer.once("/v1/end", encode(EpisodeEnd(ids=own)), END_SECONDS)
+                decode(answer, Ok)
+
+    def _place(self, id: str, process: _Process | None) -> None:
+        if (before := self._places.pop(id, None)) is not None:
+            before.episodes -= 1
+        if process is not None:
+            self._places[id] = process
+            process.episodes += 1
+
+    def _checked(self, id: str, said: Answer) -> Answer:
+        if said.id != id:
+            raise WireError(f"environment {self.name!r} answered for episode {said.id!r}, not {id!r}")
+        if not isinstance(said, Turn):
+            self._place(id, None)
+        return said

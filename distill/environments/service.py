@@ -1,0 +1,87 @@
+"""One environment process.
+
+    python -m distill.environments.service --config FILE --port PORT [--host HOST] [--index I]
+
+FILE is an EnvironmentService as JSON. It imports no torch, and runs in any virtual environment that has what
+`sync.server` imports, and transformers for the tokenizer.
+Exit status: 0 after a signal, 2 when the configuration cannot be served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distill.environments.app import Host, Service
+from distill.environments.config import EnvironmentService
+from distill.environments.rendering import Renderer
+from sync.claims import Claim
+from sync.client import token_from_environment
+from sync.errors import ConfigError, DistillError
+from sync.secrets import redact_process
+from sync.server import check_bind, serve_app
+from sync.settings import read_settings
+from sync.wire import RunIdentity
+
+log = logging.getLogger("distill.environments.service")
+
+
+def make_host(settings: EnvironmentService, renderer: Renderer) -> Host:
+    """The environment of a configuration. Raises ConfigError."""
+    name, config = settings.name, settings.environment
+    if config.type == "python":
+        from distill.environments.python_host import PythonEnvironment
+
+        return PythonEnvironment(name, config, renderer)
+    raise ConfigError(f'environments.{name}.type is "{config.type}", which this release cannot serve yet')
+
+
+def serve(settings: EnvironmentService, host: str, port: int, index: int) -> None:
+    """Load tokenizer and environment, then answer until SIGTERM or SIGINT."""
+    token = token_from_environment()
+    check_bind(host, token)
+    import setproctitle
+
+    from sync.tokenizers import fingerprint, load_tokenizer, vocab_size
+
+    setproctitle.setproctitle(f"distill environment {settings.name}[{index}]")
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while loading, and at uvicorn's end
+    tokenizer = load_tokenizer(settings.student)
+    environment = make_host(settings, Renderer(tokenizer, settings.environment.chat_template_kwargs))
+    known = fingerprint(tokenizer), vocab_size(tokenizer)
+    service = Service(environment, settings.environment, known, token, Claim(RunIdentity(settings.run)))
+    serve_app(service.app, host, port, grace=1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until signalled; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m distill.environments.service", description="Serve one environment."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="an EnvironmentService as JSON")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--index", type=int, default=0, help="process, for its title and its log")
+    options = parser.parse_args(arguments)
+    redact_process()
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s environment [{options.index}] %(name)s: %(message)s",
+    )
+    try:
+        settings = read_settings(EnvironmentService, options.config)
+        serve(settings, options.host, options.port, options.index)
+    except DistillError as error:
+        log.error("%s", error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

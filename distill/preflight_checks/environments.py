@@ -1,0 +1,131 @@
+"""Checks of environments: their sections before anything is started, their services once they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from uuid import uuid4
+
+import msgspec
+
+from distill.config import RunConfig
+from distill.config.prompts import EnvironmentPrompts, MixturePrompts
+from distill.environments.client import EnvironmentClient
+from distill.preflight_checks.probes import Finding
+from distill.prompts.stream import Prompt
+from sync import tokenizers
+from sync.errors import ConfigError
+from sync.own_code import check_module
+from sync.wire import EnvironmentInfo, Turn, unpack
+
+
+def named(config: RunConfig) -> dict[str, EnvironmentPrompts]:
+    """Key of a source of prompts ("prompts", "prompts.parts.NAME") → its environment and tasks."""
+    parts: dict[str, object] = {"prompts": config.prompts}
+    if isinstance(config.prompts, MixturePrompts):
+        parts = {f"prompts.parts.{name}": one for name, one in config.prompts.parts.items()}
+    return {key: one for key, one in parts.items() if isinstance(one, EnvironmentPrompts)}
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong between [environments.NAME] and the other sections."""
+    sections, used = config.environments, named(config)
+    for key, one in used.items():
+        if one.environment not in sections:
+            known = ", ".join(sections) or "none"
+            yield f"{key}.environment is {one.environment!r}, the environments are {known}: use their names"
+    for name in sections.keys() - {one.environment for one in used.values()}:
+        yield f"environments.{name} is named by no prompts: set prompts.environment, or leave it out"
+    if used and config.objective.on_policy < 1:
+        yield (
+            f"objective.on_policy is {config.objective.on_policy:g}, and a teacher's completion of a prompt "
+            "is no episode: set it to 1, or take prompts of another type"
+        )
+    for name, teacher in config.teachers.items():
+        if used and teacher.prompt_transform is not None:
+            yield (
+                f"teachers.{name}.prompt_transform is set, and prompts of an environment come with its first "
+                "turn: leave it out"
+            )
+    for name in sections:
+        yield from check_environment(config, name)
+
+
+def check_environment(config: RunConfig, name: str) -> Iterator[str]:
+    """What keeps this environment from being started here; nothing where it is reached by URL."""
+    section = config.environments[name]
+    if section.urls:
+        return
+    if section.python is not None and not section.python.is_file():
+        yield (
+            f"environments.{name}.python {section.python} does not exist: name the interpreter of a virtual "
+            "environment, or leave it out"
+        )
+    if section.type == "python" and section.python is None:
+        try:
+            check_module(section.environment, f"environments.{name}.environment")
+        except ConfigError as error:
+            yield str(error)
+
+
+# --- services that answer
+
+
+def longest(config: RunConfig, limit: int) -> int:
+    """Tokens of the longest episode; `limit`: of the student. 0: there are no environments."""
+    return max((one.max_tokens or limit for one in config.environments.values()), default=0)
+
+
+def same_tokenizer(student: str, info: EnvironmentInfo) -> Finding:
+    """Whether it makes the student's tokens; `student`: fingerprint of the student's tokenizer."""
+    parts = tokenizers.differing_parts(student, info.tokenizer_fingerprint)
+    figure = f"of {info.environment}"
+    problem = f"different {', '.join(parts)}: start it from this run's configuration"
+    return Finding("same tokenizer", figure, problem if parts else None)
+
+
+def enough_tasks(config: RunConfig, name: str, info: EnvironmentInfo) -> Finding:
+    """Whether it has the tasks that the prompts name."""
+    there, problem = info.tasks, None
+    for key, one in named(config).items():
+        if one.environment == name and there is not None and (one.tasks is None or one.tasks > there):
+            given = "not set" if one.tasks is None else one.tasks
+            problem = f"{key}.tasks is {given}: set it to {there} or less"
+    return Finding("tasks", "endless" if there is None else f"{there}", problem)
+
+
+def first_fits(prompts: Sequence[Prompt], most: int) -> Finding:
+    """Whether its first prompts leave room for an answer in an episode of `most` tokens."""
+    longest_ = max((len(one.token_ids) for one in prompts), default=0)
+    problem = "no answer fits behind that: raise max_tokens of the environment, or max-model-len"
+    figure = f"up to {longest_} tokens of an episode of {most}"
+    return Finding("first prompts", figure, problem if longest_ >= most else None)
+
+
+async def with_first_prompts(
+    sample: Sequence[Prompt], clients: Mapping[str, EnvironmentClient], most: int
+) -> list[Prompt]:
+    """`sample` with the first prompts of its first `most` episodes of each environment, others left out.
+
+    Raises ConfigError for a task that does not begin with a turn.
+    """
+    found: list[Prompt] = []
+    begun = dict.fromkeys(clients, 0)
+    for prompt in sample:
+        if not (name := prompt.environment):
+            found.append(prompt)
+        elif begun[name] < most:
+            begun[name] += 1
+            found.append(await _begun(prompt, clients[name]))
+    return found
+
+
+async def _begun(prompt: Prompt, client: EnvironmentClient) -> Prompt:
+    id = f"preflight:{uuid4().hex}"
+    try:
+        said = await client.begin(id, prompt.task)
+    finally:
+        await client.end([id])
+    if not isinstance(said, Turn):
+        error = getattr(said, "error", "it is over before the student's first turn")
+        raise ConfigError(f"environments.{client.name}: task {prompt.task} cannot be played: {error}")
+    return msgspec.structs.replace(prompt, token_ids=unpack(said.token_ids).tolist())

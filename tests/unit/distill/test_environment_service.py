@@ -1,0 +1,514 @@
+"""Environment services over HTTP: episodes, refusals, faults; and their place in a run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import string
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from ports import free_port
+from small_config import make_config
+
+from distill.config import RunConfig
+from distill.environments import app
+from distill.environments.app import Service
+from distill.environments.client import EnvironmentClient
+from distill.environments.config import EnvironmentConfig, EnvironmentService
+from distill.environments.episode import EnvironmentFailed, EnvironmentLost, Episode, Limits, play
+from distill.environments.python_host import PythonEnvironment
+from distill.environments.rendering import Renderer
+from distill.launch.roles import Ports, plan_servers
+from distill.launch.run_folder import write_role
+from distill.preflight_checks import environments as checks
+from distill.prompts.sources import EnvironmentSource
+from distill.tasks.teaching import make_tokenizer
+from distill.trainer_api.http_api import listen, serving
+from sync import tokenizers
+from sync.claims import Claim
+from sync.client import TOKEN_VARIABLE, Peer
+from sync.errors import ConfigError, RemoteError, Unreachable, WrongServer
+from sync.own_code import CODE_VARIABLE, use_folder
+from sync.settings import ModelSource
+from sync.wire import (
+    Array,
+    EpisodeBegin,
+    EpisodeContinue,
+    EpisodeEnd,
+    EpisodeFailed,
+    EpisodeOver,
+    Generated,
+    Ok,
+    RunIdentity,
+    Turn,
+    Version,
+    VersionSpan,
+    pack,
+    unpack,
+)
+
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+ODD = """
+import asyncio
+
+async def echo(task, talk):
+    if task == 1:
+        raise LookupError("no such task")
+    if task == 2:
+        await asyncio.Event().wait()
+    if task == 3:
+        return "won"
+    if task == 4:
+        return float("nan")
+    if task == 5:
+        return {"reward": 1, "moves": 3}
+    reply = await talk.say([{"role": "system", "content": "s"}, {"role": "user", "content": "go"}])
+    while True:
+        reply = await talk.say({"role": "tool", "content": reply.text.upper()})
+
+echo.tasks = 9
+
+def blocking(task, talk):
+    return 1.0
+"""
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %};{% endfor %}a:"
+)
+LIMITS = Limits(turns=16, tokens=512, seconds=None, vocab_size=256)
+TOKEN = "open-sesame"
+
+
+def character_tokenizer() -> Any:
+    tokenizer = make_tokenizer(["<pad>", "<eos>", *string.printable], ".", "<eos>", "<pad>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+TOKENIZER = character_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the page's environment and odd ones."""
+    folder = tmp_path_factory.mktemp("code")
+    (code,) = re.findall(r"```python\n# own_environment.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (folder / "own_environment.py").write_text(code)
+    (folder / "odd_environments.py").write_text(ODD)
+    use_folder(folder)
+    yield folder
+    use_folder(None)
+    for name in ("own_environment", "odd_environments"):
+        sys.modules.pop(name, None)
+
+
+def section(environment: str = "odd_environments:echo", **more: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(environment=environment, **more)
+
+
+@contextlib.asynccontextmanager
+async def served(
+    config: EnvironmentConfig | None = None, host: Any = None, **guards: Any
+) -> AsyncIterator[tuple[Service, str]]:
+    """A service and its URL."""
+    config = config or section()
+    host = host or PythonEnvironment("e", config, Renderer(TOKENIZER))
+    known = tokenizers.fingerprint(TOKENIZER), tokenizers.vocab_size(TOKENIZER)
+    service, bound = Service(host, config, known, **guards), listen("127.0.0.1", 0, None)
+    async with host, serving(service.app, bound):
+        yield service, f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def client_of(*urls: str, **more: Any) -> AsyncIterator[EnvironmentClient]:
+    async with EnvironmentClient("e", urls, **{"timeout": 20.0, **more}) as client:
+        yield client
+
+
+def ids_of(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def said(text: str) -> Array:
+    return pack(np.array([*ids_of(text), END], "i4"))
+
+
+def text_of(turn: object) -> str:
+    assert isinstance(turn, Turn), turn
+    return str(TOKENIZER.decode(unpack(turn.token_ids).tolist()))
+
+
+def player(answer: Callable[[str], str]) -> Callable[[Episode], Any]:
+    """A student that answers the text so far."""
+
+    async def generate(episode: Episode) -> Generated:
+        ids = said(answer(TOKENIZER.decode(episode.context)))
+        count = ids.shape[0]
+        spans = [VersionSpan(Version(0, 0), 0, count)]
+        logprob = pack(np.full(count, -0.5, "f4"))
+        return Generated(id=episode.id, token_ids=ids, logprob=logprob, spans=spans, finish_reason="stop")
+
+    return generate
+
+
+# --- episodes -------------------------------------------------------------------------------------------
+
+
+def bisecting(context: str) -> str:
+    low, high = 1, 20
+    for guess, hint in re.findall(r"a:(\d+)<eos>;u:(higher|lower)", context):
+        low, high = (int(guess) + 1, high) if hint == "higher" else (low, int(guess) - 1)
+    return str((low + high) // 2)
+
+
+async def test_the_pages_environment_is_played_to_its_reward_and_nothing_is_tokenized_twice() -> None:
+    async with served(section("own_environment:play")) as (_, url), client_of(url) as client:
+        episodes = [Episode(f"{task}") for task in range(12)]
+        for task, episode in enumerate(episodes):
+            await play(client, episode, task, player(bisecting), LIMITS)
+    assert {episode.reward for episode in episodes} == {1.0}
+    longest = max(episodes, key=lambda episode: len(episode.own))
+    assert len(longest.own) > 2
+    assert TOKENIZER.decode(longest.prompt) == "u:Guess my number, 1 to 20.;a:"
+    guesses = [TOKENIZER.decode(longest.token_ids[start:end]) for start, end in longest.own]
+    assert all(re.fullmatch(r"\d+<eos>", guess) for guess in guesses)
+    whole = TOKENIZER.decode(longest.token_ids)
+    assert re.fullmatch(r"(\d+<eos>;u:(higher|lower);a:)*\d+<eos>", whole), whole
+
+
+async def test_an_episode_is_the_same_over_again() -> None:
+    async with served(section("own_environment:play")) as (_, url), client_of(url) as client:
+        twice = [Episode("a"), Episode("b")]
+        for episode in twice:
+            await play(client, episode, 7, player(lambda _: "3"), LIMITS)
+    assert twice[0].context == twice[1].context
+
+
+async def test_messages_and_figures_are_taken_in_every_form() -> None:
+    async with served() as (_, url), client_of(url) as client:
+        assert text_of(await client.begin("x", 0)) == "s:s;u:go;a:"
+        assert text_of(await client.proceed("x", 0, said("ab"), "stop")) == ";t:AB;a:"
+        cut = pack(np.array(ids_of("c"), "i4"))
+        following = await client.proceed("x", 1, cut, "length")
+        assert text_of(following) == "<eos>;t:C;a:", "an answer that was cut off ends as the template has it"
+        assert isinstance(following, Turn)
+        assert following.keep == len(ids_of("s:s;u:go;a:ab;t:AB;a:c")) + 1
+        assert await client.begin("y", 5) == EpisodeOver(id="y", reward=1.0, metrics={"moves": 3.0})
+
+
+async def test_a_continue_that_comes_again_gets_the_same_answer_without_another_call() -> None:
+    async with served() as (service, url), client_of(url) as client, Peer(url) as peer:
+        await client.begin("x", 0)
+        body = EpisodeContinue(id="x", turn=0, token_ids=said("ab"), finish_reason="stop")
+        kind: Any = Turn | EpisodeFailed
+        answers = [await peer.call("/v1/continue", body, kind) for _ in range(3)]
+        assert answers[0] == answers[1] == answers[2]
+        assert service.registry.get_sample_value("distill_environment_turns_total") == 2
+        late = EpisodeContinue(id="x", turn=4, token_ids=said("ab"), finish_reason="stop")
+        with pytest.raises(RemoteError, match="turn 4 of x is continued, and its newest turn is 1"):
+            await peer.call("/v1/continue", late, kind)
+
+
+async def test_the_last_answer_of_an_episode_that_is_over_is_kept() -> None:
+    async with served(section("own_environment:play", options={"guesses": 1})) as (_, url), Peer(url) as peer:
+        kind: Any = Turn | EpisodeOver
+        await peer.call("/v1/begin", EpisodeBegin(id="x", task=0), kind)
+        body = EpisodeContinue(id="x", turn=0, token_ids=said("0"), finish_reason="stop")
+        answers = [await peer.call("/v1/continue", body, kind) for _ in range(2)]
+        assert answers == [EpisodeOver(id="x", reward=0.0)] * 2
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------
+
+
+async def test_an_unknown_episode_is_lost_and_not_failed() -> None:
+    async with served() as (_, url), client_of(url) as client, Peer(url) as peer:
+        await client.begin("x", 0)
+        await peer.call("/v1/end", EpisodeEnd(ids=["x", "never begun"]), Ok)
+        answer = await client.proceed("x", 0, said("a"), "stop")
+        assert isinstance(answer, EpisodeFailed)
+        assert answer.lost
+
+
+@pytest.mark.parametrize(
+    ("task", "error"),
+    [
+        (1, r"e.environment 'odd_environments:echo' raised LookupError \(no such task\) for task 1"),
+        (2, r"turn 0 of episode x took longer than call_timeout_seconds = 0.3"),
+        (3, r"raised ValueError \(could not convert string to float: 'won'\) for task 3"),
+        (4, r"raised WireError .*reward"),
+    ],
+)
+async def test_an_environment_that_raises_hangs_or_returns_nonsense_costs_the_episode(
+    task: int, error: str
+) -> None:
+    async with served(section(call_timeout_seconds=0.3)) as (service, url), client_of(url) as client:
+        with pytest.raises(EnvironmentFailed, match=error):
+            await play(client, Episode("x"), task, player(str), LIMITS)
+        assert text_of(await client.begin("next", 0))
+        count = service.registry.get_sample_value
+        assert count("distill_environment_episodes_total", {"event": "failed"}) == 1
+        assert count("distill_environment_open_episodes") == 1
+
+
+class Liar:
+    """Answers with `turn`, whatever is asked."""
+
+    name, tasks = "e", None
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+
+    async def __aenter__(self) -> None: ...
+    async def __aexit__(self, *_: object) -> None: ...
+    async def begin(self, id: str, task: int) -> Turn:
+        return self.turn
+
+    async def end(self, ids: list[str]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"token_ids": pack(np.array([1000], "i4"))}, "token_ids is 1000 in one place or more"),
+        ({"token_ids": pack(np.array([], "i4"))}, "token_ids is empty"),
+        ({"token_ids": pack(np.array([1.0], "f4"))}, "of dtype f4"),
+        ({"turn": 3}, "it is of episode 'x', turn 3"),
+        ({"id": "z"}, "it is of episode 'z'"),
+        ({"turn": -1}, "raised WireError"),
+    ],
+)
+async def test_turns_that_cannot_be_used_are_not_handed_on(fields: dict[str, Any], error: str) -> None:
+    turn = Turn(**{"id": "x", "turn": 0, "token_ids": said("a"), "keep": 0, **fields})
+    async with served(host=Liar(turn)) as (_, url), client_of(url) as client:
+        answer = await client.begin("x", 0)
+    assert isinstance(answer, EpisodeFailed)
+    assert error in answer.error
+
+
+async def test_answers_that_are_no_tokens_of_the_student_are_refused() -> None:
+    async with served() as (_, url), client_of(url) as client:
+        await client.begin("x", 0)
+        with pytest.raises(RemoteError, match="400: turn 0 of x: token_ids is 1000"):
+            await client.proceed("x", 0, pack(np.array([1000], "i4")), "stop")
+
+
+async def test_an_episode_waits_while_as_many_are_under_way_as_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "RETRY_SECONDS", 0.05)
+    async with served(section(max_episodes=1)) as (_, url), client_of(url) as client:
+        await client.begin("x", 0)
+        waiting = asyncio.create_task(client.begin("y", 0))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        assert text_of(await client.begin("x", 0)), "the same one again takes its own place"
+        await client.end(["x"])
+        assert text_of(await waiting)
+        monkeypatch.setattr(app, "IDLE_SECONDS", 0.0)
+        assert text_of(await client.begin("z", 0)), "one that was forgotten makes room"
+        answer = await client.proceed("y", 0, said("a"), "stop")
+        assert isinstance(answer, EpisodeFailed)
+        assert answer.lost
+
+
+async def test_a_wrong_token_and_another_run_are_refused() -> None:
+    claim = Claim(RunIdentity("mine"))
+    async with served(token=TOKEN, claim=claim) as (_, url):
+        async with client_of(url) as nobody:
+            with pytest.raises(RemoteError, match="401"):
+                await nobody.begin("x", 0)
+        async with client_of(url, token=TOKEN, claim=Claim(RunIdentity("mine", "1"))) as mine:
+            assert text_of(await mine.begin("x", 0))
+            assert (await mine.info()).tasks == 9
+        for other in (RunIdentity("mine", "2"), RunIdentity("theirs", "1")):
+            async with client_of(url, token=TOKEN, claim=Claim(other)) as client:
+                with pytest.raises(WrongServer, match="start a fresh server for this run"):
+                    await client.begin("y", 0)
+
+
+async def test_episodes_begin_at_the_process_with_the_fewest_and_not_at_one_that_is_gone() -> None:
+    async with served() as (one, first), served() as (other, second):
+        async with client_of(first, second) as client:
+            for number in range(6):
+                await client.begin(f"{number}", 0)
+            assert [len(service._open()) for service in (one, other)] == [3, 3]
+            await client.end([f"{number}" for number in range(6)])
+            assert [len(service._open()) for service in (one, other)] == [0, 0]
+        async with client_of(f"http://127.0.0.1:{free_port()}", second) as client:
+            for number in range(4):
+                assert text_of(await client.begin(f"{number}", 0))
+    async with client_of(f"http://127.0.0.1:{free_port()}", timeout=-9.9) as client:
+        with pytest.raises(Unreachable):
+            await client.begin("x", 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"environment": "odd_environments:blocking"}, "is no async function: write"),
+        (
+            {"options": {"speed": 2}},
+            r"cannot be called with .* \(got an unexpected keyword argument 'speed'\)",
+        ),
+        ({"environment": "odd_environments:missing"}, "environments.e.environment = .* cannot be loaded"),
+    ],
+)
+def test_what_is_no_environment_is_refused_before_any_episode(fields: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        PythonEnvironment(
+            "e", section(**{"environment": "odd_environments:echo", **fields}), Renderer(TOKENIZER)
+        )
+
+
+# --- a process ------------------------------------------------------------------------------------------
+
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from distill.environments.service import main; "
+    "sys.exit(main(sys.argv[1:]))"
+)
+
+
+async def up(url: str, child: subprocess.Popen[bytes]) -> None:
+    async with Peer(url) as peer:
+        while not await peer.alive():
+            assert child.poll() is None, "the service ended"
+            await asyncio.sleep(0.1)
+
+
+async def test_a_killed_process_loses_its_episodes_and_no_more(tmp_path: Path, modules: Path) -> None:
+    """Restarted at its port, without torch."""
+    TOKENIZER.save_pretrained(tmp_path / "student")
+    student = ModelSource(path=str(tmp_path / "student"))
+    settings = EnvironmentService(name="e", run="r", environment=section(), student=student)
+    path, port = write_role(tmp_path, "environment-e", settings), free_port()
+    argv = [sys.executable, "-c", WITHOUT_TORCH, "--config", str(path), "--port", str(port)]
+    env = {
+        **os.environ,
+        TOKEN_VARIABLE: TOKEN,
+        CODE_VARIABLE: str(modules),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    url = f"http://127.0.0.1:{port}"
+    with contextlib.ExitStack() as stack:
+
+        def start() -> subprocess.Popen[bytes]:
+            child = subprocess.Popen(argv, env=env)
+            stack.callback(child.wait)
+            stack.callback(child.kill)
+            return child
+
+        child = start()
+        await up(url, child)
+        async with client_of(url, token=TOKEN, timeout=60.0) as client:
+            answers = 0
+
+            async def kill(episode: Episode) -> Generated:
+                nonlocal child, answers
+                answers += 1
+                if answers == 2:
+                    child.send_signal(signal.SIGKILL)
+                    await asyncio.to_thread(child.wait)
+                    child = start()
+                return await player(lambda _: "a")(episode)
+
+            with pytest.raises(EnvironmentLost, match="episode x is not known: this process was restarted"):
+                await play(client, Episode("x"), 0, kill, LIMITS)
+            episode = Episode("x")
+            await play(client, episode, 0, player(lambda _: "a"), LIMITS._replace(turns=3))
+            assert episode.ended == "max_turns"
+            assert (await client.info()).tokenizer_fingerprint == tokenizers.fingerprint(TOKENIZER)
+            answer = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {TOKEN}"})
+            assert 'distill_environment_episodes_total{event="given_up"} 1.0' in answer.text
+        child.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(child.wait, 60) == 0
+
+
+# --- in a run -------------------------------------------------------------------------------------------
+
+
+def run_config(tmp_path: Path, **sections: Any) -> RunConfig:
+    given: dict[str, Any] = {
+        "run": {"folder": tmp_path},
+        "environments": {"e": {"environment": "odd_environments:echo", "processes": 2}},
+    }
+    config = make_config(**{**given, **sections})
+    prompts = config.model_validate(
+        {**config.model_dump(), "prompts": {"type": "environment", "environment": "e"}}
+    )
+    return prompts if "prompts" not in sections else config
+
+
+def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path: Path) -> None:
+    elsewhere = {
+        "environment": "odd_environments:echo",
+        "python": "/opt/games/bin/python",
+        "env": {"PYTHONPATH": "/g"},
+    }
+    config = run_config(
+        tmp_path,
+        environments={"e": {**elsewhere, "processes": 2}, "far": {**elsewhere, "urls": ["http://far:1"]}},
+    )
+    with Ports() as ports:
+        plan = plan_servers(config, "token", ports).through(lambda name, url: f"{url}/{name}")
+    assert plan.environments["far"] == ["http://far:1"]
+    children = {child.name: child for child in plan.children}
+    for index, url in enumerate(plan.environments["e"]):
+        child = children[f"environment-e-{index}"]
+        assert url == f"{child.url}/environment-e-{index}"
+        assert list(child.argv[:3]) == ["/opt/games/bin/python", "-m", "distill.environments.service"]
+        assert child.env[TOKEN_VARIABLE] == "token"
+        packages, more = child.env["PYTHONPATH"].split(os.pathsep)
+        assert more == "/g"
+        assert sorted(os.listdir(packages)) == ["distill", "sync"]
+        assert (Path(packages) / "sync" / "errors.py").is_file()
+    evaluator = json.loads((config.run_dir / "roles" / "evaluator.json").read_text())
+    assert len(evaluator["environments"]["e"]["urls"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"environments": {}}, "prompts.environment is 'e', the environments are none: use their names"),
+        ({"prompts": {"type": "jsonl", "path": "x"}}, "environments.e is named by no prompts"),
+        ({"objective": {"type": "sampled", "on_policy": 0.5}}, "objective.on_policy is 0.5, and a teacher's"),
+        (
+            {"teachers": {"t": {"path": "t", "prompt_transform": "a:b"}}},
+            "teachers.t.prompt_transform is set, and",
+        ),
+        ({"environments": {"e": {"environment": "nowhere:f"}}}, "names no module that can be found"),
+        ({"environments": {"e": {"environment": "a:b", "python": "/none"}}}, "e.python /none does not exist"),
+    ],
+)
+def test_sections_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str, Any], problem: str) -> None:
+    found = list(checks.problems(run_config(tmp_path, **sections)))
+    assert [problem in one for one in found].count(True) == 1, found
+
+
+async def test_the_preflight_takes_first_prompts_from_the_environment(tmp_path: Path) -> None:
+    async with served() as (service, url), client_of(url) as client:
+        sample = [EnvironmentSource("e", 0)[task] for task in (0, 6, 7, 8)]
+        found = await checks.with_first_prompts(sample, {"e": client}, 3)
+        assert [TOKENIZER.decode(one.token_ids) for one in found] == ["s:s;u:go;a:"] * 3
+        assert not service._open(), "they are ended"
+        info = await client.info()
+        with pytest.raises(ConfigError, match=r"environments.e: task 1 cannot be played: .*no such task"):
+            await checks.with_first_prompts([EnvironmentSource("e", 0)[1]], {"e": client}, 1)
+    assert checks.same_tokenizer(tokenizers.fingerprint(TOKENIZER), info).problem is None
+    assert checks.same_tokenizer("0" * 96, info).problem
+    endless = checks.enough_tasks(run_config(tmp_path), "e", info)
+    assert endless.problem == "prompts.tasks is not set: set it to 9 or less"
+    assert checks.first_fits(found, 11).problem
+    assert checks.first_fits(found, 12).problem is None
