@@ -139,7 +139,7 @@ def chatting(
         if with_teachers:
             models |= {name: _served_here(one) for name, one in config.teachers.items()}
         no_replica = config.student.model_copy(update={"replicas": 0, "urls": []})
-        update = {"student": no_replica, "teachers": models, "evaluation": None}
+        update = {"student": no_replica, "teachers": models, "environments": {}, "evaluation": None}
         plan = plan_servers(moved.model_copy(update=update), token, ports)
         clients = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
         conversations = Conversations(config, load_tokenizer(student), clients, sampling)

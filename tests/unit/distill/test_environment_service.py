@@ -430,7 +430,8 @@ async def test_a_killed_process_loses_its_episodes_and_no_more(tmp_path: Path, m
             await play(client, episode, 0, player(lambda _: "a"), LIMITS._replace(turns=3))
             assert episode.ended == "max_turns"
             assert (await client.info()).tokenizer_fingerprint == tokenizers.fingerprint(TOKENIZER)
-            answer = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {TOKEN}"})
+            async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}) as scraper:
+                answer = await scraper.get(f"{url}/metrics")
             assert 'distill_environment_episodes_total{event="given_up"} 1.0' in answer.text
         child.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(child.wait, 60) == 0

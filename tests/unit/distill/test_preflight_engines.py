@@ -21,10 +21,12 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from student_trainer.objectives.config import TopK
+from sync import tokenizers
 from sync.errors import ConfigError
 from sync.tokenizers import load_tokenizer
 from sync.wire import (
     Array,
+    EnvironmentInfo,
     Generated,
     Head,
     ProbeReply,
@@ -33,6 +35,7 @@ from sync.wire import (
     ScoreRefused,
     ScoreSequence,
     TeacherInfo,
+    Turn,
     Want,
     pack,
     unpack,
@@ -137,6 +140,48 @@ async def findings(config: RunConfig, engines: live.Engines) -> list[Finding]:
 
 def failed(said: list[Finding]) -> list[str]:
     return [one.check for one in said if one.problem]
+
+
+class Game:
+    """An environment without its process: episodes begin with the letters of their task."""
+
+    name = "e"
+
+    def __init__(self, tokenizer: Any, tasks: int | None = None, fingerprint: str | None = None) -> None:
+        self._tokenizer, self._tasks = tokenizer, tasks
+        self._fingerprint = fingerprint or tokenizers.fingerprint(tokenizer)
+        self.begun: list[str] = []
+
+    async def info(self, timeout: float) -> EnvironmentInfo:
+        fields = {"name": "e", "environment": "a:b", "tokenizer_fingerprint": self._fingerprint}
+        return EnvironmentInfo(tasks=self._tasks, **fields)
+
+    async def begin(self, id: str, task: int) -> Turn:
+        self.begun.append(id)
+        ids = self._tokenizer("abcdefgh"[: 2 + task % 6] + ">", add_special_tokens=False)["input_ids"]
+        return Turn(id=id, turn=0, token_ids=pack(np.array(ids, "i4")), keep=0)
+
+    async def end(self, ids: list[str]) -> None:
+        self.begun = [id for id in self.begun if id not in ids]
+
+
+async def test_first_prompts_of_an_environment_are_what_is_probed(models: Path) -> None:
+    prompts = {"type": "environment", "environment": "e"}
+    sections = {"prompts": prompts, "environments": {"e": {"environment": "a:b", "max_tokens": 40}}}
+    config = configure(models, **sections)
+    game = Game(load_tokenizer(config.student))
+    engines = live.Engines({"t": Teacher(config)}, Evaluator(config), environments={"e": game})
+    said = await findings(config, engines)
+    assert failed(said) == []
+    assert [one.check for one in said][:4] == [
+        "environment e: same tokenizer", "environment e: tasks", "environment e: first prompts", "length",
+    ]  # fmt: skip
+    assert "have up to 28 + 12" in said[3].figure, "an episode is at most 40 tokens long"
+    assert not game.begun, "what was begun is ended"
+    other = Game(load_tokenizer(config.student), tasks=9, fingerprint="0" * 96)
+    said = await findings(config, live.Engines({"t": Teacher(config)}, None, environments={"e": other}))
+    assert failed(said) == ["environment e: same tokenizer", "environment e: tasks"]
+    assert len(said) == 2, "nothing else can be checked"
 
 
 async def test_sound_engines_pass_every_check(models: Path) -> None:
