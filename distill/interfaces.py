@@ -127,6 +127,5 @@ class Components:
     context: int = ANY_ID
     """Longest sequence, in tokens, that student and teachers take."""
     transforms: dict[str, Transform] = field(default_factory=dict)  # by teacher
-    environments: dict[str, Environment] = field(default_factory=dict)
     claim: Claim = field(default_factory=Claim)
     """Sent with all requests to other servers; the controller sets the run in it."""
