@@ -2,6 +2,7 @@
 
 Letters: R rows, L longest prompt + completion, C completion tokens of all rows, K ids per token, G hidden
 size of the teacher. Rows are padded on the right: with causal attention no supervised position sees padding.
+Tokens that an environment wrote are context alone: `collate` takes them out of everything that is [C].
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -108,6 +110,10 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
     place_C = row_C * tokens_RL.shape[1] + prompt_R[row_C] + offset_C
     age_C = step - unpack(rows.token_step)
     targets = _targets(rows, tokens_RL.ravel()[place_C], row_C, age_C)
+    if rows.own is not None:
+        own_C = in_loss(rows)
+        place_C, age_C = place_C[own_C], age_C[own_C]
+        targets = targets.each(itemgetter(torch.from_numpy(own_C)))
     support = () if targets.support_NK is None else targets.support_NK.numpy()
     highest = max(int(flat.max(initial=0)), int(np.max(support, initial=0)))
     if highest >= vocab or int(flat.min(initial=0)) < 0:
@@ -117,7 +123,7 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
         )
     counts = {
         "rows": length_R.size,
-        "tokens": row_C.size,
+        "tokens": place_C.size,
         "truncated": 0 if rows.truncated is None else int(unpack(rows.truncated).sum()),
         "age": float(age_C.sum()),
         "padded": tokens_RL.size,
@@ -125,6 +131,13 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
         "age_max": int(age_C.max(initial=0)),
     }
     return MicroBatch(torch.from_numpy(tokens_RL), torch.from_numpy(place_C - 1), targets, counts)
+
+
+def in_loss(rows: Rows) -> np.ndarray:
+    """bool [C]: the token is in the loss: no environment wrote it."""
+    if rows.own is None:
+        return np.ones(int(unpack(rows.completion_lens).sum()), bool)
+    return unpack(rows.own).astype(bool)
 
 
 def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarray) -> Targets:
@@ -185,7 +198,7 @@ def rewards_of(batch: TrainBatch, ranks: Ranks) -> Rewards:
             reward_R, student_R = unpack(rows.reward), np.ones(rows.reward.shape[0], bool)
             if rows.by_teacher is not None:
                 student_R = unpack(rows.by_teacher) == 0
-            own += reward_R[student_R].sum(), student_R.sum(), unpack(rows.completion_lens).sum()
+            own += reward_R[student_R].sum(), student_R.sum(), in_loss(rows).sum()
     total, rollouts, tokens = ranks.gather(torch.from_numpy(own)).sum(0).tolist()
     if tokens == 0 or not np.isfinite(total):
         raise DataError(
@@ -205,7 +218,8 @@ def advantages(rows: Rows, rewards: Rewards, denominator: int) -> Tensor | None:
         return None
     baseline_R = rewards.mean or 0.0 if rows.baseline is None else unpack(rows.baseline).astype(np.float64)
     advantage_R = (unpack(rows.reward).astype(np.float64) - baseline_R) * denominator / rewards.tokens
-    return torch.from_numpy(np.repeat(advantage_R, unpack(rows.completion_lens)).astype(np.float32))
+    advantage_C = np.repeat(advantage_R, unpack(rows.completion_lens))[in_loss(rows)]
+    return torch.from_numpy(advantage_C.astype(np.float32))
 
 
 def weighted(targets: Targets, rows: Rows, loss: Loss, rewards: Rewards | None, denominator: int) -> Targets:

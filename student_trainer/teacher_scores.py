@@ -57,7 +57,7 @@ _FIELDS: Final = {
 
 
 class KeptRow(NamedTuple):
-    """What a rank knows of one row whose scores are kept. T: its tokens that are trained on."""
+    """What a rank knows of one row whose scores are kept. T: its tokens up to the last that is trained on."""
 
     teacher: str
     kept: Kept

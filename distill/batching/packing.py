@@ -30,7 +30,8 @@ class Shape:
     """Padded tokens (rows × longest) of one micro-batch; a longer row gets one of its own."""
     teachers: Sequence[str]  # in the order in which Rows.teacher counts them
     supervised: int | None = None
-    """Tokens of each completion that are trained on, from its beginning; None: all."""
+    """Tokens of each completion that are trained on, from its beginning; None: all. Those of environments do
+    not count."""
     group: int = 1  # completions of a prompt whose mean reward is the baseline; 1: that of the step
 
 
@@ -61,7 +62,7 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
         return templates[micro[0].kept is None] if micro else rollouts[0]
 
     index = {name: i for i, name in enumerate(shape.teachers)}
-    denominator, step = sum(rollout.length for rollout in rollouts), batch.version.step
+    denominator, step = sum(rollout.own_length for rollout in rollouts), batch.version.step
     return [
         TrainBatch(
             version=batch.version,
@@ -76,23 +77,35 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
 
 
 def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
-    """The rollout with no more than `tokens` tokens of its completion; its reward stays that of the whole."""
-    if tokens is None or rollout.length <= tokens:
+    """The rollout up to the `tokens`-th token of the student's; its reward stays that of the whole."""
+    if tokens is None or rollout.own_length <= tokens:
         return rollout
+    most = _place(rollout, tokens)
 
     def first(struct: Rollout | Scored, names: Iterable[str]) -> dict[str, Array]:
         arrays = ((name, getattr(struct, name)) for name in names)
-        return {name: cut(array, tokens) for name, array in arrays if isinstance(array, Array)}
+        return {name: cut(array, most) for name, array in arrays if isinstance(array, Array)}
 
     scores = scores_of(rollout)
     spans = [
-        VersionSpan(span.version, span.start, min(span.end, tokens))
+        VersionSpan(span.version, span.start, min(span.end, most))
         for span in rollout.spans
-        if span.start < tokens
+        if span.start < most
     ]
+    own = [(start, min(end, most)) for start, end in rollout.own if start < most]
     scored = replace(scores, **first(scores, scores.__struct_fields__))
     arrays = first(rollout, ("tokens", "logprob", "topk_ids"))
-    return replace(rollout, spans=spans, scored=scored, **arrays)
+    return replace(rollout, spans=spans, own=own, scored=scored, **arrays)
+
+
+def _place(rollout: Rollout, tokens: int) -> int:
+    """The length at which a rollout has `tokens` tokens of the student's, of the more that it has."""
+    missing = tokens
+    for start, end in rollout.own:
+        if missing <= end - start:
+            return start + missing
+        missing -= end - start
+    return tokens
 
 
 def scores_of(rollout: Rollout) -> Scored:
@@ -190,11 +203,23 @@ def rows_of(
         by_teacher=_array("u1", flags) if any(flags := [one.by_teacher for one in rollouts]) else None,
         kept=[one.kept for one in scores] if by_reference else None,
         teacher_prompts=[one.teacher_prompt for one in rollouts] if by_reference else None,
+        own=_own(rollouts),
     )
 
 
 def _array(dtype: str, values: Sequence[float]) -> Array:
     return pack(np.array(values, dtype))
+
+
+def _own(rollouts: Sequence[Rollout]) -> Array | None:
+    """1 where the student sampled the token, else 0; None: there are no other tokens."""
+    if all(one.own_length == one.length for one in rollouts):
+        return None
+    parts = [np.zeros(one.length, "u1") for one in rollouts]
+    for rollout, part_T in zip(rollouts, parts, strict=True):
+        for start, end in rollout.own or [(0, rollout.length)]:
+            part_T[start:end] = 1
+    return pack(np.concatenate(parts))
 
 
 def _token_steps(rollouts: Sequence[Rollout], step_of: StepOf, step: int) -> Array:

@@ -69,6 +69,7 @@ class Opened(Record, frozen=True):
     per_prompt: int = 1  # completions of each prompt
     rows: int | None = None  # prompts of an epoch; None: they have no end
     id: str | None = None  # `RunIdentity.id`: the same at every opening
+    supervised: int | None = None  # tokens of each completion that are trained on; None: all
 
 
 class Issued(Record, frozen=True):
@@ -136,7 +137,7 @@ class Rollout(Record, frozen=True):
 
     @property
     def own_length(self) -> int:
-        """Tokens of T that are trained on."""
+        """Tokens of T that student or teacher generated: those of `own`."""
         return sum(end - start for start, end in self.own) if self.own else self.length
 
     @property
@@ -182,6 +183,7 @@ class Rollout(Record, frozen=True):
             teacher=self.teacher,
             scored=None if self.kept is None else Scored(self.id, NO_VALUES, kept=self.kept),
             by_teacher=self.by_teacher,
+            own=self.own,
             continues=self.continues,
         )
 
@@ -191,7 +193,7 @@ class Dropped(Record, frozen=True):
 
     ids: list[str]
     reason: DropReason
-    tokens: int  # completion tokens that were generated for nothing and are in no Rollout record
+    tokens: int  # that were generated for nothing and are in no Rollout record
     detail: str = ""
 
 

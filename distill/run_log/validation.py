@@ -66,6 +66,7 @@ class Validator:
             checks.prompt(rollout.teacher_prompt or rollout.prompt, vocab),
             checks.tokens(rollout.tokens, rollout.logprob, most, vocab),
             checks.spans(rollout.spans, 0 if rollout.by_teacher else count),
+            checks.own(rollout.own, count),
             checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),
             self.scored(rollout.scored, count, keep=rollout.kept is not None),
         )

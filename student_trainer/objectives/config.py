@@ -51,7 +51,8 @@ class Mixing(Settings):
     teacher's own distribution, which the student then matches when it is sampled at rollout.temperature.
     rollout: the same for both, so that the optimum is the teacher itself (teacher engine "transformers")."""
     max_supervised_tokens: int | None = Field(None, ge=1)
-    """Completion tokens of a rollout that are trained on, from its beginning; None: all."""
+    """Completion tokens of a rollout that are trained on, from its beginning; those of environments do not
+    count. None: all."""
 
 
 class Auto(Mixing):

@@ -173,6 +173,15 @@ def spans(found: Sequence[VersionSpan], count: int) -> Problem | None:
     return None
 
 
+def own(found: Sequence[tuple[int, int]], count: int) -> Problem | None:
+    """Ranges of `count` tokens that the student sampled, with an environment's between them; none: all."""
+    edges = [edge for turn in found for edge in turn]
+    if found and (edges != sorted(set(edges)) or edges[0] != 0 or edges[-1] > count):
+        text = ", ".join(f"[{start}, {end})" for start, end in found[:4])
+        return Problem("own", text, f"apart, in order, from 0 on and up to {count}, none of them empty")
+    return None
+
+
 def topk_ids(
     field: str, found: Array | None, count: int, k: int, vocab_size: int, low: int
 ) -> Problem | None:

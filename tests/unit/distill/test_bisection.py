@@ -258,6 +258,10 @@ NAN = pack(np.array([-1.0, np.nan, -1.0], "f4"))
         ({"prompt": pack(np.array([1, -2], "i4"))}, "prompt is -2"),
         ({"spans": [VersionSpan(Version(0, 0), 0, 2)]}, "spans is [0, 2)"),
         ({"topk_ids": pack(np.zeros((3, 2), "i4"))}, "topk_ids is of shape [3, 2]"),
+        (
+            {"own": [(0, 1), (2, 4)]},
+            "own is [0, 1), [2, 4), and must be apart, in order, from 0 on and up to 3",
+        ),
     ],
 )
 @pytest.mark.parametrize("formed", [False, True])

@@ -67,6 +67,46 @@ def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
     assert unpack(rows.truncated).tolist() == [1, 0]
 
 
+def episode(number: int, prompt: int, length: int, *own: tuple[int, int], **scores: Array | None) -> Rollout:
+    return replace(rollout(number, prompt, length, **scores), own=list(own))
+
+
+def test_an_environments_tokens_travel_as_context_and_are_not_counted() -> None:
+    made = [episode(1, 2, 7, (0, 2), (4, 6)), rollout(0, 2, 3), episode(2, 1, 2, (0, 2))]
+    (batch,) = shares(made, 1, 1000)
+    (rows,) = batch.micro_batches
+    assert (rows.ids, batch.denominator) == (["r1", "r0", "r2"], 4 + 3 + 2)
+    assert unpack(rows.completion_lens).tolist() == [7, 3, 2]
+    assert rows.own is not None
+    assert unpack(rows.own).tolist() == [1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1]
+    (batch,) = shares(made[1:], 1, 1000)
+    assert batch.micro_batches[0].own is None, "no token of an environment is in this micro-batch"
+    assert batch.denominator == 5
+
+
+@pytest.mark.parametrize(
+    ("most", "own"),
+    [(1, [(0, 1)]), (2, [(0, 2)]), (3, [(0, 2), (4, 5)]), (4, [(0, 2), (4, 6)]), (9, [(0, 2), (4, 6)])],
+)
+def test_an_episode_is_cut_behind_the_last_of_the_students_first_tokens(
+    most: int, own: list[tuple[int, int]]
+) -> None:
+    topk = pack(np.arange(14, dtype="i4").reshape(7, 2))
+    made = episode(1, 2, 7, (0, 2), (4, 6), topk_ids=topk)
+    (batch,) = pack_batch(formed([made]), 1, Shape(99, list(TEACHERS), supervised=most), step)
+    (rows,) = batch.micro_batches
+    length = own[-1][1] if most < 4 else 7
+    assert batch.denominator == min(most, 4)
+    assert unpack(rows.completion_lens).tolist() == [length]
+    mask = [int(any(start <= t < end for start, end in own)) for t in range(length)]
+    assert (rows.own is None) == all(mask)
+    assert rows.own is None or unpack(rows.own).tolist() == mask
+    assert unpack(rows.tokens).tolist() == [1000 + t for t in range(2 + length)]
+    assert unpack(rows.token_step).tolist() == [3, 3, 3, 5, 5, 5, 5][:length]
+    assert rows.teacher_topk_ids is not None
+    assert unpack(rows.teacher_topk_ids).tolist() == unpack(topk)[:length].tolist()
+
+
 def test_kept_and_inline_scores_and_the_teachers_they_are_of_never_share_a_micro_batch() -> None:
     hidden = Array("bf16", (2, 3), bytes(12))
     inline = [rollout(i, 1, 2, hidden=hidden) for i in range(2)]

@@ -10,13 +10,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from plain_step import Meeting, Together
 from power_cut import power_cut
 from tmpfs import mounted
 
@@ -131,38 +131,6 @@ def test_an_index_of_any_other_bytes_is_refused(tmp_path: Path, index: bytes) ->
     (tmp_path / str(Version(0, 4)) / "checkpoint.json").write_bytes(index)
     with pytest.raises(DataError, match=r"its checkpoint\.json is damaged; to start from an older one"):
         checkpoint.find(tmp_path, None, ALONE)
-
-
-class Meeting:
-    """Where ranks that are threads of this process exchange what each brings."""
-
-    def __init__(self, world_size: int) -> None:
-        self._brought: list[Any] = [None] * world_size
-        self._all = threading.Barrier(world_size, timeout=60)
-
-    def exchange(self, rank: int, what: Any) -> list[Any]:
-        self._brought[rank] = what
-        self._all.wait()
-        found = list(self._brought)
-        self._all.wait()
-        return found
-
-
-@dataclass(frozen=True)
-class Together(Ranks):
-    meeting: Meeting
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.meeting.exchange(self.rank, values.double()))
-
-    def collect(self, body: bytes) -> list[bytes]:
-        return self.meeting.exchange(self.rank, body)
-
-    def broadcast(self, body: bytes | None) -> bytes:
-        return bytes(self.meeting.exchange(self.rank, body)[0])
-
-    def barrier(self) -> None:
-        self.meeting.exchange(self.rank, None)
 
 
 class RankEngine(FileEngine):
@@ -311,13 +279,14 @@ def test_the_ledger_joins_ranks_and_separates_lineages(tmp_path: Path) -> None:
     first = [Ledger(tmp_path, Version(0, 0), None, rank) for rank in (0, 1)]
     for step in (1, 2, 3):
         for rank, part in enumerate(first):
-            part.record(step, [f"{step}{rank}"], f"bits {step}")
+            part.record(step, [f"{step}{rank}"], f"bits {step}", 5 + rank if step > 1 else None)
     second = Ledger(tmp_path, Version(1, 2), Version(0, 2), 0)
     second.record(3, ["30", "31"], "bits 3")
     lineages = read(tmp_path)
     assert lineages[0].steps == {1: ["10", "11"], 2: ["20", "21"], 3: ["30", "31"]}
     assert lineages[1].parent == Version(0, 2)
     assert lineages[1].steps == {3: ["30", "31"]}
+    assert (lineages[0].tokens, lineages[1].tokens) == ({2: 11, 3: 11}, {})
     assert lineages[0].shown[2] == {0: (("20",), "bits 2"), 1: (("21",), "bits 2")}
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
+from plain_step import ALONE, VOCAB, PlainEngine, student
 
 from distill.metrics.names import FIGURES
-from student_trainer.engine import Student, check_head, head_shape
+from student_trainer.engine import Student, check_head
 from student_trainer.head import HeadShape, HeadWeights, Loss
 from student_trainer.objectives.config import (
     SFT,
@@ -20,56 +19,11 @@ from student_trainer.objectives.config import (
     TaskReward,
     TopK,
 )
-from student_trainer.ranks import Ranks
 from student_trainer.step import collate, loss_of, train_step
 from sync.errors import ConfigError, DataError
 from sync.wire import Rows, TrainBatch, Version, pack
 
-VOCAB, PADDED = 21, 24
 TEACHERS = ("t0",)
-ALONE = Ranks(0, 1, torch.device("cpu"))
-
-
-def student(seed: int, chunk: int = 64) -> Student:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=PADDED, max_position_embeddings=32, initializer_range=0.3, **size)
-    model = LlamaForCausalLM(config)
-    return Student(model, head_shape(config, VOCAB, 1.0), chunk)
-
-
-class PlainEngine:
-    """What DeepSpeed's engine does, in one process: adds gradients up to the boundary, then one SGD step."""
-
-    def __init__(self, student: Student, learning_rate: float) -> None:
-        self.module = student
-        self.gradients: list[torch.Tensor] = []
-        self._optimizer = torch.optim.SGD(student.parameters(), lr=learning_rate)
-        self.boundaries: list[bool] = []
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.module(*arguments)
-
-    def set_gradient_accumulation_boundary(self, last: bool) -> None:
-        self.boundaries.append(last)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def step(self) -> None:
-        self.gradients = [p.grad.clone() for p in self.module.parameters() if p.grad is not None]
-        self._optimizer.step()
-
-    def was_step_applied(self) -> bool:
-        return True
-
-    def get_lr(self) -> list[float]:
-        return [0.1]
-
-    def get_global_grad_norm(self) -> float:
-        return float(torch.cat([g.flatten() for g in self.gradients]).norm())
 
 
 @torch.no_grad()

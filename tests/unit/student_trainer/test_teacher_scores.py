@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
+from student_trainer.step import collate
 from student_trainer.teacher_scores import TeacherScores
 from sync.errors import DataError, Interrupted, Overloaded, RemoteError, Unreachable
 from sync.wire import (
@@ -163,6 +164,22 @@ def test_a_cut_completion_takes_the_scores_of_its_first_tokens() -> None:
     rows = filled(teacher, batch(teacher, 5, 1, most=3))
     assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -4, -8]
     assert rows.teacher_hidden.shape == (4, 3)
+
+
+def test_an_environments_tokens_are_fetched_with_the_others_and_are_not_trained_on() -> None:
+    teacher = Teacher()
+    given = batch(teacher, 5, 2)
+    (micro,) = given.micro_batches
+    own = pack(np.array([1, 0, 0, 1, 1, 1, 1], np.uint8))
+    rows = filled(
+        teacher, msgspec.structs.replace(given, micro_batches=[msgspec.structs.replace(micro, own=own)])
+    )
+    assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -4, -5, -6, -8, -9]
+    targets = collate(rows, 0, 50).targets
+    assert targets.teacher_logp_N.tolist() == [-2, -5, -6, -8, -9]
+    assert targets.token_N.tolist() == [2, 5, 6, 8, 9]
+    assert targets.teacher_hidden_NG is not None
+    assert targets.teacher_hidden_NG.shape == (5, 3)
 
 
 def test_too_few_positions_are_scored_again() -> None:

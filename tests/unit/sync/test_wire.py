@@ -16,6 +16,7 @@ from sync.wire import (
     Version,
     VersionSpan,
     Wait,
+    checks,
     decode,
     encode,
     frame,
@@ -126,3 +127,21 @@ def test_a_frame_opens_with_its_length() -> None:
     data = frame(Ok())
     assert int.from_bytes(data[:4], "little") == len(data) - 4
     assert decode(data[4:], Ok) == Ok()
+
+
+@pytest.mark.parametrize(
+    ("own", "usable"),
+    [
+        ([], True),
+        ([(0, 5)], True),
+        ([(0, 2), (3, 4)], True),
+        ([(1, 2)], False),
+        ([(0, 2), (2, 4)], False),
+        ([(0, 3), (2, 5)], False),
+        ([(0, 1), (3, 3)], False),
+        ([(3, 4), (0, 1)], False),
+        ([(0, 6)], False),
+    ],
+)
+def test_turns_of_the_student_lie_apart_within_the_tokens(own: list[tuple[int, int]], usable: bool) -> None:
+    assert (checks.own(own, 5) is None) == usable

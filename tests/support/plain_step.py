@@ -1,0 +1,89 @@
+"""A student of two dozen ids, and its steps without DeepSpeed."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from student_trainer.engine import Student, head_shape
+from student_trainer.ranks import Ranks
+
+VOCAB, PADDED = 21, 24
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def student(seed: int, chunk: int = 64) -> Student:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=PADDED, max_position_embeddings=32, initializer_range=0.3, **size)
+    model = LlamaForCausalLM(config)
+    return Student(model, head_shape(config, VOCAB, 1.0), chunk)
+
+
+class PlainEngine:
+    """What DeepSpeed's engine does, in one process: adds gradients up to the boundary, then one SGD step."""
+
+    def __init__(self, student: Student, learning_rate: float) -> None:
+        self.module = student
+        self.gradients: list[torch.Tensor] = []
+        self._optimizer = torch.optim.SGD(student.parameters(), lr=learning_rate)
+        self.boundaries: list[bool] = []
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.module(*arguments)
+
+    def set_gradient_accumulation_boundary(self, last: bool) -> None:
+        self.boundaries.append(last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.gradients = [p.grad.clone() for p in self.module.parameters() if p.grad is not None]
+        self._optimizer.step()
+
+    def was_step_applied(self) -> bool:
+        return True
+
+    def get_lr(self) -> list[float]:
+        return [0.1]
+
+    def get_global_grad_norm(self) -> float:
+        return float(torch.cat([g.flatten() for g in self.gradients]).norm())
+
+
+class Meeting:
+    """Where ranks that are threads of this process exchange what each brings."""
+
+    def __init__(self, world_size: int) -> None:
+        self._brought: list[Any] = [None] * world_size
+        self._all = threading.Barrier(world_size, timeout=60)
+
+    def exchange(self, rank: int, what: Any) -> list[Any]:
+        self._brought[rank] = what
+        self._all.wait()
+        found = list(self._brought)
+        self._all.wait()
+        return found
+
+
+@dataclass(frozen=True)
+class Together(Ranks):
+    meeting: Meeting
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.meeting.exchange(self.rank, values.double()))
+
+    def collect(self, body: bytes) -> list[bytes]:
+        return self.meeting.exchange(self.rank, body)
+
+    def broadcast(self, body: bytes | None) -> bytes:
+        return bytes(self.meeting.exchange(self.rank, body)[0])
+
+    def barrier(self) -> None:
+        self.meeting.exchange(self.rank, None)

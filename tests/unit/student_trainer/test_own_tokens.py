@@ -1,0 +1,351 @@
+"""An environment's tokens are context alone, from Rollout to gradient.
+
+Letters: N tokens in the loss of a rollout, T tokens behind its prompt, K ids per token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from plain_step import ALONE, VOCAB, Meeting, PlainEngine, Together, student
+from torch import Tensor
+
+from distill.batching.packing import Shape, pack_batch
+from distill.buffer import Batch
+from distill.run_log.records import Rollout
+from student_trainer.engine import Student
+from student_trainer.head import HeadShape, HeadWeights
+from student_trainer.objectives.config import (
+    JSD,
+    SFT,
+    ForwardTopK,
+    Full,
+    ObjectiveConfig,
+    Sampled,
+    SkewReverse,
+    StudentTopK,
+    TaskReward,
+    TopK,
+    needs,
+)
+from student_trainer.objectives.divergences import Discount, Targets, build, future_credit, sampled
+from student_trainer.step import collate, loss_of, train_step
+from sync.wire import Rows, Scored, TrainBatch, Version, VersionSpan, pack, unpack
+
+TEACHERS = ("a", "b")
+STEP, K = 3, 4
+TURNS: tuple[list[tuple[int, int]], ...] = ([(0, 2), (4, 6)], [(0, 1), (3, 6)], [], [(0, 1)], [])
+"""Of each rollout; the last is a completion by its teacher."""
+LENGTHS, REWARDS = (7, 6, 5, 3, 4), (1.0, 0.0, 0.5, 2.0, 1.0)
+OWN = sum(sum(end - start for start, end in turns) for turns in TURNS) + LENGTHS[2] + LENGTHS[4]
+CONFIGS: tuple[ObjectiveConfig, ...] = (
+    Sampled(),
+    Sampled(discount=0.9),
+    Sampled(rho_cap=1.2, drop_rho_outside=(0.3, 3.0), coefficient=0.5, teacher_coefficients={"b": 3.0}),
+    Sampled(task=TaskReward()),
+    Sampled(task=TaskReward(baseline="group"), discount=0.5),
+    TopK(k=K),
+    TopK(k=K, discount=0.7, task=TaskReward()),
+    StudentTopK(k=K),
+    StudentTopK(k=K, discount=0.5),
+    ForwardTopK(k=K),
+    Full(),
+    Full(task=TaskReward(), coefficient=2.0),
+    JSD(beta=0.3),
+    SkewReverse(alpha=0.2),
+    SFT(),
+    Sampled(max_supervised_tokens=3, discount=0.9),
+)
+
+
+def places(rollout: Rollout, most: int | None = None) -> list[int]:
+    """Of its tokens in the loss, in T."""
+    return [t for start, end in rollout.own or [(0, rollout.length)] for t in range(start, end)][:most]
+
+
+@torch.no_grad()
+def rollouts(teacher: Student, config: ObjectiveConfig, other: bool = False) -> list[Rollout]:
+    """Episodes, a plain completion and one by the teacher; `other`: all that is known of an environment's
+    tokens, besides their ids, is something else."""
+    made = []
+    for number, (length, turns) in enumerate(zip(LENGTHS, TURNS, strict=True)):
+        g = np.random.default_rng(number)
+        prompt, tokens = g.integers(0, VOCAB, 2 + number % 3), g.integers(0, VOCAB, length)
+        logprob = g.uniform(-3, -1, length).astype("f4")
+        ids = g.permuted(np.tile(np.arange(VOCAB, dtype="i4"), (length, 1)), axis=1)[:, :K]
+        sequence = torch.from_numpy(np.concatenate([prompt, tokens]))[None]
+        hidden = teacher.model.model(input_ids=sequence).last_hidden_state[0, len(prompt) - 1 : -1]
+        logq = (hidden @ teacher.head.weight.t())[:, :VOCAB].log_softmax(1)
+        best = logq.topk(K, dim=1)
+        written = np.ones(length, bool)
+        for start, end in turns or [(0, length)]:
+            written[start:end] = False
+        arrays = {
+            "logprob": logq.numpy()[np.arange(length), tokens],
+            "topk_logprob": best.values.numpy(),
+            "gathered": np.take_along_axis(logq.numpy(), ids, 1),
+            "hidden": hidden.numpy(),
+            "entropy": g.uniform(0, 2, length).astype("f4"),
+        }
+        ids[written], logprob[written], arrays["gathered"][written] = -1, 0.0, 0.0
+        topk_ids = best.indices.numpy().astype("i4")
+        if other:
+            logprob[written], topk_ids[written] = -7.0, np.arange(K)
+            for array in arrays.values():
+                array[written] = -0.25
+        packed = {name: pack(array.copy()) for name, array in arrays.items()}
+        if isinstance(config, StudentTopK):
+            del packed["topk_logprob"]
+        else:
+            del packed["gathered"]
+            packed["topk_ids"] = pack(topk_ids)
+        by_teacher = number == len(TURNS) - 1
+        spans = [VersionSpan(Version(0, 2), 0, 1), VersionSpan(Version(0, STEP), 1, length)]
+        made.append(
+            Rollout(
+                f"{number // 2}:{number}",
+                number,
+                pack(prompt.astype("i4")),
+                pack(tokens.astype("i4")),
+                pack(logprob),
+                [] if by_teacher else spans,
+                teacher=TEACHERS[number % 2],
+                scored=Scored(str(number), **packed),
+                topk_ids=pack(ids) if isinstance(config, StudentTopK) else None,
+                reward=REWARDS[number],
+                by_teacher=by_teacher,
+                own=turns,
+            )
+        )
+    return made
+
+
+def packed(
+    made: Sequence[Rollout], config: ObjectiveConfig, ranks: int = 1, weights: Sequence[float] = ()
+) -> list[TrainBatch]:
+    group = 2 if config.task is not None and config.task.baseline == "group" else 1
+    shape = Shape(40, TEACHERS, config.max_supervised_tokens, group)
+    batch = Batch(Version(0, STEP), list(made), [0] * len(made), list(weights))
+    return pack_batch(batch, ranks, shape, lambda version: version.step)
+
+
+def heads(config: ObjectiveConfig, teacher: Student) -> tuple[HeadWeights, ...]:
+    head = HeadWeights(teacher.head.weight.detach(), None, HeadShape(VOCAB))
+    return (head, head) if needs(config).hidden else ()
+
+
+def stepped(
+    batch: TrainBatch, config: ObjectiveConfig, teacher: Student
+) -> tuple[PlainEngine, dict[str, float]]:
+    engine = PlainEngine(student(2, chunk=3), 0.1)
+    return engine, train_step(engine, batch, loss_of(config, TEACHERS, heads(config, teacher)), ALONE)
+
+
+def difference(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    return max(float((one - other).abs().max()) for one, other in zip(left, right, strict=True))
+
+
+# --- by hand ------------------------------------------------------------------------------------------------
+
+
+def by_hand(
+    made: Sequence[Rollout], config: ObjectiveConfig, teacher: Student, weights: Sequence[float]
+) -> tuple[float, list[Tensor]]:
+    """Loss and gradient of a step, one rollout after the other, each a forward pass of its own."""
+    model = student(2)
+    count = sum(len(places(one, config.max_supervised_tokens)) for one in made)
+    total = torch.zeros(())
+    for rollout, weight in zip(made, weights, strict=True):
+        prompt, tokens = unpack(rollout.prompt), unpack(rollout.tokens)
+        at = places(rollout, config.max_supervised_tokens)
+        sequence = torch.from_numpy(np.concatenate([prompt, tokens]).astype("i8"))[None]
+        hidden = model.model.model(input_ids=sequence).last_hidden_state[0]
+        logp_NV = (hidden[[len(prompt) - 1 + t for t in at]] @ model.head.weight.t())[:, :VOCAB]
+        logp_NV = logp_NV.log_softmax(1)
+        goal = targets_by_hand(rollout, at, logp_NV.detach(), config, teacher, weight)
+        advantage = advantage_by_hand(made, rollout, config) * count
+        goal = Targets(**{**vars(goal), "advantage_N": advantage * weight * torch.ones(len(at))})
+        if config.task is None:
+            goal = Targets(**{**vars(goal), "advantage_N": None})
+        total = total + build(config)(logp_NV, goal)[0].sum()
+    (total / count).backward()
+    return float(total.detach()) / count, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def targets_by_hand(
+    rollout: Rollout, at: list[int], logp_NV: Tensor, config: Any, teacher: Student, weight: float
+) -> Targets:
+    def known(array: Any) -> Any:
+        return None if array is None else torch.tensor(unpack(array))[at]
+
+    assert rollout.scored is not None
+    scored = rollout.scored
+    token, logq = known(rollout.tokens).long(), known(scored.logprob)
+    mine = logp_NV.gather(1, token[:, None])[:, 0]
+    d, rho = (mine - logq).tolist(), (mine - known(rollout.logprob)).exp().tolist()
+    future = torch.zeros(len(at))
+    if getattr(config, "discount", 0.0) and not rollout.by_teacher:
+        for t in range(len(at)):
+            factor = 1.0
+            for j in range(t + 1, len(at)):
+                factor *= config.discount * min(rho[j], config.rho_cap)
+                future[t] += factor * d[j]
+    support = scored.topk_ids or rollout.topk_ids
+    return Targets(
+        token_N=token,
+        behavior_logp_N=known(rollout.logprob),
+        teacher_logp_N=logq,
+        fresh_N=torch.zeros(len(at), dtype=torch.bool),
+        support_NK=known(support).long(),
+        support_logp_NK=known(scored.topk_logprob or scored.gathered),
+        teacher_logp_NV=(known(scored.hidden) @ teacher.head.weight.t())[:, :VOCAB].log_softmax(1).detach(),
+        future_N=future if getattr(config, "discount", 0.0) else None,
+        coefficient_N=weight
+        * config.coefficient
+        * config.teacher_coefficients.get(rollout.teacher, 1.0)
+        * torch.ones(len(at)),
+        by_teacher_N=torch.full((len(at),), rollout.by_teacher),
+    )
+
+
+def advantage_by_hand(made: Sequence[Rollout], rollout: Rollout, config: ObjectiveConfig) -> float:
+    """(R − b)/M: M counts the tokens in the loss of all, the student's rewards alone are in b."""
+    group = config.task is not None and config.task.baseline == "group"
+    peers = [one for one in made if not group or one.id.split(":")[0] == rollout.id.split(":")[0]]
+    rewards = [one.reward for one in peers if not one.by_teacher and one.reward is not None]
+    baseline = sum(rewards) / len(rewards) if rewards else 0.0
+    assert rollout.reward is not None
+    return (rollout.reward - baseline) / sum(len(places(one, config.max_supervised_tokens)) for one in made)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_loss_and_gradient_are_those_of_the_students_tokens_alone(config: ObjectiveConfig) -> None:
+    teacher, weights = student(1), [1.0, 0.5, 0.25, 1.0, 0.75]
+    made = rollouts(teacher, config)
+    (batch,) = packed(made, config, weights=weights)
+    engine, metrics = stepped(batch, config, teacher)
+    loss, gradient = by_hand(made, config, teacher, weights)
+    size = max(float(g.abs().max()) for g in gradient)
+    assert size > 1e-3
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert difference(engine.gradients, gradient) <= 2e-6 * max(1.0, size)
+    own = sum(len(places(one, config.max_supervised_tokens)) for one in made)
+    assert batch.denominator == metrics["tokens"] == own
+    assert own == (OWN if config.max_supervised_tokens is None else 3 + 3 + 3 + 1 + 3)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_what_is_known_of_an_environments_tokens_changes_not_a_bit(config: ObjectiveConfig) -> None:
+    teacher = student(1)
+    (batch,), (again,) = (packed(rollouts(teacher, config, other), config) for other in (False, True))
+    assert batch.micro_batches[0].teacher_logprob != again.micro_batches[0].teacher_logprob
+    (one, metrics), (other, same) = (stepped(now, config, teacher) for now in (batch, again))
+    assert metrics == same
+    assert all(map(torch.equal, one.gradients, other.gradients))
+    assert all(map(torch.equal, one.module.parameters(), other.module.parameters()))
+
+
+def test_an_environments_tokens_are_context_of_the_turns_behind_them() -> None:
+    teacher, config = student(1), Full()
+
+    def gradient(place: int) -> list[Tensor]:
+        first, *others = rollouts(teacher, config)
+        tokens = unpack(first.tokens).copy()
+        tokens[place] = (tokens[place] + 1) % VOCAB
+        (batch,) = packed([replace(first, tokens=pack(tokens)), *others], config)
+        return stepped(batch, config, teacher)[0].gradients
+
+    (batch,) = packed(rollouts(teacher, config), config)
+    before = stepped(batch, config, teacher)[0].gradients
+    assert difference(gradient(3), before) > 1e-3  # between two turns
+    assert difference(gradient(6), before) == 0.0  # behind the last
+
+
+@pytest.mark.parametrize("config", [Sampled(task=TaskReward(), discount=0.5), Full()], ids=str)
+def test_ranks_share_one_denominator_of_own_tokens(config: ObjectiveConfig) -> None:
+    teacher, meeting = student(1), Meeting(2)
+    made, loss = rollouts(teacher, config), loss_of(config, TEACHERS, heads(config, teacher))
+    (whole,), shares = packed(made, config), packed(made, config, ranks=2)
+    alone, expected = stepped(whole, config, teacher)
+    assert [share.denominator for share in shares] == [OWN, OWN]
+    engines = [PlainEngine(student(2), 0.1) for _ in shares]
+    ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(train_step, engines, shares, [loss] * 2, ranks))
+    assert found[0]["tokens"] == found[1]["tokens"] == expected["tokens"] == OWN
+    assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    mean = [(one + two) / 2 for one, two in zip(*(engine.gradients for engine in engines), strict=True)]
+    assert difference(mean, alone.gradients) <= 2e-6
+
+
+# --- enumerated ---------------------------------------------------------------------------------------------
+
+
+def test_credit_of_a_later_turn_passes_over_what_the_environment_said_between() -> None:
+    """Every episode of two turns of one token, with a fixed answer to each first token between them.
+
+    Expected over stale samples, with γ = 1 and uncapped, the gradient is that of the reverse KL of the whole
+    episode. The sum is unbiased given the prefix: that of the second turn gets the ratio of the first here.
+    """
+    v = 3
+    g = torch.Generator().manual_seed(5)
+    one, two = (torch.randn(size, generator=g, dtype=torch.float64) for size in ((v,), (v, v)))
+    stale, teacher = (
+        [torch.randn(size, generator=g, dtype=torch.float64).log_softmax(-1) for size in ((v,), (v, v))]
+        for _ in range(2)
+    )
+    draws = list(itertools.product(range(v), repeat=2))
+    said = {0: 7, 1: 5, 2: 9}
+    flat = [id for y, z in draws for id in (0, y, said[y], z)]
+    odd = [-5.0, -3.0, -1.0]
+
+    def flat_of(table: list[Tensor]) -> np.ndarray:
+        return np.array([x for y, z in draws for x in (table[0][y], odd[y], table[1][y, z])], "f4")
+
+    count, i4 = len(draws), np.int32
+    rows = Rows(
+        ids=["r"] * count,
+        tokens=pack(np.array(flat, i4)),
+        prompt_lens=pack(np.ones(count, i4)),
+        completion_lens=pack(np.full(count, 3, i4)),
+        behavior_logprob=pack(flat_of(stale)),
+        token_step=pack(np.zeros(3 * count, i4)),
+        teacher=pack(np.zeros(count, i4)),
+        teacher_logprob=pack(flat_of(teacher)),
+        own=pack(np.tile(np.array([1, 0, 1], np.uint8), count)),
+    )
+    micro = collate(rows, 1, 10)
+    assert micro.targets.row_N is not None
+    assert micro.targets.row_N.tolist() == [row for row in range(count) for _ in range(2)]
+    assert micro.positions_C.tolist() == [4 * row + place for row in range(count) for place in (0, 2)]
+    leaf, deep = one.clone().requires_grad_(), two.clone().requires_grad_()
+
+    def both(first: Tensor, second: Tensor) -> Tensor:
+        """log p [2 · v², V] at the two turns of every episode."""
+        return torch.stack([part for y, _ in draws for part in (first, second[y])])
+
+    def exact(table: list[Tensor]) -> Tensor:
+        return both(*table).gather(1, micro.targets.token_N[:, None])[:, 0]
+
+    goal = Targets(micro.targets.token_N, exact(stale), exact(teacher), micro.targets.fresh_N)
+    logp_NV = both(leaf.log_softmax(0), deep.log_softmax(1))
+    logp_N = logp_NV.detach().gather(1, goal.token_N[:, None])[:, 0]
+    factor_N = Discount(1.0, None, None).factor(logp_N, goal)
+    future_N = future_credit(logp_N - goal.teacher_logp_N, factor_N, micro.targets.row_N)
+    loss_N, _ = sampled(logp_NV, Targets(**{**vars(goal), "future_N": future_N}), None, None)
+    prefix = (one.log_softmax(0) - stale[0]).exp()
+    weight_N = torch.stack([part for y, _ in draws for part in (torch.ones_like(prefix[y]), prefix[y])])
+    drawn = torch.stack([(stale[0][y] + stale[1][y, z]).exp() for y, z in draws]).repeat_interleave(2)
+    found = torch.autograd.grad((drawn * weight_N * loss_N).sum(), (leaf, deep))
+
+    p, q = leaf.log_softmax(0), deep.log_softmax(1)
+    later = (q.exp() * (q - teacher[1])).sum(1)
+    wanted = torch.autograd.grad((p.exp() * (p - teacher[0] + later)).sum(), (leaf, deep))
+    assert difference(found, wanted) <= 1e-12
