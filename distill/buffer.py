@@ -187,6 +187,8 @@ class Rules:
     """Completions of one prompt that may be broken off or reach a limit before it is dropped."""
     on_policy: float = 1.0
     """Share of the prompts that the student completes; the teacher completes the others."""
+    supervised: int | None = None
+    """Tokens of each completion that are trained on; None: all."""
 
 
 def rules(config: RunConfig) -> Rules:
@@ -198,8 +200,8 @@ def rules(config: RunConfig) -> Rules:
             f"the replicas fall {behind} steps behind between two versions, too far for any rollout; "
             f"set max_staleness to at least {behind}, or publish more often"
         )
-    on_policy = config.objective.on_policy
-    return Rules(rollout.batch, _bound(config), _group(config), rollout.max_attempts, on_policy)
+    on_policy, supervised = config.objective.on_policy, config.objective.max_supervised_tokens
+    return Rules(rollout.batch, _bound(config), _group(config), rollout.max_attempts, on_policy, supervised)
 
 
 def _bound(config: RunConfig) -> Bound:

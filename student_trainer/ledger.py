@@ -2,12 +2,13 @@
 
     ledger/L000-rank0.jsonl
         {"lineage": 0, "parent": null, "step": 0, "rank": 0, "chain": "…"}     first line
-        {"step": 1, "ids": ["…", …], "weights": "…", "chain": "…"}        one line per step, after it
+        {"step": 1, "ids": ["…", …], "weights": "…", "tokens": 9, "chain": "…"}   one line per step, after it
 
 Each line is forced to disk before its step is reported, so the files prove what the weights were trained on.
 "weights" is the checksum of the rank's shards after the step: trained again after a resume, the step must
-have it again. "chain" is a digest over the line and the chain of the line before it: it reveals a line that
-was altered, left out, repeated or moved. A crash can spoil the last line alone, of a step not yet reported.
+have it again. "tokens" counts those in the loss. "chain" is a digest over the line and the chain of the line
+before it: it reveals a line that was altered, left out, repeated or moved. A crash can spoil the last line
+alone, of a step not yet reported.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class _First(msgspec.Struct, forbid_unknown_fields=True):
     rank: int
 
 
-class _Step(msgspec.Struct, forbid_unknown_fields=True):
+class _Step(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     step: int
     ids: list[str]
     weights: str
+    tokens: int | None = None
 
 
 class Ledger:
@@ -63,14 +65,15 @@ class Ledger:
         until_disk_space(lambda: self._write(first), str(self._path))
         force(folder)
 
-    def record(self, step: int, ids: list[str], weights: str) -> None:
+    def record(self, step: int, ids: list[str], weights: str, tokens: int | None = None) -> None:
         """The step that made `step` trained on `ids` on this rank; on disk when this returns.
 
-        Raises OSError when the disk is full: nothing was written. A step that is there already (another rank
-        had no room, and all try again) is not written twice.
+        `tokens`: of them in the loss; None: not known. Raises OSError when the disk is full: nothing was
+        written. A step that is there already (another rank had no room, and all try again) is not written
+        twice.
         """
         if step != self._step:
-            self._write(_Step(step, ids, weights))
+            self._write(_Step(step, ids, weights, tokens))
             self._step = step
 
     def _write(self, line: _First | _Step) -> None:
@@ -94,6 +97,8 @@ class Lineage:
     """Step that it begins at; None: no file has it."""
     shown: dict[int, dict[int, tuple[tuple[str, ...], str]]] = field(default_factory=dict)
     """Step after it → rank → its ids in order, and the checksum of its weights."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Step after it → tokens in its loss; lines of earlier releases do not say."""
     damage: list[str] = field(default_factory=list)
     """Each with the file, the line and what is wrong; what follows in that file is left out."""
 
@@ -133,6 +138,8 @@ def _read_file(path: Path, lineage: Lineage, number: int, rank: int) -> None:
         if line.step != expected:
             raise DataError(f"{path} holds step {line.step} where step {expected} belongs")
         lineage.shown.setdefault(line.step, {})[rank] = (tuple(line.ids), line.weights)
+        if line.tokens is not None:
+            lineage.tokens[line.step] = lineage.tokens.get(line.step, 0) + line.tokens
 
 
 def _texts(path: Path) -> Iterator[bytes]:

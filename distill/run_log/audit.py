@@ -67,7 +67,7 @@ class Evidence:
         if isinstance(record, r.Opened):
             hard = record.max_staleness if record.hard_limit is None else record.hard_limit
             bound = Bound(record.max_staleness, hard, record.half_life)
-            self.state.rules = Rules(record.batch, bound, group=record.group)
+            self.state.rules = Rules(record.batch, bound, record.group, supervised=record.supervised)
         elif self.state.opened is None:
             raise DataError("the journal does not begin with the opening of a run: it is not whole")
         try:
@@ -143,6 +143,11 @@ class Evidence:
             for rollout in ids
         ]
 
+    def supervised(self, ids: Iterable[str]) -> int:
+        """Tokens of these that are trained on."""
+        most = self.state.rules.supervised or 1 << 62
+        return sum(min(self.scored[i].own_length, most) for i in ids if i in self.scored)
+
     def _age(self, rollout: str, at: Version) -> int | None:
         stub = self.scored.get(rollout)
         if stub is None or not (stub.spans or stub.by_teacher):
@@ -183,7 +188,7 @@ class AuditReport:
     prompts: int = 0
     scored: int = 0
     trained: int = 0  # rollouts in the ancestry of the last lineage
-    tokens: int = 0  # completion tokens of scored rollouts
+    tokens: int = 0  # generated, of scored rollouts
     tokens_by_teacher: int = 0  # of them, those that teachers generated
     open_prompts: list[str] = field(default_factory=list)
     """r.Issued, neither scored nor dropped: a resumed run requeues them."""
@@ -235,7 +240,7 @@ def _report(evidence: Evidence) -> AuditReport:
     if evidence.damage:
         return report
     report.prompts, report.scored = len(evidence.issued), len(scored)
-    report.tokens = sum(stub.length for stub in scored.values())
+    report.tokens = sum(stub.own_length for stub in scored.values())
     report.tokens_by_teacher = sum(stub.length for stub in scored.values() if stub.by_teacher)
     report.open_prompts = sorted(evidence.issued.keys() - scored.keys() - evidence.dropped.keys())
     report.dropped = dict(Counter(evidence.dropped.values()))
@@ -340,7 +345,7 @@ def trained_twice(e: Evidence) -> list[str]:
 
 @_check
 def not_as_batched(e: Evidence) -> Iterator[str]:
-    """Steps that were trained on other rollouts than the batch on record.
+    """Steps that were trained on other rollouts than the batch on record, or on other tokens of them.
 
     A step that a crash cut off before it was reported may be in the ledger of some ranks only.
     """
@@ -348,7 +353,8 @@ def not_as_batched(e: Evidence) -> Iterator[str]:
         for after, ids in e.before[lineage].steps.items():
             batch, trained = Counter(e.batch(lineage, after)[0]), Counter(ids)
             cut_off = after > e.reached.get(lineage, 0) and trained <= batch
-            if trained != batch and not cut_off:
+            tokens = e.before[lineage].tokens.get(after)
+            if (trained != batch and not cut_off) or tokens not in (None, e.supervised(ids)):
                 yield f"{Version(lineage, after)}"
 
 

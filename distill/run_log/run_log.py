@@ -56,7 +56,9 @@ class RunLog:
         self._events, self._admitted = events or Events(), asyncio.Event()
         bound, per_prompt, rows = rules.bound, prompts.per_prompt, prompts.rows
         limits = bound.limit, bound.hard, bound.half_life
-        now = Opened(run, seed, rules.batch, *limits, rules.group, per_prompt, rows)
+        now = Opened(
+            run, seed, rules.batch, *limits, rules.group, per_prompt, rows, supervised=rules.supervised
+        )
         for number, (location, record) in enumerate(journal.replay()):
             if isinstance(record, r.Snapshot) and number == 0:
                 self.state = restore(record, rules, journal.read)
@@ -220,7 +222,7 @@ class RunLog:
     def reject(self, rollout: Rollout, reason: DropReason, detail: str) -> None:
         """Drop and quarantine a rollout that is not on record."""
         if not rollout.continues:
-            self.drop([rollout.id], reason, detail, rollout.length)
+            self.drop([rollout.id], reason, detail, rollout.own_length)
         self._quarantined(rollout.source_prompt, reason, detail, unpack(rollout.tokens).tolist())
 
     def _quarantined(self, prompt: Prompt, reason: DropReason, detail: str, tokens: list[int]) -> None:

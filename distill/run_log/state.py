@@ -27,9 +27,12 @@ class Counters:
     """Sums over the whole run, restarts included. By teacher: those of them that teachers generated."""
 
     issued: int = 0
-    generated_tokens: int = 0  # completion tokens of scored and of dropped rollouts
+    generated_tokens: int = 0  # of scored and of dropped rollouts; those of environments do not count
     by_teacher_tokens: int = 0
     continued: int = 0  # rollouts behind rewritten contexts, which were not issued
+    episodes: int = 0  # scored
+    turns: int = 0  # of them
+    environment_tokens: int = 0  # in them, behind the first prompt
     scored: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # rollouts by reason
     dropped_tokens: Counter[str] = field(default_factory=Counter)
@@ -78,7 +81,7 @@ class RunState(msgspec.Struct):
     next_step: int = 0  # first step of the current lineage without a batch
     reached: Version | None = None  # by the trainer; None: it has not started
     trained_tokens: dict[int, int] = {}
-    """Completion tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
+    """Generated tokens by step of the current lineage; steps that a checkpoint covers are one sum."""
     trained_by_teacher: dict[int, int] = {}  # those of them that teachers generated
     bisection: Bisection = msgspec.field(default_factory=Bisection)
     target: r.VersionPublished | None = None
@@ -247,8 +250,11 @@ class RunState(msgspec.Struct):
             self.where.pop(record.id, None)
         self._admit(record)
         self.counters.scored += 1
-        self.counters.generated_tokens += record.length
+        self.counters.generated_tokens += record.own_length
         self.counters.by_teacher_tokens += record.length if record.by_teacher else 0
+        self.counters.episodes += bool(record.own) and not record.continues
+        self.counters.turns += len(record.own)
+        self.counters.environment_tokens += record.length - record.own_length
 
     def _admit(self, rollout: Rollout) -> None:
         assert rollout.id not in self.buffer, f"rollout {rollout.id} is buffered already"
@@ -259,7 +265,7 @@ class RunState(msgspec.Struct):
         tokens = record.tokens
         for rollout in record.ids:
             if found := self.buffer.pop(rollout, None) or self.archived.pop(rollout, None):
-                tokens += found.length
+                tokens += found.own_length
             elif self.pending.pop(rollout).by_teacher:
                 self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
             self.where.pop(rollout, None)
@@ -335,7 +341,7 @@ class RunState(msgspec.Struct):
         step = record.version.step - 1
         if (batch := self.batch_of(step)) is not None:
             batch.trained = True
-            self.trained_tokens[step] = sum(one.length for one in batch.rollouts)
+            self.trained_tokens[step] = sum(one.own_length for one in batch.rollouts)
             self.trained_by_teacher[step] = sum(one.length for one in batch.rollouts if one.by_teacher)
             batch.rollouts = [rollout.released() for rollout in batch.rollouts]
 

@@ -67,8 +67,9 @@ class Run:
         for step in range(opened.start, opened.start + steps):
             batch = self.run_log.state.batch_of(step) or await self.compose(Version(opened.lineage, step))
             for rank, ledger in enumerate(ledgers):
-                ids = [one.id for one in batch.rollouts][rank::ranks]
-                ledger.record(step + 1, ids, f"bits {step + 1} of {rank}")
+                share = batch.rollouts[rank::ranks]
+                tokens = sum(one.own_length for one in share)
+                ledger.record(step + 1, [one.id for one in share], f"bits {step + 1} of {rank}", tokens)
             await self.report(Version(opened.lineage, step + 1))
         batch = await self.compose(Version(opened.lineage, opened.start + steps))
         ids = [one.id for one in batch.rollouts][0::ranks]
@@ -99,12 +100,14 @@ class Run:
 
 
 def generated(asked: Rollout, version: Version) -> Rollout:
-    values, ids, name = pack(np.zeros(2, "f4")), pack(np.zeros(2, "i4")), asked.id
-    spans = [] if asked.by_teacher else [VersionSpan(version, 0, 2)]
-    scored = Scored(name, values)
-    return Rollout(
-        name, asked.number, ids, ids, values, spans, False, "t", scored, by_teacher=asked.by_teacher
-    )
+    """Every third one is an episode of two turns, of one token each."""
+    is_episode = asked.number % 3 == 0 and not asked.by_teacher
+    count = 3 if is_episode else 2
+    values, ids, name = pack(np.zeros(count, "f4")), pack(np.zeros(count, "i4")), asked.id
+    spans = [] if asked.by_teacher else [VersionSpan(version, 0, count)]
+    made = Rollout(name, asked.number, ids, ids, values, spans, False, "t", Scored(name, values))
+    own = [(0, 1), (2, 3)] if is_episode else []
+    return msgspec.structs.replace(made, by_teacher=asked.by_teacher, own=own)
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +220,13 @@ def generated_by(version: Version) -> Callable[[list[Record]], list[Record]]:
     return doctor
 
 
+def longer_turns(found: list[Record]) -> list[Record]:
+    """An episode of the last trained batch has its environment's tokens as the student's."""
+    ids = [record for record in found if isinstance(record, BatchFormed)][-2].ids
+    episode = next(r for r in found if isinstance(r, Rollout) and r.own and r.id in ids)
+    return [msgspec.structs.replace(r, own=[(0, 3)]) if r is episode else r for r in found]
+
+
 def abandoned(found: list[Record]) -> list[Record]:
     """All arrays were given up, and then a trainer began anew that takes no batch over."""
     return [*map(compacted, found), LineageOpened(2, None, 0, 1, 0, "model", ranks=1)]
@@ -254,7 +264,7 @@ def forged(
         ledger(run, lineage, rank).unlink(missing_ok=True)
         again = Ledger(run / "ledger", Version(lineage, lines[0]["step"]), parent, rank)
         for line in change(lines[1:]):
-            again.record(line["step"], line["ids"], line["weights"])
+            again.record(line["step"], line["ids"], line["weights"], line.get("tokens"))
 
     return doctor
 
@@ -381,6 +391,13 @@ LIES = [
     ),
     Lie(AS_BATCHED, "the journal ends early", lambda run: segment(run, -1).unlink(), "not_as_batched"),
     Lie(AS_BATCHED, "the batch was another", with_records(other_rollout), "not_as_batched"),
+    Lie(AS_BATCHED, "an environment's tokens count", with_records(longer_turns), "not_as_batched"),
+    Lie(
+        AS_BATCHED,
+        "the ledger counts another number of tokens",
+        forged(lambda x: [{**x[0], "tokens": x[0]["tokens"] + 1}, *x[1:]]),
+        "not_as_batched",
+    ),
     Lie(
         AS_BATCHED,
         "the ledger names another rollout",
@@ -504,6 +521,7 @@ def test_a_run_that_was_resumed_on_other_ranks_and_killed_twice_passes(sound: Pa
     assert (report.prompts, report.trained, report.oldest) == (65, 8 * 6 + 2, 3)
     assert report.late > 0
     assert report.tokens_by_teacher > 0
+    assert report.tokens == 2 * report.scored, "of an episode, two of its three tokens"
     assert len(segment_numbers(sound / "journal")) > 3
 
 

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,11 @@ def rollout(asked: Rollout, *versions: Version) -> Rollout:
     values, ids = pack(np.zeros(len(spans), "f4")), pack(np.zeros(len(spans), "i4"))
     name = asked.id
     return Rollout(name, asked.number, ids, ids, values, spans, False, "t", Scored(name, values))
+
+
+def episode(asked: Rollout, version: Version) -> Rollout:
+    """Five tokens, two of them an environment's."""
+    return msgspec.structs.replace(rollout(asked, *[version] * 5), own=[(0, 2), (4, 5)])
 
 
 class Simulation:
@@ -281,6 +287,36 @@ async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -
     record = await again.open_lineage(Version(0, 3), "model")
     assert (record.start, record.branch) == (3, 4)
     again.journal.close()
+
+
+async def test_tokens_of_environments_are_counted_apart_live_after_a_restart_and_in_the_archive(
+    tmp_path: Path,
+) -> None:
+    """Of 5 tokens 3 are the student's; the last of 7 episodes is dropped."""
+    run_log = opened(tmp_path)
+    await run_log.open_lineage(None, "model")
+    for step in range(2):
+        for asked in run_log.issue(BATCH):
+            run_log.admit([episode(asked, Version(0, 0))])
+        await run_log.form_batch()
+        run_log.write(Stepped(Version(0, step + 1)))
+    (asked,) = run_log.issue(1)
+    run_log.reject(msgspec.structs.replace(episode(asked, Version(0, 0)), issued=asked.issued), "empty", "")
+    counters, trained = run_log.state.counters, dict(run_log.state.trained_tokens)
+    assert (counters.episodes, counters.turns, counters.environment_tokens) == (6, 12, 12)
+    assert (counters.generated_tokens, counters.dropped_tokens) == (21, {"empty": 3})
+    assert trained == {0: 9, 1: 9}
+    for covered in (False, True):
+        if covered:
+            run_log.write(Checkpointed(Version(0, 2), "two"))
+            await run_log.tidy(keep_checkpoints=1)
+        await run_log.journal.commit()
+        run_log.journal.close()
+        assert check(read_all(tmp_path), {}).violations.keys() == {"missing_in_ledger"}
+        run_log = opened(tmp_path)
+        assert run_log.state.counters == counters
+        assert sum(run_log.state.trained_tokens.values()) == 18
+    run_log.journal.close()
 
 
 async def test_a_snapshot_that_the_records_before_it_contradict_is_found(tmp_path: Path) -> None:

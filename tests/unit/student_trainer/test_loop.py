@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -80,6 +81,15 @@ def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: 
     report = story.client.reported[0]
     assert isinstance(report, StepReport)
     assert list(report.seconds) == ["wait", "train", "publish", "checkpoint"]
+
+
+def test_the_ledger_counts_the_tokens_in_the_loss(tmp_path: Path) -> None:
+    parts = batch(0)
+    rows = msgspec.structs.replace(parts.micro_batches[0], completion_lens=pack(np.array([4], np.int32)))
+    episode = msgspec.structs.replace(rows, own=pack(np.array([1, 0, 0, 1], np.uint8)))
+    story = Story(tmp_path, [msgspec.structs.replace(parts, micro_batches=[rows, episode])])
+    train(story.trainer)
+    assert read(story.folder)[0].tokens == {1: 4 + 2}
 
 
 def test_versions_between_two_publications_are_not_published(tmp_path: Path) -> None:
