@@ -26,7 +26,7 @@ COUNTERS: Final = (
     *("rollout/issued", "rollout/scored", "rollout/batched", "rollout/late", "rollout/tokens_total"),
     *("rollout/tokens_total_by_teacher", "rollout/dropped/", "rollout/dropped_tokens/", "rollout/requeued/"),
     *("teacher/", "train/starts", "sync/versions", "sync/updates", "perf/busy_seconds/"),
-    *("perf/idle_seconds/", "perf/waited_seconds/"),
+    *("perf/idle_seconds/", "perf/waited_seconds/", "rollout/environment_tokens"),
 )
 """Figures that only rise, or how their names begin; a rollback takes trained tokens back."""
 _LABELS: Final = {"NAME": "teacher"}

@@ -47,16 +47,37 @@ class Sample(msgspec.Struct, frozen=True):
     truncated: bool
     by_teacher: bool
     """The teacher generated the completion."""
+    own: list[tuple[int, int]] = []
+    """Start and end of the student's tokens in each turn of an episode; the others are the environment's.
+    Empty: it is none."""
+
+    @property
+    def parts(self) -> list[tuple[int, int, bool]]:
+        """Start and end of each part of the tokens, in order, and whether an environment wrote it."""
+        parts, at = list[tuple[int, int, bool]](), 0
+        for start, end in self.own or [(0, len(self.tokens))]:
+            parts += [(at, start, True), (start, end, False)]
+            at = end
+        return [part for part in [*parts, (at, len(self.tokens), True)] if part[0] < part[1]]
 
     @property
     def excess(self) -> list[float]:
-        """log μ − log q of each token: the reverse KL as one sample shows it, nats."""
-        return [mu - q for mu, q in zip(self.logprob, self.teacher_logprob, strict=True)]
+        """log μ − log q of each token: the reverse KL as one sample shows it, nats; an environment's: 0."""
+        nats = [mu - q for mu, q in zip(self.logprob, self.teacher_logprob, strict=True)]
+        for start, end, environment in self.parts:
+            if environment:
+                nats[start:end] = [0.0] * (end - start)
+        return nats
+
+    @property
+    def own_length(self) -> int:
+        """Tokens that the student, or the teacher in its place, generated."""
+        return sum(end - start for start, end, environment in self.parts if not environment)
 
     @property
     def reverse_kl(self) -> float:
-        """Mean of `excess`."""
-        return sum(self.excess) / max(1, len(self.tokens))
+        """Mean of `excess` over these."""
+        return sum(self.excess) / max(1, self.own_length)
 
 
 class SampleFile:
@@ -89,6 +110,7 @@ def _sample(version: str, rollout: Rollout, age: int) -> Sample:
         reward=rollout.reward,
         truncated=rollout.truncated,
         by_teacher=rollout.by_teacher,
+        own=rollout.own,
     )
 
 
@@ -136,30 +158,49 @@ class Decoder:
 
 
 def shown(sample: Sample, decoder: Decoder) -> Text:
-    """One sample for a terminal: a line of figures, the prompt, the completion with a colour per token."""
+    """One sample for a terminal: a line of figures, the prompt, the completion with a colour per token.
+
+    Of an episode, each part begins on a line of its own with who said it.
+    """
     line = Text(f"{sample.version}  {sample.id}  {figures(sample)}\n", style="bold")
     line.append(f"{decoder.text(sample.prompt)}\n", style="dim")
-    for piece, nats in zip(decoder.pieces(sample.tokens), sample.excess, strict=True):
-        line.append(piece, style=next((style for least, style in SHADES if nats >= least), ""))
+    for number, (start, end, environment) in enumerate(sample.parts):
+        if sample.own:
+            who = "environment" if environment else "student"
+            line.append("\n" * (number > 0) + f"{who}: ", style="bold dim")
+        if environment:
+            line.append(decoder.text(sample.tokens[start:end]), style="dim")
+            continue
+        pieces = decoder.pieces(sample.tokens[start:end])
+        for piece, nats in zip(pieces, sample.excess[start:end], strict=True):
+            line.append(piece, style=next((style for least, style in SHADES if nats >= least), ""))
     return line
 
 
 def shaded(sample: Sample, decoder: Decoder) -> str:
-    """The completion as HTML: each token shaded by log μ − log q."""
+    """The completion as HTML: each token shaded by log μ − log q, what environments wrote in grey."""
 
     def token(piece: str, nats: float) -> str:
         alpha = min(1.0, max(0.0, nats) / SHADE_NATS)
         color = f"background:rgba(204,63,90,{alpha:.2f})"
         return f'<span title="{nats:.2f} nats" style="{color}">{escape(piece)}</span>'
 
-    return "".join(map(token, decoder.pieces(sample.tokens), sample.excess))
+    def part(start: int, end: int, environment: bool) -> str:
+        tokens = sample.tokens[start:end]
+        if environment:
+            text = escape(decoder.text(tokens))
+            return f'<span title="environment" style="color:#7b8794">{text}</span>'
+        return "".join(map(token, decoder.pieces(tokens), sample.excess[start:end]))
+
+    return "".join(part(*one) for one in sample.parts)
 
 
 def figures(sample: Sample) -> str:
     """What is known of a sample besides its text."""
     parts = [
         f"reverse KL {sample.reverse_kl:.3f}",
-        f"{len(sample.tokens)} tokens",
+        f"{len(sample.own)} turns" if sample.own else "",
+        f"{sample.own_length} tokens",
         f"age {sample.age}",
         "" if sample.reward is None else f"reward {sample.reward:g}",
         "truncated" if sample.truncated else "",

@@ -50,6 +50,8 @@ def totals(state: RunState, timeline: Timeline) -> dict[str, Any]:
             "requeued": dict(counters.requeued),
             "tokens_total": generated,
             "tokens_total_by_teacher": counters.by_teacher_tokens,
+            "turns": counters.turns / counters.episodes if counters.episodes else None,
+            "environment_tokens": counters.environment_tokens,
         },
         "train": {
             "tokens_total": trained,

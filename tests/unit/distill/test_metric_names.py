@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from in_memory import MemoryEvaluator, MemoryTrainer
 
+from distill.buffer import Bound, Rules
 from distill.interfaces import Hooks
 from distill.metrics.names import FIGURES, SECTIONS, unknown
-from distill.metrics.summary import flat, of_evaluation
+from distill.metrics.summary import flat, of_evaluation, totals
+from distill.metrics.timeline import Timeline
+from distill.run_log.state import RunState
 from student_trainer.objectives.token_statistics import MEANS
 from sync.wire import EvalReport, Version
 
@@ -32,7 +35,8 @@ def undocumented(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 OCCASIONAL = (
-    r"train/(?!tokens_(total|share)).*|perf/checkpoint_seconds|.*(REASON|SET).*|eval/.*(_error|_rate)"
+    r"train/(?!tokens_(total|share)).*|perf/checkpoint_seconds|.*(REASON|SET).*|eval/.*(_error|_rate)|"
+    r"rollout/turns"
 )
 """Of the trainer, of which a run in memory has none; of what need not happen."""
 
@@ -65,6 +69,13 @@ def test_figures_of_sets_and_of_the_trainer_are_documented() -> None:
     assert of_evaluation(plain, False).keys() == {"eval/reverse_kl", "eval/truncated", "eval/best"}
     assert undocumented(f"train/{name}" for name in MEANS.keys() - {"rho_squared_mean"}) == {}
     assert undocumented(["train/reverse_kl/math", "rollout/dropped/too_old", "teacher/t/tokens"]) == {}
+
+
+def test_turns_are_the_mean_over_episodes_and_left_out_without_them() -> None:
+    state = RunState(Rules(1, Bound(0, 0)))
+    assert "rollout/turns" not in flat(totals(state, Timeline()))
+    state.counters.episodes, state.counters.turns = 2, 5
+    assert flat(totals(state, Timeline()))["rollout/turns"] == 2.5
 
 
 def test_the_page_has_the_same_table() -> None:

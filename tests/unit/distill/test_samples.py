@@ -7,14 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from in_memory import MemoryTrainer
 
 from distill.buffer import Batch
 from distill.interfaces import Hooks
-from distill.metrics.samples import SAMPLES, Sample, SampleFile, choose, read_samples, shown
+from distill.metrics.samples import (
+    SAMPLES,
+    Sample,
+    SampleFile,
+    choose,
+    figures,
+    read_samples,
+    shaded,
+    shown,
+)
+from distill.run_log.records import Rollout
 from sync.errors import DataError
-from sync.wire import unpack
+from sync.wire import Scored, Version, pack, unpack
 
 
 class Letters:
@@ -81,6 +92,45 @@ def test_a_token_is_coloured_by_what_the_teacher_finds_unlikely() -> None:
     assert text.plain.endswith("a\nabc")
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
     assert (styles["b"], styles["c"]) == ("khaki3", "white on red3")
+
+
+def episode() -> Sample:
+    """Two turns, ab and e, an environment's cd between and fg behind them."""
+    one = sample("a", [0.5, 1.5, 9.0, 9.0, 4.0, 9.0, 9.0])
+    return msgspec.structs.replace(one, own=[(0, 2), (4, 5)], reward=1.0)
+
+
+def test_of_an_episode_the_students_tokens_alone_have_a_divergence() -> None:
+    one = episode()
+    assert one.parts == [(0, 2, False), (2, 4, True), (4, 5, False), (5, 7, True)]
+    assert (one.own_length, one.reverse_kl) == (3, 2.0)
+    assert "2 turns  3 tokens" in figures(one)
+    assert "reward 1" in figures(one)
+    plain = sample("b", [3.0])
+    assert plain.parts == [(0, 1, False)]
+    assert [found.id for found in choose([one, plain], "worst", 2)] == ["b", "a"]
+    assert [found.id for found in choose([plain, one], "longest", 1)] == ["a"]
+
+
+def test_of_an_episode_it_is_shown_who_said_what() -> None:
+    text = shown(episode(), Letters())  # type: ignore[arg-type]
+    assert text.plain.endswith("a\nstudent: ab\nenvironment: cd\nstudent: e\nenvironment: fg")
+    styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
+    assert (styles["b"], styles["cd"], styles["e"]) == ("black on khaki1", "dim", "white on red3")
+    grey = '<span title="environment" style="color:#7b8794">{}</span>'
+    page = shaded(episode(), Letters())  # type: ignore[arg-type]
+    assert [page.count(grey.format(text)) for text in ("cd", "fg")] == [1, 1]
+    assert page.count("nats") == 3
+
+
+def test_the_turns_of_a_rollout_are_in_its_sample(tmp_path: Path) -> None:
+    f4, i4 = pack(np.zeros(3, "f4")), pack(np.zeros(3, "i4"))
+    rollout = Rollout("a", 0, i4, i4, f4, scored=Scored("a", f4), own=[(0, 1), (2, 3)])
+    file = SampleFile(tmp_path / SAMPLES, every=1, count=1)
+    file.write(Batch(Version(0, 0), [rollout], [0], []))
+    file.close()
+    (found,) = read_samples(tmp_path)
+    assert found.own == [(0, 1), (2, 3)]
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
