@@ -210,15 +210,19 @@ def rewards_of(batch: TrainBatch, ranks: Ranks) -> Rewards:
 
 
 def advantages(rows: Rows, rewards: Rewards, denominator: int) -> Tensor | None:
-    """(R − b)·N/M of every completion token [C]; None: these rows have no reward.
+    """(R − E − b)·N/M of every completion token [C]; None: these rows have no reward.
 
-    b is the rows' own baseline where they carry one, else the mean of the step.
+    b is the rows' own baseline where they carry one, else the mean of the step. E is the part of R that turns
+    before the token's earned, which none of its tokens can change.
     """
     if rows.reward is None:
         return None
     baseline_R = rewards.mean or 0.0 if rows.baseline is None else unpack(rows.baseline).astype(np.float64)
-    advantage_R = (unpack(rows.reward).astype(np.float64) - baseline_R) * denominator / rewards.tokens
-    advantage_C = np.repeat(advantage_R, unpack(rows.completion_lens))[in_loss(rows)]
+    advantage_R = unpack(rows.reward).astype(np.float64) - baseline_R
+    advantage_C = np.repeat(advantage_R, unpack(rows.completion_lens))
+    if rows.earned is not None:
+        advantage_C = advantage_C - unpack(rows.earned)
+    advantage_C = advantage_C[in_loss(rows)] * denominator / rewards.tokens
     return torch.from_numpy(advantage_C.astype(np.float32))
 
 

@@ -204,6 +204,7 @@ def rows_of(
         kept=[one.kept for one in scores] if by_reference else None,
         teacher_prompts=[one.teacher_prompt for one in rollouts] if by_reference else None,
         own=_own(rollouts),
+        earned=_earned(rollouts),
     )
 
 
@@ -219,6 +220,17 @@ def _own(rollouts: Sequence[Rollout]) -> Array | None:
     for rollout, part_T in zip(rollouts, parts, strict=True):
         for start, end in rollout.own or [(0, rollout.length)]:
             part_T[start:end] = 1
+    return pack(np.concatenate(parts))
+
+
+def _earned(rollouts: Sequence[Rollout]) -> Array | None:
+    """What the turns before each token earned; None: nothing."""
+    if not any(one.earned for one in rollouts):
+        return None
+    parts = [np.zeros(one.length, "f4") for one in rollouts]
+    for rollout, part_T in zip(rollouts, parts, strict=True):
+        for (start, end), earned in zip(rollout.own, rollout.earned, strict=False):
+            part_T[start:end] = earned
     return pack(np.concatenate(parts))
 
 

@@ -308,7 +308,7 @@ class Dispatcher:
         """Pass a completion, of student or teacher, on to be scored, unless it must not be trained on."""
         state = self._run_log.state
         if state.is_broken(rollout.id):
-            self._run_log.drop([rollout.id], "group_broken", GROUP_BROKEN, rollout.length)
+            self._run_log.drop([rollout.id], "group_broken", GROUP_BROKEN, rollout.own_length)
         elif rollout.length == 0:
             self._reject(rollout, "empty", "a completion without tokens")
         elif problem := state.span_problem(rollout.spans):

@@ -97,6 +97,8 @@ class Rows(msgspec.Struct, frozen=True):
     own: Array | None = None
     """u1 [C]: 1 where the student sampled the token, 0 where an environment wrote it, which is in no loss;
     None: 1 everywhere"""
+    earned: Array | None = None
+    """f4 [C]: the part of the row's reward that was given for turns before the token's; None: 0 everywhere"""
 
 
 class TeacherServers(Message, frozen=True):

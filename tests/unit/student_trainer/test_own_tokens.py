@@ -36,7 +36,7 @@ from student_trainer.objectives.config import (
     needs,
 )
 from student_trainer.objectives.divergences import Discount, Targets, build, future_credit, sampled
-from student_trainer.step import collate, loss_of, train_step
+from student_trainer.step import Rewards, advantages, collate, loss_of, train_step
 from sync.wire import Rows, Scored, TrainBatch, Version, VersionSpan, pack, unpack
 
 TEACHERS = ("a", "b")
@@ -44,6 +44,8 @@ STEP, K = 3, 4
 TURNS: tuple[list[tuple[int, int]], ...] = ([(0, 2), (4, 6)], [(0, 1), (3, 6)], [], [(0, 1)], [])
 """Of each rollout; the last is a completion by its teacher."""
 LENGTHS, REWARDS = (7, 6, 5, 3, 4), (1.0, 0.0, 0.5, 2.0, 1.0)
+EARNED = ([0.0, 0.3], [], [], [], [])
+"""What the turns before each turn added to the reward."""
 OWN = sum(sum(end - start for start, end in turns) for turns in TURNS) + LENGTHS[2] + LENGTHS[4]
 CONFIGS: tuple[ObjectiveConfig, ...] = (
     Sampled(),
@@ -122,6 +124,7 @@ def rollouts(teacher: Student, config: ObjectiveConfig, other: bool = False) -> 
                 reward=REWARDS[number],
                 by_teacher=by_teacher,
                 own=turns,
+                earned=EARNED[number],
             )
         )
     return made
@@ -170,8 +173,8 @@ def by_hand(
         logp_NV = (hidden[[len(prompt) - 1 + t for t in at]] @ model.head.weight.t())[:, :VOCAB]
         logp_NV = logp_NV.log_softmax(1)
         goal = targets_by_hand(rollout, at, logp_NV.detach(), config, teacher, weight)
-        advantage = advantage_by_hand(made, rollout, config) * count
-        goal = Targets(**{**vars(goal), "advantage_N": advantage * weight * torch.ones(len(at))})
+        advantage = advantage_by_hand(made, rollout, config, at) * count
+        goal = Targets(**{**vars(goal), "advantage_N": advantage * weight})
         if config.task is None:
             goal = Targets(**{**vars(goal), "advantage_N": None})
         total = total + build(config)(logp_NV, goal)[0].sum()
@@ -215,14 +218,19 @@ def targets_by_hand(
     )
 
 
-def advantage_by_hand(made: Sequence[Rollout], rollout: Rollout, config: ObjectiveConfig) -> float:
-    """(R − b)/M: M counts the tokens in the loss of all, the student's rewards alone are in b."""
+def advantage_by_hand(
+    made: Sequence[Rollout], rollout: Rollout, config: ObjectiveConfig, at: list[int]
+) -> Tensor:
+    """(R − E − b)/M of the tokens `at`: M counts all tokens in the loss, b the student's rewards alone."""
     group = config.task is not None and config.task.baseline == "group"
     peers = [one for one in made if not group or one.id.split(":")[0] == rollout.id.split(":")[0]]
     rewards = [one.reward for one in peers if not one.by_teacher and one.reward is not None]
     baseline = sum(rewards) / len(rewards) if rewards else 0.0
     assert rollout.reward is not None
-    return (rollout.reward - baseline) / sum(len(places(one, config.max_supervised_tokens)) for one in made)
+    count = sum(len(places(one, config.max_supervised_tokens)) for one in made)
+    turns = zip(rollout.own, rollout.earned, strict=False)
+    earned = {t: value for (start, end), value in turns for t in range(start, end)}
+    return torch.tensor([(rollout.reward - earned.get(t, 0.0) - baseline) / count for t in at])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -349,3 +357,40 @@ def test_credit_of_a_later_turn_passes_over_what_the_environment_said_between() 
     later = (q.exp() * (q - teacher[1])).sum(1)
     wanted = torch.autograd.grad((p.exp() * (p - teacher[0] + later)).sum(), (leaf, deep))
     assert difference(found, wanted) <= 1e-12
+
+
+def test_rewards_of_turns_are_unbiased_where_a_turn_gets_no_credit_for_those_before_it() -> None:
+    """Every episode of two turns of one token; the second's advantage leaves out what the first earned."""
+    v, g = 3, torch.Generator().manual_seed(7)
+    one, two, first, second = (
+        torch.randn(size, generator=g, dtype=torch.float64) for size in ((v,), (v, v), (v,), (v, v))
+    )
+    draws, i4 = list(itertools.product(range(v), repeat=2)), np.int32
+    count = len(draws)
+    rows = Rows(
+        ids=["r"] * count,
+        tokens=pack(np.array([id for y, z in draws for id in (0, y, 9, z)], i4)),
+        prompt_lens=pack(np.ones(count, i4)),
+        completion_lens=pack(np.full(count, 3, i4)),
+        behavior_logprob=pack(np.zeros(3 * count, "f4")),
+        token_step=pack(np.zeros(3 * count, i4)),
+        teacher=pack(np.zeros(count, i4)),
+        teacher_logprob=pack(np.zeros(3 * count, "f4")),
+        reward=pack(np.array([first[y] + second[y, z] for y, z in draws], "f4")),
+        own=pack(np.tile(np.array([1, 0, 1], np.uint8), count)),
+        earned=pack(np.array([x for y, _ in draws for x in (0, 0, first[y])], "f4")),
+    )
+    found = advantages(rows, Rewards(0.4, 2 * count), 2 * count)
+    assert found is not None
+    advantage_D2 = found.double().reshape(count, 2)
+    assert advantage_D2[:, 1].tolist() == pytest.approx([float(second[y, z]) - 0.4 for y, z in draws])
+    leaf, deep = one.clone().requires_grad_(), two.clone().requires_grad_()
+    p, q = leaf.log_softmax(-1), deep.log_softmax(-1)
+    chance = [float((p[y] + q[y, z]).detach().exp()) for y, z in draws]
+    surrogate = sum(
+        c * (a[0] * p[y] + a[1] * q[y, z]) for (y, z), c, a in zip(draws, chance, advantage_D2, strict=True)
+    )
+    expected = sum((p[y] + q[y, z]).exp() * (first[y] + second[y, z]) for y, z in draws)
+    wanted = torch.autograd.grad(expected, (leaf, deep), retain_graph=True)  # type: ignore[arg-type]
+    got = torch.autograd.grad(surrogate, (leaf, deep))  # type: ignore[arg-type]
+    assert difference(got, wanted) <= 1e-6
