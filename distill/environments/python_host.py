@@ -45,6 +45,8 @@ class Talk:
         self._id, self._renderer = id, renderer
         self._turn = self._length = 0
         self._said: list[int] = []
+        self.rewards: list[float] = []
+        """Of each answer so far."""
         self._answers: asyncio.Queue[Reply] = asyncio.Queue()
         self.out: asyncio.Queue[Turn | EpisodeOver | EpisodeFailed] = asyncio.Queue()
         """For the service: turns, and how the episode ended."""
@@ -66,8 +68,14 @@ class Talk:
         )
         reply = await self._answers.get()
         self._turn, self._said = self._turn + 1, reply.token_ids
+        self.rewards.append(0.0)
         self._length += len(ids) + len(reply.token_ids)
         return reply
+
+    def reward(self, value: float) -> None:
+        """Reward the newest answer: it counts for its tokens and those of turns before, not for later ones.
+        The reward of the episode is what the function returns, and the sum of these."""
+        self.rewards[-1] += float(value)
 
     def answer(self, token_ids: list[int], finish_reason: FinishReason) -> None:
         """For the service: what the student answered to the last turn."""
@@ -134,13 +142,17 @@ class PythonEnvironment:
     async def _play(self, id: str, task: int, talk: Talk) -> None:
         try:
             with own_code(self._named, f"task {task}", _REMEDY):
-                talk.out.put_nowait(_over(id, await self._function(task, talk, **self._options)))
+                result = await self._function(task, talk, **self._options)
+                talk.out.put_nowait(_over(id, result, talk.rewards))
         except DataError as error:
             talk.out.put_nowait(EpisodeFailed(id=id, error=str(error)))
 
 
-def _over(id: str, result: Any) -> EpisodeOver:
+def _over(id: str, result: Any, turn_rewards: list[float]) -> EpisodeOver:
     figures = dict(result) if isinstance(result, Mapping) else {"reward": result}
     reward = figures.pop("reward", None)
     metrics = {str(name): float(value) for name, value in figures.items()}
-    return EpisodeOver(id=id, reward=None if reward is None else float(reward), metrics=metrics)
+    if not any(turn_rewards):
+        return EpisodeOver(id=id, reward=None if reward is None else float(reward), metrics=metrics)
+    total = float(reward or 0) + sum(turn_rewards)
+    return EpisodeOver(id=id, reward=total, turn_rewards=turn_rewards, metrics=metrics)

@@ -44,7 +44,7 @@ from distill.preflight_checks import checks, machine
 from distill.preflight_checks import engines as live
 from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
-from distill.prompts.sources import PromptSplit, keep_position
+from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal
@@ -54,6 +54,7 @@ from sync.durable import write_json
 from sync.errors import DataError, Interrupted, RemoteError
 from sync.jsonl import JsonLines
 from sync.wire import EvalReport, Version
+from sync.wire.checks import ANY_ID
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router, load_transforms
 
@@ -335,6 +336,7 @@ class _Launcher:
             rewards=self._rewards,
             transforms=dict(clients.transforms),
             environments=dict(clients.environments),
+            context=longest_sequence(config) if config.environments else ANY_ID,
             claim=self._claim,
         )
 

@@ -79,6 +79,12 @@ async def echo(task, talk):
 
 echo.tasks = 9
 
+async def rewarded(task, talk):
+    for value in (0.5, 0.0, 0.25):
+        await talk.say("go")
+        talk.reward(value)
+    return 1.0
+
 def blocking(task, talk):
     return 1.0
 """
@@ -179,7 +185,7 @@ async def test_the_pages_environment_is_played_to_its_reward_and_nothing_is_toke
         for task, episode in enumerate(episodes):
             await play(client, episode, task, player(bisecting), LIMITS)
     assert {episode.reward for episode in episodes} == {1.0}
-    longest = max(episodes, key=lambda episode: len(episode.own))
+    longest = max((episode.sequences[0] for episode in episodes), key=lambda one: len(one.own))
     assert len(longest.own) > 2
     assert TOKENIZER.decode(longest.prompt) == "u:Guess my number, 1 to 20.;a:"
     guesses = [TOKENIZER.decode(longest.token_ids[start:end]) for start, end in longest.own]
@@ -206,6 +212,13 @@ async def test_messages_and_figures_are_taken_in_every_form() -> None:
         assert isinstance(following, Turn)
         assert following.keep == len(ids_of("s:s;u:go;a:ab;t:AB;a:c")) + 1
         assert await client.begin("y", 5) == EpisodeOver(id="y", reward=1.0, metrics={"moves": 3.0})
+
+
+async def test_turns_may_be_rewarded_one_by_one() -> None:
+    async with served(section("odd_environments:rewarded")) as (_, url), client_of(url) as client:
+        episode = Episode("x")
+        await play(client, episode, 0, player(lambda _: "a"), LIMITS)
+    assert (episode.reward, episode.turn_rewards) == (1.75, [0.5, 0.0, 0.25])
 
 
 async def test_a_continue_that_comes_again_gets_the_same_answer_without_another_call() -> None:
