@@ -115,8 +115,9 @@ def test_the_run_completes_with_every_guarantee_kept(played: Played) -> None:
 
 def test_own_tokens_are_byte_for_byte_what_the_environment_was_told(played: Played) -> None:
     said = {(task, json.dumps(turns)) for task, turns in played.notes}
-    assert len(played.rollouts) >= STEPS * BATCH
-    for one in played.rollouts:
+    whole = [one for one in played.rollouts if not one.is_released]
+    assert len(whole) >= BATCH, "older ones are in the archive"
+    for one in whole:
         tokens, task = unpack(one.tokens).tolist(), int(one.id.split(":")[1])
         own = [tokens[start:end] for start, end in one.own]
         assert (task, json.dumps(own)) in said
