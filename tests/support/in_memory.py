@@ -109,6 +109,8 @@ class MemoryReplica:
     up: bool = True
     spoil: Callable[[Generated], Answer] = lambda answer: answer
     """Change an answer on its way out."""
+    player: Callable[[Sequence[int]], list[int]] | None = None
+    """Answers a prompt; None: tokens at random."""
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def die(self) -> None:
@@ -135,6 +137,8 @@ class MemoryReplica:
         rng = np.random.default_rng([self.seed, self.generated])
         sampling = request.sampling
         count = int(rng.integers(1, min(self.longest, sampling.max_tokens) + 1))
+        said = rng.integers(0, 50, count).tolist() if self.player is None else self.player(prompt.token_ids)
+        count = min(len(said), sampling.max_tokens)
         in_time = int((sampling.max_seconds or 1e9) / max(self.token_seconds, 1e-9))
         reason = "time" if in_time < count else "stop" if count < sampling.max_tokens else "length"
         count = min(count, in_time)
@@ -148,7 +152,7 @@ class MemoryReplica:
         self.tokens += count
         return Generated(
             id=prompt.id,
-            token_ids=pack(rng.integers(0, 50, count).astype("i4")),
+            token_ids=pack(np.array(said[:count], "i4")),
             logprob=pack(-rng.random(count).astype("f4")),
             spans=[span for span in spans if span.end > span.start],
             finish_reason=reason,  # type: ignore[arg-type]
