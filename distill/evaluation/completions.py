@@ -3,8 +3,11 @@
     runs/NAME/evaluations/VERSION/SET.jsonl     a line per completion
         prompt, completion    texts, the completion with its special tokens
         index, token_ids      number of the prompt in its set; the completion's ids
-        finish_reason         "stop" or "length"
+        finish_reason         "stop" or "length"; of an episode also "time" or "failed"
         reward, answer, error null until it is evaluated, and where there is none
+        turns                 of an episode: what the environment said, and what the student answered
+        own, prompt_ids       of an episode: where the student's tokens are in token_ids; the first prompt's
+        metrics               of an episode: further figures of its environment
 
 A file is there when all of its completions are. The folders of the newest KEPT versions are kept.
 """
@@ -15,15 +18,17 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from distill.aio import cancel
+from distill.environments.episode import Episode
+from distill.evaluation.playing import Played, Playing
 from distill.evaluation.sets import PromptSet
 from distill.rollout.replica_client import ReplicaEngine
 from sync import durable
@@ -34,73 +39,134 @@ KEPT: Final = 20
 """Versions."""
 
 
+class EpisodePart(NamedTuple):
+    """What the completion of an episode has besides."""
+
+    prompt_ids: list[int]
+    own: list[tuple[int, int]]
+    """Start and end of each turn's tokens that the student sampled."""
+    metrics: dict[str, float]
+
+
 @dataclass
 class Completion:
     """One completion of a set's prompt `index`."""
 
     index: int
     token_ids: np.ndarray
-    """int32"""
+    """int32 [T]; of an episode all tokens behind its first prompt."""
     finish_reason: str
     reward: float | None = None
     """None: not evaluated, or its set has no rewards."""
     answer: str | None = None
     error: str | None = None
-    """Why the reward function gave none: it counts as reward 0."""
+    """Why reward function or environment gave no reward: it counts as reward 0."""
+    episode: EpisodePart | None = None
+    """None: it is none."""
+
+    @property
+    def own_T(self) -> np.ndarray:
+        """bool: the student sampled the token."""
+        own_T = np.full(len(self.token_ids), self.episode is None)
+        for start, end in self.episode.own if self.episode else []:
+            own_T[start:end] = True
+        return own_T
+
+
+def _completion(index: int, played: Played) -> Completion:
+    """As in training, an episode that a limit ended has reward 0."""
+    one = played.episode
+    return Completion(
+        index,
+        np.array(one.token_ids, np.int32),
+        "failed" if played.error else one.completion.finish_reason,
+        reward=one.reward if played.error or one.ended == "over" else 0.0,
+        error=played.error,
+        episode=EpisodePart(one.prompt, one.own, one.metrics),
+    )
 
 
 # --- generation
 
 
-@dataclass(frozen=True)
 class Generation:
-    """How a replica is asked: `size` prompts a request, `parallel` requests at once."""
+    """Asks a replica for the completions of sets, and plays their episodes with it."""
 
-    size: int
-    parallel: int
-    vocab_size: int
+    def __init__(self, size: int, parallel: int, vocab_size: int, playing: Playing) -> None:
+        """`size` prompts a request, `parallel` requests at once; each turn of an episode is one more."""
+        self._size, self._parallel, self._vocab_size, self._playing = size, parallel, vocab_size, playing
+        self.requests = 0
+        """Under way."""
 
     async def run(self, replica: ReplicaEngine, version: Version, wanted: PromptSet) -> list[Completion]:
         """Every completion of a set, by prompt.
 
         Raises Unreachable when the replica is lost, RemoteError when it refuses a prompt or holds another
-        version, WireError for an answer that cannot be used.
+        version, WireError for an answer that cannot be used, and what `Playing.run` raises.
         """
-        prompts = [
-            GeneratePrompt(f"{index}:{copy}", prompt.token_ids)
+        asked = {
+            f"eval:{version}:{index}:{copy}" if prompt.environment else f"{index}:{copy}": (index, prompt)
             for index, prompt in enumerate(wanted.prompts)
             for copy in range(wanted.completions)
-        ]
+        }
+        prompts = [GeneratePrompt(id, one.token_ids) for id, (_, one) in asked.items() if not one.environment]
         found: dict[str, Completion] = {}
-        gate = asyncio.Semaphore(self.parallel)
+        gate = asyncio.Semaphore(self._parallel)
 
         async def send(part: Sequence[GeneratePrompt]) -> None:
-            request = GenerateRequest(sampling=wanted.sampling, prompts=list(part))
-            async with gate, aclosing(replica.generate(request)) as answers:
+            async with gate, aclosing(self._answers(replica, version, wanted, part)) as answers:
                 async for answer in answers:
-                    if not isinstance(answer, Generated):
-                        raise RemoteError(f"{replica.url} refuses a prompt of the evaluation: {answer.error}")
-                    found[answer.id] = self._checked(answer, wanted.sampling, version)
+                    ids = unpack(answer.token_ids).copy()
+                    found[answer.id] = Completion(asked[answer.id][0], ids, answer.finish_reason)
 
-        starts = range(0, len(prompts), self.size)
-        tasks = [asyncio.create_task(send(prompts[start : start + self.size])) for start in starts]
+        async def turn(episode: Episode) -> Generated:
+            part = [GeneratePrompt(episode.id, episode.context)]
+            async with aclosing(self._answers(replica, version, wanted, part)) as answers:
+                async for answer in answers:
+                    if answer.token_ids.shape[0]:
+                        return answer
+            raise Unreachable(f"{replica.url} left a turn of an episode unanswered")
+
+        async def episodes() -> None:
+            tasks = {id: one for id, (_, one) in asked.items() if one.environment}
+            for id, played in (await self._playing.run(tasks, turn)).items():
+                found[id] = _completion(asked[id][0], played)
+
+        starts = range(0, len(prompts), self._size)
+        work = [send(prompts[start : start + self._size]) for start in starts]
+        tasks = [asyncio.create_task(one) for one in (*work, episodes())]
         try:
             await asyncio.gather(*tasks)
         finally:
             await cancel(tasks)
-        if missing := len(prompts) - len(found):
-            raise Unreachable(f"{replica.url} left {missing} of {len(prompts)} prompts unanswered")
-        return [found[prompt.id] for prompt in prompts]
+        if missing := len(asked) - len(found):
+            raise Unreachable(f"{replica.url} left {missing} of {len(asked)} prompts unanswered")
+        return [found[id] for id in asked]
 
-    def _checked(self, answer: Generated, sampling: Sampling, version: Version) -> Completion:
-        if problem := checks.generated(answer, sampling, self.vocab_size):
+    async def _answers(
+        self, replica: ReplicaEngine, version: Version, wanted: PromptSet, part: Sequence[GeneratePrompt]
+    ) -> AsyncGenerator[Generated, None]:
+        """Usable answers to one request."""
+        request = GenerateRequest(sampling=wanted.sampling, prompts=list(part))
+        self.requests += 1
+        try:
+            async with aclosing(replica.generate(request)) as answers:
+                async for answer in answers:
+                    if not isinstance(answer, Generated):
+                        raise RemoteError(f"{replica.url} refuses a prompt of the evaluation: {answer.error}")
+                    self._check(answer, wanted.sampling, version)
+                    yield answer
+        finally:
+            self.requests -= 1
+
+    def _check(self, answer: Generated, sampling: Sampling, version: Version) -> None:
+        if problem := checks.generated(answer, sampling, self._vocab_size):
             raise WireError(f"a completion of the evaluation cannot be used: {problem}")
         if answer.finish_reason not in ("stop", "length"):
             raise Unreachable(f"a completion of the evaluation ended by {answer.finish_reason!r}")
         other = [span.version for span in answer.spans if not _same_weights(span.version, version)]
         if other:
             raise RemoteError(f"the replica generated with {other[0]} and must hold {version}")
-        return Completion(int(answer.id.split(":")[0]), unpack(answer.token_ids).copy(), answer.finish_reason)
 
 
 def _same_weights(one: Version, other: Version) -> bool:
@@ -122,28 +188,45 @@ def write_completions(path: Path, found: Sequence[Completion], wanted: PromptSet
     pending = path.with_suffix(".new")
     with pending.open("w") as file:
         for one in found:
+            prompt_ids = one.episode.prompt_ids if one.episode else wanted.prompts[one.index].token_ids
             line = {
-                "prompt": tokenizer.decode(wanted.prompts[one.index].token_ids),
+                "prompt": tokenizer.decode(prompt_ids),
                 "completion": tokenizer.decode(one.token_ids.tolist()),
                 "finish_reason": one.finish_reason,
                 "reward": one.reward,
                 "answer": one.answer,
                 "error": one.error,
-                "index": one.index,
-                "token_ids": one.token_ids.tolist(),
             }
+            if one.episode:
+                line |= {"turns": list(_turns(one, tokenizer)), **one.episode._asdict()}
+            line |= {"index": one.index, "token_ids": one.token_ids.tolist()}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     durable.rename(pending, path)
 
 
+def _turns(one: Completion, tokenizer: Any) -> Iterator[dict[str, str]]:
+    """The texts of each turn of an episode."""
+    assert one.episode is not None, "it has turns"
+    said, before = one.token_ids.tolist(), 0
+    for start, end in one.episode.own:
+        added = said[before:start] if before else one.episode.prompt_ids
+        yield {"environment": tokenizer.decode(added), "student": tokenizer.decode(said[start:end])}
+        before = end
+
+
 def read_completions(path: Path) -> Iterator[Completion]:
-    """The completions of a file, without their rewards."""
+    """The completions of a file; of episodes with their rewards, which nobody else knows."""
     with path.open() as lines:
         for line in lines:
             row = json.loads(line)
-            yield Completion(row["index"], np.array(row["token_ids"], np.int32), row["finish_reason"])
+            one = Completion(row["index"], np.array(row["token_ids"], np.int32), row["finish_reason"])
+            if "own" in row:
+                own = [(start, end) for start, end in row["own"]]
+                one.reward, one.error = row["reward"], row["error"]
+                one.episode = EpisodePart(row["prompt_ids"], own, row["metrics"])
+            yield one
 
 
 def remove_old(run_dir: Path) -> None:

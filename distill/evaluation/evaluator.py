@@ -1,6 +1,6 @@
 """Evaluates versions: completions by a replica, scores by the teachers, one forward pass of the student.
 
-    complete(version)   replica ─▶ completions ─▶ files
+    complete(version)   replica ─▶ completions ─▶ files         (episodes: replica ◀─▶ environment)
     evaluate(version)   files ─▶ rewards (worker processes)
                               ─▶ teacher's hidden states or log-probabilities ─┐
                               ─▶ student's hidden states, fp32, here ──────────┴─▶ reverse KL
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 from distill.aio import cancel, until_stalled
 from distill.config import RunConfig
 from distill.config.evaluation import HELD_OUT, EvaluationConfig
+from distill.environments.episode import Environment
 from distill.evaluation import statistics
 from distill.evaluation.completions import (
     Completion,
@@ -36,10 +38,11 @@ from distill.evaluation.completions import (
     write_completions,
 )
 from distill.evaluation.models import device_of, load_student
+from distill.evaluation.playing import Playing
 from distill.evaluation.reverse_kl import ReverseKL, exact, head_of, tensor_of, total
 from distill.evaluation.sets import PromptSet, open_sets
 from distill.prompts.reward_pool import RewardPool
-from distill.prompts.sources import open_prompts
+from distill.prompts.sources import longest_sequence, open_prompts
 from distill.rollout.replica_client import ReplicaEngine
 from sync.errors import DataError, DistillError, RemoteError, Unreachable, WireError
 from sync.subscribe import Subscriber
@@ -84,6 +87,7 @@ class Evaluator:
         weights: Subscriber,
         teachers: Mapping[str, TeacherClient],
         connect: Callable[[str], ReplicaEngine],
+        environments: Mapping[str, Environment] = MappingProxyType({}),
     ) -> None:
         """`connect`: a client of the replica at a URL. Step 0 is the student that `config` names."""
         self._config, self._weights, self._teachers, self._connect = config, weights, teachers, connect
@@ -93,6 +97,7 @@ class Evaluator:
         self._tokenizer = load_tokenizer(config.student)
         self._vocab = vocab_size(self._tokenizer)
         self._sets = open_sets(config, open_prompts(config, self._tokenizer), self._tokenizer)
+        self._playing = Playing(config, environments, longest_sequence(config), self._vocab)
         self._route = Router(config.teachers).route
         own = self._settings.replica
         self._own = connect(own.urls[0]) if own is not None else None
@@ -111,7 +116,7 @@ class Evaluator:
         """Generate what is not on disk yet."""
         began, rollout, version = time.monotonic(), self._config.rollout, request.version
         size = rollout.request_size
-        generation = Generation(size, max(1, rollout.max_in_flight // size), self._vocab)
+        generation = Generation(size, max(1, rollout.max_in_flight // size), self._vocab, self._playing)
         replica = self._own or self._connect(request.replica or "")
         try:
             if self._own is not None:
@@ -119,7 +124,7 @@ class Evaluator:
             for name in (HELD_OUT, *request.sets):
                 path, wanted = file_of(self._config.run_dir, version, name), self._sets[name]
                 if not path.is_file():
-                    found = await self._watched(replica, generation.run(replica, version, wanted))
+                    found = await self._watched(replica, generation, generation.run(replica, version, wanted))
                     await asyncio.to_thread(write_completions, path, found, wanted, self._tokenizer)
         except Unreachable as error:
             return CompletionsReply(version=version, lost=str(error))
@@ -129,8 +134,10 @@ class Evaluator:
         self._spent = {version: time.monotonic() - began}
         return CompletionsReply(version=version)
 
-    async def _watched(self, replica: ReplicaEngine, work: Coroutine[Any, Any, T]) -> T:
-        """`work`. Raises Unreachable when its replica generates no token for the run's time limit."""
+    async def _watched(
+        self, replica: ReplicaEngine, generation: Generation, work: Coroutine[Any, Any, T]
+    ) -> T:
+        """`work`. Raises Unreachable when the replica, with requests, has no new token for the time limit."""
         limit, seen = self._config.rollout.stall_timeout_seconds, -1
 
         async def progresses() -> bool:
@@ -138,7 +145,7 @@ class Evaluator:
             before = seen
             with contextlib.suppress(DistillError):
                 seen = (await replica.state()).tokens or 0
-            return seen != before
+            return seen != before or generation.requests == 0
 
         task, stalled = asyncio.create_task(work), asyncio.create_task(until_stalled(progresses, limit))
         try:
@@ -178,7 +185,7 @@ class Evaluator:
         finally:
             await asyncio.wait([rewarding])
         rewarding.result()
-        if wanted.rewards is not None:
+        if wanted.rewarded and any(one.reward is not None or one.error for one in found):
             passed = statistics.share(_per_prompt(found, wanted, lambda one: (one.reward or 0.0) > 0), 1)
             rate, interval = passed.value, (passed.low, passed.high)
         sets = {
@@ -197,7 +204,7 @@ class Evaluator:
             pass_rate=rate,
             pass_rate_interval=interval,
             completions=len(found),
-            tokens=sum(len(one.token_ids) for one in found),
+            tokens=sum(int(one.own_T.sum()) for one in found),
             truncated=sum(one.finish_reason == "length" for one in found) / len(found),
             seconds=ended - began + generated,
             sets=sets,
@@ -229,6 +236,8 @@ class Evaluator:
     async def _reward(self, name: str, path: Path, found: list[Completion]) -> None:
         """Fill rewards in, and write them beside the texts; nothing where the run has none.
 
+        Those of episodes are there already.
+
         Raises DataError when the function fails for `guard.bad_answers` completions in a row, or for all.
         """
         wanted = self._sets[name]
@@ -236,16 +245,17 @@ class Evaluator:
             return
         pool = self._pools[name] = self._pools.get(name) or RewardPool(wanted.rewards)
         in_a_row, most = 0, self._config.guard.bad_answers
-        work = [pool.reward(wanted.prompts[one.index], one.token_ids) for one in found]
+        rewarded = [one for one in found if one.episode is None]
+        work = [pool.reward(wanted.prompts[one.index], one.token_ids) for one in rewarded]
         tasks = [asyncio.ensure_future(one) for one in work]
         try:
-            for one, task in zip(found, tasks, strict=True):
+            for one, task in zip(rewarded, tasks, strict=True):
                 try:
                     one.reward, one.answer = await task
                     in_a_row = 0
                 except DataError as error:
                     one.error, in_a_row = str(error), in_a_row + 1
-                    if in_a_row >= min(most, len(found)):
+                    if in_a_row >= min(most, len(rewarded)):
                         raise
         finally:
             for task in tasks:
@@ -265,15 +275,22 @@ class Evaluator:
     async def _reverse_kl(self, version: Version, found: list[Completion]) -> list[ReverseKL]:
         student = await asyncio.to_thread(self._load_student, version)
         prompts = self._sets[HELD_OUT].prompts
-        by_teacher: dict[str, list[Item]] = {}
+        by_teacher: dict[str, list[tuple[Item, np.ndarray]]] = {}
         for one in found:
-            prompt = np.array(prompts[one.index].token_ids, np.int32)
-            item = Item(np.concatenate([prompt, one.token_ids]), len(prompt))
-            by_teacher.setdefault(self._route(prompts[one.index].source), []).append(item)
-        return [await self._compare(student, name, items) for name, items in by_teacher.items()]
+            ids = one.episode.prompt_ids if one.episode else prompts[one.index].token_ids
+            item = Item(np.concatenate([np.array(ids, np.int32), one.token_ids]), len(ids))
+            if (own_T := one.own_T).any():
+                routed = by_teacher.setdefault(self._route(prompts[one.index].source), [])
+                routed.append((item, np.concatenate([np.zeros(len(ids), bool), own_T])))
+        return [await self._compare(student, name, routed) for name, routed in by_teacher.items()]
 
-    async def _compare(self, student: TransformersEngine, name: str, items: list[Item]) -> ReverseKL:
-        """Compare the student with one teacher on completions that are routed to it."""
+    async def _compare(
+        self, student: TransformersEngine, name: str, routed: list[tuple[Item, np.ndarray]]
+    ) -> ReverseKL:
+        """Compare the student with one teacher on completions that are routed to it.
+
+        Beside each a bool [L]: which tokens of the sequence the student sampled; no other counts.
+        """
         teacher = self._teachers[name]
         info = await teacher.first_info()
         follows = self._config.teachers[name].follow_student_every is not None  # its head is soon another
@@ -295,7 +312,7 @@ class Evaluator:
             return exact(own, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(theirs))
 
         width = max(info.hidden_size, student.engine_info.hidden_size)
-        for numbers, part in parts(items, HIDDEN_BYTES // (4 * width)):
+        for numbers, part in parts([item for item, _ in routed], HIDDEN_BYTES // (4 * width)):
             sequences = [
                 ScoreSequence(str(i), pack(item.token_ids_L), item.first) for i, item in enumerate(part)
             ]
@@ -304,8 +321,9 @@ class Evaluator:
             )
             values_N = await asyncio.to_thread(values_of, part, answers, mine)
             ends = np.cumsum([item.positions for item in part])[:-1]
-            for number, values in zip(numbers, np.split(values_N, ends), strict=True):
-                kl.add(number, float(values.astype(np.float64).sum()), len(values))
+            for number, item, values in zip(numbers, part, np.split(values_N, ends), strict=True):
+                counted = values[routed[number][1][item.first : len(item.token_ids_L)]]
+                kl.add(number, float(counted.astype(np.float64).sum()), len(counted))
         return kl
 
 

@@ -2,7 +2,7 @@
 
     python -m distill.evaluation.service --config runs/NAME/roles/evaluator.json --port PORT
 
-The file is a RunConfig as JSON, with the URLs of the teachers. Routes: POST /v1/completions
+The file is a RunConfig as JSON, with the URLs of teachers and environments. Routes: POST /v1/completions
 (CompletionsRequest → CompletionsReply), POST /v1/evaluate (EvalRequest → EvalReport), POST /v1/probe
 (ProbeRequest → ProbeReply), GET /health once the prompts are read, and GET /metrics (Prometheus). Evaluations
 and probes run one at a time, completions beside them.
@@ -203,6 +203,7 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     check_bind(host, token)
     import setproctitle
 
+    from distill.environments.client import EnvironmentClient
     from distill.evaluation.evaluator import Evaluator
     from distill.evaluation.probes import probe
 
@@ -213,7 +214,11 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     teachers = {
         name: TeacherClient(name, one.urls, token, claim=claim) for name, one in config.teachers.items()
     }
-    evaluator = Evaluator(config, weights, teachers, lambda url: HttpReplica(url, token, claim))
+    environments = {
+        name: EnvironmentClient(name, one.urls, token, claim) for name, one in config.environments.items()
+    }
+    connect = partial(HttpReplica, token=token, claim=claim)
+    evaluator = Evaluator(config, weights, teachers, connect, environments)
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
     served = Served(evaluator.complete, keeper, partial(probe, config, teachers))
     serve_app(app(served, token, claim), host, port, grace=5)

@@ -146,7 +146,8 @@ def reward_source(prompts: SinglePrompts, tokenizer: Any) -> RewardSource | None
 def load_rewards(prompts: PromptsConfig) -> RewardFn:
     """The configured function. Raises ConfigError when it cannot be loaded."""
     if isinstance(prompts, MixturePrompts):
-        parts = {name: load_rewards(part) for name, part in prompts.parts.items()}
+        rewarded = {n: one for n, one in prompts.parts.items() if not isinstance(one, EnvironmentPrompts)}
+        parts = {name: load_rewards(part) for name, part in rewarded.items()}
         return lambda prompt, completion: parts[prompt.source](prompt, completion)
     if isinstance(prompts, EnvironmentPrompts):
         raise ConfigError("an environment gives its rewards itself")

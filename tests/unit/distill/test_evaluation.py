@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_memory import MemoryReplica
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from evaluated_models import Folders, Replica, Teacher, configure, lines, log_probs, save
+from msgspec.structs import replace
+from transformers import Qwen3ForCausalLM
 
-from distill.config import RunConfig
-from distill.config.loading import validate
 from distill.evaluation import evaluator as evaluating
 from distill.evaluation import statistics
 from distill.evaluation.completions import KEPT, file_of, remove_old
@@ -32,123 +31,10 @@ from sync.wire import (
     CompletionsRequest,
     Generated,
     GenerateRequest,
-    Head,
-    Scored,
-    ScoreSequence,
-    TeacherInfo,
     Version,
-    VersionSpan,
-    Want,
     pack,
-    unpack,
 )
-from teacher_service.engines.base import Item, ScoreOptions
-from teacher_service.engines.transformers import TransformersEngine
-from teacher_service.messages import describe, scored
-
-torch.set_num_threads(1)
-
-ROWS, EOS = 32, 1
-"""Rows of the models; the tokenizer has fewer ids, the rest are padding."""
-KNOWN = len(letter_tokenizer().get_vocab())
-
-
-def save(folder: Path, seed: int) -> Path:
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=ROWS,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=24,
-            max_position_embeddings=64,
-            initializer_range=0.5,
-        )
-    )
-    model.save_pretrained(folder)
-    letter_tokenizer().save_pretrained(folder)
-    return folder
-
-
-class Replica(MemoryReplica):
-    """Samples from a model at temperature 1, with the weights of `version`."""
-
-    def __init__(self, folder: Path, version: Version = Version(0, 0)) -> None:
-        super().__init__()
-        self.model, self.version = Qwen3ForCausalLM.from_pretrained(folder), version
-        self.random = torch.Generator().manual_seed(3)
-        self.served: list[GenerateRequest] = []
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-        self.served.append(request)
-        for prompt in request.prompts:
-            ids: list[int] = []
-            while len(ids) < request.sampling.max_tokens and EOS not in ids:
-                logp_V = log_probs(self.model, [*prompt.token_ids, *ids])[-1]
-                ids.append(int(torch.multinomial(logp_V.exp(), 1, generator=self.random)))
-            yield Generated(
-                id=prompt.id,
-                token_ids=pack(np.array(ids, "i4")),
-                logprob=pack(np.full(len(ids), -1.0, "f4")),
-                spans=[VersionSpan(self.version or Version(0, 0), 0, len(ids))],
-                finish_reason="stop" if ids[-1] == EOS else "length",
-            )
-
-
-class Teacher:
-    """A teacher's engine without its process."""
-
-    def __init__(self, folder: Path, hidden: bool = True) -> None:
-        self.engine = TransformersEngine(Qwen3ForCausalLM.from_pretrained(folder), KNOWN)
-        self.hidden, self.requests = hidden, 0
-
-    async def first_info(self) -> TeacherInfo:
-        info = describe("t", self.engine.engine_info, letter_tokenizer())
-        return info if self.hidden else TeacherInfo(**{**_fields(info), "can": ["topk"]})
-
-    async def head(self) -> Head:
-        assert self.hidden
-        head = self.engine.head()
-        assert head is not None
-        return head
-
-    async def score(self, sequences: list[ScoreSequence], want: Want, deadline: float) -> list[Scored]:
-        self.requests += 1
-        assert self.hidden or not want.hidden
-        options = ScoreOptions(hidden=want.hidden)
-        items = [Item(unpack(one.token_ids), one.start) for one in sequences]
-        return [
-            scored(one.id, self.engine.score([item], options), "f4")
-            for one, item in zip(sequences, items, strict=True)
-        ]
-
-
-def _fields(info: TeacherInfo) -> dict[str, Any]:
-    return {name: getattr(info, name) for name in info.__struct_fields__}
-
-
-@torch.no_grad()
-def log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
-    """[L, V] over the known ids, one sequence at a time and without padding or cache."""
-    return model(input_ids=torch.tensor([tokens])).logits[0, :, :KNOWN].float().log_softmax(-1)
-
-
-def configure(tmp_path: Path, **evaluation: Any) -> RunConfig:
-    return validate(
-        {
-            "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
-            "student": {"path": str(tmp_path / "student")},
-            "teachers": {"t": {"path": "t/t", "urls": ["http://127.0.0.1:1"]}},
-            "prompts": {"type": "task", "task": "sort_letters"},
-            "rollout": {"max_tokens": 6, "request_size": 5},
-            "trainer": {"deepspeed": "x.json"},
-            "evaluation": {"prompts": 12, "batch_tokens": 64, "device": "cpu", **evaluation},
-        },
-        "x",
-    )
+from teacher_service.engines.base import Item
 
 
 @pytest.fixture
@@ -156,14 +42,6 @@ def models(tmp_path: Path) -> Path:
     save(tmp_path / "student", 0)
     save(tmp_path / "teacher", 1)
     return tmp_path
-
-
-class Folders:
-    def __init__(self, folder: Path) -> None:
-        self.path = folder
-
-    def folder(self, version: Version) -> Path:
-        return self.path
 
 
 MADE: list[Evaluator] = []
@@ -186,10 +64,6 @@ async def evaluated(one: Evaluator, version: Version = Version(0, 0), sets: Sequ
     reply = await one.complete(CompletionsRequest(version=version, replica="http://r", sets=list(sets)))
     assert reply.lost is None
     return await one.evaluate(version)
-
-
-def lines(models: Path, name: str = "held_out", version: Version = Version(0, 0)) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file_of(models / "x", version, name).read_text().splitlines()]
 
 
 def by_hand(models: Path, row: dict[str, Any]) -> tuple[float, float, int]:
@@ -291,7 +165,7 @@ async def test_a_completion_that_cannot_be_is_refused(models: Path) -> None:
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
             async for answer in super().generate(request):
                 assert isinstance(answer, Generated)
-                yield Generated(**{**_fields(answer), "token_ids": pack(np.zeros(7, "i4"))})  # type: ignore[arg-type]
+                yield replace(answer, token_ids=pack(np.zeros(7, "i4")))
 
     one = evaluator(models, Teacher(models / "teacher"), Long(models / "student"))
     with pytest.raises(WireError, match="7 tokens, and must be 0 to 6"):

@@ -1,0 +1,222 @@
+"""Evaluations that play: files, reverse KL over own tokens, rewards, environments that fail or are gone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from episodes import ANSWER, ASK, HIGHER, LOWER, USER, GuessEnvironment, Trouble, bisects
+from evaluated_models import Folders, Replica, Teacher, configure, lines, log_probs, save
+from in_memory import MemoryReplica
+from transformers import Qwen3ForCausalLM
+
+from distill.config.loading import validate
+from distill.evaluation import playing
+from distill.evaluation.evaluator import Evaluator
+from distill.rollout.replica_client import Answer
+from sync.errors import DataError, RemoteError
+from sync.wire import CompletionsRequest, EvalReport, GenerateRequest, Version
+
+TASKS = 12
+MADE: list[Evaluator] = []
+ENVIRONMENT = {"type": "environment", "environment": "guess"}
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    save(tmp_path / "student", 0)
+    save(tmp_path / "teacher", 1)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _ends_workers() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
+def evaluator(
+    models: Path,
+    environment: GuessEnvironment,
+    replica: MemoryReplica,
+    prompts: dict[str, Any] = ENVIRONMENT,
+    **section: Any,
+) -> Evaluator:
+    raw = configure(models).model_dump(mode="json") | {
+        "prompts": prompts,
+        "environments": {"guess": {"environment": "a:b", **section}},
+    }
+    weights: Any = Folders(models / "student")
+    teachers: Any = {"t": Teacher(models / "teacher")}
+    one = Evaluator(validate(raw, "x"), weights, teachers, lambda url: replica, {"guess": environment})
+    MADE.append(one)
+    return one
+
+
+async def evaluated(one: Evaluator) -> EvalReport:
+    reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    assert reply.lost is None
+    return await one.evaluate(Version(0, 0))
+
+
+def by_hand(models: Path, row: dict[str, Any]) -> tuple[float, int]:
+    """Exact KL summed over the student's tokens, and their number."""
+    student, teacher = (Qwen3ForCausalLM.from_pretrained(models / name) for name in ("student", "teacher"))
+    sequence, first = row["prompt_ids"] + row["token_ids"], len(row["prompt_ids"])
+    logp, logq = (log_probs(model, sequence)[first - 1 : -1] for model in (student, teacher))
+    kl = (logp.exp() * (logp - logq)).sum(-1)
+    own = [place for start, end in row["own"] for place in range(start, end)]
+    return float(kl[own].sum()), len(own)
+
+
+async def test_every_held_out_task_is_played_and_only_own_tokens_count(models: Path) -> None:
+    environment, replica = GuessEnvironment(), Replica(models / "student")
+    report = await evaluated(evaluator(models, environment, replica))
+    rows = lines(models)
+    assert [row["index"] for row in rows] == sorted(task for _, task in environment.begun) == [*range(TASKS)]
+    assert not environment.games
+    for row in rows:
+        assert row["prompt_ids"] == [USER, ASK, ANSWER]
+        tokens, ends = row["token_ids"], [0, *(start for start, _ in row["own"][1:])]
+        for (_, before), start in zip(row["own"], ends[1:], strict=False):
+            assert tokens[before:start] in ([USER, HIGHER, ANSWER], [USER, LOWER, ANSWER])
+        assert row["own"][-1][1] == len(tokens)
+        said = "".join(turn["environment"] + turn["student"] for turn in row["turns"])
+        assert said == row["prompt"] + row["completion"]
+        assert row["metrics"] == {"guesses": len(row["turns"])}
+    sums = [by_hand(models, row) for row in rows]
+    tokens = sum(count for _, count in sums)
+    assert tokens < sum(len(row["token_ids"]) for row in rows)
+    assert report.reverse_kl == pytest.approx(sum(kl for kl, _ in sums) / tokens, rel=1e-4)
+    assert (report.completions, report.tokens) == (TASKS, tokens)
+    assert report.pass_rate == sum(row["reward"] == 1.0 for row in rows) / TASKS
+
+
+class Player(MemoryReplica):
+    """Bisects; `broken` after so many turns."""
+
+    turns = 0
+    broken = -1
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        if self.turns == self.broken:
+            self.die()
+        self.turns += len(request.prompts)
+        async for answer in super().generate(request):
+            yield answer
+
+
+def player() -> Player:
+    return Player(player=bisects)
+
+
+async def test_what_was_played_is_evaluated_by_another_process(models: Path) -> None:
+    environment = GuessEnvironment()
+    one = evaluator(models, environment, player())
+    assert (await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))).lost is None
+    again = evaluator(models, environment, player())
+    report = await evaluated(again)
+    assert len(environment.begun) == TASKS
+    assert (report.pass_rate, report.truncated) == (1.0, 0.0)
+    assert report.pass_rate_interval is not None
+    assert report.pass_rate_interval[0] < 1.0
+
+
+async def test_a_game_that_a_limit_ends_is_not_won(models: Path) -> None:
+    report = await evaluated(evaluator(models, GuessEnvironment(), player(), max_turns=1))
+    rows = lines(models)
+    assert report.truncated == sum(row["finish_reason"] == "length" for row in rows) / TASKS > 0.5
+    assert {row["reward"] for row in rows if row["finish_reason"] == "length"} == {0.0}
+    assert all(len(row["turns"]) == 1 for row in rows)
+
+
+async def test_a_mixture_completes_its_prompts_and_plays_its_episodes(models: Path) -> None:
+    parts = {"letters": {"type": "task", "task": "sort_letters"}, "games": ENVIRONMENT}
+    environment = GuessEnvironment()
+    prompts = {"type": "mixture", "parts": parts}
+    report = await evaluated(evaluator(models, environment, player(), prompts))
+    rows = lines(models)
+    played = [row for row in rows if "own" in row]
+    assert len(rows) == TASKS
+    assert len(played) == len(environment.begun) == TASKS // 2
+    assert {row["reward"] for row in played} == {1.0}
+    assert {row["reward"] for row in rows if "own" not in row} == {0.0}
+    assert report.pass_rate == 0.5
+
+
+def once(trouble: Trouble, turn: int) -> Callable[[str, int], Trouble | None]:
+    """`trouble` for each episode's first try of a turn."""
+    seen: set[str] = set()
+
+    def fails(id: str, at: int) -> Trouble | None:
+        if at != turn or id in seen:
+            return None
+        seen.add(id)
+        return trouble
+
+    return fails
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("trouble", ["raise", "lost", "gone", "lie", "rewrite"])
+async def test_an_episode_that_fails_or_is_lost_begins_again(models: Path, trouble: Trouble) -> None:
+    environment = GuessEnvironment(trouble=once(trouble, 1))
+    one = evaluator(models, environment, player())
+    assert (await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))).lost is None
+    rows = lines(models)
+    assert {(row["reward"], row["error"]) for row in rows} == {(1.0, None)}
+    assert len(environment.begun) > TASKS
+    assert not environment.games
+
+
+@pytest.mark.virtual_time
+async def test_a_task_whose_environment_always_fails_has_an_error_and_no_reward(models: Path) -> None:
+    broken = GuessEnvironment(trouble=lambda id, turn: "raise" if id.endswith(":3:0") and turn == 1 else None)
+    one = evaluator(models, broken, player())
+    await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    rows = lines(models)
+    (row,) = [row for row in rows if row["error"]]
+    assert (row["index"], row["finish_reason"], row["reward"], len(row["turns"])) == (3, "failed", None, 1)
+    assert "environment guess failed task 3: the environment has failed" in row["error"]
+    report = await one.evaluate(Version(0, 0))
+    assert report.pass_rate == pytest.approx(1 - 1 / TASKS)
+
+
+@pytest.mark.virtual_time
+async def test_an_environment_that_fails_task_after_task_ends_the_evaluation(models: Path) -> None:
+    broken = GuessEnvironment(trouble=lambda id, turn: "raise")
+    one = evaluator(models, broken, player())
+    with pytest.raises(
+        DataError, match=r"environment guess failed task \d+: .*; the last of 8 tasks in a row"
+    ):
+        await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    assert not broken.games
+
+
+@pytest.mark.virtual_time
+async def test_an_environment_that_stays_away_is_an_error_and_no_lost_replica(models: Path) -> None:
+    away = GuessEnvironment(trouble=lambda id, turn: "gone")
+    one = evaluator(models, away, player())
+    with pytest.raises(RemoteError, match=f"environment guess was not up for {playing.GONE_SECONDS:.0f} s"):
+        await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+
+
+async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays(models: Path) -> None:
+    environment, dying = GuessEnvironment(), player()
+    dying.broken = 5
+    one = evaluator(models, environment, dying)
+    reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    assert "dead" in (reply.lost or "")
+    assert not environment.games
+    dying.revive()
+    assert (await evaluated(one)).pass_rate == 1.0
+
+
+async def test_a_slow_environment_is_no_stalled_replica(models: Path) -> None:
+    environment = GuessEnvironment(seconds=0.1)
+    one = evaluator(models, environment, player())
+    one._config.rollout.__dict__["stall_timeout_seconds"] = 0.2
+    assert (await evaluated(one)).pass_rate == 1.0
