@@ -5,9 +5,11 @@
         index, token_ids      number of the prompt in its set; the completion's ids
         finish_reason         "stop" or "length"; of an episode also "time" or "failed"
         reward, answer, error null until it is evaluated, and where there is none
-        turns                 of an episode: what the environment said, and what the student answered
-        own, prompt_ids       of an episode: where the student's tokens are in token_ids; the first prompt's
-        metrics               of an episode: further figures of its environment
+    of an episode not completion and token_ids but
+        turns                 texts of what the environment said and what the student answered
+        sequences             prompt_ids, token_ids and own, the places in token_ids of what the student
+                              sampled; more than one where the environment rewrote the context
+        metrics               further figures of the environment
 
 A file is there when all of its completions are. The folders of the newest KEPT versions are kept.
 """
@@ -30,6 +32,7 @@ from distill.aio import cancel
 from distill.environments.episode import Episode
 from distill.evaluation.playing import Played, Playing
 from distill.evaluation.sets import PromptSet
+from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
 from sync import durable
 from sync.errors import RemoteError, Unreachable, WireError
@@ -39,50 +42,55 @@ KEPT: Final = 20
 """Versions."""
 
 
-class EpisodePart(NamedTuple):
-    """What the completion of an episode has besides."""
+class Tokens(NamedTuple):
+    """Token ids that continue one another."""
 
     prompt_ids: list[int]
+    """[P]"""
+    token_ids: np.ndarray
+    """int32 [T]"""
     own: list[tuple[int, int]]
-    """Start and end of each turn's tokens that the student sampled."""
-    metrics: dict[str, float]
+    """Start and end of what the student sampled, in T; the rest is an environment's."""
 
 
 @dataclass
 class Completion:
-    """One completion of a set's prompt `index`."""
+    """One completion, or episode, of a set's prompt `index`."""
 
     index: int
-    token_ids: np.ndarray
-    """int32 [T]; of an episode all tokens behind its first prompt."""
+    sequences: list[Tokens]
+    """One; of an episode one more for every time that its context was rewritten."""
     finish_reason: str
     reward: float | None = None
     """None: not evaluated, or its set has no rewards."""
     answer: str | None = None
     error: str | None = None
     """Why reward function or environment gave no reward: it counts as reward 0."""
-    episode: EpisodePart | None = None
-    """None: it is none."""
+    metrics: dict[str, float] | None = None
+    """Of an episode; None: it is none."""
 
     @property
-    def own_T(self) -> np.ndarray:
-        """bool: the student sampled the token."""
-        own_T = np.full(len(self.token_ids), self.episode is None)
-        for start, end in self.episode.own if self.episode else []:
-            own_T[start:end] = True
-        return own_T
+    def tokens(self) -> int:
+        """That the student sampled."""
+        return sum(end - start for one in self.sequences for start, end in one.own)
 
 
-def _completion(index: int, played: Played) -> Completion:
+def _completed(index: int, prompt: Prompt, answer: Generated) -> Completion:
+    token_ids = unpack(answer.token_ids).copy()
+    sequence = Tokens(prompt.token_ids, token_ids, [(0, len(token_ids))])
+    return Completion(index, [sequence], answer.finish_reason)
+
+
+def _played(index: int, played: Played) -> Completion:
     """As in training, an episode that a limit ended has reward 0."""
-    one = played.episode
+    episode = played.episode
     return Completion(
         index,
-        np.array(one.token_ids, np.int32),
-        "failed" if played.error else one.completion.finish_reason,
-        reward=one.reward if played.error or one.ended == "over" else 0.0,
+        [Tokens(one.prompt, np.array(one.token_ids, np.int32), one.own) for one in episode.sequences],
+        "failed" if played.error else episode.finish_reason,
+        reward=episode.reward if played.error or episode.ended == "over" else 0.0,
         error=played.error,
-        episode=EpisodePart(one.prompt, one.own, one.metrics),
+        metrics=episode.metrics,
     )
 
 
@@ -116,8 +124,7 @@ class Generation:
         async def send(part: Sequence[GeneratePrompt]) -> None:
             async with gate, aclosing(self._answers(replica, version, wanted, part)) as answers:
                 async for answer in answers:
-                    ids = unpack(answer.token_ids).copy()
-                    found[answer.id] = Completion(asked[answer.id][0], ids, answer.finish_reason)
+                    found[answer.id] = _completed(*asked[answer.id], answer)
 
         async def turn(episode: Episode) -> Generated:
             part = [GeneratePrompt(episode.id, episode.context)]
@@ -130,7 +137,7 @@ class Generation:
         async def episodes() -> None:
             tasks = {id: one for id, (_, one) in asked.items() if one.environment}
             for id, played in (await self._playing.run(tasks, turn)).items():
-                found[id] = _completion(asked[id][0], played)
+                found[id] = _played(asked[id][0], played)
 
         starts = range(0, len(prompts), self._size)
         work = [send(prompts[start : start + self._size]) for start in starts]
@@ -188,18 +195,20 @@ def write_completions(path: Path, found: Sequence[Completion], wanted: PromptSet
     pending = path.with_suffix(".new")
     with pending.open("w") as file:
         for one in found:
-            prompt_ids = one.episode.prompt_ids if one.episode else wanted.prompts[one.index].token_ids
             line = {
-                "prompt": tokenizer.decode(prompt_ids),
-                "completion": tokenizer.decode(one.token_ids.tolist()),
+                "prompt": tokenizer.decode(one.sequences[0].prompt_ids),
+                "completion": tokenizer.decode(one.sequences[0].token_ids.tolist()),
                 "finish_reason": one.finish_reason,
                 "reward": one.reward,
                 "answer": one.answer,
                 "error": one.error,
+                "index": one.index,
+                "token_ids": one.sequences[0].token_ids.tolist(),
             }
-            if one.episode:
-                line |= {"turns": list(_turns(one, tokenizer)), **one.episode._asdict()}
-            line |= {"index": one.index, "token_ids": one.token_ids.tolist()}
+            if one.metrics is not None:
+                del line["completion"], line["token_ids"]
+                rows = [{**part._asdict(), "token_ids": part.token_ids.tolist()} for part in one.sequences]
+                line |= {"metrics": one.metrics, "turns": list(_turns(one, tokenizer)), "sequences": rows}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -207,25 +216,31 @@ def write_completions(path: Path, found: Sequence[Completion], wanted: PromptSet
 
 
 def _turns(one: Completion, tokenizer: Any) -> Iterator[dict[str, str]]:
-    """The texts of each turn of an episode."""
-    assert one.episode is not None, "it has turns"
-    said, before = one.token_ids.tolist(), 0
-    for start, end in one.episode.own:
-        added = said[before:start] if before else one.episode.prompt_ids
-        yield {"environment": tokenizer.decode(added), "student": tokenizer.decode(said[start:end])}
-        before = end
+    """Texts of the turns of an episode; where the context was rewritten, of all of it."""
+    for prompt_ids, token_ids, own in one.sequences:
+        added = prompt_ids
+        for place, (start, end) in enumerate(own):
+            if place:
+                added = token_ids[own[place - 1][1] : start].tolist()
+            said = token_ids[start:end].tolist()
+            yield {"environment": tokenizer.decode(added), "student": tokenizer.decode(said)}
 
 
-def read_completions(path: Path) -> Iterator[Completion]:
-    """The completions of a file; of episodes with their rewards, which nobody else knows."""
+def read_completions(path: Path, wanted: PromptSet) -> Iterator[Completion]:
+    """The completions of a file; of episodes with the rewards, which only the environment knew."""
     with path.open() as lines:
         for line in lines:
             row = json.loads(line)
-            one = Completion(row["index"], np.array(row["token_ids"], np.int32), row["finish_reason"])
-            if "own" in row:
-                own = [(start, end) for start, end in row["own"]]
-                one.reward, one.error = row["reward"], row["error"]
-                one.episode = EpisodePart(row["prompt_ids"], own, row["metrics"])
+            one = Completion(row["index"], [], row["finish_reason"])
+            if "sequences" in row:
+                parts = row["sequences"]
+                one.reward, one.error, one.metrics = row["reward"], row["error"], row["metrics"]
+            else:
+                ids, length = wanted.prompts[one.index].token_ids, len(row["token_ids"])
+                parts = [{"prompt_ids": ids, "token_ids": row["token_ids"], "own": [(0, length)]}]
+            for part in parts:
+                token_ids = np.array(part["token_ids"], np.int32)
+                one.sequences.append(Tokens(part["prompt_ids"], token_ids, [*map(tuple, part["own"])]))
             yield one
 
 

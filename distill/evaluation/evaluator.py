@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from distill.evaluation import statistics
 from distill.evaluation.completions import (
     Completion,
     Generation,
+    Tokens,
     file_of,
     read_completions,
     remove_old,
@@ -176,8 +177,8 @@ class Evaluator:
         path = file_of(run_dir, version, HELD_OUT)
         if not path.is_file():
             raise RemoteError(f"the completions of {version} are not in {path}: request them first")
-        found = await asyncio.to_thread(lambda: list(read_completions(path)))
         wanted, interval, rate = self._sets[HELD_OUT], None, None
+        found = await asyncio.to_thread(lambda: list(read_completions(path, wanted)))
         rewarding = asyncio.ensure_future(self._reward(HELD_OUT, path, found))
         try:
             value, error = total(await self._reverse_kl(version, found))
@@ -204,16 +205,16 @@ class Evaluator:
             pass_rate=rate,
             pass_rate_interval=interval,
             completions=len(found),
-            tokens=sum(int(one.own_T.sum()) for one in found),
+            tokens=sum(one.tokens for one in found),
             truncated=sum(one.finish_reason == "length" for one in found) / len(found),
             seconds=ended - began + generated,
             sets=sets,
         )
 
     async def _set_report(self, name: str, path: Path) -> SetReport:
-        found = await asyncio.to_thread(lambda: list(read_completions(path)))
-        await self._reward(name, path, found)
         wanted = self._sets[name]
+        found = await asyncio.to_thread(lambda: list(read_completions(path, wanted)))
+        await self._reward(name, path, found)
         k = wanted.completions
         votes = None
         if any(one.answer is not None for one in found):
@@ -225,7 +226,7 @@ class Evaluator:
         return SetReport(
             prompts=len(wanted.prompts),
             completions=len(found),
-            tokens=sum(len(one.token_ids) for one in found),
+            tokens=sum(one.tokens for one in found),
             truncated=sum(one.finish_reason == "length" for one in found) / len(found),
             failed=sum(one.error is not None for one in found),
             pass_at_1=statistics.share(_per_prompt(found, wanted, lambda one: (one.reward or 0.0) > 0), k),
@@ -245,8 +246,8 @@ class Evaluator:
             return
         pool = self._pools[name] = self._pools.get(name) or RewardPool(wanted.rewards)
         in_a_row, most = 0, self._config.guard.bad_answers
-        rewarded = [one for one in found if one.episode is None]
-        work = [pool.reward(wanted.prompts[one.index], one.token_ids) for one in rewarded]
+        rewarded = [one for one in found if one.metrics is None]
+        work = [pool.reward(wanted.prompts[one.index], one.sequences[0].token_ids) for one in rewarded]
         tasks = [asyncio.ensure_future(one) for one in work]
         try:
             for one, task in zip(rewarded, tasks, strict=True):
@@ -275,22 +276,14 @@ class Evaluator:
     async def _reverse_kl(self, version: Version, found: list[Completion]) -> list[ReverseKL]:
         student = await asyncio.to_thread(self._load_student, version)
         prompts = self._sets[HELD_OUT].prompts
-        by_teacher: dict[str, list[tuple[Item, np.ndarray]]] = {}
-        for one in found:
-            ids = one.episode.prompt_ids if one.episode else prompts[one.index].token_ids
-            item = Item(np.concatenate([np.array(ids, np.int32), one.token_ids]), len(ids))
-            if (own_T := one.own_T).any():
-                routed = by_teacher.setdefault(self._route(prompts[one.index].source), [])
-                routed.append((item, np.concatenate([np.zeros(len(ids), bool), own_T])))
+        by_teacher: dict[str, list[_Routed]] = {}
+        for number, one in enumerate(found):
+            routed = by_teacher.setdefault(self._route(prompts[one.index].source), [])
+            routed += [_Routed.of(number, part) for part in one.sequences if part.own]
         return [await self._compare(student, name, routed) for name, routed in by_teacher.items()]
 
-    async def _compare(
-        self, student: TransformersEngine, name: str, routed: list[tuple[Item, np.ndarray]]
-    ) -> ReverseKL:
-        """Compare the student with one teacher on completions that are routed to it.
-
-        Beside each a bool [L]: which tokens of the sequence the student sampled; no other counts.
-        """
+    async def _compare(self, student: TransformersEngine, name: str, routed: list[_Routed]) -> ReverseKL:
+        """Compare the student with one teacher on completions that are routed to it."""
         teacher = self._teachers[name]
         info = await teacher.first_info()
         follows = self._config.teachers[name].follow_student_every is not None  # its head is soon another
@@ -312,7 +305,7 @@ class Evaluator:
             return exact(own, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(theirs))
 
         width = max(info.hidden_size, student.engine_info.hidden_size)
-        for numbers, part in parts([item for item, _ in routed], HIDDEN_BYTES // (4 * width)):
+        for numbers, part in parts([one.item for one in routed], HIDDEN_BYTES // (4 * width)):
             sequences = [
                 ScoreSequence(str(i), pack(item.token_ids_L), item.first) for i, item in enumerate(part)
             ]
@@ -322,9 +315,26 @@ class Evaluator:
             values_N = await asyncio.to_thread(values_of, part, answers, mine)
             ends = np.cumsum([item.positions for item in part])[:-1]
             for number, item, values in zip(numbers, part, np.split(values_N, ends), strict=True):
-                counted = values[routed[number][1][item.first : len(item.token_ids_L)]]
-                kl.add(number, float(counted.astype(np.float64).sum()), len(counted))
+                counted = values[routed[number].own_L[item.first : len(item.token_ids_L)]]
+                kl.add(routed[number].completion, float(counted.astype(np.float64).sum()), len(counted))
         return kl
+
+
+class _Routed(NamedTuple):
+    """A sequence of a completion."""
+
+    completion: int
+    item: Item
+    own_L: np.ndarray
+    """bool: the student sampled the token; no other counts."""
+
+    @classmethod
+    def of(cls, completion: int, tokens: Tokens) -> _Routed:
+        token_ids_L = np.concatenate([np.array(tokens.prompt_ids, np.int32), tokens.token_ids])
+        own_L, first = np.zeros(len(token_ids_L), bool), len(tokens.prompt_ids)
+        for start, end in tokens.own:
+            own_L[first + start : first + end] = True
+        return cls(completion, Item(token_ids_L, first), own_L)
 
 
 def parts(items: Sequence[Item], positions: int) -> Iterator[tuple[list[int], list[Item]]]:

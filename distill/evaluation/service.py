@@ -215,7 +215,8 @@ def serve(config: RunConfig, host: str, port: int) -> None:
         name: TeacherClient(name, one.urls, token, claim=claim) for name, one in config.teachers.items()
     }
     environments = {
-        name: EnvironmentClient(name, one.urls, token, claim) for name, one in config.environments.items()
+        name: EnvironmentClient(name, one.urls, token, claim, one.call_timeout_seconds)
+        for name, one in config.environments.items()
     }
     connect = partial(HttpReplica, token=token, claim=claim)
     evaluator = Evaluator(config, weights, teachers, connect, environments)
