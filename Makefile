@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU := .venv-gpu
 DOCS := .venv-docs
+ENVIRONMENTS := .venv-environments
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-faults test-runs test-engines test-units coverage mutants gpu-check docs setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-units coverage mutants gpu-check environments docs setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
@@ -43,6 +44,15 @@ $(GPU)/.installed: requirements/gpu.lock requirements/install.py pyproject.toml
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
+environments: $(ENVIRONMENTS)/.installed  ## what environments of the verifiers library need, apart from .venv
+
+$(ENVIRONMENTS)/.installed: requirements/environments.lock requirements/install.py
+	test -x $(ENVIRONMENTS)/bin/python || $(PYTHON) -m venv $(ENVIRONMENTS)
+	$(ENVIRONMENTS)/bin/python requirements/install.py requirements/environments.lock
+	$(ENVIRONMENTS)/bin/python -c 'import os, sysconfig; from pathlib import Path; \
+		Path(sysconfig.get_path("purelib"), "onpolicy_distill.pth").write_text(os.getcwd() + "\n")'
+	touch $@
+
 docs: $(DOCS)/.installed  ## the documents as a site in site/; a broken link is an error
 	rm -rf site $(DOCS)/tree && mkdir $(DOCS)/tree && cp -r mkdocs.yml docs $(DOCS)/tree
 	cd $(DOCS)/tree && ../bin/zensical build --strict  # a copy: its cache would lie among the models of .cache
@@ -70,11 +80,12 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-lock:  ## resolve requirements/cpu.lock and gpu.lock anew
+lock:  ## resolve requirements/*.lock anew
 	$(BIN)/python -m pip install --quiet uv
 	$(COMPILE) requirements/cpu.in --override requirements/overrides.txt --output-file requirements/cpu.lock \
 		$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 	$(COMPILE) requirements/gpu.in --python-platform x86_64-manylinux_2_28 --output-file requirements/gpu.lock
+	$(COMPILE) requirements/environments.in --output-file requirements/environments.lock
 
 clean:
-	rm -rf $(VENV) $(DOCS) .cache runs site
+	rm -rf $(VENV) $(DOCS) $(ENVIRONMENTS) .cache runs site
