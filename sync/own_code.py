@@ -52,7 +52,7 @@ def typed(table: Any) -> Any:
 
 def resolve(name: str) -> Any:
     """What "package.module:name" names. Raises whatever importing it raises."""
-    _search()
+    search_folder()
     return pkgutil.resolve_name(name)
 
 
@@ -77,7 +77,7 @@ def load_function(name: str, field: str, others: Sequence[str] = ()) -> Callable
 
 def check_module(name: str, field: str) -> None:
     """Raise ConfigError when the module of "package.module:name" cannot be found; it is not imported."""
-    _search()
+    search_folder()
     module, _, attribute = name.partition(":")
     try:
         found = importlib.util.find_spec(module) is not None and bool(attribute)
@@ -118,7 +118,8 @@ def own_code(name: str, about: str, remedy: str) -> Iterator[None]:
         raise DataError(f"{name} raised {type(error).__name__} ({error}) for {about}: {remedy}") from error
 
 
-def _search() -> None:
+def search_folder() -> None:
+    """Look for modules in the folder too, in this process from now on: whoever imports by name calls it."""
     folder = os.environ.get(CODE_VARIABLE)
     if folder and folder not in sys.path:
         sys.path.append(folder)

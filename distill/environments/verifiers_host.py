@@ -1,0 +1,273 @@
+"""Environments of the verifiers library (0.4.0): its episodes, as turns of `Environment`.
+
+    harness ─▶ verifiers' client ─▶ loopback endpoint here ─▶ Turn ─▶ … ─▶ proceed() ─▶ back the same way
+
+verifiers calls for a completion where the student is to answer; the call waits at an endpoint of this process
+until `proceed` has the student's tokens. A call's prompt begins with the ids so far, because
+`verifiers_plugins.AppendingRenderer` makes it: nothing is tokenized twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import numpy as np
+
+from distill.environments.config import EnvironmentConfig
+from sync.errors import ConfigError
+from sync.own_code import search_folder
+from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
+
+DIRECT: Final = "direct"
+"""Id of the harness `verifiers_plugins.DirectHarness`, for tasksets that have none of their own."""
+_RENDERER: Final = {
+    "name": "custom",
+    "import_path": "distill.environments.verifiers_plugins.AppendingRenderer",
+}
+_LARGEST: Final = 1 << 28
+"""Bytes of a call: the ids of a prompt as JSON."""
+
+
+class _Call(NamedTuple):
+    """A completion that verifiers waits for."""
+
+    prompt_ids: list[int]
+    answer: asyncio.Future[tuple[list[int], str]]
+    """Token ids and finish_reason."""
+
+
+@dataclass
+class _Episode:
+    id: str
+    said: asyncio.Queue[_Call | EpisodeOver | EpisodeFailed] = field(default_factory=asyncio.Queue)
+    """What the environment said, in order."""
+    calls: list[_Call] = field(default_factory=list)
+    traces: list[Any] = field(default_factory=list)
+    """Those whose calls the student answers."""
+    token_ids: list[int] = field(default_factory=list)
+    """The sequence so far."""
+    turn: int = -1
+    """The one that is to be answered."""
+    play: asyncio.Task[None] | None = None
+
+
+class VerifiersEnvironment:
+    """Plays episodes of one verifiers environment; implements `Environment` between enter and exit.
+
+    tasks: how many there are; None: they have no end, and a task is reached by walking over those before it.
+    """
+
+    tasks: int | None = None
+
+    def __init__(self, name: str, config: EnvironmentConfig, tokenizer: Any) -> None:
+        """`tokenizer`: the student's, with its chat template."""
+        self.name, self._config, self._tokenizer = name, config, tokenizer
+        self._episodes: dict[str, _Episode] = {}
+        self._of: dict[str, tuple[_Episode, Any]] = {}
+        """Id of a verifiers trace → its episode, the trace."""
+        self._known: list[Any] = []
+        self._plays: set[asyncio.Task[None]] = set()
+        self._open = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Load the environment and what it serves. Raises ConfigError when it cannot be loaded."""
+        search_folder()
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                await self._load(stack)
+                self._open = stack.pop_all()
+        except Exception as error:  # importing and starting run the environment's own code
+            raise ConfigError(
+                f"environments.{self.name}: verifiers cannot load {self._config.environment!r} "
+                f"({type(error).__name__}: {error}): name a taskset that is installed or a module in "
+                "run.code_folder, with options that its configuration has, and let "
+                f"environments.{self.name}.python be an interpreter that has its packages"
+            ) from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end([*self._episodes])
+        await asyncio.gather(*self._plays, return_exceptions=True)
+        await self._open.aclose()
+
+    async def _load(self, stack: contextlib.AsyncExitStack) -> None:
+        import verifiers.v1 as vf
+
+        from distill.environments import verifiers_plugins
+
+        sys.modules.setdefault(DIRECT, verifiers_plugins)  # verifiers imports a harness by its id
+        options = dict(self._config.options)
+        renderer = {**_RENDERER, **options.pop("renderer", {})}
+        taskset = {"id": self._config.environment, **options.pop("taskset", {})}
+        resolved = vf.resolve_env_config({"taskset": taskset, **options})
+        tasks = vf.load_taskset(resolved.taskset)
+        self._walk = iter(tasks)
+        if tasks.bounded:
+            self._known = list(self._walk)
+            self.tasks = len(self._known)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-"))
+        self._tokenizer.save_pretrained(folder)
+        client = vf.TrainClientConfig(
+            base_url=await self._listen(stack),
+            api_key_var="NO_API_KEY",
+            renderer=renderer,
+            renderer_model_name=folder,
+        )
+        self._context = vf.ModelContext(model="student", client=client, sampling=vf.SamplingConfig())
+        self._env = vf.load_environment(resolved)
+        await stack.enter_async_context(self._env.serving())
+
+    async def _listen(self, stack: contextlib.AsyncExitStack) -> str:
+        """Serve verifiers' calls on a free port of loopback, below a path that none can guess; its URL."""
+        from aiohttp import web
+
+        path = f"/{secrets.token_urlsafe(32)}"
+        app = web.Application(client_max_size=_LARGEST)
+        app.router.add_post(f"{path}/inference/v1/generate", self._generate)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        listener = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, listener).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}{path}/v1"
+
+    async def _generate(self, request: Any) -> Any:
+        """A call of verifiers, as vLLM's /inference/v1/generate: answered when the student has."""
+        from aiohttp import web
+
+        episode, trace = self._of.get(request.headers.get("X-Session-ID", ""), (None, None))
+        if episode is None:
+            raise web.HTTPNotFound
+        if trace not in episode.traces:
+            episode.traces.append(trace)
+        call = _Call((await request.json())["token_ids"], asyncio.get_running_loop().create_future())
+        episode.calls.append(call)
+        episode.said.put_nowait(call)
+        ids, finish_reason = await call.answer
+        logprobs = [{"token": f"token_id:{token}", "logprob": 0.0} for token in ids]  # nobody reads them
+        choice = {"index": 0, "finish_reason": finish_reason, "token_ids": ids}
+        return web.json_response(
+            {"request_id": episode.id, "choices": [{**choice, "logprobs": {"content": logprobs}}]}
+        )
+
+    # --- Environment
+
+    async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed:
+        """The first turn of task `task`; an episode of this id that is under way ends."""
+        await self.end([id])
+        found = await self._task(task)
+        if found is None:
+            return EpisodeFailed(id, f"task {task} is none of the environment's {len(self._known)}")
+        episode = self._episodes[id] = _Episode(id)
+        episode.play = asyncio.create_task(self._play(episode, found))
+        self._plays.add(episode.play)
+        episode.play.add_done_callback(self._plays.discard)
+        return await self._next(episode)
+
+    async def proceed(
+        self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
+    ) -> Turn | EpisodeOver | EpisodeFailed:
+        """What follows the student's answer to `turn`."""
+        episode = self._episodes.get(id)
+        if episode is None:
+            return EpisodeFailed(id, "the episode is not under way: begin it again", lost=True)
+        call = episode.calls[episode.turn]
+        if turn != episode.turn or call.answer.done():
+            return EpisodeFailed(id, f"turn {turn} cannot be answered: the last one was turn {episode.turn}")
+        ids = unpack(token_ids).tolist()
+        episode.token_ids = episode.token_ids + ids
+        call.answer.set_result((ids, "stop" if finish_reason == "stop" else "length"))
+        return await self._next(episode)
+
+    async def end(self, ids: list[str]) -> None:
+        """Give these up: what verifiers runs of them is cancelled."""
+        for id in ids:
+            if (episode := self._episodes.pop(id, None)) is not None:
+                for call in episode.calls:
+                    call.answer.cancel()
+                assert episode.play is not None
+                episode.play.cancel()
+
+    # --- an episode
+
+    async def _task(self, index: int) -> Any | None:
+        """None: there are not so many."""
+        while index >= len(self._known):
+            if (task := next(self._walk, None)) is None:
+                return None
+            self._known.append(task)
+            await asyncio.sleep(0)  # others go on during a long walk
+        return self._known[index]
+
+    async def _play(self, episode: _Episode, task: Any) -> None:
+        """Let verifiers play the episode, and say how it ended."""
+        minted: list[str] = []
+
+        def on_trace(trace: Any) -> None:
+            minted.append(trace.id)
+            self._of[trace.id] = episode, trace
+
+        try:
+            (slot,) = self._env.slots(task)
+            done = await self._env.run_slot(slot, self._context, on_trace=on_trace)
+            episode.said.put_nowait(_conclusion(episode, done))
+        except Exception as error:  # noqa: BLE001 - of the environment's own code, and it costs one episode
+            episode.said.put_nowait(EpisodeFailed(episode.id, f"{type(error).__name__}: {error}"))
+        finally:
+            for trace in minted:
+                del self._of[trace]
+
+    async def _next(self, episode: _Episode) -> Turn | EpisodeOver | EpisodeFailed:
+        """What the environment says next, within its time limit."""
+        said: _Call | EpisodeOver | EpisodeFailed
+        seconds = self._config.call_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                said = await episode.said.get()
+        except TimeoutError:
+            said = EpisodeFailed(
+                episode.id,
+                f"the environment said nothing for {seconds:g} s: see where its harness waits, or raise "
+                f"environments.{self.name}.call_timeout_seconds",
+            )
+        if not isinstance(said, _Call):
+            await self.end([episode.id])
+            return said
+        episode.turn += 1
+        keep = _shared(episode.token_ids, said.prompt_ids)
+        episode.token_ids = said.prompt_ids
+        added = np.array(said.prompt_ids[keep:], "i4")
+        return Turn(episode.id, episode.turn, pack(added), keep)
+
+
+def _shared(before: list[int], after: list[int]) -> int:
+    """Ids that both begin with; at least one of `after` is left."""
+    most = min(len(before), len(after) - 1)
+    if before[:most] == after[:most]:
+        return most
+    return next(i for i in range(most) if before[i] != after[i])
+
+
+def _conclusion(episode: _Episode, done: Any) -> EpisodeOver | EpisodeFailed:
+    """How a verifiers episode ended. The reward is that of the traces which the student played, added up."""
+    errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
+    if not done.ok:
+        said = f"{errors[0].type}: {errors[0].message}" if errors else "it is not ok, and names no error"
+        return EpisodeFailed(episode.id, f"verifiers could not play the episode on: {said}")
+    if not episode.traces:
+        return EpisodeFailed(
+            episode.id, "the episode ended without a turn of the student: nothing can be trained"
+        )
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    for trace in episode.traces:
+        rewards |= {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+        metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+    return EpisodeOver(episode.id, sum(rewards.values()) if rewards else None, {**rewards, **metrics})

@@ -1,0 +1,103 @@
+"""What the verifiers library loads by name: a renderer of prompts, and a harness in this process.
+
+Imported only where verifiers is installed (`make environments`). A taskset that wants the harness as its
+default lists `DirectHarness` in its `__all__`; any other names it by `agent.harness.id = "direct"`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Literal
+
+import httpx
+import verifiers.v1 as vf
+from renderers.base import RenderedTokens
+from renderers.configs import DefaultRendererConfig
+from renderers.default import DefaultRenderer
+from verifiers.v1.dialects.chat import message_to_wire
+
+from distill.environments.rendering import Message, Renderer
+
+__all__ = ["DirectHarness"]
+
+
+class AppendingConfig(DefaultRendererConfig):
+    """renderers' `tool_parser` and `reasoning_parser`; other fields are variables of the chat template."""
+
+    name: Literal["custom"] = "custom"
+
+
+class AppendingRenderer(DefaultRenderer):
+    """Prompts by `rendering.Renderer`: every turn stands behind the ids that the student sampled."""
+
+    config_class = AppendingConfig
+
+    def __init__(self, tokenizer: Any, config: AppendingConfig) -> None:
+        super().__init__(tokenizer, config)
+        self._ours = Renderer(tokenizer, config.model_extra or {})
+
+    def render(
+        self, messages: list[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> RenderedTokens:
+        """A prompt from scratch: the first one, or that of a harness which rewrote its messages."""
+        return _rendered(self._ours.prompt(messages, tools), 0, messages)
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Message],
+        *,
+        tools: list[Any] | None = None,
+    ) -> RenderedTokens:
+        """The ids so far, and behind them those of the new messages. Raises DataError as `Renderer.added`."""
+        ids = [*previous_prompt_ids, *previous_completion_ids]
+        added = self._ours.added(previous_completion_ids, new_messages, tools)
+        return _rendered(ids + added, len(ids), new_messages)
+
+
+def _rendered(ids: list[int], old: int, messages: list[Message]) -> RenderedTokens:
+    """All behind the first `old` ids counts to the first message: verifiers needs no finer attribution."""
+    indices = [-1] * old + [0] * (len(ids) - old)
+    return RenderedTokens(
+        token_ids=ids, message_indices=indices, message_roles=[message["role"] for message in messages]
+    )
+
+
+class DirectHarness(vf.Harness[vf.HarnessConfig]):
+    """One chat completion for a segment, in this process: no subprocess, no network, no tools."""
+
+    SUPPORTS_RESUME = True
+    APPENDS_SYSTEM_PROMPT = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    @cached_property
+    def _http(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, verify=False)  # loopback
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+    ) -> Any:
+        """Ask once for what the task's prompt, or the conversation so far, asks for."""
+        system, prompt = self.resolve_prompt(data)
+        if isinstance(prompt, str):
+            prompt = [vf.UserMessage(content=prompt)]
+        messages = [message_to_wire(message) for message in prompt or []]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        answer = await self._http.post(
+            f"{endpoint}/chat/completions",
+            json={"model": ctx.model, "messages": messages},
+            headers={"Authorization": f"Bearer {secret}"},
+        )
+        failed = answer.status_code != 200
+        return vf.ProgramResult(exit_code=failed, stdout="", stderr=answer.text[:2000] if failed else "")

@@ -1,0 +1,208 @@
+"""Plays episodes of verifiers environments with scripted students, and prints what came of them as JSON.
+
+Run by the interpreter of `make environments`, which has no pytest: test_verifiers_environment.py reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import string
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import misbehaving
+import numpy as np
+
+from distill.environments.config import EnvironmentConfig
+from distill.environments.episode import Episode, Limits, play
+from distill.environments.verifiers_host import VerifiersEnvironment
+from distill.tasks.teaching import make_tokenizer
+from sync.errors import DistillError
+from sync.wire import Generated, Version, VersionSpan, pack
+
+GUESSES = [f"[{n}]" for n in range(1, 21)]
+VOCABULARY = ["<pad>", "</s>", "u:", "a:", "s:", "higher", "lower", "?", *GUESSES, "[", "]", *string.digits]
+"""Every guess is one token, and may be spelled with several."""
+TEMPLATE = (
+    "{% for m in messages %}{{ {'user': 'u:', 'assistant': 'a:', 'system': 's:'}[m.role] }}{{ m.content }}"
+    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+CHATML = Path(__file__).parents[2] / "configs/templates/chatml.jinja"
+Student = Callable[[str], list[int]]
+"""The text so far → its answer's ids."""
+
+
+def guess_tokenizer() -> Any:
+    tokenizer = make_tokenizer(VOCABULARY, r"</s>|[uas]:|higher|lower|\[[0-9]+\]|.", "</s>", "<pad>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def chat_tokenizer() -> Any:
+    """One token for each character, and chatml's two."""
+    words = ["<pad>", "<|im_end|>", "<|im_start|>", *string.printable]
+    tokenizer = make_tokenizer(words, r"<\|im_end\|>|<\|im_start\|>|[\s\S]", "<|im_end|>", "<pad>")
+    tokenizer.chat_template = CHATML.read_text()
+    return tokenizer
+
+
+def bisecting(rng: random.Random, spelled: float = 0.0, sloppy: float = 0.0) -> Student:
+    """Guesses the middle; a share is spelled digit by digit, another is any number, or none."""
+
+    def answer(text: str) -> list[int]:
+        low, high = 1, 20
+        for guess, hint in re.findall(r"\[(\d+)\]</s>u:(higher|lower)", text):
+            low, high = (int(guess) + 1, high) if hint == "higher" else (low, int(guess) - 1)
+        guess = f"[{(low + high) // 2}]"
+        if rng.random() < sloppy:
+            guess = rng.choice([*GUESSES, "?", "[[", "[99]"])
+        words = list(guess) if rng.random() < spelled or guess not in VOCABULARY else [guess]
+        return [VOCABULARY.index(word) for word in [*words, "</s>"]]
+
+    return answer
+
+
+async def played(
+    environment: VerifiersEnvironment, tokenizer: Any, name: str, task: int, student: Student
+) -> dict[str, Any]:
+    """One episode by the loop that a run has, as facts."""
+    said: list[list[int]] = []
+
+    async def generate(episode: Episode) -> Generated:
+        ids = student(tokenizer.decode(episode.context))
+        said.append(ids)
+        span = VersionSpan(Version(0, 0), 0, len(ids))
+        return Generated(
+            episode.id, pack(np.array(ids, "i4")), pack(np.zeros(len(ids), "f4")), [span], "stop"
+        )
+
+    episode, limits = Episode(name), Limits(16, 4096, None, len(tokenizer))
+    error = None
+    try:
+        await play(environment, episode, task, generate, limits)
+    except DistillError as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    return {
+        "task": task,
+        "prompt": episode.prompt,
+        "token_ids": episode.token_ids,
+        "own": episode.own,
+        "said": said,
+        "again": tokenizer.encode(tokenizer.decode(episode.context)),
+        "text": tokenizer.decode(episode.context),
+        "ended": episode.ended,
+        "reward": episode.reward,
+        "metrics": episode.metrics,
+        "error": error,
+    }
+
+
+def opened(name: str, tokenizer: Any, seconds: float = 120.0, **options: Any) -> VerifiersEnvironment:
+    config = EnvironmentConfig(
+        type="verifiers", environment=name, options=options, call_timeout_seconds=seconds
+    )
+    return VerifiersEnvironment("tried", config, tokenizer)
+
+
+async def guesses() -> dict[str, Any]:
+    tokenizer = guess_tokenizer()
+    async with opened("textarena_guess", tokenizer) as environment:
+
+        async def one(episode: int, task: int, **shares: float) -> dict[str, Any]:
+            student = bisecting(random.Random(episode), **shares)
+            return await played(environment, tokenizer, f"0:{episode}:0", task, student)
+
+        await one(-1, 0)
+        begun = time.process_time()
+        many = await asyncio.gather(*(one(i, i, spelled=0.3, sloppy=0.2) for i in range(50)))
+        cpu = time.process_time() - begun
+        clean = [await one(100 + i, i % 5, spelled=float(i >= 5)) for i in range(10)]
+        random.seed(5)
+        drawn = random.random()
+        random.seed(5)
+        await one(200, 7)
+        untouched = random.random() == drawn
+        first = await environment.begin("given up", 3)
+        again = await environment.begin("given up", 3)
+        await environment.end(["given up", "unknown"])
+        lost = await environment.proceed("given up", 0, pack(np.ones(1, "i4")), "stop")
+        return {
+            "tasks": environment.tasks,
+            "many": many,
+            "milliseconds": 1e3 * cpu / sum(len(one["own"]) for one in many),
+            "clean": clean,
+            "randomness untouched": untouched,
+            "same again": first == again,
+            "lost": lost.lost,  # type: ignore[union-attr]
+            "left": len(environment._episodes),
+        }
+
+
+async def wrongs() -> dict[str, Any]:
+    tokenizer = guess_tokenizer()
+    facts: dict[str, Any] = {}
+    options = {"player": {"harness": {"id": "direct"}}}
+    async with opened("misbehaving", tokenizer, **options) as patient:
+        facts["tasks"] = patient.tasks
+        async with opened("misbehaving", tokenizer, 1.0, **options) as impatient:
+            for task, wrong in enumerate([*misbehaving.TASKS, "no task"]):
+                environment = impatient if "hangs" in wrong else patient
+                student = bisecting(random.Random(task))
+                facts[wrong] = await played(environment, tokenizer, wrong, task, student)
+    facts["left"] = sum(len(one._of) + len(one._plays) for one in (patient, impatient))
+    try:
+        async with opened("no_such_taskset", tokenizer):
+            pass
+    except DistillError as error:
+        facts["refused"] = f"{type(error).__name__}: {error}"
+    return facts
+
+
+async def sums() -> dict[str, Any]:
+    tokenizer = chat_tokenizer()
+
+    def student(answers: Mapping[int, str]) -> Student:
+        def answer(text: str) -> list[int]:
+            said = answers[text.count("<|im_start|>assistant") - 1]
+            if said == "…":
+                said = re.findall(r"user\s+(-?\d+)<", text)[-1]
+            return tokenizer.encode(said + "<|im_end|>")
+
+        return answer
+
+    answers = {0: "call 1/0", 1: "call two", 2: "call 47*83", 3: "call 3901+5", 4: "…"}
+    async with opened("calculator", tokenizer, taskset={"size": 30}) as environment:
+        tool = await played(environment, tokenizer, "tool", 0, student(answers))
+        question = re.search(r"(\d+)\*(\d+)\+(\d+)=", tool["text"])
+        assert question is not None
+        a, b, c = map(int, question.groups())
+        right = {0: f"call {a}*{b}", 1: f"call {a * b}+{c}", 2: "…"}
+        return {
+            "tasks": environment.tasks,
+            "errors": tool,
+            "right": await played(environment, tokenizer, "right", 0, student(right)),
+        }
+
+
+async def one_turn() -> dict[str, Any]:
+    tokenizer = guess_tokenizer()
+    agent = {"harness": {"id": "direct"}, "runtime": {"type": "subprocess"}}
+    async with opened("one_turn", tokenizer, agent=agent) as environment:
+        return await played(environment, tokenizer, "one", 1, bisecting(random.Random(0)))
+
+
+async def main() -> None:
+    facts = {"guesses": await guesses(), "wrongs": await wrongs(), "sums": await sums()}
+    facts["one turn"] = await one_turn()
+    facts["torch"] = "torch" in sys.modules
+    sys.stdout.write(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,146 @@
+"""Environments of the verifiers library, played in its own virtual environment by scripted students."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / ".venv-environments/bin/python"
+Facts = dict[str, Any]
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason=f"no {PYTHON.relative_to(ROOT)}: `make environments`"
+)
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DISTILL_CODE_FOLDER": str(ROOT / "configs/environments")}
+    script = [PYTHON, ROOT / "tests/support/verifiers_player.py"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Task was destroyed" not in done.stderr
+    assert "never retrieved" not in done.stderr
+    found: Facts = json.loads(done.stdout)
+    return found
+
+
+def own(episode: Facts) -> list[list[int]]:
+    return [episode["token_ids"][start:end] for start, end in episode["own"]]
+
+
+def environments_tokens(episode: Facts) -> list[list[int]]:
+    """Between the student's turns."""
+    ends, starts = [end for _, end in episode["own"]], [start for start, _ in episode["own"][1:]]
+    return [episode["token_ids"][end:start] for end, start in zip(ends, starts, strict=False)]
+
+
+def test_the_tokens_of_fifty_episodes_at_once_are_those_that_the_student_sampled(
+    facts: Facts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = facts["guesses"]["many"]
+    assert [one["error"] for one in many] == [None] * 50
+    assert [one["ended"] for one in many] == ["over"] * 50
+    assert all(own(one) == one["said"] for one in many)
+    assert {len(one["own"]) for one in many} >= {1, 2, 3, 4, 5}
+    assert max(len(one["own"]) for one in many) == 5, "five guesses"
+    higher, lower = [2, 5, 3], [2, 6, 3]
+    assert all(one["prompt"] == [2, 7, 3] for one in many)
+    assert all(tokens in (higher, lower) for one in many for tokens in environments_tokens(one))
+    with capsys.disabled():
+        print(f"\n  verifiers: {facts['guesses']['milliseconds']:.1f} ms of processor time a turn")  # noqa: T201
+
+
+def test_an_answer_in_other_tokens_than_the_tokenizer_makes_stays_as_it_was_sampled(facts: Facts) -> None:
+    plain, spelled = facts["guesses"]["clean"][:5], facts["guesses"]["clean"][5:]
+    for one, other in zip(plain, spelled, strict=True):
+        assert one["text"] == other["text"]
+        assert one["again"] == one["prompt"] + one["token_ids"]
+        assert other["again"] != other["prompt"] + other["token_ids"], (
+            "tokenizing the text loses the answer's ids"
+        )
+        assert own(other) == other["said"]
+        assert environments_tokens(other) == environments_tokens(one)
+
+
+def test_a_task_is_the_same_game_every_time(facts: Facts) -> None:
+    guesses = facts["guesses"]
+    assert guesses["tasks"] is None
+    assert [one["reward"] for one in guesses["clean"]] == [1.0] * 10, (
+        "five guesses find any of twenty numbers…"
+    )
+    assert guesses["randomness untouched"]
+    assert guesses["same again"]
+
+
+def test_an_episode_that_was_given_up_is_no_longer_known(facts: Facts) -> None:
+    assert facts["guesses"]["lost"]
+    assert facts["guesses"]["left"] == 0
+    assert facts["wrongs"]["left"] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "turns", "message"),
+    [
+        ("raises first", 0, "KeyError: 'broken on purpose'"),
+        ("raises later", 1, "KeyError: 'broken on purpose'"),
+        ("hangs first", 0, "said nothing for 1 s"),
+        ("hangs later", 1, "said nothing for 1 s"),
+        ("never asks", 0, "without a turn of the student"),
+        ("rewrites", 2, "it keeps 4 of 12 tokens: the environment rewrote its context"),
+        ("no task", 0, "task 7 is none of the environment's 7"),
+    ],
+)
+def test_an_environment_that_goes_wrong_costs_its_episode(
+    facts: Facts, wrong: str, turns: int, message: str
+) -> None:
+    episode = facts["wrongs"][wrong]
+    assert message in episode["error"]
+    assert len(episode["own"]) == turns
+    assert episode["ended"] is None
+
+
+def test_rewards_add_up_and_metrics_keep_their_names(facts: Facts) -> None:
+    episode = facts["wrongs"]["behaves"]
+    assert episode["error"] is None
+    assert episode["text"].startswith("s:higheru:?a:"), "the system prompt comes first"
+    assert episode["reward"] == 0.75
+    assert episode["metrics"] == {"half": 0.5, "weighted": 0.25, "length": 7.0}
+    assert facts["wrongs"]["tasks"] == 7
+
+
+def test_a_taskset_without_an_environment_and_a_harness_is_played_by_ours(facts: Facts) -> None:
+    episode = facts["one turn"]
+    assert (episode["text"], episode["own"]) == ("u:??a:[10]</s>", [[0, 2]])
+    assert (episode["reward"], episode["metrics"]) == (2.0, {"short": 2.0})
+
+
+def test_an_environment_that_cannot_be_loaded_is_refused_with_its_name(facts: Facts) -> None:
+    assert facts["wrongs"]["refused"].startswith("ConfigError: environments.tried: verifiers cannot load")
+
+
+def test_a_tool_answers_in_turns_and_tells_its_errors_to_the_student(facts: Facts) -> None:
+    episode = facts["sums"]["errors"]
+    said = episode["text"].split("<|im_end|>\n<|im_start|>")
+    assert said[2] == "user\nerror: division by zero"
+    assert said[4] == "user\nerror: 'two' is not one operation of two whole numbers"
+    assert said[6] == "user\n3901"
+    assert (episode["reward"], episode["metrics"]["tool_errors"]) == (0.0, 2.0)
+    assert facts["sums"]["right"]["reward"] == 1.0
+    assert facts["sums"]["tasks"] == 30
+
+
+def test_chatml_is_written_as_the_template_writes_it(facts: Facts) -> None:
+    for episode in (facts["sums"]["errors"], facts["sums"]["right"]):
+        assert own(episode) == episode["said"]
+        assert episode["again"] == episode["prompt"] + episode["token_ids"]
+
+
+def test_torch_is_not_needed(facts: Facts) -> None:
+    assert not facts["torch"]
