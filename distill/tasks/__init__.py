@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from sync.errors import ConfigError
+from sync.errors import ConfigError, DistillError
 from sync.own_code import resolve
 
 
@@ -72,6 +72,8 @@ def load(name: str, options: dict[str, Any] | None = None) -> Task:
         ) from error
     try:
         task: Task = make(**(options or {}))
+    except DistillError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"prompts.options do not fit task {name!r} ({type(error).__name__}: {error}): give those that "

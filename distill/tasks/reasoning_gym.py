@@ -1,0 +1,116 @@
+"""Tasks of reasoning-gym: puzzles by the million, each with a scorer of its own (extra `reasoning-gym`).
+
+    [prompts]
+    type = "task"
+    task = "reasoning_gym"
+    options = { name = "number_sequence", tokenizer = "Qwen/Qwen3-0.6B", max_complexity = 2 }
+
+A scorer gives partial credit, 0.17 for a sentence around the right answer: what passes is a score of at least
+`pass_threshold`. Whether a puzzle is held out depends on its question alone.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from distill.tasks import RewardedPrompt, TaskPrompt
+from sync.errors import ConfigError, DataError
+from sync.settings import ModelSource
+from sync.tokenizers import load_tokenizer
+
+HELD_OUT_SHARE: Final = 16
+"""One puzzle in so many is never trained on."""
+_TRIES: Final = 1000
+
+
+def make(
+    name: str,
+    tokenizer: str,
+    *,
+    size: int = 1_000_000,
+    seed: int = 0,
+    pass_threshold: float = 1.0,
+    answer_tag: str | None = None,
+    template: Literal["chat", "plain"] = "chat",
+    system_prompt: str | None = None,
+    **options: Any,
+) -> ReasoningGym:
+    """The generator `name` of reasoning-gym, with its own further `options`.
+
+    tokenizer: the student's path. size: puzzles that prompts are drawn from; seed: of these. answer_tag: the
+    answer stands in <TAG>…</TAG>, the last of them; None: it is the whole completion. template: as
+    prompts.template. Raises ConfigError.
+    """
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            f"prompts.task is 'reasoning_gym', and {error.name} is not installed: pip install "
+            "'onpolicy-distill[reasoning-gym]'"
+        ) from error
+    loaded = load_tokenizer(ModelSource(path=tokenizer))
+    if template == "chat" and not loaded.chat_template:
+        raise ConfigError(
+            f"prompts.options has template = 'chat', and {tokenizer!r} has no chat template: set 'plain'"
+        )
+    puzzles = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return ReasoningGym(puzzles, loaded, system if template == "chat" else None, answer_tag, pass_threshold)
+
+
+class ReasoningGym:
+    """The task; `puzzles`: a dataset of reasoning-gym. `system`: messages before a question; None: plain."""
+
+    def __init__(
+        self, puzzles: Any, tokenizer: Any, system: list[Any] | None, answer_tag: str | None, threshold: float
+    ) -> None:
+        self._puzzles, self._tokenizer, self._system = puzzles, tokenizer, system
+        self._tag, self._threshold = answer_tag, threshold
+
+    def prompt(self, seed: int, index: int) -> TaskPrompt:
+        return self._prompt(random.Random(f"{seed}/{index}"), held_out=False)
+
+    def held_out(self, seed: int, index: int) -> TaskPrompt:
+        return self._prompt(random.Random(f"{seed}/held out/{index}"), held_out=True)
+
+    def passes(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
+        return self.score(prompt, completion) >= self._threshold
+
+    def score(self, prompt: RewardedPrompt, completion: Sequence[int]) -> float:
+        """reasoning-gym's score, 0 to 1. Raises DataError for a generator that does not repeat itself."""
+        entry = self._puzzles[int((prompt.answer or "").partition(" ")[0])]
+        if entry["question"] != prompt.text:
+            raise DataError(
+                f"the generator makes another puzzle than {prompt.text!r:.60} in another process, so that it "
+                "cannot be scored: choose another name in prompts.options"
+            )
+        text = str(self._tokenizer.decode(list(completion), skip_special_tokens=True))
+        if self._tag is not None:
+            text = (
+                text.rpartition(f"<{self._tag}>")[2].partition(f"</{self._tag}>")[0]
+                if self._tag in text
+                else ""
+            )
+        return float(self._puzzles.score_answer(text.strip(), entry))
+
+    def _prompt(self, rng: random.Random, held_out: bool) -> TaskPrompt:
+        """`answer` is the puzzle's number, then the reference answer."""
+        for _ in range(_TRIES):
+            number = rng.randrange(len(self._puzzles))
+            entry = self._puzzles[number]
+            if (zlib.crc32(entry["question"].encode()) % HELD_OUT_SHARE == 0) == held_out:
+                text = entry["question"]
+                return TaskPrompt(text, self._encoded(text), f"{number} {entry['answer']}")
+        side = "held out" if held_out else "left to train on"
+        raise DataError(f"no puzzle of {len(self._puzzles)} is {side}: raise size in prompts.options")
+
+    def _encoded(self, text: str) -> Sequence[int]:
+        if self._system is None:
+            return list(self._tokenizer.encode(text))
+        messages = [*self._system, {"role": "user", "content": text}]
+        return list(
+            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        )
