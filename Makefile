@@ -49,8 +49,6 @@ environments: $(ENVIRONMENTS)/.installed  ## what environments of the verifiers 
 $(ENVIRONMENTS)/.installed: requirements/environments.lock requirements/install.py
 	test -x $(ENVIRONMENTS)/bin/python || $(PYTHON) -m venv $(ENVIRONMENTS)
 	$(ENVIRONMENTS)/bin/python requirements/install.py requirements/environments.lock
-	$(ENVIRONMENTS)/bin/python -c 'import os, sysconfig; from pathlib import Path; \
-		Path(sysconfig.get_path("purelib"), "onpolicy_distill.pth").write_text(os.getcwd() + "\n")'
 	touch $@
 
 docs: $(DOCS)/.installed  ## the documents as a site in site/; a broken link is an error

@@ -16,13 +16,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from distill.environments.app import Host, Service
 from distill.environments.config import EnvironmentService
 from distill.environments.rendering import Renderer
 from sync.claims import Claim
 from sync.client import token_from_environment
-from sync.errors import ConfigError, DistillError
+from sync.errors import DistillError
 from sync.secrets import redact_process
 from sync.server import check_bind, serve_app
 from sync.settings import read_settings
@@ -31,14 +32,16 @@ from sync.wire import RunIdentity
 log = logging.getLogger("distill.environments.service")
 
 
-def make_host(settings: EnvironmentService, renderer: Renderer) -> Host:
-    """The environment of a configuration. Raises ConfigError."""
+def make_host(settings: EnvironmentService, tokenizer: Any) -> Host:
+    """The environment of a configuration; `tokenizer`: the student's. Raises ConfigError."""
     name, config = settings.name, settings.environment
     if config.type == "python":
         from distill.environments.python_host import PythonEnvironment
 
-        return PythonEnvironment(name, config, renderer)
-    raise ConfigError(f'environments.{name}.type is "{config.type}", which this release cannot serve yet')
+        return PythonEnvironment(name, config, Renderer(tokenizer, config.chat_template_kwargs))
+    from distill.environments.verifiers_host import VerifiersEnvironment
+
+    return VerifiersEnvironment(name, config, tokenizer)
 
 
 def serve(settings: EnvironmentService, host: str, port: int, index: int) -> None:
@@ -52,7 +55,7 @@ def serve(settings: EnvironmentService, host: str, port: int, index: int) -> Non
     setproctitle.setproctitle(f"distill environment {settings.name}[{index}]")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while loading, and at uvicorn's end
     tokenizer = load_tokenizer(settings.student)
-    environment = make_host(settings, Renderer(tokenizer, settings.environment.chat_template_kwargs))
+    environment = make_host(settings, tokenizer)
     known = fingerprint(tokenizer), vocab_size(tokenizer)
     service = Service(environment, settings.environment, known, token, Claim(RunIdentity(settings.run)))
     serve_app(service.app, host, port, grace=1)

@@ -59,52 +59,42 @@ class _Episode:
 
 
 class VerifiersEnvironment:
-    """Plays episodes of one verifiers environment; implements `Environment` between enter and exit.
+    """Plays episodes of one verifiers environment; see `app.Host`, which sets their time limits.
 
-    tasks: how many there are; None: they have no end, and a task is reached by walking over those before it.
+    A task of those without an end is reached by walking over all before it.
     """
 
     tasks: int | None = None
 
     def __init__(self, name: str, config: EnvironmentConfig, tokenizer: Any) -> None:
-        """`tokenizer`: the student's, with its chat template."""
+        """`tokenizer`: the student's, with its chat template. Raises ConfigError."""
         self.name, self._config, self._tokenizer = name, config, tokenizer
         self._episodes: dict[str, _Episode] = {}
         self._of: dict[str, tuple[_Episode, Any]] = {}
         """Id of a verifiers trace → its episode, the trace."""
         self._known: list[Any] = []
+        """Tasks, from the first on."""
         self._plays: set[asyncio.Task[None]] = set()
         self._open = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        """Load the environment and what it serves. Raises ConfigError when it cannot be loaded."""
         search_folder()
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                await self._load(stack)
-                self._open = stack.pop_all()
-        except Exception as error:  # importing and starting run the environment's own code
+            self._load()
+        except Exception as error:  # importing runs the environment's own code
             raise ConfigError(
-                f"environments.{self.name}: verifiers cannot load {self._config.environment!r} "
-                f"({type(error).__name__}: {error}): name a taskset that is installed or a module in "
-                "run.code_folder, with options that its configuration has, and let "
-                f"environments.{self.name}.python be an interpreter that has its packages"
+                f"environments.{name}: verifiers cannot load {config.environment!r} ({type(error).__name__}: "
+                f"{error}): name a taskset that is installed or a module in run.code_folder, with options "
+                f"of its configuration, and let environments.{name}.python be an interpreter that has its "
+                "packages (`make environments`)"
             ) from error
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.end([*self._episodes])
-        await asyncio.gather(*self._plays, return_exceptions=True)
-        await self._open.aclose()
-
-    async def _load(self, stack: contextlib.AsyncExitStack) -> None:
+    def _load(self) -> None:
         import verifiers.v1 as vf
 
         from distill.environments import verifiers_plugins
 
         sys.modules.setdefault(DIRECT, verifiers_plugins)  # verifiers imports a harness by its id
         options = dict(self._config.options)
-        renderer = {**_RENDERER, **options.pop("renderer", {})}
+        renderer = {**_RENDERER, **self._config.chat_template_kwargs, **options.pop("renderer", {})}
         taskset = {"id": self._config.environment, **options.pop("taskset", {})}
         resolved = vf.resolve_env_config({"taskset": taskset, **options})
         tasks = vf.load_taskset(resolved.taskset)
@@ -112,17 +102,27 @@ class VerifiersEnvironment:
         if tasks.bounded:
             self._known = list(self._walk)
             self.tasks = len(self._known)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-"))
-        self._tokenizer.save_pretrained(folder)
-        client = vf.TrainClientConfig(
-            base_url=await self._listen(stack),
-            api_key_var="NO_API_KEY",
-            renderer=renderer,
-            renderer_model_name=folder,
-        )
-        self._context = vf.ModelContext(model="student", client=client, sampling=vf.SamplingConfig())
+        self._client = vf.TrainClientConfig(api_key_var="NO_API_KEY", renderer=renderer)
         self._env = vf.load_environment(resolved)
-        await stack.enter_async_context(self._env.serving())
+
+    async def __aenter__(self) -> Self:
+        """Start what the environment serves."""
+        import verifiers.v1 as vf
+
+        async with contextlib.AsyncExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-"))
+            self._tokenizer.save_pretrained(folder)
+            places = {"base_url": await self._listen(stack), "renderer_model_name": folder}
+            client = self._client.model_copy(update=places)
+            self._context = vf.ModelContext(model="student", client=client, sampling=vf.SamplingConfig())
+            await stack.enter_async_context(self._env.serving())
+            self._open = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end([*self._episodes])
+        await asyncio.gather(*self._plays, return_exceptions=True)
+        await self._open.aclose()
 
     async def _listen(self, stack: contextlib.AsyncExitStack) -> str:
         """Serve verifiers' calls on a free port of loopback, below a path that none can guess; its URL."""
@@ -160,11 +160,10 @@ class VerifiersEnvironment:
     # --- Environment
 
     async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed:
-        """The first turn of task `task`; an episode of this id that is under way ends."""
-        await self.end([id])
+        """The first turn of task `task`."""
         found = await self._task(task)
         if found is None:
-            return EpisodeFailed(id, f"task {task} is none of the environment's {len(self._known)}")
+            return EpisodeFailed(id=id, error=f"task {task} is none of the environment's {len(self._known)}")
         episode = self._episodes[id] = _Episode(id)
         episode.play = asyncio.create_task(self._play(episode, found))
         self._plays.add(episode.play)
@@ -175,15 +174,10 @@ class VerifiersEnvironment:
         self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
     ) -> Turn | EpisodeOver | EpisodeFailed:
         """What follows the student's answer to `turn`."""
-        episode = self._episodes.get(id)
-        if episode is None:
-            return EpisodeFailed(id, "the episode is not under way: begin it again", lost=True)
-        call = episode.calls[episode.turn]
-        if turn != episode.turn or call.answer.done():
-            return EpisodeFailed(id, f"turn {turn} cannot be answered: the last one was turn {episode.turn}")
+        episode = self._episodes[id]
         ids = unpack(token_ids).tolist()
         episode.token_ids = episode.token_ids + ids
-        call.answer.set_result((ids, "stop" if finish_reason == "stop" else "length"))
+        episode.calls[turn].answer.set_result((ids, "stop" if finish_reason == "stop" else "length"))
         return await self._next(episode)
 
     async def end(self, ids: list[str]) -> None:
@@ -219,24 +213,13 @@ class VerifiersEnvironment:
             done = await self._env.run_slot(slot, self._context, on_trace=on_trace)
             episode.said.put_nowait(_conclusion(episode, done))
         except Exception as error:  # noqa: BLE001 - of the environment's own code, and it costs one episode
-            episode.said.put_nowait(EpisodeFailed(episode.id, f"{type(error).__name__}: {error}"))
+            episode.said.put_nowait(EpisodeFailed(id=episode.id, error=f"{type(error).__name__}: {error}"))
         finally:
             for trace in minted:
                 del self._of[trace]
 
     async def _next(self, episode: _Episode) -> Turn | EpisodeOver | EpisodeFailed:
-        """What the environment says next, within its time limit."""
-        said: _Call | EpisodeOver | EpisodeFailed
-        seconds = self._config.call_timeout_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                said = await episode.said.get()
-        except TimeoutError:
-            said = EpisodeFailed(
-                episode.id,
-                f"the environment said nothing for {seconds:g} s: see where its harness waits, or raise "
-                f"environments.{self.name}.call_timeout_seconds",
-            )
+        said = await episode.said.get()
         if not isinstance(said, _Call):
             await self.end([episode.id])
             return said
@@ -244,7 +227,7 @@ class VerifiersEnvironment:
         keep = _shared(episode.token_ids, said.prompt_ids)
         episode.token_ids = said.prompt_ids
         added = np.array(said.prompt_ids[keep:], "i4")
-        return Turn(episode.id, episode.turn, pack(added), keep)
+        return Turn(id=episode.id, turn=episode.turn, token_ids=pack(added), keep=keep)
 
 
 def _shared(before: list[int], after: list[int]) -> int:
@@ -260,14 +243,19 @@ def _conclusion(episode: _Episode, done: Any) -> EpisodeOver | EpisodeFailed:
     errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
     if not done.ok:
         said = f"{errors[0].type}: {errors[0].message}" if errors else "it is not ok, and names no error"
-        return EpisodeFailed(episode.id, f"verifiers could not play the episode on: {said}")
+        return EpisodeFailed(id=episode.id, error=f"verifiers could not play the episode on: {said}")
     if not episode.traces:
         return EpisodeFailed(
-            episode.id, "the episode ended without a turn of the student: nothing can be trained"
+            id=episode.id, error="the episode ended without a turn of the student: nothing can be trained"
         )
-    rewards: dict[str, float] = {}
-    metrics: dict[str, float] = {}
-    for trace in episode.traces:
-        rewards |= {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
-        metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
-    return EpisodeOver(episode.id, sum(rewards.values()) if rewards else None, {**rewards, **metrics})
+    rewards = [
+        (name, one.value)
+        for trace in episode.traces
+        for name, one in trace.rewards.items()
+        if one is not None
+    ]
+    metrics = [
+        (name, one) for trace in episode.traces for name, one in trace.metrics.items() if one is not None
+    ]
+    reward = sum(value for _, value in rewards) if rewards else None
+    return EpisodeOver(id=episode.id, reward=reward, metrics=dict(rewards + metrics))

@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import misbehaving
 import numpy as np
 
 from distill.environments.config import EnvironmentConfig
-from distill.environments.episode import Episode, Limits, play
+from distill.environments.episode import Environment, Episode, Limits, play
 from distill.environments.verifiers_host import VerifiersEnvironment
 from distill.tasks.teaching import make_tokenizer
 from sync.errors import DistillError
@@ -69,7 +68,12 @@ def bisecting(rng: random.Random, spelled: float = 0.0, sloppy: float = 0.0) -> 
 
 
 async def played(
-    environment: VerifiersEnvironment, tokenizer: Any, name: str, task: int, student: Student
+    environment: Environment,
+    tokenizer: Any,
+    name: str,
+    task: int,
+    student: Student,
+    seconds: float = 120.0,
 ) -> dict[str, Any]:
     """One episode by the loop that a run has, as facts."""
     said: list[list[int]] = []
@@ -85,17 +89,21 @@ async def played(
     episode, limits = Episode(name), Limits(16, 4096, None, len(tokenizer))
     error = None
     try:
-        await play(environment, episode, task, generate, limits)
-    except DistillError as problem:
+        async with asyncio.timeout(seconds):
+            await play(environment, episode, task, generate, limits)
+    except (DistillError, TimeoutError) as problem:
         error = f"{type(problem).__name__}: {problem}"
+        await environment.end([name])
+    [first, *more] = episode.sequences
     return {
         "task": task,
-        "prompt": episode.prompt,
-        "token_ids": episode.token_ids,
-        "own": episode.own,
+        "prompt": first.prompt,
+        "token_ids": first.token_ids,
+        "own": first.own,
+        "more": [(one.prompt, one.token_ids) for one in more],
         "said": said,
-        "again": tokenizer.encode(tokenizer.decode(episode.context)),
-        "text": tokenizer.decode(episode.context),
+        "again": tokenizer.encode(tokenizer.decode(first.context)),
+        "text": tokenizer.decode(first.context),
         "ended": episode.ended,
         "reward": episode.reward,
         "metrics": episode.metrics,
@@ -103,10 +111,8 @@ async def played(
     }
 
 
-def opened(name: str, tokenizer: Any, seconds: float = 120.0, **options: Any) -> VerifiersEnvironment:
-    config = EnvironmentConfig(
-        type="verifiers", environment=name, options=options, call_timeout_seconds=seconds
-    )
+def opened(name: str, tokenizer: Any, **options: Any) -> VerifiersEnvironment:
+    config = EnvironmentConfig(type="verifiers", environment=name, options=options)
     return VerifiersEnvironment("tried", config, tokenizer)
 
 
@@ -129,9 +135,8 @@ async def guesses() -> dict[str, Any]:
         await one(200, 7)
         untouched = random.random() == drawn
         first = await environment.begin("given up", 3)
-        again = await environment.begin("given up", 3)
         await environment.end(["given up", "unknown"])
-        lost = await environment.proceed("given up", 0, pack(np.ones(1, "i4")), "stop")
+        again = await environment.begin("given up", 3)
         return {
             "tasks": environment.tasks,
             "many": many,
@@ -139,28 +144,22 @@ async def guesses() -> dict[str, Any]:
             "clean": clean,
             "randomness untouched": untouched,
             "same again": first == again,
-            "lost": lost.lost,  # type: ignore[union-attr]
-            "left": len(environment._episodes),
         }
 
 
 async def wrongs() -> dict[str, Any]:
+    import misbehaving  # and verifiers with it
+
     tokenizer = guess_tokenizer()
     facts: dict[str, Any] = {}
     options = {"player": {"harness": {"id": "direct"}}}
-    async with opened("misbehaving", tokenizer, **options) as patient:
-        facts["tasks"] = patient.tasks
-        async with opened("misbehaving", tokenizer, 1.0, **options) as impatient:
-            for task, wrong in enumerate([*misbehaving.TASKS, "no task"]):
-                environment = impatient if "hangs" in wrong else patient
-                student = bisecting(random.Random(task))
-                facts[wrong] = await played(environment, tokenizer, wrong, task, student)
-    facts["left"] = sum(len(one._of) + len(one._plays) for one in (patient, impatient))
-    try:
-        async with opened("no_such_taskset", tokenizer):
-            pass
-    except DistillError as error:
-        facts["refused"] = f"{type(error).__name__}: {error}"
+    async with opened("misbehaving", tokenizer, **options) as environment:
+        facts["tasks"] = environment.tasks
+        for task, wrong in enumerate([*misbehaving.TASKS, "no task"]):
+            student = bisecting(random.Random(task))
+            seconds = 1.0 if "hangs" in wrong else 120.0
+            facts[wrong] = await played(environment, tokenizer, wrong, task, student, seconds)
+    facts["left"] = len(environment._of) + len(environment._plays) + len(environment._episodes)
     return facts
 
 
