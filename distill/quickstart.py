@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final, Literal, NamedTuple
 
 from rich.console import Console
 
@@ -20,34 +21,54 @@ from sync.errors import DistillError
 
 CACHE = Path(".cache")
 ROOT = Path(__file__).parent.parent
-CONFIG = Path("configs/quickstart.toml")
+Task = Literal["sort_letters", "guess"]
+"""Modules of distill.tasks that make models."""
 
 
-def prepare(seed: int, overrides: Sequence[str], console: Console) -> tuple[RunConfig, float]:
+class Source(NamedTuple):
+    """Where the quickstart of a task comes from."""
+
+    config: Path
+    name: str
+    """Of the run, before the seed."""
+    teacher: str
+    """Name of its section."""
+
+
+SOURCES: Final[dict[Task, Source]] = {
+    "sort_letters": Source(Path("configs/quickstart.toml"), "quickstart", "sorter"),
+    "guess": Source(Path("configs/quickstart_guess.toml"), "quickstart-guess", "player"),
+}
+
+
+def prepare(
+    seed: int, overrides: Sequence[str], console: Console, task: Task = "sort_letters"
+) -> tuple[RunConfig, float]:
     """The quickstart's configuration on models made for `seed`, and the seconds that making them took."""
     began = time.monotonic()
     with console.status("making a teacher and a student from scratch (once, about a minute)"):
-        path, ours = source(seed)
+        path, ours = source(seed, task)
     seconds = time.monotonic() - began
     return load(path, [*ours, *overrides]), seconds
 
 
-def source(seed: int) -> tuple[Path, list[str]]:
+def source(seed: int, task: Task = "sort_letters") -> tuple[Path, list[str]]:
     """The quickstart's file and its overrides: the models of `seed`, which are made first if necessary."""
-    path = CONFIG if CONFIG.is_file() else ROOT / CONFIG
-    models = make_models(CACHE, seed)
+    config, name, teacher = SOURCES[task]
+    path = config if config.is_file() else ROOT / config
+    models = make_models(CACHE, seed, task)
     return path, [
         f"run.seed={seed}",
-        f"run.name=quickstart-{seed}",
+        f"run.name={name}-{seed}",
         f"student.path={models.student}",
-        f"teachers.sorter.path={models.teacher}",
+        f"teachers.{teacher}.path={models.teacher}",
         f"trainer.deepspeed={path.parent / 'deepspeed' / 'zero3_cpu.json'}",
     ]
 
 
-def make_models(folder: Path, seed: int) -> Models:
+def make_models(folder: Path, seed: int, task: Task = "sort_letters") -> Models:
     """Make the task's models in a subprocess, so that this process stays light."""
-    command = [sys.executable, "-P", "-m", "distill.tasks.sort_letters", str(folder), str(seed)]
+    command = [sys.executable, "-P", "-m", f"distill.tasks.{task}", str(folder), str(seed)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:

@@ -69,13 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def quickstart(
     overrides: Overrides,
     seed: Annotated[int, typer.Option(help="Seed of models, prompts and training.")] = 0,
+    task: Annotated[
+        Literal["sort_letters", "guess"],
+        typer.Option(help="guess: episodes of several turns against an environment."),
+    ] = "sort_letters",
     resume: Resume = False,
     json_file: JsonFile = None,
 ) -> None:
     """Make two tiny models, distil one into the other on this machine's CPU, and show the result."""
     from distill import quickstart as steps
 
-    config, making = steps.prepare(seed, overrides, Console())
+    config, making = steps.prepare(seed, overrides, Console(), task)
     if not resume:
         steps.make_room(config)
     _run(config, resume, json_file, {"making": making})

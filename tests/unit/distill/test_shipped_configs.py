@@ -18,7 +18,7 @@ from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.launch.preflight import check_machine
 from distill.preflight_checks import checks, devices, machine
 from distill.preflight_checks.machine import GIB, count_parameters
-from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
+from distill.tasks import guess, sort_letters
 from distill.tasks.teaching import Recipe
 from sync.client import TOKEN_VARIABLE
 from sync.errors import DataError
@@ -50,11 +50,14 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
 def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
     """The same with stand-ins for models and rows, and a run folder that can be made."""
 
-    def stand_in(source: Any, recipe: Recipe = TEACHER) -> Any:
-        if source.path == "made by the command":  # of the quickstart, which the task makes
-            path = models / f"sorter of {recipe.width}"
-            untaught(recipe).save_pretrained(path)
-            letter_tokenizer().save_pretrained(path)
+    task: Any = guess if config.environments else sort_letters
+    tokenizer = guess.guess_tokenizer if config.environments else sort_letters.letter_tokenizer
+
+    def stand_in(source: Any, recipe: Recipe = task.TEACHER) -> Any:
+        if source.path == "made by the command":  # of a quickstart, whose task makes them
+            path = models / f"{task.__name__} of {recipe.width}"
+            task.untaught(recipe).save_pretrained(path)
+            tokenizer().save_pretrained(path)
         else:
             path = shipped_models.make(models, source.path)
         return source.model_copy(update={"path": str(path)})
@@ -68,7 +71,7 @@ def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
     (rows / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     update: dict[str, Any] = {
         "run": config.run.model_copy(update={"folder": folder / "runs"}),
-        "student": stand_in(config.student, STUDENT),
+        "student": stand_in(config.student, task.STUDENT),
         "teachers": {name: stand_in(teacher) for name, teacher in config.teachers.items()},
     }
     if isinstance(config.prompts, DatasetPrompts):
@@ -93,7 +96,7 @@ def test_a_shipped_configuration_passes_the_preflight(path: Path, models: Path, 
     needed = machine.estimate(config)
     machine.check_room(config, needed)
     print("\n".join([f"--- {path.name}", *lines, *machine.lines(config, needed)]))  # noqa: T201
-    assert split.train[0].token_ids
+    assert bool(split.train[0].token_ids) != bool(config.environments)
     assert config.objective.type != "auto"
     assert any(line.startswith("computed: ") for line in lines) or config.student.urls
 

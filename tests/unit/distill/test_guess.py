@@ -1,0 +1,127 @@
+"""The game of guesses: its rules, its tokens, its lessons, and the quickstart that plays it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import episodes
+import numpy as np
+import pytest
+import torch
+from in_memory import MemoryReplica
+
+from distill import quickstart
+from distill.config.loading import load
+from distill.environments.config import EnvironmentConfig
+from distill.environments.episode import Episode, Limits, play
+from distill.environments.python_host import PythonEnvironment, Reply
+from distill.environments.rendering import Renderer
+from distill.tasks import Models, guess
+from distill.tasks.guess import EOS_ID, FIRST_ID, HIGHER, LOWER, STUDENT, TOP, TURNS, VOCABULARY
+from sync.wire import Generated, GeneratePrompt, GenerateRequest, Sampling
+
+
+class Script:
+    """Says what it is given, and remembers what it heard."""
+
+    def __init__(self, *said: str) -> None:
+        self.said, self.heard = list(said), list[str]()
+
+    async def say(self, text: str) -> Reply:
+        self.heard.append(text)
+        return Reply(self.said.pop(0), [], "stop")
+
+
+def task_of(secret: int) -> int:
+    return next(task for task in range(10_000) if guess.random.Random(task).randint(1, TOP) == secret)
+
+
+async def played(secret: int, *said: str) -> tuple[float, list[str]]:
+    script: Any = Script(*said)
+    return await guess.play(task_of(secret), script), script.heard
+
+
+async def test_hints_lead_to_the_number() -> None:
+    assert await played(7, "[10]", "[5]", "[7]") == (1.0, ["?", LOWER, HIGHER])
+    assert await played(10, "[10]") == (1.0, ["?"])
+    assert await played(20, "[1]", "[2]", "[3]", "[4]", "[20]") == (1.0, ["?", *[HIGHER] * 4])
+
+
+@pytest.mark.parametrize("last", ["[5]", "[0]", "[21]", "7", "[7", "[7][7]", "", "higher"])
+async def test_a_guess_that_is_malformed_or_not_new_ends_the_game(last: str) -> None:
+    assert await played(7, "[5]", last, "[7]") == (0.0, ["?", HIGHER])
+
+
+async def test_there_are_no_more_than_five_guesses() -> None:
+    assert await played(7, "[1]", "[2]", "[3]", "[4]", "[5]", "[7]") == (0.0, ["?", *[HIGHER] * 4])
+
+
+async def test_bisection_wins_every_game_on_the_tokens_that_the_template_makes() -> None:
+    config = EnvironmentConfig(environment="distill.tasks.guess:play")
+    environment = PythonEnvironment("guess", config, Renderer(guess.guess_tokenizer()))
+    replica, same = MemoryReplica(player=episodes.bisects), episodes.GuessEnvironment()
+
+    async def generate(episode: Episode) -> Generated:
+        request = GenerateRequest(
+            sampling=Sampling(max_tokens=2), prompts=[GeneratePrompt(episode.id, episode.context)]
+        )
+        async for answer in replica.generate(request):
+            assert isinstance(answer, Generated)
+            return answer
+        raise AssertionError
+
+    for task in range(60):
+        real, memory = Episode(f"real {task}"), Episode(f"memory {task}")
+        for one, other in ((real, environment), (memory, same)):
+            await play(other, one, task, generate, Limits(TURNS, 62, None, len(VOCABULARY)))
+        assert real.reward == memory.reward == 1.0
+        assert real.context == memory.context
+        assert len(real.sequences) == 1
+
+
+def test_a_lesson_teaches_the_middle_of_what_is_left_and_the_end_token() -> None:
+    rng, taught_guesses, lengths = np.random.default_rng(0), 0, set[int]()
+    for _ in range(500):
+        ids, taught = guess.game(rng)
+        low, high, last = 1, TOP, 0
+        lengths.add(len(ids))
+        for turn in range(0, len(ids), 5):
+            user, hint, answer, number, end = ids[turn : turn + 5]
+            assert (VOCABULARY[user], VOCABULARY[answer], end) == ("u:", "a:", EOS_ID)
+            if turn:
+                low = max(low, last + 1) if VOCABULARY[hint] == HIGHER else low
+                high = min(high, last - 1) if VOCABULARY[hint] == LOWER else high
+            last = number - FIRST_ID + 1
+            assert taught[turn : turn + 5] == [False] * 3 + [last == (low + high) // 2, True]
+            taught_guesses += last == (low + high) // 2
+    assert lengths == {5 * turns for turns in range(1, TURNS + 1)}
+    assert taught_guesses > 800
+
+
+def test_the_loss_of_a_model_that_knows_nothing_is_that_of_even_odds() -> None:
+    model = guess.untaught(STUDENT)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()  # tied to the head
+        loss = guess.lesson_loss(model, STUDENT, np.random.default_rng(0), 0)
+    assert float(loss) == pytest.approx(math.log(len(VOCABULARY)), rel=1e-5)
+
+
+def test_every_model_is_made_of_its_own_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[tuple[int, str]] = []
+
+    def make(folder: Path, seed: int, task: str) -> Models:
+        made.append((seed, task))
+        return Models(tmp_path / "teacher", tmp_path / "student")
+
+    monkeypatch.setattr(quickstart, "make_models", make)
+    names = {}
+    for task in quickstart.SOURCES:
+        config = load(*quickstart.source(3, task))
+        names[task] = config.run.name
+        assert config.student.path == str(tmp_path / "student")
+        assert [one.path for one in config.teachers.values()] == [str(tmp_path / "teacher")]
+        assert config.run.seed == 3
+    assert made == [(3, "sort_letters"), (3, "guess")]
+    assert names == {"sort_letters": "quickstart-3", "guess": "quickstart-guess-3"}
