@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distill.config.loading import load
+from distill.environments.python_host import Reply
 from distill.preflight_checks import checks
 from distill.prompts.stream import Prompt
+from distill.tasks import guess
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from sync.own_code import use_folder
 
@@ -27,6 +31,9 @@ def test_every_configuration_passes_the_preflight(tmp_path: Path, monkeypatch: p
     for folder, recipe in MODELS.items():
         untaught(recipe).save_pretrained(folder)
         letter_tokenizer().save_pretrained(folder)
+    for name, recipe in {"student": guess.STUDENT, "teacher": guess.TEACHER}.items():
+        guess.untaught(recipe).save_pretrained(f"game/{name}")
+        guess.guess_tokenizer().save_pretrained(f"game/{name}")
     for page in (ROOT / "docs/tutorials").glob("*.md"):
         for name, text in BLOCK.findall(page.read_text()):
             Path(name).write_text(text)
@@ -35,6 +42,7 @@ def test_every_configuration_passes_the_preflight(tmp_path: Path, monkeypatch: p
     found = {file.stem: checks.check(load(file)) for file in files}
     use_folder(None)
     assert {name: len(one.split.train) for name, one in found.items()} == {  # type: ignore[arg-type]
+        "game": 1800,
         "hints": 2000,
         "letters": 1872,
         "two_teachers": 1872,
@@ -48,3 +56,23 @@ def test_the_reward_takes_letters_from_both_ends(tmp_path: Path) -> None:
     prompt = Prompt("1", [], answer="bdkmz")
     right = {text: reward["from_both_ends"](prompt, text) for text in ("bzdmk", "zmbdk", "dbkmz", "bzd")}
     assert right == {"bzdmk": 1.0, "zmbdk": 1.0, "dbkmz": 0.0, "bzd": 0.0}
+
+
+async def test_the_game_ends_with_the_number_or_after_five_guesses() -> None:
+    page, game = (ROOT / "docs/tutorials/environment.md").read_text(), dict[str, Any]()
+    exec(dict(BLOCK.findall(page))["own_game.py"], game)
+    task = next(task for task in range(1000) if random.Random(task).randint(1, 20) == 7)
+
+    async def plays(*guesses: str) -> tuple[Any, list[str]]:
+        left, heard = list(guesses), list[str]()
+
+        class Talk:
+            async def say(self, said: str) -> Reply:
+                heard.append(said)
+                return Reply(left.pop(0), [], "stop")
+
+        return await game["play"](task, Talk()), heard
+
+    won, lost = {"reward": 1.0, "guesses": 3}, {"reward": 0.0, "guesses": 5}
+    assert await plays("[10]", "[5]", "[7]") == (won, ["?", "lower", "higher"])
+    assert await plays("[1]", "", "[2]", "[20]", "[6]") == (lost, ["?", "higher", "lower", "higher", "lower"])
