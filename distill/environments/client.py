@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 10.0
 """Beyond the environment's own limit of a call: for the way there and back, or a restart."""
 END_SECONDS: Final = 2.0
+PEERS: Final = 16
+"""Clients of one process."""
 
 Answer = Turn | EpisodeOver | EpisodeFailed
 _ANSWER: Final[Any] = Answer
@@ -43,12 +45,22 @@ _ANSWER: Final[Any] = Answer
 
 @dataclass(eq=False)
 class _Process:
-    peer: Peer
+    peers: list[Peer]
+    """Clients of it, each with some episodes: the cost of a request grows with a client's connections."""
     episodes: int = 0
     """Under way."""
     back_at: float = 0.0
     """time.monotonic() before which no episode begins there."""
     backoff: Backoff = field(default_factory=lambda: Backoff(0.05, 2.0))
+
+    @property
+    def peer(self) -> Peer:
+        """For what concerns no episode."""
+        return self.peers[0]
+
+    def peer_of(self, id: str) -> Peer:
+        """For an episode."""
+        return self.peers[hash(id) % len(self.peers)]
 
     @property
     def pause(self) -> float:
@@ -72,7 +84,9 @@ class EnvironmentClient:
         if not urls:
             raise ConfigError(f"environment {name!r} has no urls: give at least one")
         self.name, self._limit = name, timeout + MARGIN_SECONDS
-        self._processes = [_Process(Peer(url, token, self._limit, claim)) for url in urls]
+        self._processes = [
+            _Process([Peer(url, token, self._limit, claim) for _ in range(PEERS)]) for url in urls
+        ]
         self._places: dict[str, _Process] = {}
         """Episode → its process, until it is over or `end` is called."""
 
@@ -84,7 +98,7 @@ class EnvironmentClient:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await asyncio.gather(*(process.peer.aclose() for process in self._processes))
+        await asyncio.gather(*(peer.aclose() for process in self._processes for peer in process.peers))
 
     async def info(self, timeout: float | None = None) -> EnvironmentInfo:
         """EnvironmentInfo of all processes. Raises ConfigError when they differ."""
@@ -108,7 +122,7 @@ class EnvironmentClient:
             await asyncio.sleep(process.pause)
             self._place(id, process)
             try:
-                answer = await process.peer.once("/v1/begin", body, self._limit)
+                answer = await process.peer_of(id).once("/v1/begin", body, self._limit)
             except Overloaded as error:
                 process.back_at = time.monotonic() + error.retry_after
                 expires = time.monotonic() + self._limit
@@ -128,7 +142,7 @@ class EnvironmentClient:
         if (process := self._places.get(id)) is None:
             return EpisodeFailed(id=id, error=f"episode {id} has not begun", lost=True)
         body = EpisodeContinue(id=id, turn=turn, token_ids=token_ids, finish_reason=finish_reason)
-        return self._checked(id, await process.peer.call("/v1/continue", body, _ANSWER))
+        return self._checked(id, await process.peer_of(id).call("/v1/continue", body, _ANSWER))
 
     async def end(self, ids: list[str]) -> None:
         """Give these up; a process that cannot be told makes room for others in time."""
