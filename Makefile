@@ -22,6 +22,7 @@ test-faults: WHICH = tests/integration -v -m faults
 test-runs: WHICH = tests/integration -v -m "run and not faults"
 test-engines: WHICH = tests/integration -v -m "not run"
 test-units: WHICH = tests --ignore=tests/integration
+test-units: $(ENVIRONMENTS)/.installed
 test-faults test-runs test-engines test-units: test-%: $(STAMP)
 	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(WHICH) | sed -u 's/^/$* | /'
 
