@@ -23,7 +23,7 @@ from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import Answer
 from distill.run_log.journal import Journal
 from distill.run_log.records import Rollout
-from sync.wire import GenerateRequest, unpack
+from sync.wire import GenerateRequest, Version, unpack
 
 pytestmark = pytest.mark.virtual_time
 PROMPT = [USER, ASK, ANSWER]
@@ -31,14 +31,17 @@ PROMPT = [USER, ASK, ANSWER]
 
 @dataclass
 class Recorder(MemoryReplica):
-    """Remembers the context and the answer of every turn."""
+    """Remembers the context and the answer of every turn, and the version of every token."""
 
     turns: dict[str, list[tuple[list[int], list[int]]]] = field(default_factory=lambda: defaultdict(list))
+    versions: dict[str, list[Version]] = field(default_factory=lambda: defaultdict(list))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         contexts = {prompt.id: prompt.token_ids for prompt in request.prompts}
         async for answer in super().generate(request):
             self.turns[answer.id].append((contexts[answer.id], unpack(answer.token_ids).tolist()))
+            for span in answer.spans:
+                self.versions[answer.id] += [span.version] * (span.end - span.start)
             yield answer
 
 
@@ -101,11 +104,17 @@ async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_
     assert {task for _, task in environment.begun} == set(range(len(environment.begun)))
 
 
-async def test_versions_change_within_an_episode(play) -> None:
-    replica = Recorder(longest=1, token_seconds=0.05)
-    run, trained = play(GuessEnvironment(seconds=0.05), replicas={"r0": replica})
+async def test_every_token_of_an_episode_has_the_version_that_sampled_it(play) -> None:
+    replica = Recorder(longest=2, token_seconds=0.1)
+    config = settings()
+    config = config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 6})})
+    run, trained = play(GuessEnvironment(seconds=0.2), config, replicas={"r0": replica})
     await finish(run)
-    assert max(len({span.version for span in one.spans}) for one in trained) >= 2
+    assert max(len({span.version for span in one.spans}) for one in trained) >= 3
+    for one in trained:
+        of_token = [span.version for span in one.spans for _ in range(span.start, span.end)]
+        own = [of_token[place] for start, end in one.own for place in range(start, end)]
+        assert own == replica.versions[one.id]
 
 
 async def test_a_replica_that_dies_costs_turns_and_no_episode(play) -> None:
