@@ -125,6 +125,7 @@ class Controller:
         on(events.RolloutScored, lambda event: self.run_log.admit([event.rollout]))
         # … and on: StepBatcher forms a batch from the buffer and hands it to TrainerSession.prepare
         on(events.RolloutRejected, lambda event: self.run_log.reject(*event))
+        on(events.RolloutRejected, lambda event: self.dispatcher.forget(event.rollout.id))
         on(events.Quarantined, self._hooks.quarantined)
         on(Batch, self._hooks.batch)
         on(events.ScoresUnneeded, lambda event: self.releases.put(event.rollouts))

@@ -57,6 +57,8 @@ IDLE_SECONDS: Final = 600.0
 """An episode that waits for its student for longer makes room, when there is none, for one that begins."""
 RETRY_SECONDS: Final = 1.0
 """When to come back, for one that finds no room."""
+EVALUATION: Final = "eval:"
+"""Ids of an evaluation's episodes begin so."""
 MAX_BODY: Final = 1 << 26
 """Bytes of a request."""
 
@@ -86,6 +88,8 @@ class _Episode:
     """Of the Turn that it makes."""
     answered_at: float = math.inf
     """time.monotonic() at which it ended; inf: it is under way."""
+    said: bytes = b""
+    """The student's tokens before it."""
     over: bool = False
 
 
@@ -152,6 +156,9 @@ class Service:
             lost = f"episode {wanted.id} is not known: this process was restarted, or gave it up"
             return reply(EpisodeFailed(id=wanted.id, error=lost, lost=True))
         if wanted.turn + 1 == episode.turn:
+            if wanted.token_ids.data != episode.said:
+                other = f"turn {wanted.turn} of episode {wanted.id} was answered with other tokens"
+                return reply(EpisodeFailed(id=wanted.id, error=other, lost=True))
             return await _answered(episode)
         if wanted.turn != episode.turn or episode.over or not episode.call.done():
             rule = f"its newest turn is {episode.turn}: continue a turn once it is given, and once only"
@@ -160,7 +167,8 @@ class Service:
             return refuse(400, f"turn {wanted.turn} of {wanted.id}: {problem}")
         reason = wanted.finish_reason
         work = partial(self._host.proceed, wanted.id, wanted.turn, wanted.token_ids, reason)
-        episode.turn, episode.answered_at = wanted.turn + 1, math.inf
+        episode.turn, episode.said = wanted.turn + 1, wanted.token_ids.data
+        episode.answered_at = math.inf
         episode.call = self._call(wanted.id, episode.turn, work)
         return await _answered(episode)
 
@@ -192,11 +200,13 @@ class Service:
         return [one for one in self._episodes.values() if not one.over]
 
     async def _make_room(self, id: str) -> None:
-        """For episode `id`. Raises Overloaded when as many others are under way as may be."""
+        """For episode `id`. Raises Overloaded when as many others are under way as may be: an evaluation's do
+        not wait for those of training, whose replica may be held for it."""
         most = self._config.max_episodes
         for old in [one.id for one in self._episodes.values() if one.over][:-most]:
             del self._episodes[old]
-        if len(open_ := [one for one in self._open() if one.id != id]) < most:
+        alike = [one for one in self._open() if one.id.startswith(EVALUATION) == id.startswith(EVALUATION)]
+        if len(open_ := [one for one in alike if one.id != id]) < most:
             return
         idle = min(open_, key=lambda one: one.answered_at)
         if time.monotonic() - idle.answered_at < IDLE_SECONDS:

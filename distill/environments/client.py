@@ -123,17 +123,20 @@ class EnvironmentClient:
             self._place(id, process)
             try:
                 answer = await process.peer_of(id).once("/v1/begin", body, self._limit)
+                process.backoff.reset()
+                return self._checked(id, decode(answer, _ANSWER))
             except Overloaded as error:
                 process.back_at = time.monotonic() + error.retry_after
                 expires = time.monotonic() + self._limit
             except Unreachable as error:
                 process.back_at = time.monotonic() + process.backoff.next()
                 if time.monotonic() >= expires:
+                    self._place(id, None)
                     raise
                 log.warning("%s; retrying", error)
-            else:
-                process.backoff.reset()
-                return self._checked(id, decode(answer, _ANSWER))
+            except BaseException:
+                self._place(id, None)
+                raise
 
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from sync.wire import (
     pack,
     unpack,
 )
+
+LARGEST_REWARD: Final = 1e30
+"""Sums of rewards stay finite in single precision."""
 
 
 class Environment(Protocol):
@@ -191,9 +194,10 @@ async def play(
     Raises EnvironmentFailed, EnvironmentLost, and what `Environment` raises.
     """
     loop = asyncio.get_running_loop()
-    began, said = loop.time(), None
+    said = None
     try:
         said = await environment.begin(episode.id, task)
+        began = loop.time()  # it may have waited for room
         while isinstance(said, Turn):
             if episode.turns and (ended := _limit(said, limits, loop.time() - began)) is not None:
                 episode.ended = ended
@@ -210,6 +214,8 @@ async def play(
                 f"episode {episode.id} has {episode.turns} turns and {len(said.turn_rewards)} turn_rewards: "
                 "give one for each, or none"
             )
+        if max(map(abs, [said.reward or 0.0, *said.turn_rewards])) > LARGEST_REWARD:
+            raise WireError(f"a reward of episode {episode.id} is beyond ±{LARGEST_REWARD:g}: scale it")
         episode.ended, episode.reward, episode.metrics = "over", said.reward, said.metrics
         episode.turn_rewards = said.turn_rewards
     finally:

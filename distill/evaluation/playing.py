@@ -77,17 +77,18 @@ class Playing:
         return {id: task.result() for id, task in tasks.items()}
 
     async def _played(self, id: str, prompt: Prompt, generate: Generate) -> Played:
-        name, replica_failed = prompt.environment, False
+        name, replica_failed, until = prompt.environment, False, time.monotonic() + GONE_SECONDS
 
         async def answer(episode: Episode) -> Generated:
-            nonlocal replica_failed
+            nonlocal replica_failed, until
+            until = time.monotonic() + GONE_SECONDS  # it has just spoken
             try:
                 return await generate(episode)
             except DistillError:
                 replica_failed = True
                 raise
 
-        backoff, until, failures = Backoff(0.5, 10.0), time.monotonic() + GONE_SECONDS, 0
+        backoff, failures = Backoff(0.5, 10.0), 0
         while True:
             episode = Episode(id)
             try:

@@ -219,12 +219,16 @@ class Dispatcher:
     def _send_again(self, rollouts: list[Rollout], reason: RequeueReason, tokens: int = 0) -> None:
         """As `_requeue`; turns are generated again, and their episodes go on."""
         turns = {rollout.id: rollout for rollout in rollouts if rollout.source_prompt.environment}
+        state = self._run_log.state
+        since = {number: state.pending[number].since for number, turn in turns.items() if turn.own}
         again = self._run_log.requeue(rollouts, reason, tokens)
         self._requeued.extend(rollout for rollout in again if rollout.id not in turns)
         kept = {rollout.id for rollout in again}
         for number, turn in turns.items():
             if number in kept:
                 self._turns.append(turn)
+                if (version := since.get(number)) is not None:
+                    state.sent([number], version)  # of its first turn
             else:
                 self._broken(number)
         self._events.changed.wake()
@@ -246,6 +250,10 @@ class Dispatcher:
         if self._completed(event.rollout, event.answer) and self._run_log.state.rules.group == 1:
             for rollout in event.more:
                 self.screen(rollout)
+
+    def forget(self, episode: str) -> None:
+        """An episode that is over, and was not played."""
+        self._last.pop(episode, None)
 
     def play_again(self, rollout: Rollout) -> None:
         """Have an episode whose environment is gone begin again."""
@@ -284,19 +292,21 @@ class Dispatcher:
 
     def _completed(self, rollout: Rollout, answer: Generated) -> bool:
         """Requeue or reject what was broken off or ended by a limit, by its policy; else screen it: true."""
-        whole, count = rollout.completed(answer), answer.token_ids.shape[0]
+        whole = rollout.completed(answer)
+        count = whole.own_length
         policy: AtLimit = "keep"
         reason: Literal["straggler", "over_long"] = "over_long"
-        limit = "max_tokens"
+        limit = "rollout.max_tokens"
         if answer.finish_reason == "abort":
             self._requeue([rollout], "aborted", count)
             return False
         if answer.finish_reason == "length":
             policy = self._config.on_max_tokens
         elif answer.finish_reason == "time":
-            policy, reason, limit = self._config.on_timeout, "straggler", "completion_timeout_seconds"
+            policy, reason, limit = self._config.on_timeout, "straggler", "rollout.completion_timeout_seconds"
         if policy == "drop":
-            self._reject(whole, reason, f"ended after {count} tokens by rollout.{limit}")
+            named = f"a limit of environments.{one}" if (one := rollout.source_prompt.environment) else limit
+            self._reject(whole, reason, f"ended after {count} tokens by {named}")
         elif policy == "requeue" or (count == 0 and answer.finish_reason != "stop"):
             self._requeue([rollout], reason, count)
         else:

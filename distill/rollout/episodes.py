@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from functools import partial
 from itertools import accumulate
 from typing import Final, Literal
@@ -60,6 +61,8 @@ class Episodes:
         self._waiting: list[Rollout] = []
         self._arrived = Signal()
         self._turns: dict[str, asyncio.Future[Generated]] = {}  # of the episodes at a replica
+        self._lost: Counter[str] = Counter()  # episode → how often its environment was gone
+        self._most_lost = config.rollout.max_attempts
 
     def put(self, rollout: Rollout) -> None:
         """Play an issued rollout."""
@@ -93,12 +96,19 @@ class Episodes:
         except _Dropped:
             return
         except (Unreachable, EnvironmentLost) as error:
+            self._lost[rollout.id] += 1
+            if self._lost[rollout.id] == self._most_lost:
+                del self._lost[rollout.id]
+                self._budget.function_failed(server, rollout, error, "environment_failed")
+                return
             logger.warning("episode %s begins again: %s", rollout.id, error)
             await asyncio.sleep(self._backoff[name].next())
             self._events.emit(EpisodeLost(rollout))
         except DistillError as error:
+            self._lost.pop(rollout.id, None)
             self._budget.function_failed(server, rollout, error, "environment_failed")
         else:
+            self._lost.pop(rollout.id, None)
             self._budget.good(server)
             self._backoff[name].reset()
             self._events.emit(_played(rollout, episode))

@@ -214,6 +214,21 @@ async def test_messages_and_figures_are_taken_in_every_form() -> None:
         assert await client.begin("y", 5) == EpisodeOver(id="y", reward=1.0, metrics={"moves": 3.0})
 
 
+async def test_a_turn_that_comes_again_with_other_tokens_belongs_to_another_playing() -> None:
+    async with served() as (_, url), client_of(url) as client:
+        await client.begin("x", 0)
+        assert isinstance(await client.proceed("x", 0, said("ab"), "stop"), Turn)
+        again = await client.proceed("x", 0, said("cd"), "stop")
+    assert isinstance(again, EpisodeFailed)
+    assert again.lost
+
+
+async def test_an_evaluation_does_not_wait_for_episodes_of_training() -> None:
+    async with served(section(max_episodes=2)) as (_, url), client_of(url) as client:
+        for id in ("0:1:0", "0:2:0", "eval:a:1:0", "eval:a:2:0"):
+            assert isinstance(await asyncio.wait_for(client.begin(id, 0), 5.0), Turn)
+
+
 async def test_turns_may_be_rewarded_one_by_one() -> None:
     async with served(section("odd_environments:rewarded")) as (_, url), client_of(url) as client:
         episode = Episode("x")

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from episodes import ANSWER, ASK, TURNS, USER, GuessEnvironment
 from in_memory import MemoryReplica, MemoryTrainer
+from msgspec.structs import replace
 from small_config import make_config
 
+from distill.aio import cancel
+from distill.buffer import rules
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Hooks
@@ -23,6 +26,7 @@ from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import Answer
 from distill.run_log.journal import Journal
 from distill.run_log.records import Rollout
+from distill.run_log.run_log import RunLog
 from sync.wire import GenerateRequest, Version, unpack
 
 pytestmark = pytest.mark.virtual_time
@@ -264,3 +268,54 @@ async def test_a_controller_that_starts_again_begins_open_episodes_from_their_ta
     again = {id: task for id, task in second.begun if id in tasks_of}
     assert again.keys() >= open_ids & tasks_of.keys()
     assert all(tasks_of[id] == task for id, task in again.items())
+
+
+async def test_an_episode_that_loses_its_environment_every_time_is_given_up(play) -> None:
+    environment = GuessEnvironment(trouble=lambda id, turn: "gone" if id == "0:5:0" and turn == 1 else None)
+    run, _ = play(environment)
+    await finish(run)
+    assert [id for id, _ in environment.begun].count("0:5:0") == run.config.rollout.max_attempts
+    assert run.run_log.state.counters.dropped == {"environment_failed": 1}
+
+
+async def test_a_rollout_behind_a_rewritten_context_is_on_record_after_the_first_alone(
+    play, tmp_path
+) -> None:
+    run, trained = play(GuessEnvironment(trouble=lambda id, turn: "rewrite" if turn == 1 else None))
+    await finish(run)
+    more = next(one for one in trained if one.continues)
+    first = next(one for one in trained if one.id == more.id.partition("+")[0])
+
+    log = RunLog(
+        Journal(tmp_path / "other", "never"),
+        PromptStream(EnvironmentSource("guess", 0), seed=0),
+        run="r",
+        seed=0,
+        rules=rules(settings()),
+    )
+    issued = [one.id for one in log.issue(60)]
+    assert first.id in issued
+    log.admit([more])
+    assert more.id not in log.state.buffer, "the first may still be played again"
+    log.admit([first])
+    assert [*log.state.buffer] == [first.id, more.id]
+    other = next(id for id in issued if id in log.state.pending)
+    log.admit([replace(more, id=f"{other}+1")])
+    log.drop([other], "teacher_refused", "too long")
+    assert [*log.state.buffer] == [first.id, more.id, f"{other}+1"]
+    log.journal.close()
+
+
+async def test_a_turn_that_is_sent_again_keeps_the_version_of_the_first(play) -> None:
+    replica = Recorder(longest=2, token_seconds=0.5)
+    run, _ = play(GuessEnvironment(), replicas={"r0": replica})
+    task = asyncio.create_task(run.run())
+    await asyncio.sleep(8.0)
+    ids = [id for id, turns in replica.turns.items() if len(turns) > 1]
+    pending = run.run_log.state.pending
+    before = {id: pending[id].since for id in ids if id in pending}
+    replica.die()
+    await asyncio.sleep(0.1)
+    assert before
+    assert all(pending[id].since == since for id, since in before.items())
+    await cancel([task])
