@@ -8,15 +8,17 @@
     user: 47*83+5=      student: call 47*83      user: 3901
                         student: call 3901+5     user: 3906      student: 3906
 
-`call EXPRESSION` computes one operation of two whole numbers, by + - * or /. What the tool cannot compute is
-answered with "error: …" and its reason: an error is a turn like any other, and the student goes on. Anything
-else is the final answer; the reward is 1 when it is right. After `calls` calls the episode is over.
+`call EXPRESSION` computes one operation of two whole numbers, by + - * or /, which rounds down. What the tool
+cannot compute is answered with "error: …" and its reason: an error is a turn like any other, and the student
+goes on. Anything else is the final answer; the reward is 1 when it is right. After `calls` calls the episode
+is over.
 
 A `Toolset` of verifiers would run in a process of its own and speak MCP; a tool this small needs neither.
 """
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ import verifiers.v1 as vf
 
 from distill.environments.verifiers_plugins import DirectHarness
 
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 __all__ = ["CalculatorEnvironment", "DirectHarness", "SumTaskset"]
 
 
@@ -92,9 +95,7 @@ def computed(expression: str) -> int:
     found = re.fullmatch(r"\s*(-?\d{1,9})\s*([-+*/])\s*(-?\d{1,9})\s*", expression)
     if found is None:
         raise ValueError(f"{expression.strip()!r:.40} is not one operation of two whole numbers")
-    first, operator, second = int(found[1]), found[2], int(found[3])
-    if operator == "/" and second == 0:
+    first, sign, second = int(found[1]), found[2], int(found[3])
+    if sign == "/" and second == 0:
         raise ValueError("division by zero")
-    return {"+": first + second, "-": first - second, "*": first * second, "/": first // (second or 1)}[
-        operator
-    ]
+    return OPERATIONS[sign](first, second)

@@ -52,11 +52,8 @@ class Playing:
         Raises what `generate` raises, RemoteError when an environment stays away, DataError when one fails
         `guard.bad_answers` tasks in a row, or all.
         """
-        gate, most = (
-            asyncio.Semaphore(self._rollout.max_in_flight),
-            min(self._guard.bad_answers, len(prompts)),
-        )
-        in_a_row = 0
+        gate = asyncio.Semaphore(self._rollout.max_in_flight)
+        in_a_row, most = 0, min(self._guard.bad_answers, len(prompts))
 
         async def one(id: str, prompt: Prompt) -> Played:
             nonlocal in_a_row

@@ -18,7 +18,7 @@ from sync.own_code import check_module
 from sync.wire import EnvironmentInfo, Turn, unpack
 
 
-def named(config: RunConfig) -> dict[str, EnvironmentPrompts]:
+def sources(config: RunConfig) -> dict[str, EnvironmentPrompts]:
     """Key of a source of prompts ("prompts", "prompts.parts.NAME") → its environment and tasks."""
     parts: dict[str, object] = {"prompts": config.prompts}
     if isinstance(config.prompts, MixturePrompts):
@@ -28,7 +28,7 @@ def named(config: RunConfig) -> dict[str, EnvironmentPrompts]:
 
 def problems(config: RunConfig) -> Iterator[str]:
     """What is wrong between [environments.NAME] and the other sections."""
-    sections, used = config.environments, named(config)
+    sections, used = config.environments, sources(config)
     for key, one in used.items():
         if one.environment not in sections:
             known = ", ".join(sections) or "none"
@@ -86,7 +86,7 @@ def same_tokenizer(student: str, info: EnvironmentInfo) -> Finding:
 def enough_tasks(config: RunConfig, name: str, info: EnvironmentInfo) -> Finding:
     """Whether it has the tasks that the prompts name."""
     there, problem = info.tasks, None
-    for key, one in named(config).items():
+    for key, one in sources(config).items():
         if one.environment == name and there is not None and (one.tasks is None or one.tasks > there):
             given = "not set" if one.tasks is None else one.tasks
             problem = f"{key}.tasks is {given}: set it to {there} or less"

@@ -224,13 +224,13 @@ class Dispatcher:
         again = self._run_log.requeue(rollouts, reason, tokens)
         self._requeued.extend(rollout for rollout in again if rollout.id not in turns)
         kept = {rollout.id for rollout in again}
-        for number, turn in turns.items():
-            if number in kept:
+        for id, turn in turns.items():
+            if id in kept:
                 self._turns.append(turn)
                 if (version := since.get(number)) is not None:
                     state.sent([number], version)  # of its first turn
             else:
-                self._broken(number)
+                self._broken(id)
         self._events.changed.wake()
 
     def _broken(self, episode: str) -> None:
