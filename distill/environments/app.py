@@ -32,13 +32,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from distill.environments.config import EnvironmentConfig
-from distill.environments.episode import Environment
+from distill.environments.episode import Environment, EnvironmentAnswer
 from sync.claims import Claim
 from sync.errors import DataError, Overloaded, WireError
 from sync.own_code import own_code
 from sync.server import RunGuard, TokenGuard, exposition, process_registry, read_message, refuse, reply
 from sync.wire import (
-    Array,
     EnvironmentInfo,
     EpisodeBegin,
     EpisodeContinue,
@@ -50,7 +49,7 @@ from sync.wire import (
     decode,
     encode,
 )
-from sync.wire.checks import I4, Problem, array, ids
+from sync.wire.checks import Problem, turn_tokens
 
 log = logging.getLogger(__name__)
 IDLE_SECONDS: Final = 600.0
@@ -62,8 +61,7 @@ EVALUATION: Final = "eval:"
 MAX_BODY: Final = 1 << 26
 """Bytes of a request."""
 
-Answer = Turn | EpisodeOver | EpisodeFailed
-_ANSWER: Final[Any] = Answer
+_ANSWER: Final[Any] = EnvironmentAnswer
 
 
 class Host(Environment, Protocol):
@@ -82,7 +80,7 @@ class Host(Environment, Protocol):
 @dataclass(eq=False)
 class _Episode:
     id: str
-    call: asyncio.Task[Answer]
+    call: asyncio.Task[EnvironmentAnswer]
     """The newest call of the environment."""
     turn: int = 0
     """Of the Turn that it makes."""
@@ -163,7 +161,7 @@ class Service:
         if wanted.turn != episode.turn or episode.over or not episode.call.done():
             rule = f"its newest turn is {episode.turn}: continue a turn once it is given, and once only"
             return refuse(409, f"turn {wanted.turn} of {wanted.id} is continued, and {rule}")
-        if problem := self._problem(wanted.token_ids):
+        if problem := turn_tokens(wanted.token_ids, self._vocab_size):
             return refuse(400, f"turn {wanted.turn} of {wanted.id}: {problem}")
         reason = wanted.finish_reason
         work = partial(self._host.proceed, wanted.id, wanted.turn, wanted.token_ids, reason)
@@ -221,11 +219,15 @@ class Service:
             episode.call.cancel()
             await self._host.end([id])
 
-    def _call(self, id: str, turn: int, work: Callable[[], Awaitable[Answer]]) -> asyncio.Task[Answer]:
+    def _call(
+        self, id: str, turn: int, work: Callable[[], Awaitable[EnvironmentAnswer]]
+    ) -> asyncio.Task[EnvironmentAnswer]:
         """A call of the environment, which goes on when the caller leaves."""
         return asyncio.create_task(self._said(id, turn, work), name=f"{id} turn {turn}")
 
-    async def _said(self, id: str, turn: int, work: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def _said(
+        self, id: str, turn: int, work: Callable[[], Awaitable[EnvironmentAnswer]]
+    ) -> EnvironmentAnswer:
         """What the environment says in `turn`; EpisodeFailed when it raises, hangs or cannot be used."""
         limit, key = self._config.call_timeout_seconds, f"environments.{self._host.name}"
         about = f"turn {turn} of episode {id}"
@@ -247,7 +249,7 @@ class Service:
         self._note(id, said)
         return said
 
-    def _note(self, id: str, said: Answer) -> None:
+    def _note(self, id: str, said: EnvironmentAnswer) -> None:
         if isinstance(said, Turn):
             self._turns.inc()
         else:
@@ -256,15 +258,10 @@ class Service:
         if episode is not None and episode.call is asyncio.current_task():
             episode.answered_at, episode.over = time.monotonic(), not isinstance(said, Turn)
 
-    def _unusable(self, said: Answer, id: str, turn: int) -> str | Problem | None:
+    def _unusable(self, said: EnvironmentAnswer, id: str, turn: int) -> str | Problem | None:
         if said.id != id or (isinstance(said, Turn) and said.turn != turn):
             return f"it is of episode {said.id!r}, turn {getattr(said, 'turn', None)}"
-        return self._problem(said.token_ids) if isinstance(said, Turn) else None
-
-    def _problem(self, token_ids: Array) -> Problem | None:
-        if found := array("token_ids", token_ids, I4, (None,), ids(self._vocab_size)):
-            return found
-        return None if token_ids.data else Problem("token_ids", "empty", "one token or more")
+        return turn_tokens(said.token_ids, self._vocab_size) if isinstance(said, Turn) else None
 
 
 async def _answered(episode: _Episode) -> Response:

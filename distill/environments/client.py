@@ -12,8 +12,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from distill.environments.episode import EnvironmentAnswer, FinishReason
 from sync.claims import Claim
 from sync.client import Peer
 from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
@@ -25,7 +26,6 @@ from sync.wire import (
     EpisodeContinue,
     EpisodeEnd,
     EpisodeFailed,
-    EpisodeOver,
     Ok,
     Turn,
     decode,
@@ -39,8 +39,7 @@ END_SECONDS: Final = 2.0
 PEERS: Final = 16
 """Clients of one process."""
 
-Answer = Turn | EpisodeOver | EpisodeFailed
-_ANSWER: Final[Any] = Answer
+_ANSWER: Final[Any] = EnvironmentAnswer
 
 
 @dataclass(eq=False)
@@ -55,11 +54,11 @@ class _Process:
 
     @property
     def peer(self) -> Peer:
-        """For what concerns no episode."""
+        """For requests that concern no single episode."""
         return self.peers[0]
 
     def peer_of(self, id: str) -> Peer:
-        """For an episode."""
+        """For the requests of one episode."""
         return self.peers[hash(id) % len(self.peers)]
 
     @property
@@ -114,7 +113,7 @@ class EnvironmentClient:
                 )
         return infos[0]
 
-    async def begin(self, id: str, task: int) -> Answer:
+    async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         """The first turn of an episode, from any process; waits while all are full."""
         body, expires = encode(EpisodeBegin(id=id, task=task)), time.monotonic() + self._limit
         while True:
@@ -139,16 +138,16 @@ class EnvironmentClient:
                 raise
 
     async def proceed(
-        self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
-    ) -> Answer:
-        """What follows the student's answer; asked for until it is there, or the limit is over."""
+        self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
+    ) -> EnvironmentAnswer:
+        """What follows the student's answer; retried until it arrives or the time limit has passed."""
         if (process := self._places.get(id)) is None:
             return EpisodeFailed(id=id, error=f"episode {id} has not begun", lost=True)
         body = EpisodeContinue(id=id, turn=turn, token_ids=token_ids, finish_reason=finish_reason)
         return self._checked(id, await process.peer_of(id).call("/v1/continue", body, _ANSWER))
 
     async def end(self, ids: list[str]) -> None:
-        """Give these up; a process that cannot be told makes room for others in time."""
+        """Give these up. A process that cannot be reached frees their places once it needs them."""
         told: dict[_Process, list[str]] = {}
         for id in ids:
             if (process := self._places.get(id)) is not None:
@@ -166,7 +165,7 @@ class EnvironmentClient:
             self._places[id] = process
             process.episodes += 1
 
-    def _checked(self, id: str, said: Answer) -> Answer:
+    def _checked(self, id: str, said: EnvironmentAnswer) -> EnvironmentAnswer:
         if said.id != id:
             raise WireError(f"environment {self.name!r} answered for episode {said.id!r}, not {id!r}")
         if not isinstance(said, Turn):

@@ -24,6 +24,11 @@ from sync.wire import (
     pack,
     unpack,
 )
+from sync.wire.checks import Problem, turn_tokens
+
+FinishReason = Literal["stop", "length", "time"]
+EnvironmentAnswer = Turn | EpisodeOver | EpisodeFailed
+"""To EpisodeBegin and EpisodeContinue."""
 
 LARGEST_REWARD: Final = 1e30
 """Sums of rewards stay finite in single precision."""
@@ -38,10 +43,10 @@ class Environment(Protocol):
 
     name: str
 
-    async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed: ...
+    async def begin(self, id: str, task: int) -> EnvironmentAnswer: ...
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
-    ) -> Turn | EpisodeOver | EpisodeFailed: ...
+    ) -> EnvironmentAnswer: ...
     async def end(self, ids: list[str]) -> None:
         """Give these up, if it can be told."""
         ...
@@ -59,7 +64,6 @@ class Limits(NamedTuple):
 
 
 Ended = Literal["over", "max_turns", "max_tokens", "time"]
-FinishReason = Literal["stop", "length", "time"]
 
 
 @dataclass
@@ -152,27 +156,22 @@ class Episode:
 
     def asked(self, turn: Turn, limits: Limits) -> None:
         """Add the environment's tokens. Raises WireError for a turn that cannot be used."""
-        added, context = unpack(turn.token_ids).tolist(), self.context
-        if problem := self._problem(turn, added, len(context), limits):
+        context = self.context
+        if problem := self._problem(turn, len(context), limits):
             raise WireError(f"turn {turn.turn} of episode {self.id} cannot be used: {problem}")
         if turn.keep < len(context):
             self.sequences.append(Sequence(context[: turn.keep]))
-        self.sequences[-1].asked(added)
+        self.sequences[-1].asked(unpack(turn.token_ids).tolist())
 
-    def _problem(self, turn: Turn, added: list[int], held: int, limits: Limits) -> str | None:
+    def _problem(self, turn: Turn, held: int, limits: Limits) -> str | Problem | None:
         if turn.id != self.id or turn.turn != self.turns:
             return f"it is turn {turn.turn} of {turn.id!r}, and turn {self.turns} must follow"
-        if turn.token_ids.dtype != "i4" or len(turn.token_ids.shape) != 1 or not added:
-            return f"token_ids is {turn.token_ids.dtype} {turn.token_ids.shape}, and must be i4 [E], E >= 1"
-        if min(added) < 0 or max(added) >= limits.vocab_size:
-            return f"token ids lie in {min(added)} … {max(added)}, the vocabulary has {limits.vocab_size}"
+        if problem := turn_tokens(turn.token_ids, limits.vocab_size):
+            return problem
         if not 0 <= turn.keep <= held:
             return f"keep is {turn.keep}, and must be 0 to {held}, the tokens that there are"
-        if turn.keep + len(added) > limits.tokens:
-            return (
-                f"the context has {turn.keep + len(added)} tokens, {limits.tokens} are left beside "
-                "rollout.max_tokens"
-            )
+        if (length := turn.keep + turn.token_ids.shape[0]) > limits.tokens:
+            return f"the context has {length} tokens, {limits.tokens} are left beside rollout.max_tokens"
         return None
 
     def answered(self, answer: Generated) -> None:

@@ -13,17 +13,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distill.environments.config import EnvironmentConfig
+from distill.environments.episode import EnvironmentAnswer, FinishReason
 from distill.environments.rendering import Message, Renderer
 from sync.errors import ConfigError, DataError
 from sync.own_code import load_function, own_code
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
 
-FinishReason = Literal["stop", "length", "time"]
 _REMEDY = "take every task, and return a reward, None, or a table of numbers"
 
 
@@ -44,11 +44,11 @@ class Talk:
     def __init__(self, id: str, renderer: Renderer) -> None:
         self._id, self._renderer = id, renderer
         self._turn = self._length = 0
-        self._said: list[int] = []
+        self._answered: list[int] = []
         self.rewards: list[float] = []
         """Of each answer so far."""
         self._answers: asyncio.Queue[Reply] = asyncio.Queue()
-        self.out: asyncio.Queue[Turn | EpisodeOver | EpisodeFailed] = asyncio.Queue()
+        self.out: asyncio.Queue[EnvironmentAnswer] = asyncio.Queue()
         """For the service: turns, and how the episode ended."""
 
     async def say(self, said: str | Message | Sequence[Message], tools: Sequence[Any] | None = None) -> Reply:
@@ -59,7 +59,7 @@ class Talk:
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
         messages = [messages] if isinstance(messages, Mapping) else messages
         ids = (
-            self._renderer.added(self._said, messages, tools)
+            self._renderer.added(self._answered, messages, tools)
             if self._turn
             else self._renderer.prompt(messages, tools)
         )
@@ -67,7 +67,7 @@ class Talk:
             Turn(id=self._id, turn=self._turn, token_ids=pack(np.array(ids, "i4")), keep=self._length)
         )
         reply = await self._answers.get()
-        self._turn, self._said = self._turn + 1, reply.token_ids
+        self._turn, self._answered = self._turn + 1, reply.token_ids
         self.rewards.append(0.0)
         self._length += len(ids) + len(reply.token_ids)
         return reply
@@ -111,7 +111,7 @@ class PythonEnvironment:
     async def __aexit__(self, *_: object) -> None:
         await self.end([*self._episodes])
 
-    async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed:
+    async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         """The first turn of a new episode."""
         talk = Talk(id, self._renderer)
         self._episodes[id] = talk, asyncio.create_task(self._play(id, task, talk), name=f"episode {id}")
@@ -119,7 +119,7 @@ class PythonEnvironment:
 
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
-    ) -> Turn | EpisodeOver | EpisodeFailed:
+    ) -> EnvironmentAnswer:
         """What follows the student's answer."""
         talk, _ = self._episodes[id]
         talk.answer(unpack(token_ids).tolist(), finish_reason)
@@ -133,7 +133,7 @@ class PythonEnvironment:
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)  # one may ignore it
 
-    async def _next(self, id: str, talk: Talk) -> Turn | EpisodeOver | EpisodeFailed:
+    async def _next(self, id: str, talk: Talk) -> EnvironmentAnswer:
         said = await talk.out.get()
         if not isinstance(said, Turn):
             self._episodes.pop(id, None)

@@ -14,7 +14,7 @@ from sync.errors import DataError
 
 Message = Mapping[str, Any]
 """A chat message: role, content, and what else the template reads."""
-_ANSWER = "\u2603answer\u2603"
+_PLACEHOLDER = "\u2603answer\u2603"
 """Stands for the assistant's content; no template writes it."""
 
 
@@ -23,29 +23,28 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] = {}) -> None:
         self._tokenizer, self._options = tokenizer, dict(options)
-        self.end_ids = {tokenizer.eos_token_id} - {None}
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Ids of the first prompt, up to where the student answers."""
         return self._ids(self._text(messages, tools))
 
     def added(
-        self, said: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None = None
+        self, answer: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> list[int]:
-        """Ids behind the student's answer `said`, its end token included, up to where it answers next.
+        """Ids behind the student's `answer`, its end token included, up to where it answers next.
 
         Raises DataError when the template does not write the assistant's content as it is.
         """
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        before, found, behind = self._text([*turn, *messages], tools).rpartition(_ANSWER)
-        if not found or _ANSWER in before:
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
+        before, found, behind = self._text([*turn, *messages], tools).rpartition(_PLACEHOLDER)
+        if not found or _PLACEHOLDER in before:
             raise DataError(
                 "the chat template does not write an assistant's content once and as it is, so no turn can "
                 "follow it: set the student's chat_template to one that does"
             )
         ids = self._ids(behind)
-        ended = bool(said) and said[-1] in self.end_ids
-        return ids[1:] if ended and ids and ids[0] == said[-1] else ids
+        end_is_there = answer and ids and answer[-1] == ids[0] == self._tokenizer.eos_token_id
+        return ids[1:] if end_is_there else ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What the student said, without special tokens."""

@@ -16,11 +16,12 @@ import socket
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
 from distill.environments.config import EnvironmentConfig
+from distill.environments.episode import EnvironmentAnswer, FinishReason
 from sync.errors import ConfigError
 from sync.own_code import search_folder
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
@@ -159,7 +160,7 @@ class VerifiersEnvironment:
 
     # --- Environment
 
-    async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed:
+    async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         """The first turn of task `task`."""
         found = await self._task(task)
         if found is None:
@@ -171,8 +172,8 @@ class VerifiersEnvironment:
         return await self._next(episode)
 
     async def proceed(
-        self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
-    ) -> Turn | EpisodeOver | EpisodeFailed:
+        self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
+    ) -> EnvironmentAnswer:
         """What follows the student's answer to `turn`."""
         episode = self._episodes[id]
         ids = unpack(token_ids).tolist()
@@ -218,7 +219,7 @@ class VerifiersEnvironment:
             for trace in minted:
                 del self._of[trace]
 
-    async def _next(self, episode: _Episode) -> Turn | EpisodeOver | EpisodeFailed:
+    async def _next(self, episode: _Episode) -> EnvironmentAnswer:
         said = await episode.said.get()
         if not isinstance(said, _Call):
             await self.end([episode.id])

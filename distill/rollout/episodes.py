@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from functools import partial
 from itertools import accumulate
-from typing import Final, Literal
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -22,8 +22,10 @@ from distill.aio import Signal
 from distill.config import RunConfig
 from distill.environments.episode import (
     Environment,
+    EnvironmentAnswer,
     EnvironmentLost,
     Episode,
+    FinishReason,
     Limits,
     play,
 )
@@ -33,7 +35,7 @@ from distill.metrics.timeline import Timeline
 from distill.run_log.records import Rollout
 from sync.errors import DistillError, Unreachable
 from sync.retry import Backoff
-from sync.wire import Array, EpisodeFailed, EpisodeOver, Generated, Turn
+from sync.wire import Array, Generated
 
 logger = logging.getLogger(__name__)
 PAUSE: Final = 5.0
@@ -167,7 +169,7 @@ class _Timed:
         self._open += change
         self._timeline.level(f"environment {self.name}", "play", self._open)
 
-    async def begin(self, id: str, task: int) -> Turn | EpisodeOver | EpisodeFailed:
+    async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         self._note(1)
         try:
             return await self._environment.begin(id, task)
@@ -175,8 +177,8 @@ class _Timed:
             self._note(-1)
 
     async def proceed(
-        self, id: str, turn: int, token_ids: Array, finish_reason: Literal["stop", "length", "time"]
-    ) -> Turn | EpisodeOver | EpisodeFailed:
+        self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
+    ) -> EnvironmentAnswer:
         self._note(1)
         try:
             return await self._environment.proceed(id, turn, token_ids, finish_reason)

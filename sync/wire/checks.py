@@ -182,6 +182,13 @@ def own(found: Sequence[tuple[int, int]], count: int) -> Problem | None:
     return None
 
 
+def turn_tokens(found: Array, vocab_size: int) -> Problem | None:
+    """i4 [T], T >= 1: the tokens of one side of a turn."""
+    if problem := array("token_ids", found, I4, (None,), ids(vocab_size)):
+        return problem
+    return None if found.data else Problem("token_ids", "empty", "one token or more")
+
+
 def topk_ids(
     field: str, found: Array | None, count: int, k: int, vocab_size: int, low: int
 ) -> Problem | None:
