@@ -220,15 +220,15 @@ class Dispatcher:
         """As `_requeue`; turns are generated again, and their episodes go on."""
         turns = {rollout.id: rollout for rollout in rollouts if rollout.source_prompt.environment}
         state = self._run_log.state
-        since = {number: state.pending[number].since for number, turn in turns.items() if turn.own}
+        since = {id: state.pending[id].since for id, turn in turns.items() if turn.own}
         again = self._run_log.requeue(rollouts, reason, tokens)
         self._requeued.extend(rollout for rollout in again if rollout.id not in turns)
         kept = {rollout.id for rollout in again}
         for id, turn in turns.items():
             if id in kept:
                 self._turns.append(turn)
-                if (version := since.get(number)) is not None:
-                    state.sent([number], version)  # of its first turn
+                if (version := since.get(id)) is not None:
+                    state.sent([id], version)  # of its first turn
             else:
                 self._broken(id)
         self._events.changed.wake()
