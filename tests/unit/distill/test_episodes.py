@@ -218,7 +218,7 @@ async def test_limits_end_an_episode_between_two_turns(play) -> None:
 async def test_a_hundredfold_straggler_changes_no_step_time(play, tmp_path: Path) -> None:
     class Straggling(GuessEnvironment):
         async def begin(self, id: str, task: int) -> Any:
-            if self.slow and task % 24 == 5:
+            if self.slow and task % 48 == 5:
                 await asyncio.sleep(100 * 0.1)
             return await super().begin(id, task)
 
@@ -229,7 +229,7 @@ async def test_a_hundredfold_straggler_changes_no_step_time(play, tmp_path: Path
         environment = Straggling(seconds=0.02)
         environment.slow = slow
         config = settings()
-        late = {"max_staleness": 4, "late": {"type": "freshness", "hard_limit": 60}}
+        late = {"max_staleness": 4, "depth": "full", "late": {"type": "freshness", "hard_limit": 60}}
         config = config.model_copy(
             update={
                 "run": config.run.model_copy(update={"steps": 40}),
@@ -245,7 +245,7 @@ async def test_a_hundredfold_straggler_changes_no_step_time(play, tmp_path: Path
         trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())  # type: ignore[misc]
         await finish(run, trainer)
         seconds.append(ended[-8] - ended[4])  # the last batches have what was issued before, and wait for it
-    assert seconds[1] <= 1.05 * seconds[0]
+    assert seconds[1] <= 1.01 * seconds[0]
 
 
 async def test_a_controller_that_starts_again_begins_open_episodes_from_their_tasks(play, tmp_path) -> None:
