@@ -8,13 +8,18 @@ limit and never decompressed: a few kilobytes of gzip can stand for gigabytes. T
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import os
+import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import httpx
 from pydantic import AfterValidator
@@ -34,6 +39,8 @@ MAX_REFUSAL: Final = 1 << 16
 """Bytes of an answer with another status than 200."""
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
+POOL_REQUESTS: Final = 8
+"""Requests of one connection pool at a time: httpx looks at every connection of a pool for each request."""
 
 M = TypeVar("M", bound=Message)
 
@@ -211,6 +218,19 @@ def _left(deadline: float) -> float:
 # --- clients ----------------------------------------------------------------------------------------------
 
 
+@cache
+def _tls() -> ssl.SSLContext:
+    """One for all clients: making it takes 20 ms."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
+@dataclass
+class _Pool:
+    http: httpx.AsyncClient
+    requests: int = 0
+    """Under way."""
+
+
 class Peer:
     """Asynchronous client of one process. Use inside `async with`, or call `aclose()`.
 
@@ -228,13 +248,7 @@ class Peer:
         self.model: str | None = None
         """What a teacher's answers must be of (`TeacherInfo.fingerprint`); None: anything."""
         self._claim = claim or Claim()
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=_headers(token),
-            timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
-        )
+        self._headers, self._pools = _headers(token), list[_Pool]()
 
     async def __aenter__(self) -> Peer:
         return self
@@ -243,12 +257,32 @@ class Peer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        pools, self._pools = self._pools, []
+        for pool in pools:
+            await pool.http.aclose()
+
+    @asynccontextmanager
+    async def _open(self, method: str, path: str, **options: Any) -> AsyncIterator[httpx.Response]:
+        """One request, in the first pool with room."""
+        pool = next((one for one in self._pools if one.requests < POOL_REQUESTS), None)
+        if pool is None:
+            timeout = httpx.Timeout(self.timeout, connect=min(5.0, self.timeout))
+            http = httpx.AsyncClient(
+                base_url=self.url, headers=self._headers, timeout=timeout, trust_env=False, verify=_tls()
+            )
+            pool = _Pool(http)
+            self._pools.append(pool)
+        pool.requests += 1
+        try:
+            async with pool.http.stream(method, path, **options) as response:
+                yield response
+        finally:
+            pool.requests -= 1
 
     async def alive(self) -> bool:
         """Whether /health answers 200 within two seconds."""
         try:
-            async with self._http.stream("GET", "/health", timeout=2.0) as response:
+            async with self._open("GET", "/health", timeout=2.0) as response:
                 return response.status_code == 200
         except httpx.HTTPError:
             return False
@@ -281,7 +315,7 @@ class Peer:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
     async def _send(self, path: str, content: bytes | None, timeout: float) -> _Answer:
-        async with self._http.stream(
+        async with self._open(
             "GET" if content is None else "POST",
             path,
             content=content,
@@ -306,7 +340,7 @@ class Peer:
         content, headers = encode(body), self._claim.headers()
         endless = httpx.Timeout(None, connect=5.0)
         try:
-            async with self._http.stream(
+            async with self._open(
                 "POST", path, content=content, headers=headers, timeout=endless
             ) as response:
                 if response.status_code != 200:
@@ -324,6 +358,20 @@ class Peer:
                     raise Unreachable(f"{self.url}{path} ended in the middle of a frame")
         except httpx.RequestError as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+
+
+async def agreed(
+    peers: Sequence[Peer], path: str, kind: type[M], what: str, timeout: float | None = None
+) -> M:
+    """The answer of all processes of one server, which `what` names. Raises ConfigError when they differ."""
+    answers = await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in peers))
+    for peer, answer in zip(peers, answers, strict=True):
+        if answer != answers[0]:
+            raise ConfigError(
+                f"processes of {what} differ: {peer.url} serves {answer}, {peers[0].url} serves "
+                f"{answers[0]}: start them from the same configuration"
+            )
+    return answers[0]
 
 
 class BlockingPeer:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from sync import wire
 from sync.claims import Claim
-from sync.client import Peer
+from sync.client import Peer, agreed
 from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError, WrongServer
 from sync.retry import Backoff
 from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
@@ -110,17 +110,10 @@ class TeacherClient:
     async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
         """TeacherInfo of all replicas. Raises ConfigError when they are not the same teacher."""
         peers = [replica.peer for replica in self._replicas]
-        infos = await asyncio.gather(
-            *(peer.call("/v1/info", None, wire.TeacherInfo, timeout) for peer in peers)
-        )
-        for peer, info in zip(peers, infos, strict=True):
-            if info != infos[0]:
-                raise ConfigError(
-                    f"replicas of teacher {self.name!r} differ: {peer.url} serves {info}, "
-                    f"{peers[0].url} serves {infos[0]}: start them from the same configuration"
-                )
+        info = await agreed(peers, "/v1/info", wire.TeacherInfo, f"teacher {self.name!r}", timeout)
+        for peer in peers:
             peer.model = info.fingerprint
-        return infos[0]
+        return info
 
     async def first_info(self) -> wire.TeacherInfo:
         """TeacherInfo of the first replica that answers."""

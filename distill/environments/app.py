@@ -38,6 +38,7 @@ from sync.errors import DataError, Overloaded, WireError
 from sync.own_code import own_code
 from sync.server import RunGuard, TokenGuard, exposition, process_registry, read_message, refuse, reply
 from sync.wire import (
+    EVALUATION_ID,
     EnvironmentInfo,
     EpisodeBegin,
     EpisodeContinue,
@@ -56,8 +57,6 @@ IDLE_SECONDS: Final = 600.0
 """An episode that waits for its student for longer makes room, when there is none, for one that begins."""
 RETRY_SECONDS: Final = 1.0
 """When to come back, for one that finds no room."""
-EVALUATION: Final = "eval:"
-"""Ids of an evaluation's episodes begin so."""
 MAX_BODY: Final = 1 << 26
 """Bytes of a request."""
 
@@ -203,7 +202,8 @@ class Service:
         most = self._config.max_episodes
         for old in [one.id for one in self._episodes.values() if one.over][:-most]:
             del self._episodes[old]
-        alike = [one for one in self._open() if one.id.startswith(EVALUATION) == id.startswith(EVALUATION)]
+        kind = id.startswith(EVALUATION_ID)
+        alike = (one for one in self._open() if one.id.startswith(EVALUATION_ID) == kind)
         if len(open_ := [one for one in alike if one.id != id]) < most:
             return
         idle = min(open_, key=lambda one: one.answered_at)

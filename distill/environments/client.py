@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from distill.environments.episode import EnvironmentAnswer, FinishReason
 from sync.claims import Claim
-from sync.client import Peer
+from sync.client import Peer, agreed
 from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
 from sync.retry import Backoff
 from sync.wire import (
@@ -36,30 +36,18 @@ log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 10.0
 """Beyond the environment's own limit of a call: for the way there and back, or a restart."""
 END_SECONDS: Final = 2.0
-PEERS: Final = 16
-"""Clients of one process."""
 
 _ANSWER: Final[Any] = EnvironmentAnswer
 
 
 @dataclass(eq=False)
 class _Process:
-    peers: list[Peer]
-    """Clients of it, each with some episodes: the cost of a request grows with a client's connections."""
+    peer: Peer
     episodes: int = 0
     """Under way."""
     back_at: float = 0.0
     """time.monotonic() before which no episode begins there."""
     backoff: Backoff = field(default_factory=lambda: Backoff(0.05, 2.0))
-
-    @property
-    def peer(self) -> Peer:
-        """For requests that concern no single episode."""
-        return self.peers[0]
-
-    def peer_of(self, id: str) -> Peer:
-        """For the requests of one episode."""
-        return self.peers[hash(id) % len(self.peers)]
 
     @property
     def pause(self) -> float:
@@ -83,9 +71,7 @@ class EnvironmentClient:
         if not urls:
             raise ConfigError(f"environment {name!r} has no urls: give at least one")
         self.name, self._limit = name, timeout + MARGIN_SECONDS
-        self._processes = [
-            _Process([Peer(url, token, self._limit, claim) for _ in range(PEERS)]) for url in urls
-        ]
+        self._processes = [_Process(Peer(url, token, self._limit, claim)) for url in urls]
         self._places: dict[str, _Process] = {}
         """Episode → its process, until it is over or `end` is called."""
 
@@ -97,31 +83,29 @@ class EnvironmentClient:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await asyncio.gather(*(peer.aclose() for process in self._processes for peer in process.peers))
+        await asyncio.gather(*(process.peer.aclose() for process in self._processes))
 
     async def info(self, timeout: float | None = None) -> EnvironmentInfo:
         """EnvironmentInfo of all processes. Raises ConfigError when they differ."""
         peers = [process.peer for process in self._processes]
-        infos = await asyncio.gather(
-            *(peer.call("/v1/info", None, EnvironmentInfo, timeout) for peer in peers)
-        )
-        for peer, found in zip(peers, infos, strict=True):
-            if found != infos[0]:
-                raise ConfigError(
-                    f"processes of environment {self.name!r} differ: {peer.url} serves {found}, "
-                    f"{peers[0].url} serves {infos[0]}: start them from the same configuration"
-                )
-        return infos[0]
+        return await agreed(peers, "/v1/info", EnvironmentInfo, f"environment {self.name!r}", timeout)
 
     async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         """The first turn of an episode, from any process; waits while all are full."""
+        try:
+            return await self._begun(id, task)
+        except (DistillError, asyncio.CancelledError):
+            self._place(id, None)
+            raise
+
+    async def _begun(self, id: str, task: int) -> EnvironmentAnswer:
         body, expires = encode(EpisodeBegin(id=id, task=task)), time.monotonic() + self._limit
         while True:
             process = min(self._processes, key=lambda one: (one.pause, one.episodes))
             await asyncio.sleep(process.pause)
             self._place(id, process)
             try:
-                answer = await process.peer_of(id).once("/v1/begin", body, self._limit)
+                answer = await process.peer.once("/v1/begin", body, self._limit)
                 process.backoff.reset()
                 return self._checked(id, decode(answer, _ANSWER))
             except Overloaded as error:
@@ -130,12 +114,8 @@ class EnvironmentClient:
             except Unreachable as error:
                 process.back_at = time.monotonic() + process.backoff.next()
                 if time.monotonic() >= expires:
-                    self._place(id, None)
                     raise
                 log.warning("%s; retrying", error)
-            except BaseException:
-                self._place(id, None)
-                raise
 
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
@@ -144,7 +124,7 @@ class EnvironmentClient:
         if (process := self._places.get(id)) is None:
             return EpisodeFailed(id=id, error=f"episode {id} has not begun", lost=True)
         body = EpisodeContinue(id=id, turn=turn, token_ids=token_ids, finish_reason=finish_reason)
-        return self._checked(id, await process.peer_of(id).call("/v1/continue", body, _ANSWER))
+        return self._checked(id, await process.peer.call("/v1/continue", body, _ANSWER))
 
     async def end(self, ids: list[str]) -> None:
         """Give these up. A process that cannot be reached frees their places once it needs them."""

@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from distill.environments.config import EnvironmentConfig
 from sync.errors import RemoteError, WireError
 from sync.wire import (
     Array,
@@ -61,6 +62,12 @@ class Limits(NamedTuple):
     seconds: float | None
     """After which no turn begins; None: no limit."""
     vocab_size: int
+
+    @classmethod
+    def of(cls, config: EnvironmentConfig, max_tokens: int, context: int, vocab_size: int) -> Limits:
+        """`max_tokens`: of a turn of the student. `context`: longest sequence of student and teachers."""
+        tokens = min(context, config.max_tokens or context) - max_tokens
+        return cls(config.max_turns, tokens, config.episode_timeout_seconds, vocab_size)
 
 
 Ended = Literal["over", "max_turns", "max_tokens", "time"]
@@ -156,11 +163,12 @@ class Episode:
 
     def asked(self, turn: Turn, limits: Limits) -> None:
         """Add the environment's tokens. Raises WireError for a turn that cannot be used."""
-        context = self.context
-        if problem := self._problem(turn, len(context), limits):
+        last = self.sequences[-1]
+        held = len(last.prompt) + len(last.token_ids)
+        if problem := self._problem(turn, held, limits):
             raise WireError(f"turn {turn.turn} of episode {self.id} cannot be used: {problem}")
-        if turn.keep < len(context):
-            self.sequences.append(Sequence(context[: turn.keep]))
+        if turn.keep < held:
+            self.sequences.append(Sequence(self.context[: turn.keep]))
         self.sequences[-1].asked(unpack(turn.token_ids).tolist())
 
     def _problem(self, turn: Turn, held: int, limits: Limits) -> str | Problem | None:
@@ -204,8 +212,8 @@ async def play(
             episode.asked(said, limits)
             answer = await generate(episode)
             episode.answered(answer)
-            reason = "stop" if answer.finish_reason == "abort" else answer.finish_reason
-            said = await environment.proceed(episode.id, said.turn, answer.token_ids, reason)
+            assert answer.finish_reason != "abort", "`generate` has it generated again"
+            said = await environment.proceed(episode.id, said.turn, answer.token_ids, answer.finish_reason)
         if isinstance(said, EpisodeFailed):
             raise EnvironmentLost(said.error) if said.lost else EnvironmentFailed(said.error)
         if len(said.turn_rewards) not in (0, episode.turns):

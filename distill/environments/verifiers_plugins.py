@@ -75,7 +75,7 @@ class DirectHarness(vf.Harness[vf.HarnessConfig]):
     @cached_property
     def _http(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, verify=False)  # loopback
+        return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
 
     async def launch(
         self,

@@ -36,7 +36,16 @@ from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
 from sync import durable
 from sync.errors import RemoteError, Unreachable, WireError
-from sync.wire import Generated, GeneratePrompt, GenerateRequest, Sampling, Version, checks, unpack
+from sync.wire import (
+    EVALUATION_ID,
+    Generated,
+    GeneratePrompt,
+    GenerateRequest,
+    Sampling,
+    Version,
+    checks,
+    unpack,
+)
 
 KEPT: Final = 20
 """Versions."""
@@ -113,7 +122,10 @@ class Generation:
         version, WireError for an answer that cannot be used, and what `Playing.run` raises.
         """
         asked = {
-            f"eval:{version}:{index}:{copy}" if prompt.environment else f"{index}:{copy}": (index, prompt)
+            f"{EVALUATION_ID}{version}:{index}:{copy}" if prompt.environment else f"{index}:{copy}": (
+                index,
+                prompt,
+            )
             for index, prompt in enumerate(wanted.prompts)
             for copy in range(wanted.completions)
         }

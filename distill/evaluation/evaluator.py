@@ -97,8 +97,9 @@ class Evaluator:
             torch.set_num_threads(self._settings.threads)
         self._tokenizer = load_tokenizer(config.student)
         self._vocab = vocab_size(self._tokenizer)
-        self._sets = open_sets(config, open_prompts(config, self._tokenizer), self._tokenizer)
-        self._playing = Playing(config, environments, longest_sequence(config), self._vocab)
+        context = longest_sequence(config)
+        self._sets = open_sets(config, open_prompts(config, self._tokenizer, context), self._tokenizer)
+        self._playing = Playing(config, environments, context, self._vocab)
         self._route = Router(config.teachers).route
         own = self._settings.replica
         self._own = connect(own.urls[0]) if own is not None else None

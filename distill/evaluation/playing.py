@@ -14,9 +14,8 @@ from typing import Final, NamedTuple
 
 from distill.aio import cancel
 from distill.config import RunConfig
-from distill.environments.episode import Environment, EnvironmentLost, Episode, play
+from distill.environments.episode import Environment, EnvironmentLost, Episode, Limits, play
 from distill.prompts.stream import Prompt
-from distill.rollout.episodes import limits
 from sync.errors import DataError, DistillError, RemoteError, Unreachable
 from sync.retry import Backoff
 from sync.wire import Generated
@@ -44,7 +43,10 @@ class Playing:
     ) -> None:
         """`context`: the longest sequence that student and teachers take."""
         self._environments, self._rollout, self._guard = environments, config.rollout, config.guard
-        self._limits = {name: limits(config, name, context, vocab_size) for name in environments}
+        self._limits = {
+            name: Limits.of(one, config.rollout.max_tokens, context, vocab_size)
+            for name, one in config.environments.items()
+        }
 
     async def run(self, prompts: Mapping[str, Prompt], generate: Generate) -> dict[str, Played]:
         """An episode for each prompt, by its id.
@@ -75,6 +77,7 @@ class Playing:
 
     async def _played(self, id: str, prompt: Prompt, generate: Generate) -> Played:
         name, replica_failed, until = prompt.environment, False, time.monotonic() + GONE_SECONDS
+        assert name is not None, "a prompt that is completed once is not played"
 
         async def answer(episode: Episode) -> Generated:
             nonlocal replica_failed, until

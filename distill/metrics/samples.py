@@ -164,6 +164,7 @@ def shown(sample: Sample, decoder: Decoder) -> Text:
     """
     line = Text(f"{sample.version}  {sample.id}  {figures(sample)}\n", style="bold")
     line.append(f"{decoder.text(sample.prompt)}\n", style="dim")
+    excess = sample.excess
     for number, (start, end, environment) in enumerate(sample.parts):
         if sample.own:
             who = "environment" if environment else "student"
@@ -172,7 +173,7 @@ def shown(sample: Sample, decoder: Decoder) -> Text:
             line.append(decoder.text(sample.tokens[start:end]), style="dim")
             continue
         pieces = decoder.pieces(sample.tokens[start:end])
-        for piece, nats in zip(pieces, sample.excess[start:end], strict=True):
+        for piece, nats in zip(pieces, excess[start:end], strict=True):
             line.append(piece, style=next((style for least, style in SHADES if nats >= least), ""))
     return line
 
@@ -185,12 +186,14 @@ def shaded(sample: Sample, decoder: Decoder) -> str:
         color = f"background:rgba(204,63,90,{alpha:.2f})"
         return f'<span title="{nats:.2f} nats" style="{color}">{escape(piece)}</span>'
 
+    excess = sample.excess
+
     def part(start: int, end: int, environment: bool) -> str:
         tokens = sample.tokens[start:end]
         if environment:
             text = escape(decoder.text(tokens))
             return f'<span title="environment" style="color:#7b8794">{text}</span>'
-        return "".join(map(token, decoder.pieces(tokens), sample.excess[start:end]))
+        return "".join(map(token, decoder.pieces(tokens), excess[start:end]))
 
     return "".join(part(*one) for one in sample.parts)
 

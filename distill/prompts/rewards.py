@@ -149,8 +149,7 @@ def load_rewards(prompts: PromptsConfig) -> RewardFn:
         rewarded = {n: one for n, one in prompts.parts.items() if not isinstance(one, EnvironmentPrompts)}
         parts = {name: load_rewards(part) for name, part in rewarded.items()}
         return lambda prompt, completion: parts[prompt.source](prompt, completion)
-    if isinstance(prompts, EnvironmentPrompts):
-        raise ConfigError("an environment gives its rewards itself")
+    assert not isinstance(prompts, EnvironmentPrompts), "an environment gives its rewards itself"
     if isinstance(prompts, TaskPrompts):
         task = tasks.load(prompts.task, prompts.options)
         return partial(_reward, f"prompts.task {prompts.task!r}, passes()", task.passes)

@@ -24,9 +24,9 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Reference answer; None: the row has none."""
     text: str = ""
     """`token_ids` as text, if the source knows it; else empty."""
-    environment: str = ""
+    environment: str | None = None
     """Environment that the student plays against; it gives the first prompt, and `token_ids` is empty until
-    then. Empty: none, the prompt is completed once."""
+    then. None: the prompt is completed once."""
     task: int = 0
     """Which of its tasks."""
 

@@ -99,7 +99,7 @@ class Dispatcher:
 
     async def _dispatch(self, group: asyncio.TaskGroup) -> None:
         """As long as there are prompts and replicas with room; other tasks run between two requests."""
-        while not self.paused and (replica := self._pool.least_busy()) and self._turns:
+        while self._turns and not self.paused and (replica := self._pool.least_busy()):
             replica = self._for_turn(self._turns[0], replica)
             if replica.in_flight >= self._config.max_in_flight:
                 break

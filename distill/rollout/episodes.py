@@ -56,7 +56,8 @@ class Episodes:
             name: _Timed(environment, timeline) for name, environment in parts.environments.items()
         }
         self._limits = {
-            name: limits(config, name, parts.context, parts.vocab_size) for name in parts.environments
+            name: Limits.of(one, config.rollout.max_tokens, parts.context, parts.vocab_size)
+            for name, one in config.environments.items()
         }
         self._backoff = {name: Backoff(0.5, PAUSE) for name in parts.environments}
         self._budget, self._events = budget, events
@@ -91,6 +92,7 @@ class Episodes:
     async def _play(self, rollout: Rollout) -> None:
         prompt, episode = rollout.source_prompt, Episode(rollout.id)
         name = prompt.environment
+        assert name is not None, "the dispatcher sends only episodes here"
         server = f"environment {name}"
         try:
             generate = partial(self._turn, rollout)
@@ -121,13 +123,6 @@ class Episodes:
         turn = self._turns[rollout.id] = asyncio.get_running_loop().create_future()
         self._events.emit(TurnReady(replace(rollout, issued=prompt, own=list(episode.sequences[0].own))))
         return await turn
-
-
-def limits(config: RunConfig, name: str, context: int, vocab_size: int) -> Limits:
-    """Of an environment's episodes. `context`: longest sequence that student and teachers take."""
-    one = config.environments[name]
-    tokens = min(context, one.max_tokens or context) - config.rollout.max_tokens
-    return Limits(one.max_turns, tokens, one.episode_timeout_seconds, vocab_size)
 
 
 def _played(rollout: Rollout, episode: Episode) -> EpisodePlayed:

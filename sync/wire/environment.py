@@ -8,9 +8,12 @@ EpisodeContinue those that the student sampled behind them: nothing is tokenized
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from sync.wire.base import Array, Count, Message, Number
+
+EVALUATION_ID: Final = "eval:"
+"""The ids of an evaluation's episodes begin so."""
 
 
 class EpisodeBegin(Message, frozen=True):
@@ -20,7 +23,7 @@ class EpisodeBegin(Message, frozen=True):
     """
 
     id: str
-    """Unique within the run; "eval:…" from the evaluator."""
+    """Unique within the run; an evaluation's begins with EVALUATION_ID."""
     task: Count
     """Which task: the same one always begins, and answers the same tokens, in the same way."""
 
