@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from student_trainer.objectives.config import Full, ObjectiveConfig
-from sync.client import Url
+from sync.address import Url
 from sync.settings import ModelSource, Settings, WeightsConfig
 
 

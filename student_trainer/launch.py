@@ -35,7 +35,7 @@ import psutil
 
 from student_trainer.config import TrainerConfig, TrainerSettings
 from sync import secrets
-from sync.client import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
+from sync.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 from sync.errors import ConfigError
 from sync.own_code import CODE_VARIABLE
 from sync.server import ON_LOOPBACK

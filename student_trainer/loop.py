@@ -35,8 +35,9 @@ from student_trainer.step import in_loss, loss_of
 from student_trainer.teacher_scores import TeacherScores
 from student_trainer.transports import Publishing, open_transport
 from sync import wire
+from sync.address import token_from_environment
 from sync.claims import Claim
-from sync.client import BlockingPeer, token_from_environment
+from sync.client import BlockingPeer
 from sync.errors import DataError, StoreError
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version, Wait
 

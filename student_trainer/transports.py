@@ -26,8 +26,8 @@ import msgspec
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.engine import Learner
+from sync.address import token_from_environment
 from sync.broadcast import BroadcastSender, own_address
-from sync.client import token_from_environment
 from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.publish import Publisher, PublishReport
 from sync.retry import retrying

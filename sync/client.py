@@ -1,4 +1,4 @@
-"""Clients of one process over HTTP: addresses, the bearer token, requests with retries, bounded answers.
+"""Clients of one process over HTTP: requests with retries, bounded answers, connections.
 
 A request is POST (or GET without a body); a refusal is JSON `{"error": text}` with a 4xx status: 429 with
 Retry-After when the peer is full, 421 when it serves another run (`sync.claims`). An answer is read up to a
@@ -9,96 +9,36 @@ limit and never decompressed: a few kilobytes of gzip can stand for gigabytes. T
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import io
 import json
-import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
+import aiohttp
 import httpx
-from pydantic import AfterValidator
 
+from sync.address import checked_url
 from sync.claims import MISDIRECTED, MODEL_HEADER, Claim
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.retry import retrying, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 
-TOKEN_VARIABLE: Final = "DISTILL_TOKEN"
-"""Environment variable that carries the bearer token; never a flag, never in a file of the run."""
-TOKEN_FILE_VARIABLE: Final = "DISTILL_TOKEN_FILE"
-"""Path of a file that holds the bearer token, where the variable itself does not reach."""
 MAX_ANSWER: Final = 1 << 32
 """Bytes of an answer: a rank's share of a batch with hidden states, or the head of a large teacher."""
 MAX_REFUSAL: Final = 1 << 16
 """Bytes of an answer with another status than 200."""
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
-POOL_REQUESTS: Final = 8
-"""Requests of one connection pool at a time: httpx looks at every connection of a pool for each request."""
+IDLE_SECONDS: Final = 4.0
+"""A connection is used again within it: uvicorn closes one after 5 s."""
+LARGE_BODY: Final = 1 << 20
+"""Bytes of a request that is sent in pieces, between which others run."""
 
 M = TypeVar("M", bound=Message)
-
-
-# --- addresses and the token ------------------------------------------------------------------------------
-
-
-def url_problem(url: str) -> str | None:
-    """What keeps HTTP from reaching a server at `url`, and the remedy; None: nothing."""
-    try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        return f"not a server's URL ({error}): write http://host:port"
-    if parts.scheme not in ("http", "https") or not parts.host or parts.port not in (None, *range(1, 65536)):
-        return "not a server's URL: write http://host:port"
-    return None
-
-
-def checked_url(url: str, name: str = "URL") -> str:
-    """`url` itself. Raises ConfigError when no server can be there."""
-    if problem := url_problem(url):
-        raise ConfigError(f"{name} {url!r} is {problem}")
-    return url
-
-
-def _in_settings(url: str) -> str:
-    if problem := url_problem(url):
-        raise ValueError(problem)  # without the URL: the caller redacts it
-    return url
-
-
-Url = Annotated[str, AfterValidator(_in_settings)]
-"""A field of a configuration that names a server."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def token_from_environment() -> str | None:
-    """The bearer token of this process; None when unset or empty.
-
-    Raises ConfigError for a token file that cannot be read.
-    """
-    token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
-    if token or not path:
-        return token or None
-    try:
-        token = Path(path).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} cannot be read: {error.strerror}") from None
-    if not token:
-        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} is empty: write the token into it")
-    return token
 
 
 # --- answers ----------------------------------------------------------------------------------------------
@@ -108,7 +48,9 @@ class _Unavailable(RemoteError):
     """A status that says to come back; never leaves this file."""
 
 
-_RETRIED: Final = (Overloaded, _Unavailable, httpx.RequestError)
+_FAILED: Final = (aiohttp.ClientError, httpx.RequestError, TimeoutError)
+"""No answer, or not all of it."""
+_RETRIED: Final = (Overloaded, _Unavailable, *_FAILED)
 
 
 class _Answer(NamedTuple):
@@ -149,18 +91,18 @@ class _Answer(NamedTuple):
 class _Bounded:
     """Parts of one answer, up to a limit."""
 
-    def __init__(self, response: httpx.Response) -> None:
+    def __init__(self, url: str, status: int, headers: Mapping[str, str]) -> None:
         """Raises RemoteError for an encoded answer, or one that announces too much."""
-        self._response, self._content = response, bytearray()
-        self._most = MAX_ANSWER if response.status_code == 200 else MAX_REFUSAL
-        check_plain(response)
-        length = response.headers.get("content-length", "0")
+        self._url, self._status, self._headers, self._content = url, status, headers, bytearray()
+        self._most = MAX_ANSWER if status == 200 else MAX_REFUSAL
+        _check_plain(url, headers)
+        length = headers.get("content-length", "0")
         self._check(int(length) if length.isdecimal() else 0)
 
     def _check(self, length: int) -> None:
         if length > self._most:
             raise RemoteError(
-                f"{self._response.url} answered with more than {self._most} bytes: ask for fewer at once"
+                f"{self._url} answered with more than {self._most} bytes: ask for fewer at once"
             )
 
     def add(self, part: bytes) -> None:
@@ -170,22 +112,19 @@ class _Bounded:
 
     def answer(self) -> _Answer:
         """All parts, at the end."""
-        response = self._response
-        return _Answer(str(response.url), response.status_code, response.headers, bytes(self._content))
+        return _Answer(self._url, self._status, self._headers, bytes(self._content))
 
 
-def check_plain(response: httpx.Response) -> None:
+def _check_plain(url: str, headers: Mapping[str, str]) -> None:
     """Raise RemoteError for an answer that would have to be decompressed."""
-    encoding = response.headers.get("content-encoding", "identity")
+    encoding = headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
-        raise RemoteError(
-            f"{response.url} answered with content-encoding {encoding[:100]!r}: send plain bytes"
-        )
+        raise RemoteError(f"{url} answered with content-encoding {encoding[:100]!r}: send plain bytes")
 
 
-async def _read(response: httpx.Response) -> _Answer:
-    bounded = _Bounded(response)
-    async for part in response.aiter_raw():
+async def _read(response: aiohttp.ClientResponse) -> _Answer:
+    bounded = _Bounded(str(response.url), response.status, response.headers)
+    async for part in response.content.iter_any():
         bounded.add(part)
     return bounded.answer()
 
@@ -224,13 +163,6 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-@dataclass
-class _Pool:
-    http: httpx.AsyncClient
-    requests: int = 0
-    """Under way."""
-
-
 class Peer:
     """Asynchronous client of one process. Use inside `async with`, or call `aclose()`.
 
@@ -248,7 +180,9 @@ class Peer:
         self.model: str | None = None
         """What a teacher's answers must be of (`TeacherInfo.fingerprint`); None: anything."""
         self._claim = claim or Claim()
-        self._headers, self._pools = _headers(token), list[_Pool]()
+        self._headers = _headers(token)
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def __aenter__(self) -> Peer:
         return self
@@ -257,34 +191,40 @@ class Peer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        pools, self._pools = self._pools, []
-        for pool in pools:
-            await pool.http.aclose()
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
 
-    @asynccontextmanager
-    async def _open(self, method: str, path: str, **options: Any) -> AsyncIterator[httpx.Response]:
-        """One request, in the first pool with room."""
-        pool = next((one for one in self._pools if one.requests < POOL_REQUESTS), None)
-        if pool is None:
-            timeout = httpx.Timeout(self.timeout, connect=min(5.0, self.timeout))
-            http = httpx.AsyncClient(
-                base_url=self.url, headers=self._headers, timeout=timeout, trust_env=False, verify=_tls()
+    def _open(
+        self, path: str, content: bytes | None, headers: Mapping[str, str], timeout: float | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """POST `content` (GET when None). `timeout`: seconds without a byte."""
+        if self._closed:
+            raise RuntimeError(f"the client of {self.url} is closed")
+        if self._session is None:
+            tls = _tls() if self.url.startswith("https:") else True
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=tls),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
             )
-            pool = _Pool(http)
-            self._pools.append(pool)
-        pool.requests += 1
-        try:
-            async with pool.http.stream(method, path, **options) as response:
-                yield response
-        finally:
-            pool.requests -= 1
+        connect = min(5.0, self.timeout if timeout is None else timeout)
+        return self._session.request(
+            "GET" if content is None else "POST",
+            self.url + path,
+            data=io.BytesIO(content) if content and len(content) > LARGE_BODY else content,
+            headers=headers,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=timeout),
+        )
 
     async def alive(self) -> bool:
         """Whether /health answers 200 within two seconds."""
         try:
-            async with self._open("GET", "/health", timeout=2.0) as response:
-                return response.status_code == 200
-        except httpx.HTTPError:
+            async with self._open("/health", None, {}, timeout=2.0) as response:
+                return response.status == 200
+        except _FAILED:
             return False
 
     async def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
@@ -301,7 +241,7 @@ class Peer:
 
         try:
             return await retrying_async(_RETRIED, within=limit)(attempt)
-        except (httpx.RequestError, _Unavailable) as error:
+        except (*_FAILED, _Unavailable) as error:
             raise _unreachable(self.url + path, limit, error) from None
 
     async def once(self, path: str, body: bytes | None, timeout: float) -> bytes:
@@ -311,23 +251,17 @@ class Peer:
         """
         try:
             return (await self._send(path, body, timeout)).only()
-        except httpx.RequestError as error:
+        except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
     async def _send(self, path: str, content: bytes | None, timeout: float) -> _Answer:
-        async with self._open(
-            "GET" if content is None else "POST",
-            path,
-            content=content,
-            headers=self._claim.headers(),
-            timeout=timeout,
-        ) as response:
+        async with self._open(path, content, self._claim.headers(), timeout) as response:
             self._check(response)
             return await _read(response)
 
-    def _check(self, response: httpx.Response) -> None:
+    def _check(self, response: aiohttp.ClientResponse) -> None:
         """Raises WrongServer when the answer is another run's or another model's."""
-        if response.status_code == 200:
+        if response.status == 200:
             self._claim.check(self.url, response.headers)
             _check_model(self.url, response.headers, self.model)
 
@@ -337,18 +271,14 @@ class Peer:
         Nothing is retried: a lost connection raises Unreachable, and the caller knows which frames it has.
         There is no time-out between frames (a long completion is no fault).
         """
-        content, headers = encode(body), self._claim.headers()
-        endless = httpx.Timeout(None, connect=5.0)
         try:
-            async with self._open(
-                "POST", path, content=content, headers=headers, timeout=endless
-            ) as response:
-                if response.status_code != 200:
+            async with self._open(path, encode(body), self._claim.headers(), timeout=None) as response:
+                if response.status != 200:
                     (await _read(response)).body(retry=False)
-                check_plain(response)
+                _check_plain(self.url + path, response.headers)
                 self._check(response)
                 buffer = bytearray()
-                async for chunk in response.aiter_raw():
+                async for chunk in response.content.iter_any():
                     buffer += chunk
                     while len(buffer) >= 4 and len(buffer) - 4 >= (n := _frame_length(buffer)):
                         message = decode(bytes(buffer[4 : 4 + n]), kind)
@@ -356,7 +286,7 @@ class Peer:
                         yield message
                 if buffer:
                     raise Unreachable(f"{self.url}{path} ended in the middle of a frame")
-        except httpx.RequestError as error:
+        except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
 
@@ -400,14 +330,14 @@ class BlockingPeer:
 
         try:
             return decode(retrying(_RETRIED, within=limit)(attempt), kind)
-        except (httpx.RequestError, _Unavailable) as error:
+        except (*_FAILED, _Unavailable) as error:
             raise _unreachable(self.url + path, limit, error) from None
 
     def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
         """As `Peer.once`; `model`: that the answer must be of (`TeacherInfo.fingerprint`), None: any."""
         try:
             answer = self._send(path, body, timeout)
-        except httpx.RequestError as error:
+        except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         content = answer.only()
         _check_model(self.url, answer.headers, model)
@@ -419,7 +349,7 @@ class BlockingPeer:
         with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
             if response.status_code == 200:
                 self._claim.check(self.url, response.headers)
-            bounded = _Bounded(response)
+            bounded = _Bounded(str(response.url), response.status_code, response.headers)
             for part in response.iter_raw():
                 bounded.add(part)
             return bounded.answer()

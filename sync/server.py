@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
+from sync.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.claims import MISDIRECTED, MODEL_HEADER, RUN_HEADER, Claim, parse
-from sync.client import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.errors import ConfigError, WireError, WrongServer
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sync import secrets
-from sync.client import Url
+from sync.address import Url
 from sync.errors import ConfigError
 from sync.own_code import typed
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from sync.address import token_from_environment
 from sync.claims import Claim
-from sync.client import token_from_environment
 from sync.errors import DistillError
 from sync.secrets import redact_process
 from sync.server import check_bind, serve_app

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from sync.client import Url
+from sync.address import Url
 from sync.own_code import OWN, is_own
 from sync.settings import ModelSource, Placement
 

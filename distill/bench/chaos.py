@@ -4,13 +4,13 @@
 
     start ─▶ (a random moment ─▶ a fault ─▶ wait for the recovery of its target) × events ─▶ end ─▶ audit
 
-    kill        SIGKILL: a student replica, a teacher, one rank of the trainer, the evaluator, the controller
-                (then the run is resumed), or all of them at once
+    kill        SIGKILL: a student replica, a teacher, an environment, one rank of the trainer, the evaluator,
+                the controller (then the run is resumed), or all of them at once
     stop        SIGSTOP for good: a role's process, vLLM's engine where it has a process of its own, the
                 deepspeed launcher (and a rank is killed, unnoticed by it); the controller for a while
     slow        a process runs for a tenth of the time, for a while: a role's, or the controller
     cut         every connection is reset: to a role's server, or to the controller from the trainer
-    malformed   a stretch of an answer arrives overwritten: a replica's, or a teacher's
+    malformed   a stretch of an answer arrives overwritten: a replica's, a teacher's, an environment's
     disk        the disk of the run's folder is full for a while
 
 Every kind hits every target once before any does so again, in random order. Each event is a line of
@@ -70,10 +70,15 @@ def chosen(kinds: str) -> list[str]:
 
 
 def target_of(
-    config: Path | None, overrides: Sequence[str], events: int, seed: int, kinds: Sequence[str]
+    config: Path | None,
+    overrides: Sequence[str],
+    events: int,
+    seed: int,
+    kinds: Sequence[str],
+    task: quickstart.Task = "sort_letters",
 ) -> KillTarget:
-    """The run of a file or the quickstart's, with restarts enough. Raises ConfigError."""
-    path, ours = (config, []) if config else quickstart.source(0)
+    """The run of a file or the quickstart's of `task`, with restarts enough. Raises ConfigError."""
+    path, ours = (config, []) if config else quickstart.source(0, task)
     if config is None:
         ours.append(f"run.steps={STEPS_PER_EVENT * events}")
     ours += [

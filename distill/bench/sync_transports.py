@@ -32,7 +32,7 @@ from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec
 from distill.rollout.replica_client import HttpReplica
 from sync import wire
-from sync.client import TOKEN_VARIABLE, token_from_environment
+from sync.address import TOKEN_VARIABLE, token_from_environment
 from sync.errors import ConfigError, DistillError
 from sync.publish import Publisher, PublishReport, Slice
 from sync.settings import ReplicaConfig
@@ -281,10 +281,9 @@ async def started(model: Path, work: Path, rank: int | None = None) -> AsyncIter
         line, environment = replica_command.command(config, settings, 0, LOCAL, port)
         environment |= {} if token is None else {TOKEN_VARIABLE: token}
         url = url_of(LOCAL, port)
-        async with serving([ChildSpec("student-0", line, environment, url=url)], work / "logs"):
-            replica = HttpReplica(url, token)
+        child = ChildSpec("student-0", line, environment, url=url)
+        async with serving([child], work / "logs"), contextlib.aclosing(HttpReplica(url, token)) as replica:
             yield replica
-            await replica.aclose()
 
 
 class Load:

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 HELP = {"help_option_names": ["-h", "--help"]}
 Order = Literal["newest", "worst", "longest", "truncated"]
+ToyTask = Annotated[
+    Literal["sort_letters", "guess"],
+    typer.Option(help="guess: episodes of several turns against an environment."),
+]
 RUNS, RESULTS, ROLES, TESTS = "Runs", "Results of a run", "Roles on several machines", "Measurements"
 app = typer.Typer(
     name="distill",
@@ -69,10 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def quickstart(
     overrides: Overrides,
     seed: Annotated[int, typer.Option(help="Seed of models, prompts and training.")] = 0,
-    task: Annotated[
-        Literal["sort_letters", "guess"],
-        typer.Option(help="guess: episodes of several turns against an environment."),
-    ] = "sort_letters",
+    task: ToyTask = "sort_letters",
     resume: Resume = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -218,7 +219,8 @@ def remove_replica(
 
 
 def _replicas(controller: str, action: str, body: Message | None) -> None:
-    from sync.client import BlockingPeer, token_from_environment
+    from sync.address import token_from_environment
+    from sync.client import BlockingPeer
     from sync.wire import Replicas
 
     peer = BlockingPeer(controller, token_from_environment(), timeout=30.0)
@@ -334,6 +336,7 @@ def chaos(
     ] = None,
     events: Annotated[int, typer.Option(min=1, help="Number of faults, all kinds together.")] = 24,
     kinds: Annotated[str, typer.Option(help="Kinds of faults.")] = "kill,stop,slow,cut,malformed,disk",
+    task: ToyTask = "sort_letters",
     seed: Annotated[int, typer.Option(help="Seed of targets and moments.")] = 0,
     disk_gib: Annotated[float, typer.Option(help="Size of the disk, in memory, that is filled.")] = 1.0,
     json_file: JsonFile = None,
@@ -342,7 +345,7 @@ def chaos(
     from distill.bench import chaos as bench
 
     chosen = bench.chosen(kinds)
-    target = bench.target_of(config, overrides, events, seed, chosen)
+    target = bench.target_of(config, overrides, events, seed, chosen, task)
     with bench.small_disk(target.run_dir, disk_gib if "disk" in chosen else 0):
         figures = bench.run(target, events, seed, chosen, typer.echo)
     typer.echo(bench.table(figures))

@@ -20,7 +20,7 @@ EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
 
 
 def _checked(controller: str) -> str:
-    from sync.client import checked_url
+    from sync.address import checked_url
 
     return checked_url(controller, "--controller")
 

@@ -26,7 +26,8 @@ from distill.config import StudentConfig
 from distill.launch import replica_command
 from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec, Supervisor
-from sync.client import TOKEN_VARIABLE, Peer, token_from_environment
+from sync.address import TOKEN_VARIABLE, token_from_environment
+from sync.client import Peer
 from sync.errors import DataError, RemoteError, Unreachable
 from sync.publish import Publisher, Slice
 from sync.settings import DirectoryStoreConfig, ReplicaConfig

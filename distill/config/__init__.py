@@ -17,7 +17,7 @@ from distill.config.prompts import PromptsConfig
 from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
-from sync.client import Url
+from sync.address import Url
 from sync.settings import ModelSource, Placement, ReplicaConfig, Settings, WeightsConfig
 from teacher_service.config import TeacherConfig
 

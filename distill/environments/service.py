@@ -21,8 +21,8 @@ from typing import Any
 from distill.environments.app import Host, Service
 from distill.environments.config import EnvironmentService
 from distill.environments.rendering import Renderer
+from sync.address import token_from_environment
 from sync.claims import Claim
-from sync.client import token_from_environment
 from sync.errors import DistillError
 from sync.secrets import redact_process
 from sync.server import check_bind, serve_app

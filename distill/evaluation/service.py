@@ -36,8 +36,8 @@ from distill.aio import cancel
 from distill.config import RunConfig
 from distill.evaluation.schedule import score
 from distill.rollout.replica_client import HttpReplica
+from sync.address import token_from_environment
 from sync.claims import Claim
-from sync.client import token_from_environment
 from sync.durable import write_json
 from sync.errors import DistillError
 from sync.secrets import redact_process

@@ -25,7 +25,7 @@ from distill.launch.roles import Ports, plan_servers
 from distill.launch.supervise import Supervisor
 from distill.prompts.rows import row_encoder
 from distill.published import export_version
-from sync.client import token_from_environment
+from sync.address import token_from_environment
 from sync.errors import ConfigError, DistillError
 from sync.own_code import use_folder
 from sync.tokenizers import load_tokenizer

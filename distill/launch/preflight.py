@@ -17,8 +17,8 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.run_log.journal import read_all
 from distill.run_log.records import Opened
+from sync.address import token_from_environment
 from sync.claims import Claim
-from sync.client import token_from_environment
 from sync.wire import RunIdentity
 
 TEMPORARY_GRACE_SECONDS = 10.0

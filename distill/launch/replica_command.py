@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from distill.config import StudentConfig
 from distill.preflight_checks.machine import runs_on_cpu
-from sync.client import is_loopback, token_from_environment
+from sync.address import is_loopback, token_from_environment
 from sync.errors import ConfigError
 from sync.server import ON_LOOPBACK, check_bind
 from sync.settings import Placement, ReplicaConfig

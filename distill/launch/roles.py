@@ -24,7 +24,7 @@ from distill.launch.supervise import ChildSpec
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
-from sync.client import TOKEN_VARIABLE, is_loopback, token_from_environment
+from sync.address import TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.errors import ConfigError
 from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
 from sync.settings import ModelSource, Placement, Settings

@@ -29,7 +29,7 @@ from distill.preflight_checks.checks import (
 from distill.preflight_checks.environments import check_environment
 from distill.preflight_checks.machine import runs_vllm
 from distill.preflight_checks.objective import with_objective
-from sync.client import token_from_environment
+from sync.address import token_from_environment
 from sync.errors import ConfigError
 from sync.own_code import use_folder
 from sync.server import check_bind

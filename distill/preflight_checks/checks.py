@@ -24,7 +24,7 @@ from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import names_others
 from student_trainer.objectives.config import Own, needs, student_topk, teacher_temperature
 from sync import secrets, tokenizers
-from sync.client import is_loopback
+from sync.address import is_loopback
 from sync.errors import ConfigError, DataError
 from sync.own_code import check_module, is_own, use_folder
 from sync.settings import ModelSource, OwnStoreConfig

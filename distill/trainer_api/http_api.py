@@ -20,7 +20,7 @@ from distill.metrics.prometheus import Figures
 from distill.rollout.replica_pool import ReplicaPool
 from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
-from sync.client import url_problem
+from sync.address import url_problem
 from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
 from sync.server import (
     RunGuard,
@@ -175,6 +175,7 @@ async def serving(app: Starlette, bound: socket.socket) -> AsyncIterator[None]:
     server = _Server(
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     )
+    bound.listen()  # who connects before the server has started waits for it
     task = asyncio.create_task(server.serve(sockets=[bound]))
     try:
         yield

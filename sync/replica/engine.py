@@ -22,8 +22,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from sync.address import token_from_environment
 from sync.broadcast import Reception
-from sync.client import token_from_environment
 from sync.errors import ConfigError
 from sync.replica.swap import Source, Swap
 from sync.replica.vllm_compat import initial_weights, leave_out_padding, load_adapter, load_weights

@@ -42,7 +42,8 @@ from distill.run_log.audit import audit
 from distill.run_log.journal import read_all
 from distill.run_log.records import BatchFormed, Opened, VersionApplied
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
-from sync.client import TOKEN_VARIABLE, BlockingPeer
+from sync.address import TOKEN_VARIABLE
+from sync.client import BlockingPeer
 from sync.snapshots.checkpoint import read_folder
 from sync.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import ReplicaLeaves, Replicas, Version

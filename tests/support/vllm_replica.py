@@ -19,7 +19,8 @@ from ports import free_port
 
 from distill.config import StudentConfig
 from distill.launch.replica_command import command
-from sync.client import TOKEN_VARIABLE, Peer
+from sync.address import TOKEN_VARIABLE
+from sync.client import Peer
 from sync.settings import ReplicaConfig
 from sync.wire import (
     Generated,

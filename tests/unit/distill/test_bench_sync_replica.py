@@ -86,9 +86,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
     async def started(model: Path, work: Path, rank: int | None = None) -> AsyncIterator[HttpReplica]:
         sock = listen("127.0.0.1", 0, None)
         async with serving(events.application(), sock):
-            replica = HttpReplica(f"http://127.0.0.1:{sock.getsockname()[1]}")
-            yield replica
-            await replica.aclose()
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            async with contextlib.aclosing(HttpReplica(url)) as replica:
+                yield replica
 
     monkeypatch.setattr(bench, "started", started)
 

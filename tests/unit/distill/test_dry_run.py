@@ -10,7 +10,7 @@ import pytest
 
 from distill.cli.main import main
 from distill.launch import supervise
-from sync.client import TOKEN_VARIABLE
+from sync.address import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 SECRETS = ("sesame-street", "hf_0123456789abcdefgh", "abc12")

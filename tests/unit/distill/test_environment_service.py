@@ -36,8 +36,9 @@ from distill.prompts.sources import EnvironmentSource
 from distill.tasks.teaching import make_tokenizer
 from distill.trainer_api.http_api import listen, serving
 from sync import tokenizers
+from sync.address import TOKEN_VARIABLE
 from sync.claims import Claim
-from sync.client import TOKEN_VARIABLE, Peer
+from sync.client import Peer
 from sync.errors import ConfigError, RemoteError, Unreachable, WrongServer
 from sync.own_code import CODE_VARIABLE, use_folder
 from sync.settings import ModelSource

@@ -124,6 +124,6 @@ async def test_membership_of_a_broadcast_is_not_requested_twice() -> None:
         bound.bind(("127.0.0.1", 0))
         client = HttpReplica(f"http://127.0.0.1:{bound.getsockname()[1]}")
         ticket = BroadcastTicket("127.0.0.1:1", "group", 1, 2)
-        with pytest.raises(Unreachable, match="ConnectError"):
+        with pytest.raises(Unreachable, match="ClientConnectorError"):
             await client.update(UpdateRequest(version=Version(0, 1), broadcast=ticket), 3600.0)
         await client.aclose()

@@ -9,7 +9,7 @@ import pytest
 from distill.config import StudentConfig
 from distill.launch import replica_command
 from distill.launch.replica_command import command, flags
-from sync.client import TOKEN_VARIABLE
+from sync.address import TOKEN_VARIABLE
 from sync.errors import ConfigError
 from sync.settings import REPLICA_VARIABLE, ObjectStoreConfig, ReplicaConfig
 

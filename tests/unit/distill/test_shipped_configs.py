@@ -20,7 +20,7 @@ from distill.preflight_checks import checks, devices, machine
 from distill.preflight_checks.machine import GIB, count_parameters
 from distill.tasks import guess, sort_letters
 from distill.tasks.teaching import Recipe
-from sync.client import TOKEN_VARIABLE
+from sync.address import TOKEN_VARIABLE
 from sync.errors import DataError
 from sync.settings import ModelSource
 

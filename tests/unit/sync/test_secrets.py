@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sync import secrets
-from sync.client import url_problem
+from sync.address import url_problem
 from sync.secrets import HIDDEN, environment, filled, found, hide, is_secret, redact
 
 

@@ -1,0 +1,71 @@
+"""Where a server may be reached, and the bearer token that it asks for."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Annotated, Final
+
+import httpx
+from pydantic import AfterValidator
+
+from sync.errors import ConfigError
+
+TOKEN_VARIABLE: Final = "DISTILL_TOKEN"
+"""Environment variable that carries the bearer token; never a flag, never in a file of the run."""
+TOKEN_FILE_VARIABLE: Final = "DISTILL_TOKEN_FILE"
+"""Path of a file that holds the bearer token, where the variable itself does not reach."""
+
+
+def url_problem(url: str) -> str | None:
+    """What keeps HTTP from reaching a server at `url`, and the remedy; None: nothing."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        return f"not a server's URL ({error}): write http://host:port"
+    if parts.scheme not in ("http", "https") or not parts.host or parts.port not in (None, *range(1, 65536)):
+        return "not a server's URL: write http://host:port"
+    return None
+
+
+def checked_url(url: str, name: str = "URL") -> str:
+    """`url` itself. Raises ConfigError when no server can be there."""
+    if problem := url_problem(url):
+        raise ConfigError(f"{name} {url!r} is {problem}")
+    return url
+
+
+def _in_settings(url: str) -> str:
+    if problem := url_problem(url):
+        raise ValueError(problem)  # without the URL: the caller redacts it
+    return url
+
+
+Url = Annotated[str, AfterValidator(_in_settings)]
+"""A field of a configuration that names a server."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def token_from_environment() -> str | None:
+    """The bearer token of this process; None when unset or empty.
+
+    Raises ConfigError for a token file that cannot be read.
+    """
+    token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
+    if token or not path:
+        return token or None
+    try:
+        token = Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} cannot be read: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} is empty: write the token into it")
+    return token
