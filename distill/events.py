@@ -71,6 +71,13 @@ class EpisodeLost(NamedTuple):
     rollout: Rollout
 
 
+class EpisodeTooOld(NamedTuple):
+    """Episodes: it is left, because no batch would take it; the student's tokens that it has."""
+
+    rollout: Rollout
+    tokens: int
+
+
 class CompletionReady(NamedTuple):
     """Dispatcher: a completion of student or teacher that may be trained on."""
 

@@ -157,6 +157,11 @@ class Episode:
         return self.sequences[-1].context
 
     @property
+    def own_length(self) -> int:
+        """Tokens that the student sampled."""
+        return sum(end - start for one in self.sequences for start, end in one.own)
+
+    @property
     def finish_reason(self) -> FinishReason:
         """Of the episode as a completion."""
         return "stop" if self.ended == "over" else "time" if self.ended == "time" else "length"

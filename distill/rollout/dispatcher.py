@@ -17,6 +17,7 @@ from distill.events import (
     EpisodeBroken,
     EpisodeIssued,
     EpisodePlayed,
+    EpisodeTooOld,
     Events,
     Quarantined,
     RolloutRejected,
@@ -254,6 +255,14 @@ class Dispatcher:
     def forget(self, episode: str) -> None:
         """An episode that is over, and was not played."""
         self._last.pop(episode, None)
+
+    def too_old(self, event: EpisodeTooOld) -> None:
+        """Drop an episode that is left, and make room for another."""
+        self._last.pop(event.rollout.id, None)
+        bound = self._run_log.state.rules.bound
+        detail = f"older than {bound.hard} versions while its environment was playing"
+        self._run_log.drop([event.rollout.id], "too_old", detail, event.tokens)
+        self._events.changed.wake()
 
     def play_again(self, rollout: Rollout) -> None:
         """Have an episode whose environment is gone begin again."""

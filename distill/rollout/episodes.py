@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -29,13 +30,13 @@ from distill.environments.episode import (
     Limits,
     play,
 )
-from distill.events import EpisodeLost, EpisodePlayed, ErrorBudget, Events, TurnReady
+from distill.events import EpisodeLost, EpisodePlayed, EpisodeTooOld, ErrorBudget, Events, TurnReady
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.run_log.records import Rollout
 from sync.errors import DistillError, Unreachable
 from sync.retry import Backoff
-from sync.wire import Array, Generated
+from sync.wire import Array, Generated, Version
 
 logger = logging.getLogger(__name__)
 PAUSE: Final = 5.0
@@ -43,15 +44,23 @@ PAUSE: Final = 5.0
 
 
 class Episodes:
-    """Runs for the length of the run; `put` at any time. Out: TurnReady, EpisodePlayed, EpisodeLost, and
-    RolloutRejected for an episode whose environment fails.
+    """Runs for the length of the run; `put` at any time. Out: TurnReady, EpisodePlayed, EpisodeLost,
+    EpisodeTooOld, and RolloutRejected for an episode whose environment fails.
 
-    The capacity rule bounds what is in it.
+    The capacity rule bounds what is in it. An episode that no batch would take once it is over is left: a
+    slow one takes up room only for as long as it may still be trained on.
     """
 
     def __init__(
-        self, parts: Components, config: RunConfig, timeline: Timeline, budget: ErrorBudget, events: Events
+        self,
+        parts: Components,
+        config: RunConfig,
+        is_too_old: Callable[[Version], bool],
+        timeline: Timeline,
+        budget: ErrorBudget,
+        events: Events,
     ) -> None:
+        """`is_too_old`: whether a token of this version keeps its rollout out of every batch."""
         self._environments = {
             name: _Timed(environment, timeline) for name, environment in parts.environments.items()
         }
@@ -60,7 +69,8 @@ class Episodes:
             for name, one in config.environments.items()
         }
         self._backoff = {name: Backoff(0.5, PAUSE) for name in parts.environments}
-        self._budget, self._events = budget, events
+        self._is_too_old, self._budget, self._events = is_too_old, budget, events
+        self._plays: dict[str, _Play] = {}
         self._waiting: list[Rollout] = []
         self._arrived = Signal()
         self._turns: dict[str, asyncio.Future[Generated]] = {}  # of the episodes at a replica
@@ -80,23 +90,40 @@ class Episodes:
         """Leave an episode that was dropped."""
         self._turns.pop(id).set_exception(_Dropped(f"episode {id} was dropped"))
 
+    def leave_too_old(self) -> None:
+        """Leave the episodes that are too old by now and wait for their environment. After every batch."""
+        for id, one in list(self._plays.items()):
+            if id not in self._turns and self._too_old(one.episode):
+                del self._plays[id]
+                one.task.cancel()
+                self._events.emit(EpisodeTooOld(one.rollout, one.episode.own_length))
+
+    def _too_old(self, episode: Episode) -> bool:
+        """Whether what it says next would be behind a token that is too old."""
+        return any(self._is_too_old(span.version) for span in episode.sequences[-1].spans)
+
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 waiting, self._waiting = self._waiting, []
                 for rollout in waiting:
-                    group.create_task(self._play(rollout))
+                    episode = Episode(rollout.id)
+                    task = group.create_task(self._play(rollout, episode))
+                    self._plays[rollout.id] = _Play(task, rollout, episode)
                 await self._arrived.wait()
 
-    async def _play(self, rollout: Rollout) -> None:
-        prompt, episode = rollout.source_prompt, Episode(rollout.id)
+    async def _play(self, rollout: Rollout, episode: Episode) -> None:
+        prompt = rollout.source_prompt
         name = prompt.environment
         assert name is not None, "the dispatcher sends only episodes here"
         server = f"environment {name}"
         try:
             generate = partial(self._turn, rollout)
-            await play(self._environments[name], episode, prompt.task, generate, self._limits[name])
+            try:
+                await play(self._environments[name], episode, prompt.task, generate, self._limits[name])
+            finally:
+                self._plays.pop(rollout.id, None)
         except _Dropped:
             return
         except (Unreachable, EnvironmentLost) as error:
@@ -148,6 +175,14 @@ def _played(rollout: Rollout, episode: Episode) -> EpisodePlayed:
         answers.append(one.completion(name, episode.finish_reason))
     more = [one.completed(answer) for one, answer in zip(rollouts[1:], answers[1:], strict=True)]
     return EpisodePlayed(rollouts[0], answers[0], more)
+
+
+class _Play(NamedTuple):
+    """An episode under way."""
+
+    task: asyncio.Task[None]
+    rollout: Rollout
+    episode: Episode
 
 
 class _Dropped(DistillError):

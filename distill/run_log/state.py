@@ -125,6 +125,10 @@ class RunState(msgspec.Struct):
         """Whether a member of its group is gone, so that no batch will take it."""
         return self.rules.group > 1 and group_of(rollout) in self.broken
 
+    def is_too_old(self, version: Version) -> bool:
+        """Whether no batch will take a rollout with a token that this version sampled."""
+        return self.next_step - self.step_of(version) > self.rules.bound.hard
+
     def expiring(self) -> int:
         """Rollouts in flight that the next batch may still take, and none after it."""
         last = self.next_step - self.rules.bound.hard

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from episodes import ANSWER, ASK, TURNS, USER, GuessEnvironment
+from episodes import ANSWER, ASK, TURNS, USER, GuessEnvironment, bisects
 from in_memory import MemoryReplica, MemoryTrainer
 from msgspec.structs import replace
 from small_config import make_config
@@ -248,6 +248,40 @@ async def test_a_hundredfold_straggler_changes_no_step_time(play, tmp_path: Path
     assert seconds[1] <= 1.01 * seconds[0]
 
 
+async def test_an_episode_that_grows_too_old_in_its_environment_makes_room_at_once(play, tmp_path) -> None:
+    """One in 25 sleeps for a hundred steps between two of its turns."""
+
+    class Sleeping(GuessEnvironment):
+        asleep = 0.0
+
+        async def proceed(self, id: str, *given: Any) -> Any:
+            if self.asleep and int(id.split(":")[1]) % 25 == 5 and self.games[id].turn == 0:
+                await asyncio.sleep(self.asleep)
+            return await super().proceed(id, *given)
+
+    seconds, found = [], Sleeping()
+    for asleep in (0.0, 10.0):
+        found, config = Sleeping(seconds=0.02), settings()
+        found.asleep = asleep
+        config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 60})})
+        replicas = {"r0": Recorder(longest=2, token_seconds=0.01)}
+        journal = Journal(tmp_path / str(asleep), "never")
+        run, trained = play(found, config, replicas=replicas, journal=journal)
+        trainer = MemoryTrainer(run.session, step_seconds=0.1)
+        ended: list[float] = []
+        trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())  # type: ignore[misc]
+        await finish(run, trainer)
+        seconds.append(ended[-8] - ended[10])
+        assert len(trained) == 60 * 8
+    assert seconds[1] <= 1.05 * seconds[0]
+    state = run.run_log.state
+    assert state.counters.dropped["too_old"] >= 12
+    assert state.counters.dropped_tokens["too_old"] >= 12, "each had answered a turn"
+    slept = {id for id, _ in found.begun if int(id.split(":")[1]) % 25 == 5}
+    assert len(slept) - 4 <= len(slept & {*found.ended}), "the environment is told, but of the last ones"
+    assert not {one.id for one in trained} & {*found.ended}
+
+
 async def test_a_controller_that_starts_again_begins_open_episodes_from_their_tasks(play, tmp_path) -> None:
     first = GuessEnvironment(seconds=0.05)
     run, _ = play(first)
@@ -272,7 +306,7 @@ async def test_a_controller_that_starts_again_begins_open_episodes_from_their_ta
 
 async def test_an_episode_that_loses_its_environment_every_time_is_given_up(play) -> None:
     environment = GuessEnvironment(trouble=lambda id, turn: "gone" if id == "0:5:0" and turn == 1 else None)
-    run, _ = play(environment)
+    run, _ = play(environment, replicas={"r0": Recorder(player=bisects)})  # it never finds task 5 at once
     await finish(run)
     assert [id for id, _ in environment.begun].count("0:5:0") == run.config.rollout.max_attempts
     assert run.run_log.state.counters.dropped == {"environment_failed": 1}
