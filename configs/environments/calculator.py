@@ -1,19 +1,22 @@
-"""Sums with a calculator: a tool that answers in this process, as an environment of the verifiers library.
+"""Sums with a calculator: a tool served over MCP, as an environment of the verifiers library.
 
     [environments.calculator]
     type = "verifiers"
     environment = "calculator"               # this file, in run.code_folder
     python = ".venv-environments/bin/python" # `make environments`
+    [environments.calculator.options]
+    renderer = { tool_parser = "qwen3" }     # how the student calls a tool
+    agent = { runtime = { type = "subprocess" } }
 
-    user: 47*83+5=      student: call 47*83      user: 3901
-                        student: call 3901+5     user: 3906      student: 3906
+    user     47*83+5=
+    student  <tool_call>{"name": "compute", "arguments": {"expression": "47*83"}}</tool_call>
+    tool     3901
+    student  3906
 
-`call EXPRESSION` computes one operation of two whole numbers, by + - * or /, which rounds down. What the tool
-cannot compute is answered with "error: …" and its reason: an error is a turn like any other, and the student
-goes on. Anything else is the final answer; the reward is 1 when it is right. After `calls` calls the episode
-is over.
-
-A `Toolset` of verifiers would run in a process of its own and speak MCP; a tool this small needs neither.
+`compute` works out one operation of two whole numbers, by + - * or /, which rounds down. What it cannot
+compute is answered with the reason: an error is a turn like any other, and the student goes on. An answer
+without a call is the last; the reward is 1 when it is right. All episodes of a process share one server of
+tools: verifiers starts this file as a module, and `DirectHarness` calls it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,18 @@ import verifiers.v1 as vf
 from distill.environments.verifiers_plugins import DirectHarness
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
-__all__ = ["CalculatorEnvironment", "DirectHarness", "SumTaskset"]
+__all__ = ["DirectHarness", "SumTaskset"]
+
+
+class Calculator(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
+    """The tools. Their docstrings and annotations are what the chat template shows the student."""
+
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def compute(self, expression: str) -> str:
+        """The value of one operation of two whole numbers, such as 47*83."""
+        return str(computed(expression))
 
 
 class SumConfig(vf.TasksetConfig):
@@ -37,57 +51,43 @@ class SumConfig(vf.TasksetConfig):
     size: int = 1000
     """Tasks."""
     highest: int = 99
-    calls: int = 4
+    tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
 
 
 class SumData(vf.TaskData):
     """One sum."""
 
     answer: int
-    calls: int
 
 
 class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
     """One sum."""
 
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        """1 for the right last answer."""
+        return float((trace.last_reply or "").strip() == str(self.data.answer))
+
+    @vf.metric
+    async def calls(self, trace: vf.Trace) -> float:
+        """Of the tool."""
+        return float(sum(message.role == "tool" for message in trace.messages))
+
 
 class SumTaskset(vf.Taskset[SumTask, SumConfig]):
     """`size` sums of the form a*b+c."""
+
+    @classmethod
+    def toolsets(cls, config: SumConfig) -> list[vf.Toolset]:
+        """Started once, for all episodes."""
+        return [Calculator(config.tools)]
 
     def load(self) -> Iterator[SumTask]:
         """Sums 0, 1, …"""
         for seed in range(self.config.size):
             rng = random.Random(seed)
             a, b, c = (rng.randint(1, self.config.highest) for _ in range(3))
-            data = SumData(prompt=f"{a}*{b}+{c}=", answer=a * b + c, calls=self.config.calls)
-            yield SumTask(data, self.config.task)
-
-
-class CalculatorEnvironmentConfig(vf.EnvConfig):
-    """The tool runs in this process: no sandbox is needed for arithmetic."""
-
-    player: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-
-
-class CalculatorEnvironment(vf.Env[CalculatorEnvironmentConfig]):
-    """Answers calls until the student gives its answer."""
-
-    async def run(self, task: SumTask, agents: vf.Agents) -> None:
-        """One sum."""
-        errors = 0
-        async with agents.player.interaction(task) as talk:
-            segment = await talk.turn()
-            for _ in range(task.data.calls):
-                if segment.terminated or not segment.last_reply.startswith("call"):
-                    break
-                try:
-                    found = str(computed(segment.last_reply.removeprefix("call")))
-                except ValueError as error:
-                    found, errors = f"error: {error}", errors + 1
-                segment = await talk.turn(found)
-            right = not segment.terminated and segment.last_reply.strip() == str(task.data.answer)
-        talk.trace.record_reward("right", float(right))
-        talk.trace.record_metric("tool_errors", float(errors))
+            yield SumTask(SumData(prompt=f"{a}*{b}+{c}=", answer=a * b + c), self.config.task)
 
 
 def computed(expression: str) -> int:
@@ -99,3 +99,7 @@ def computed(expression: str) -> int:
     if sign == "/" and second == 0:
         raise ValueError("division by zero")
     return OPERATIONS[sign](first, second)
+
+
+if __name__ == "__main__":
+    Calculator.run()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 import sys
@@ -94,6 +95,8 @@ class VerifiersEnvironment:
         from distill.environments import verifiers_plugins
 
         sys.modules.setdefault(DIRECT, verifiers_plugins)  # verifiers imports a harness by its id
+        # and the servers of tools as modules, in processes of their own
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         options = dict(self._config.options)
         renderer = {**_RENDERER, **self._config.chat_template_kwargs, **options.pop("renderer", {})}
         taskset = {"id": self._config.environment, **options.pop("taskset", {})}

@@ -6,6 +6,8 @@ default lists `DirectHarness` in its `__all__`; any other names it by `agent.har
 
 from __future__ import annotations
 
+import json
+from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from renderers.base import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from distill.environments.rendering import Message, Renderer
 
@@ -65,8 +68,12 @@ def _rendered(ids: list[int], old: int, messages: list[Message]) -> RenderedToke
 
 
 class DirectHarness(vf.Harness[vf.HarnessConfig]):
-    """One chat completion for a segment, in this process: no subprocess, no network, no tools."""
+    """Chat completions in this process: one for a segment, and one more after each that calls tools.
 
+    No subprocess, and no network but to the tools' servers. What a tool cannot do is told to the student.
+    """
+
+    SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False
@@ -87,17 +94,43 @@ class DirectHarness(vf.Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: Any,
     ) -> Any:
-        """Ask once for what the task's prompt, or the conversation so far, asks for."""
+        """Complete the task's prompt, or the conversation so far, until no tool is called."""
         system, prompt = self.resolve_prompt(data)
         if isinstance(prompt, str):
             prompt = [vf.UserMessage(content=prompt)]
         messages = [message_to_wire(message) for message in prompt or []]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
-        answer = await self._http.post(
-            f"{endpoint}/chat/completions",
-            json={"model": ctx.model, "messages": messages},
-            headers={"Authorization": f"Bearer {secret}"},
-        )
-        failed = answer.status_code != 200
-        return vf.ProgramResult(exit_code=failed, stdout="", stderr=answer.text[:2000] if failed else "")
+        asked: dict[str, Any] = {"model": ctx.model, "messages": messages}
+        async with AsyncExitStack() as stack:
+            limit = self.config.tool_timeout
+            servers = {name: {"url": url, "timeout": limit} for name, url in mcp_urls.items()}
+            tools, dispatch, clients = await connect_mcp({"mcpServers": servers}, stack)
+            if tools:
+                asked["tools"] = tools
+            while True:
+                answer = await self._http.post(
+                    f"{endpoint}/chat/completions", json=asked, headers={"Authorization": f"Bearer {secret}"}
+                )
+                if answer.status_code != 200:
+                    return vf.ProgramResult(exit_code=1, stdout="", stderr=answer.text[:2000])
+                said = answer.json()["choices"][0]["message"]
+                if not (calls := said.get("tool_calls")):
+                    return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+                messages.append(said)
+                for call in calls:
+                    content = await _called(dispatch, clients, call["function"])
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+
+
+async def _called(dispatch: dict[str, Any], clients: dict[str, Any], function: dict[str, str]) -> str:
+    """What a tool answers, or why it does not."""
+    if function["name"] not in dispatch:
+        return f"error: there is no tool {function['name']!r}"
+    try:
+        arguments = json.loads(function["arguments"])
+        if not isinstance(arguments, dict):
+            raise TypeError("arguments must be an object")
+        return str(await call_mcp(clients, dispatch, function["name"], arguments))
+    except Exception as error:  # noqa: BLE001 - of the tool and its server: the student is told
+        return f"error: {type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ import re
 import string
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,10 @@ def guess_tokenizer() -> Any:
 
 
 def chat_tokenizer() -> Any:
-    """One token for each character, and chatml's two."""
-    words = ["<pad>", "<|im_end|>", "<|im_start|>", *string.printable]
-    tokenizer = make_tokenizer(words, r"<\|im_end\|>|<\|im_start\|>|[\s\S]", "<|im_end|>", "<pad>")
+    """One token for each character, chatml's two, and two around a call of a tool."""
+    own = ["<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>"]
+    pattern = "|".join([*map(re.escape, own), r"[\s\S]"])
+    tokenizer = make_tokenizer(["<pad>", *own, *string.printable], pattern, "<|im_end|>", "<pad>")
     tokenizer.chat_template = CHATML.read_text()
     return tokenizer
 
@@ -166,26 +167,40 @@ async def wrongs() -> dict[str, Any]:
 async def sums() -> dict[str, Any]:
     tokenizer = chat_tokenizer()
 
-    def student(answers: Mapping[int, str]) -> Student:
+    def call(name: str, **arguments: Any) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    def compute(expression: str) -> str:
+        return call("compute", expression=expression)
+
+    def student(*answers: str) -> Student:
         def answer(text: str) -> list[int]:
             said = answers[text.count("<|im_start|>assistant") - 1]
             if said == "…":
-                said = re.findall(r"user\s+(-?\d+)<", text)[-1]
+                said = re.findall(r"tool\s+(-?\d+)<", text)[-1]
             return tokenizer.encode(said + "<|im_end|>")
 
         return answer
 
-    answers = {0: "call 1/0", 1: "call two", 2: "call 47*83", 3: "call 3901+5", 4: "…"}
-    async with opened("calculator", tokenizer, taskset={"size": 30}) as environment:
-        tool = await played(environment, tokenizer, "tool", 0, student(answers))
-        question = re.search(r"(\d+)\*(\d+)\+(\d+)=", tool["text"])
+    agent = {"runtime": {"type": "subprocess"}}
+    options = {"agent": agent, "renderer": {"tool_parser": "qwen3"}, "taskset": {"size": 30}}
+    async with opened("calculator", tokenizer, **options) as environment:
+        wrong = (
+            compute("1/0"),
+            compute("two"),
+            call("compile"),
+            call("compute", base=2),
+            "<tool_call>{",
+        )
+        errors = await played(environment, tokenizer, "errors", 0, student(*wrong))
+        question = re.search(r"(\d+)\*(\d+)\+(\d+)=", errors["text"])
         assert question is not None
         a, b, c = map(int, question.groups())
-        right = {0: f"call {a}*{b}", 1: f"call {a * b}+{c}", 2: "…"}
+        right = student(compute(f"{a}*{b}") + compute("2+2"), compute(f"{a * b}+{c}"), "…")
         return {
             "tasks": environment.tasks,
-            "errors": tool,
-            "right": await played(environment, tokenizer, "right", 0, student(right)),
+            "errors": errors,
+            "right": await played(environment, tokenizer, "right", 0, right),
         }
 
 
@@ -197,6 +212,9 @@ async def one_turn() -> dict[str, Any]:
 
 
 async def main() -> None:
+    if sys.argv[1:]:  # one part, by its name
+        sys.stdout.write(json.dumps(await globals()[sys.argv[1]]()))
+        return
     facts = {"guesses": await guesses(), "wrongs": await wrongs(), "sums": await sums()}
     facts["one turn"] = await one_turn()
     facts["torch"] = "torch" in sys.modules

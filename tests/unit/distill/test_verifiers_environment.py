@@ -133,14 +133,22 @@ def test_a_taskset_without_an_environment_and_a_harness_is_played_by_ours(facts:
     assert (episode["reward"], episode["metrics"]) == (2.0, {"short": 2.0})
 
 
-def test_a_tool_answers_in_turns_and_tells_its_errors_to_the_student(facts: Facts) -> None:
+def test_a_tool_over_mcp_answers_in_turns_and_tells_its_errors_to_the_student(facts: Facts) -> None:
     episode = facts["sums"]["errors"]
-    said = episode["text"].split("<|im_end|>\n<|im_start|>")
-    assert said[2] == "user\nerror: division by zero"
-    assert said[4] == "user\nerror: 'two' is not one operation of two whole numbers"
-    assert said[6] == "user\n3901"
-    assert (episode["reward"], episode["metrics"]["tool_errors"]) == (0.0, 2.0)
-    assert facts["sums"]["right"]["reward"] == 1.0
+    told = [part.removeprefix("tool\n") for part in episode["text"].split("<|im_end|>\n<|im_start|>")[2::2]]
+    assert told[0] == "Error executing tool compute: division by zero"
+    assert told[1] == "Error executing tool compute: 'two' is not one operation of two whole numbers"
+    assert told[2] == "error: there is no tool 'compile'"
+    assert "expression\n  Field required" in told[3]
+    assert (len(told), episode["error"], episode["ended"]) == (4, None, "over"), "a torn call is an answer"
+    assert (episode["reward"], episode["metrics"]) == (0.0, {"right": 0.0, "calls": 4.0})
+
+
+def test_two_calls_of_one_answer_are_both_answered(facts: Facts) -> None:
+    episode = facts["sums"]["right"]
+    assert episode["text"].count("<|im_start|>tool\n") == 3
+    assert len(episode["own"]) == 3
+    assert (episode["reward"], episode["metrics"]) == (1.0, {"right": 1.0, "calls": 3.0})
     assert facts["sums"]["tasks"] == 30
 
 
