@@ -18,12 +18,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -97,6 +99,7 @@ class Relay:
         at = urlsplit(url)
         self._target = (at.hostname or "127.0.0.1", at.port or 80)
         self._open: set[asyncio.StreamWriter] = set()
+        self._numbers = itertools.count()
         self.sound = asyncio.Event()
         """Cleared: the next long answer is malformed."""
         self.sound.set()
@@ -116,14 +119,14 @@ class Relay:
         return await self.sound.wait()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ends = {writer}
+        ends, number = {writer}, next(self._numbers)
         self._open.add(writer)
         with contextlib.suppress(OSError):
             upstream, to = await asyncio.open_connection(*self._target)
             ends.add(to)
             ways = [
-                asyncio.create_task(self._pass(reader, to, answers=False)),
-                asyncio.create_task(self._pass(upstream, writer, answers=True)),
+                asyncio.create_task(self._pass(number, reader, to, answers=False)),
+                asyncio.create_task(self._pass(number, upstream, writer, answers=True)),
             ]
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             for way in ways:
@@ -133,15 +136,21 @@ class Relay:
         for end in ends:
             end.close()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: bool) -> None:
+    async def _pass(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: bool
+    ) -> None:
         while data := await reader.read(1 << 16):
-            if answers and not self.sound.is_set():
-                body = data.find(HEADERS_END) + len(HEADERS_END) if data.startswith(b"HTTP/") else 0
-                if len(data) - body >= MIN_BYTES:
-                    data = malformed(data, random.randrange(body, len(data) - MALFORMED_BYTES))
-                    self.sound.set()
-            writer.write(data)
+            writer.write(self.passed(number, data, answers))
             await writer.drain()
+
+    def passed(self, number: int, data: bytes, answers: bool) -> bytes:
+        """What becomes of some bytes of connection `number`, of its requests or of its answers."""
+        if answers and not self.sound.is_set():
+            body = data.find(HEADERS_END) + len(HEADERS_END) if data.startswith(b"HTTP/") else 0
+            if len(data) - body >= MIN_BYTES:
+                self.sound.set()
+                return malformed(data, random.randrange(body, len(data) - MALFORMED_BYTES))
+        return data
 
 
 def malformed(data: bytes, at: int) -> bytes:
@@ -152,9 +161,9 @@ def malformed(data: bytes, at: int) -> bytes:
 class Relays:
     """All relays of a launcher, in a thread of their own."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: of the orders; those for an earlier launcher are removed."""
-        self._folder, self._relays = folder, dict[str, Relay]()
+    def __init__(self, folder: Path, kind: Callable[[str], Relay] = Relay) -> None:
+        """`folder`: of the orders; those for an earlier launcher are removed. `kind`: makes one for a URL."""
+        self._folder, self._kind, self._relays = folder, kind, dict[str, Relay]()
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir():
             old.unlink()
@@ -164,7 +173,7 @@ class Relays:
 
     def before(self, role: str, url: str) -> str:
         """Put a relay in front of a server; its URL."""
-        self._relays[role] = Relay(url)
+        self._relays[role] = self._kind(url)
         return asyncio.run_coroutine_threadsafe(self._relays[role].listen(), self._loop).result()
 
     async def _poll(self) -> None:
@@ -176,7 +185,7 @@ class Relays:
             await asyncio.sleep(POLL_SECONDS)
 
 
-def main() -> None:
+def main(kind: Callable[[str], Relay] = Relay) -> None:
     """Run a configuration with relays between the roles; exit 1 where the run ends with problems."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
@@ -185,7 +194,7 @@ def main() -> None:
     given = parser.parse_args()
     config = load(given.config, given.set)
     redact_process()
-    relays = Relays(config.run_dir / FAULTS)
+    relays = Relays(config.run_dir / FAULTS, kind)
     running = run.run(config, resume=given.resume, console=Console(), relay=relays.before)
     try:
         summary = asyncio.run(running)

@@ -94,6 +94,12 @@ def pipeline(folder: Folder = Path("runs/bench-async"), json_file: JsonFile = No
 
 
 @app.command()
+def episodes(folder: Folder = Path("runs/bench-episodes"), json_file: JsonFile = None) -> None:
+    """Episodes of three turns against single completions of as many tokens, and with a few that sleep."""
+    bench("episodes", folder, json_file=json_file)
+
+
+@app.command()
 def peers(folder: Folder = Path("runs/bench-peers"), json_file: JsonFile = None) -> None:
     """TRL's DistillationTrainer against us on the same models; installs TRL by pip into the folder."""
     bench("peers", folder, json_file=json_file)

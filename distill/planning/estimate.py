@@ -74,6 +74,8 @@ class Plan:
     """Completions, in all replicas."""
     stages: list[Stage]
     step_seconds: float
+    episodes: bool
+    """Rollouts are episodes, and `prompt` of `lengths` holds the environment's tokens."""
     overlapping: bool
     """false: buffer.max_staleness is 0, and a stage begins when the one before has ended."""
     age: float
@@ -104,6 +106,10 @@ def lengths_of(
     if run is not None:
         source = run.source + (", as far as not given" if prompt or completion else "")
         return Lengths(prompt or run.prompt, completion or run.completion, source)
+    if config.environments and not (prompt and completion):
+        episode = _episode(config)
+        source = episode.source + (", as far as not given" if prompt or completion else "")
+        return Lengths(prompt or episode.prompt, completion or episode.completion, source)
     most = getattr(config.prompts, "max_prompt_tokens", None)
     room = student_limit(config) - config.rollout.max_tokens
     words = {
@@ -113,6 +119,17 @@ def lengths_of(
     source = ", ".join(f"{name}: {word}" for name, word in words.items())
     chosen = prompt or float(most or min(ASSUMED_PROMPT, max(1, room)))
     return Lengths(chosen, completion or float(config.rollout.max_tokens), source)
+
+
+def _episode(config: RunConfig) -> Lengths:
+    """Of the longest episodes; the environment's tokens count to the prompt."""
+    room = student_limit(config)
+    wholes = {name: min(room, one.max_tokens or room) for name, one in config.environments.items()}
+    name = max(wholes, key=lambda name: wholes[name])
+    turns = config.environments[name].max_turns
+    own = min(turns * config.rollout.max_tokens, wholes[name] - 1)
+    source = f"episodes of {turns} turns of environments.{name}, as if none ended early"
+    return Lengths(float(wholes[name] - own), float(own), source)
 
 
 def plan(
@@ -160,6 +177,7 @@ def plan(
         in_flight,
         stages,
         step,
+        bool(config.environments),
         config.buffer.max_staleness > 0,
         _age(config, stages, in_flight),
         full,

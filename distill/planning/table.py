@@ -30,6 +30,8 @@ def lines(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
     words = f"{length.prompt:,.0f} + {length.completion:,.0f} tokens a sequence ({length.source})"
     yield _row("generated tokens", f"{plan.tokens:,.0f}", words)
     yield _row("in flight", f"{plan.in_flight:,.0f}", "completions in all replicas")
+    if plan.episodes:
+        yield _row("environments' own time", "–", "not known; other episodes are generated meanwhile")
     for stage in plan.stages:
         yield _row(FLOPS[stage.kind] + _whose(stage), f"{stage.flops:.2e}", "")
     busiest = plan.slowest[0]

@@ -10,9 +10,12 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded_run
+from recorded_run import generated
 from run_on_letters import BATCH, NAME, command
 from stopped_run import KillTarget
 
@@ -20,7 +23,7 @@ from distill.run_log.audit import AuditReport, audit
 from distill.run_log.journal import read_all
 from distill.run_log.records import Requeued, Rollout
 from distill.tasks.sort_letters import ASK_ID, EOS
-from sync.wire import unpack
+from sync.wire import Array, VersionSpan, unpack
 
 pytestmark = [
     pytest.mark.engine,
@@ -62,6 +65,9 @@ class Played:
     requeued: list[Requeued]
     notes: list[tuple[int, list[list[int]]]]
     """Task and the student's turns of every episode that the environment saw to its end."""
+    generated: set[tuple[Any, ...]]
+    """Answers of the replica, as a relay between it and the controller recorded them: id, ids of the prompt,
+    and what `turn` takes from the answer."""
     orphans: int
 
 
@@ -79,8 +85,11 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         "run.restarts=20",
         "evaluation={prompts=8, threads=1}",
     )
-    rng = random.Random(0)
-    with KillTarget(command(folder, STEPS, *settings), folder / NAME) as target:
+    rng, recorded = random.Random(0), folder / "recorded"
+    recorded.mkdir()
+    python, _, _, _, *words = command(folder, STEPS, *settings)
+    recording = [python, str(Path(recorded_run.__file__)), str(recorded), *words]
+    with KillTarget(recording, folder / NAME) as target:
         target.start()
         target.wait(lambda: target.step() >= 2, "step 2")
         for role in ("environment-letters", "student-0"):
@@ -98,8 +107,20 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
             [one for one in killed if isinstance(one, Rollout) and not one.is_released],
             [one for one in records if isinstance(one, Requeued)],
             notes,
+            {
+                (asked.id, tuple(asked.token_ids), *turn(answer.token_ids, answer.logprob, answer.spans))
+                for asked, answer in generated(recorded)
+            },
             target.orphans(),
         )
+
+
+def turn(
+    tokens: Array, logprob: Array, spans: list[VersionSpan], part: slice = slice(None)
+) -> tuple[Any, ...]:
+    """Ids of a part of the tokens, the bytes of their log-probabilities, and the version of each."""
+    versions = tuple(span.version for span in spans for _ in range(span.start, span.end))
+    return tuple(unpack(tokens)[part].tolist()), unpack(logprob)[part].tobytes(), versions[part]
 
 
 def test_the_run_completes_with_every_guarantee_kept(played: Played) -> None:
@@ -124,6 +145,15 @@ def test_own_tokens_are_byte_for_byte_what_the_environment_was_told(played: Play
         assert len(own) == TURNS
         assert all(tokens[start - 1] == ASK_ID for start, _ in one.own[1:])
         assert [span.start for span in one.spans] == [0, *(span.end for span in one.spans[:-1])]
+
+
+def test_own_tokens_are_byte_for_byte_what_the_replica_answered(played: Played) -> None:
+    for one in played.rollouts:
+        before = [*unpack(one.prompt).tolist(), *unpack(one.tokens).tolist()]
+        for start, end in one.own:
+            asked = tuple(before[: one.prompt.shape[0] + start])
+            own = turn(one.tokens, one.logprob, one.spans, slice(start, end))
+            assert (one.id, asked, *own) in played.generated
 
 
 def test_the_evaluation_plays_the_held_out_tasks(played: Played) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench import peers, pipeline
+from distill.bench import episodes, peers, pipeline
 from distill.bench.pipeline import CpuProfile
 from distill.bench.runner import Figures, TrialCache, comparison, cores
 from distill.config.loading import merge, parse_override
@@ -87,6 +87,18 @@ def test_ways_are_compared_by_their_medians_and_only_where_every_seed_has_a_figu
     assert "| ms per step, median | 300 | 150 | 2.00 |" in lines
     assert f"| seconds to a reverse KL of {pipeline.TARGET_KL} | 30.0 | – |  |" in lines
     assert "| CPU ms per step: trainer | 101.0 | 100.5 |  |" in lines
+
+
+def test_what_a_turn_costs_is_the_difference_between_both_ways_by_role() -> None:
+    rows = dict.fromkeys(episodes.ROWS, 1.0)
+    per_step = {"cpu_ms controller": 48.0, "cpu_ms trainer": 96.0}
+    turns = {"cpu_ms controller": 96.0, "cpu_ms trainer": 48.0, "cpu_ms environment letters[0]": 192.0}
+    found = {episodes.ONCE: rows | per_step, episodes.EPISODES: rows | turns, episodes.SLEEPERS: rows | turns}
+    lines = episodes.table({"medians": found}).splitlines()
+    assert "| CPU ms per step: environment letters[0] | – | 192 | 192 |" in lines
+    turns_of_a_step = episodes.BATCH * episodes.TURNS
+    assert turns_of_a_step == 96
+    assert lines[-1].endswith("controller +0.50, environment letters[0] +2.00, trainer -0.50; together +2.00")
 
 
 def test_a_ratio_above_one_is_better_in_each_direction() -> None:

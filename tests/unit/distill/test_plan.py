@@ -135,6 +135,30 @@ def test_seconds_flops_and_tokens_of_each_stage(model: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("limits", "given", "lengths"),
+    [
+        ({"max_turns": 5}, (None, None), (60.0, 40.0)),
+        ({"max_turns": 5, "max_tokens": 50}, (None, None), (10.0, 40.0)),
+        ({"max_turns": 50}, (None, None), (1.0, 99.0)),
+        ({"max_turns": 5}, (None, 9.0), (60.0, 9.0)),
+        ({"max_turns": 5}, (7.0, 9.0), (7.0, 9.0)),
+    ],
+)
+def test_an_episode_is_as_long_as_its_limits_allow(
+    model: str, limits: dict[str, int], given: tuple[float | None, float | None], lengths: tuple[float, float]
+) -> None:
+    config = on_gpus(
+        model,
+        student={"engine_args": {"max-model-len": 100}},
+        environments={"e": {"environment": "own:play", **limits}},
+    )
+    found = estimate.lengths_of(config, *given)
+    assert (found.prompt, found.completion) == lengths
+    assert planned(config).episodes
+    assert not planned(on_gpus(model)).episodes
+
+
 def test_memory_bounds_what_is_in_flight(model: str) -> None:
     kv, free = 2 * 2 * LAYERS * KV_HEADS * HEAD, 5 * (4 + 8 / 2)
     reserved = 2 * PARAMETERS + devices.WORKSPACE

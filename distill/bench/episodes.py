@@ -1,0 +1,119 @@
+"""What turns cost: letters to sort in single completions, in episodes, and in episodes of which few sleep.
+
+All three ways train on the same number of the student's answers and of tokens in a step: three prompts of
+the quickstart, each completed by itself, are one episode of three turns. Trials take turns: noise hurts all
+alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from distill.bench.pipeline import OVERLAPPED, measure, run_quickstart
+from distill.bench.runner import Figures, TrialCache, markdown, medians
+from distill.tasks.sort_letters import ASK, EOS, SortLetters
+
+TURNS: Final = 3
+BATCH: Final = 32
+"""Episodes of a step."""
+STEPS: Final = 120
+SLEEP_SECONDS: Final = 30
+SLEEPS_EVERY: Final = 250
+"""One episode in so many sleeps before its last turn."""
+TEMPLATE: Final = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}" + EOS + "{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}" + ASK + "{% endif %}"
+)
+CPU: Final = "cpu_ms "
+ONCE, EPISODES, SLEEPERS = "single completions", "episodes", f"1 of {SLEEPS_EVERY} sleeps {SLEEP_SECONDS} s"
+ROWS: Final = {
+    "step_ms": ("ms per step, median", ".0f"),
+    "mean_step_ms": ("ms per step, mean", ".0f"),
+    "generated_per_second": ("student's tokens generated per second", ",.0f"),
+    "trained_per_second": ("student's tokens trained per second", ",.0f"),
+    "cpu_share": ("cores busy with the run", ".1%"),
+    "others_share": ("cores busy with other programs", ".1%"),
+    "age": ("mean age, versions", ".2f"),
+    "late": ("rollouts dropped as too old", ".0f"),
+}
+
+
+async def play(task: int, talk: Any, turns: int = TURNS, sleep: float = 0.0, every: int = 0) -> float:
+    """Ask for so many rows of letters. The share that is sorted right."""
+    letters, right = SortLetters(), 0
+    for turn in range(turns):
+        if every and task % every == every - 1 and turn == turns - 1:
+            await asyncio.sleep(sleep)
+        prompt = letters.prompt(0, task * turns + turn)
+        answer = await talk.say(prompt.text.removesuffix(ASK))
+        right += letters.passes(prompt, answer.token_ids)
+    return right / turns
+
+
+def run(folder: Path, seeds: int = 3) -> Figures:
+    """Run what is missing in `folder`; every trial, and the medians. Raises DistillError when a run fails."""
+    folder = folder.absolute()
+    cache = TrialCache(folder / "trials.jsonl")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    trials: dict[str, list[Figures]] = {way: [] for way in ways(folder)}
+    for seed in range(seeds):
+        for way, words in ways(folder).items():
+            trials[way].append(trial(cache, folder, words, seed))
+    found = {
+        way: medians(of, [name for name in of[0] if name in ROWS or name.startswith(CPU)])
+        for way, of in trials.items()
+    }
+    return {"medians": found, "trials": trials}
+
+
+def ways(folder: Path) -> dict[str, list[str]]:
+    """Overrides of the quickstart."""
+    template = folder / "template.jinja"
+    common = [*OVERLAPPED, "rollout.max_in_flight=256"]
+    turns = [
+        f"rollout.batch={BATCH}",
+        f"student.chat_template={template}",
+        f"teachers.sorter.chat_template={template}",
+        'prompts={type="environment", environment="letters"}',
+    ]
+    letters = 'environments.letters={environment="distill.bench.episodes:play", env={OMP_NUM_THREADS="1"}'
+    sleeps = f"options={{sleep={SLEEP_SECONDS}, every={SLEEPS_EVERY}}}"
+    return {
+        ONCE: [*common, f"rollout.batch={BATCH * TURNS}"],
+        EPISODES: [*common, *turns, f"{letters}}}"],
+        SLEEPERS: [*common, *turns, f"{letters}, {sleeps}}}"],
+    }
+
+
+def trial(cache: TrialCache, folder: Path, words: list[str], seed: int) -> Figures:
+    """One run, or what is kept of it."""
+
+    def make() -> Figures:
+        found = measure(folder / "trial", run_quickstart(folder, "trial", seed, STEPS, words))
+        rollouts = json.loads((folder / "trial" / "summary.json").read_text())["rollout"]
+        by_role = {f"{CPU}{role}": ms for role, ms in found.pop("cpu_ms_per_step").items()}
+        return found | by_role | {"late": rollouts["late"], "tokens": rollouts["tokens_total"]}
+
+    return cache.get({"seed": seed, "settings": words}, make)
+
+
+def table(report: Figures) -> str:
+    """The medians side by side, as Markdown, and what a turn costs beyond a single completion."""
+    found = report["medians"]
+    roles = sorted({name for one in found.values() for name in one if name.startswith(CPU)})
+    rows = ROWS | {name: (f"CPU ms per step: {name.removeprefix(CPU)}", ".0f") for name in roles}
+    lines = [
+        [title, *("–" if (one := of.get(key)) is None else format(one, form) for of in found.values())]
+        for key, (title, form) in rows.items()
+    ]
+    more = {
+        name.removeprefix(CPU): (found[EPISODES].get(name, 0.0) - found[ONCE].get(name, 0.0)) / BATCH / TURNS
+        for name in roles
+    }
+    costs = ", ".join(f"{role} {ms:+.2f}" for role, ms in more.items())
+    together = f"together {sum(more.values()):+.2f}"
+    ended = f"CPU ms for a turn beyond those for a single completion: {costs}; {together}"
+    return "\n".join([*markdown(["", *found], lines), "", ended])
