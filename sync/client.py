@@ -14,7 +14,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import Final, NamedTuple, TypeVar
 
@@ -180,6 +180,11 @@ class Peer:
         self.model: str | None = None
         """What a teacher's answers must be of (`TeacherInfo.fingerprint`); None: anything."""
         self._claim = claim or Claim()
+        if token and httpx.URL(self.url).userinfo:
+            raise ConfigError(
+                "a server's URL holds a user's name, and there is a bearer token: a request carries one of "
+                "both, so leave the name and its password out"
+            )
         self._headers = _headers(token)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -195,12 +200,16 @@ class Peer:
         if self._session is not None:
             await self._session.close()
 
-    def _open(
+    @asynccontextmanager
+    async def _open(
         self, path: str, content: bytes | None, headers: Mapping[str, str], timeout: float | None
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """POST `content` (GET when None). `timeout`: seconds without a byte."""
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """POST `content`, GET when None. `timeout`: seconds until the answer begins, and between its bytes.
+
+        aiohttp sends a GET again, once, when its connection turns out to be closed.
+        """
         if self._closed:
-            raise RuntimeError(f"the client of {self.url} is closed")
+            raise Unreachable(f"the client of {self.url} is closed")
         if self._session is None:
             tls = _tls() if self.url.startswith("https:") else True
             self._session = aiohttp.ClientSession(
@@ -210,21 +219,22 @@ class Peer:
                 auto_decompress=False,
             )
         connect = min(5.0, self.timeout if timeout is None else timeout)
-        return self._session.request(
-            "GET" if content is None else "POST",
-            self.url + path,
-            data=io.BytesIO(content) if content and len(content) > LARGE_BODY else content,
-            headers=headers,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=timeout),
-        )
+        limits = aiohttp.ClientTimeout(total=None, connect=connect, sock_connect=connect, sock_read=timeout)
+        data = io.BytesIO(content) if content and len(content) > LARGE_BODY else content
+        method = "GET" if content is None else "POST"
+        async with asyncio.timeout(timeout) as limit:
+            async with self._session.request(
+                method, self.url + path, data=data, headers=headers, allow_redirects=False, timeout=limits
+            ) as response:
+                limit.reschedule(None)
+                yield response
 
     async def alive(self) -> bool:
         """Whether /health answers 200 within two seconds."""
         try:
             async with self._open("/health", None, {}, timeout=2.0) as response:
                 return response.status == 200
-        except _FAILED:
+        except (Unreachable, *_FAILED):
             return False
 
     async def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:

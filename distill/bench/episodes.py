@@ -1,8 +1,8 @@
 """What turns cost: letters to sort in single completions, in episodes, and in episodes of which few sleep.
 
-All three ways train on the same number of the student's answers and of tokens in a step: three prompts of
-the quickstart, each completed by itself, are one episode of three turns. Trials take turns: noise hurts all
-alike.
+All three ways train on the same number of the student's answers in a step: three prompts of the quickstart,
+each completed by itself, are one episode of three turns. The student says less behind earlier turns, which it
+was not made with: compare tokens per second with that in mind. Trials take turns: noise hurts all alike.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from distill.tasks.sort_letters import ASK, EOS, SortLetters
 TURNS: Final = 3
 BATCH: Final = 32
 """Episodes of a step."""
-STEPS: Final = 120
+STEPS: Final = 160
 SLEEP_SECONDS: Final = 30
 SLEEPS_EVERY: Final = 250
 """One episode in so many sleeps before its last turn."""
+AWAKE: Final = 8 * BATCH
+"""None of the last episodes sleeps: the end of the run would wait for it."""
 TEMPLATE: Final = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}" + EOS + "{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}" + ASK + "{% endif %}"
@@ -37,20 +39,22 @@ ROWS: Final = {
     "cpu_share": ("cores busy with the run", ".1%"),
     "others_share": ("cores busy with other programs", ".1%"),
     "age": ("mean age, versions", ".2f"),
-    "late": ("rollouts dropped as too old", ".0f"),
+    "tokens": ("student's tokens", ",.0f"),
+    "too_old": ("episodes dropped as too old", ".0f"),
 }
 
 
-async def play(task: int, talk: Any, turns: int = TURNS, sleep: float = 0.0, every: int = 0) -> float:
-    """Ask for so many rows of letters. The share that is sorted right."""
+async def play(task: int, talk: Any, sleep: float = 0.0) -> float:
+    """Ask for rows of letters. The share that is sorted right."""
     letters, right = SortLetters(), 0
-    for turn in range(turns):
-        if every and task % every == every - 1 and turn == turns - 1:
+    sleeps = sleep > 0 and task % SLEEPS_EVERY == SLEEPS_EVERY - 1 and task < STEPS * BATCH - AWAKE
+    for turn in range(TURNS):
+        if sleeps and turn == TURNS - 1:
             await asyncio.sleep(sleep)
-        prompt = letters.prompt(0, task * turns + turn)
+        prompt = letters.prompt(0, task * TURNS + turn)
         answer = await talk.say(prompt.text.removesuffix(ASK))
         right += letters.passes(prompt, answer.token_ids)
-    return right / turns
+    return right / TURNS
 
 
 def run(folder: Path, seeds: int = 3) -> Figures:
@@ -80,7 +84,7 @@ def ways(folder: Path) -> dict[str, list[str]]:
         'prompts={type="environment", environment="letters"}',
     ]
     letters = 'environments.letters={environment="distill.bench.episodes:play", env={OMP_NUM_THREADS="1"}'
-    sleeps = f"options={{sleep={SLEEP_SECONDS}, every={SLEEPS_EVERY}}}"
+    sleeps = f"options={{sleep={SLEEP_SECONDS}}}"
     return {
         ONCE: [*common, f"rollout.batch={BATCH * TURNS}"],
         EPISODES: [*common, *turns, f"{letters}}}"],
@@ -95,7 +99,8 @@ def trial(cache: TrialCache, folder: Path, words: list[str], seed: int) -> Figur
         found = measure(folder / "trial", run_quickstart(folder, "trial", seed, STEPS, words))
         rollouts = json.loads((folder / "trial" / "summary.json").read_text())["rollout"]
         by_role = {f"{CPU}{role}": ms for role, ms in found.pop("cpu_ms_per_step").items()}
-        return found | by_role | {"late": rollouts["late"], "tokens": rollouts["tokens_total"]}
+        too_old = rollouts["dropped"].get("too_old", 0)
+        return found | by_role | {"too_old": too_old, "tokens": rollouts["tokens_total"]}
 
     return cache.get({"seed": seed, "settings": words}, make)
 

@@ -21,7 +21,7 @@ from typing import Any
 from distill.environments.app import Host, Service
 from distill.environments.config import EnvironmentService
 from distill.environments.rendering import Renderer
-from sync.address import token_from_environment
+from sync.address import TOKEN_VARIABLE, token_from_environment
 from sync.claims import Claim
 from sync.errors import DistillError
 from sync.secrets import redact_process
@@ -47,6 +47,7 @@ def make_host(settings: EnvironmentService, tokenizer: Any) -> Host:
 def serve(settings: EnvironmentService, host: str, port: int, index: int) -> None:
     """Load tokenizer and environment, then answer until SIGTERM or SIGINT."""
     token = token_from_environment()
+    os.environ.pop(TOKEN_VARIABLE, None)  # an environment starts processes of its own: tools, sandboxes
     check_bind(host, token)
     import setproctitle
 

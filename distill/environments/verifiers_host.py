@@ -95,8 +95,9 @@ class VerifiersEnvironment:
         from distill.environments import verifiers_plugins
 
         sys.modules.setdefault(DIRECT, verifiers_plugins)  # verifiers imports a harness by its id
-        # and the servers of tools as modules, in processes of their own
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        # and servers of tools as modules, by this interpreter: it has its own packages, and needs ours
+        ours = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
+        os.environ["PYTHONPATH"] = os.pathsep.join(ours)
         options = dict(self._config.options)
         renderer = {**_RENDERER, **self._config.chat_template_kwargs, **options.pop("renderer", {})}
         taskset = {"id": self._config.environment, **options.pop("taskset", {})}

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import httpx
 import verifiers.v1 as vf
+from mcp import MCPError
 from renderers.base import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.harnesses.utils.mcp import connect_mcp, mcp_content_to_chat_content
 
 from distill.environments.rendering import Message, Renderer
 
@@ -124,13 +125,19 @@ class DirectHarness(vf.Harness[vf.HarnessConfig]):
 
 
 async def _called(dispatch: dict[str, Any], clients: dict[str, Any], function: dict[str, str]) -> str:
-    """What a tool answers, or why it does not."""
+    """What a tool answers, or why it does not; called once, whatever becomes of it.
+
+    A server that is gone raises, and costs the episode.
+    """
     if function["name"] not in dispatch:
         return f"error: there is no tool {function['name']!r}"
+    server, tool = dispatch[function["name"]]
     try:
         arguments = json.loads(function["arguments"])
         if not isinstance(arguments, dict):
             raise TypeError("arguments must be an object")
-        return str(await call_mcp(clients, dispatch, function["name"], arguments))
-    except Exception as error:  # noqa: BLE001 - of the tool and its server: the student is told
+        answer = await clients[server]._run(lambda client: client.call_tool(tool, arguments))  # `run` repeats
+    except (ValueError, TypeError, MCPError) as error:
         return f"error: {type(error).__name__}: {error}"
+    said = mcp_content_to_chat_content(answer.content)
+    return said if isinstance(said, str) else "error: the tool answered with more than text"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from distill.config import RunConfig
+from distill.config.prompts import EnvironmentPrompts
 from distill.planning.hardware import CPU, Device
 from distill.planning.roles import REPLICAS, TRAINER, Role, find_roles, gpus
 from distill.planning.stages import Generation, Shape, delta_share, most_in_flight, shape_of, train_factor
@@ -106,7 +107,7 @@ def lengths_of(
     if run is not None:
         source = run.source + (", as far as not given" if prompt or completion else "")
         return Lengths(prompt or run.prompt, completion or run.completion, source)
-    if config.environments and not (prompt and completion):
+    if isinstance(config.prompts, EnvironmentPrompts) and not (prompt and completion):
         episode = _episode(config)
         source = episode.source + (", as far as not given" if prompt or completion else "")
         return Lengths(prompt or episode.prompt, completion or episode.completion, source)
@@ -123,13 +124,13 @@ def lengths_of(
 
 def _episode(config: RunConfig) -> Lengths:
     """Of the longest episodes; the environment's tokens count to the prompt."""
-    room = student_limit(config)
-    wholes = {name: min(room, one.max_tokens or room) for name, one in config.environments.items()}
-    name = max(wholes, key=lambda name: wholes[name])
-    turns = config.environments[name].max_turns
-    own = min(turns * config.rollout.max_tokens, wholes[name] - 1)
-    source = f"episodes of {turns} turns of environments.{name}, as if none ended early"
-    return Lengths(float(wholes[name] - own), float(own), source)
+    assert isinstance(config.prompts, EnvironmentPrompts), "rollouts are episodes"
+    name, room = config.prompts.environment, student_limit(config)
+    environment = config.environments[name]
+    whole = min(room, environment.max_tokens or room)
+    own = min(environment.max_turns * config.rollout.max_tokens, whole - 1)
+    source = f"episodes of {environment.max_turns} turns of environments.{name}, as if none ended early"
+    return Lengths(float(whole - own), float(own), source)
 
 
 def plan(
@@ -177,7 +178,7 @@ def plan(
         in_flight,
         stages,
         step,
-        bool(config.environments),
+        isinstance(config.prompts, EnvironmentPrompts),
         config.buffer.max_staleness > 0,
         _age(config, stages, in_flight),
         full,

@@ -47,8 +47,8 @@ class Episodes:
     """Runs for the length of the run; `put` at any time. Out: TurnReady, EpisodePlayed, EpisodeLost,
     EpisodeTooOld, and RolloutRejected for an episode whose environment fails.
 
-    The capacity rule bounds what is in it. An episode that no batch would take once it is over is left: a
-    slow one takes up room only for as long as it may still be trained on.
+    The capacity rule bounds what is in it. An episode is left while its environment plays, when what the
+    student said last stands behind a token that no batch takes any more: a slow one makes room.
     """
 
     def __init__(
@@ -84,17 +84,19 @@ class Episodes:
 
     def generated(self, answer: Generated) -> None:
         """Go on with the episode whose turn this is."""
-        self._turns.pop(answer.id).set_result(answer)
+        self._turns[answer.id].set_result(answer)
 
     def broken(self, id: str) -> None:
         """Leave an episode that was dropped."""
-        self._turns.pop(id).set_exception(_Dropped(f"episode {id} was dropped"))
+        self._plays.pop(id, None)
+        self._turns[id].set_exception(_Dropped(f"episode {id} was dropped"))
 
     def leave_too_old(self) -> None:
         """Leave the episodes that are too old by now and wait for their environment. After every batch."""
         for id, one in list(self._plays.items()):
             if id not in self._turns and self._too_old(one.episode):
                 del self._plays[id]
+                self._lost.pop(id, None)
                 one.task.cancel()
                 self._events.emit(EpisodeTooOld(one.rollout, one.episode.own_length))
 
@@ -149,7 +151,10 @@ class Episodes:
         prompt = replace(rollout.source_prompt, token_ids=episode.context)
         turn = self._turns[rollout.id] = asyncio.get_running_loop().create_future()
         self._events.emit(TurnReady(replace(rollout, issued=prompt, own=list(episode.sequences[0].own))))
-        return await turn
+        try:
+            return await turn
+        finally:
+            del self._turns[rollout.id]
 
 
 def _played(rollout: Rollout, episode: Episode) -> EpisodePlayed:

@@ -27,7 +27,7 @@ from distill.rollout.replica_client import Answer
 from distill.run_log.journal import Journal
 from distill.run_log.records import Rollout
 from distill.run_log.run_log import RunLog
-from sync.wire import GenerateRequest, Version, unpack
+from sync.wire import GenerateFailed, GenerateRequest, Version, unpack
 
 pytestmark = pytest.mark.virtual_time
 PROMPT = [USER, ASK, ANSWER]
@@ -273,13 +273,37 @@ async def test_an_episode_that_grows_too_old_in_its_environment_makes_room_at_on
         await finish(run, trainer)
         seconds.append(ended[-8] - ended[10])
         assert len(trained) == 60 * 8
-    assert seconds[1] <= 1.05 * seconds[0]
+    assert seconds[1] <= 1.15 * seconds[0], "1.00 to 1.03 in eleven runs; 1.9 where they keep their room"
     state = run.run_log.state
     assert state.counters.dropped["too_old"] >= 12
     assert state.counters.dropped_tokens["too_old"] >= 12, "each had answered a turn"
     slept = {id for id, _ in found.begun if int(id.split(":")[1]) % 25 == 5}
     assert len(slept) - 4 <= len(slept & {*found.ended}), "the environment is told, but of the last ones"
     assert not {one.id for one in trained} & {*found.ended}
+
+
+async def test_an_old_episode_whose_turn_is_refused_is_dropped_once(play) -> None:
+    """It takes a while to end, and batches are formed meanwhile."""
+
+    class Slow(GuessEnvironment):
+        async def end(self, ids: list[str]) -> None:
+            await asyncio.sleep(1.0)
+            await super().end(ids)
+
+    answers: defaultdict[str, int] = defaultdict(int)
+
+    def refused(answer: Answer) -> Answer:
+        answers[answer.id] += 1
+        bad = answers[answer.id] == 2 and int(answer.id.split(":")[1]) % 4 == 1
+        return GenerateFailed(id=answer.id, error="no") if bad else answer
+
+    config = settings()
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 20})})
+    replica = MemoryReplica(player=bisects, token_seconds=0.25, spoil=refused)
+    run, _ = play(Slow(seconds=0.02), config, replicas={"r0": replica})
+    await finish(run, MemoryTrainer(run.session, step_seconds=0.05))
+    assert run.run_log.state.counters.dropped["engine_failed"] > 10
+    assert run.run_log.state.reached == Version(0, 20)
 
 
 async def test_a_controller_that_starts_again_begins_open_episodes_from_their_tasks(play, tmp_path) -> None:

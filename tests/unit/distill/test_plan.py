@@ -12,6 +12,7 @@ from small_config import make_config
 from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.loading import load
+from distill.config.prompts import EnvironmentPrompts
 from distill.planning import estimate, table
 from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
@@ -153,6 +154,8 @@ def test_an_episode_is_as_long_as_its_limits_allow(
         student={"engine_args": {"max-model-len": 100}},
         environments={"e": {"environment": "own:play", **limits}},
     )
+    prompts = EnvironmentPrompts(type="environment", environment="e")
+    config = config.model_copy(update={"prompts": prompts})
     found = estimate.lengths_of(config, *given)
     assert (found.prompt, found.completion) == lengths
     assert planned(config).episodes

@@ -42,6 +42,7 @@ class Scripted:
     def __init__(self, *answers: Response) -> None:
         self.answers = list(answers)
         self.calls = 0
+        self.clients: set[object] = set()
         routes = [
             Route("/x", self.x, methods=["GET", "POST"]),
             Route("/stream", self.frames, methods=["POST"]),
@@ -51,6 +52,7 @@ class Scripted:
 
     async def x(self, request: Request) -> Response:
         self.calls += 1
+        self.clients.add(request.client)
         if self.answers:
             return self.answers.pop(0)
         if request.method == "POST":
@@ -248,10 +250,30 @@ def test_only_loopback_may_be_bound_without_a_token() -> None:
             check_bind(host, None)
 
 
-async def test_concurrent_calls_share_one_client() -> None:
-    with serving(Scripted()) as url:
+async def test_calls_share_connections() -> None:
+    scripted = Scripted()
+    with serving(scripted) as url:
         async with Peer(url, "secret") as peer:
-            assert await asyncio.gather(*[peer.call("/x", REQUEST, Ok) for _ in range(20)]) == [Ok()] * 20
+            for _ in range(5):
+                assert await asyncio.gather(*(peer.call("/x", REQUEST, Ok) for _ in range(20))) == [Ok()] * 20
+            assert len(scripted.clients) <= 20
+        with pytest.raises(Unreachable, match="is closed"):
+            await peer.call("/x", REQUEST, Ok)
+        assert not await peer.alive()
+
+
+async def test_a_request_that_nobody_reads_ends_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with Peer("http://127.0.0.1:{1}".format(*silent.getsockname())) as peer:
+            began = time.monotonic()
+            with pytest.raises(Unreachable, match="TimeoutError"):
+                await peer.once("/x", bytes(1 << 25), 0.3)
+            assert time.monotonic() - began < 5
+
+
+def test_a_user_in_a_url_and_a_token_are_too_much() -> None:
+    with pytest.raises(ConfigError, match="leave the name and its password out"):
+        Peer("http://u:p@h", "secret")
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
