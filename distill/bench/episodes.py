@@ -23,7 +23,7 @@ STEPS: Final = 160
 SLEEP_SECONDS: Final = 30
 SLEEPS_EVERY: Final = 250
 """One episode in so many sleeps before its last turn."""
-AWAKE: Final = 8 * BATCH
+TAIL: Final = 8 * BATCH
 """None of the last episodes sleeps: the end of the run would wait for it."""
 TEMPLATE: Final = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}" + EOS + "{% endif %}"
@@ -47,7 +47,7 @@ ROWS: Final = {
 async def play(task: int, talk: Any, sleep: float = 0.0) -> float:
     """Ask for rows of letters. The share that is sorted right."""
     letters, right = SortLetters(), 0
-    sleeps = sleep > 0 and task % SLEEPS_EVERY == SLEEPS_EVERY - 1 and task < STEPS * BATCH - AWAKE
+    sleeps = sleep > 0 and task % SLEEPS_EVERY == SLEEPS_EVERY - 1 and task < STEPS * BATCH - TAIL
     for turn in range(TURNS):
         if sleeps and turn == TURNS - 1:
             await asyncio.sleep(sleep)
