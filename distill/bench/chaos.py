@@ -238,10 +238,9 @@ def figures(report: AuditReport, done: Sequence[Line], summary: dict[str, Any]) 
 
 
 def holds(figures: Figures) -> bool:
-    """Whether the run came through with every guarantee."""
-    return bool(
-        figures["ok"] and figures["completed"] and figures["weights_identical"] and not figures["orphans"]
-    )
+    """Whether faults were injected and the run came through with every guarantee."""
+    good = figures["ok"] and figures["completed"] and figures["weights_identical"]
+    return bool(good and figures["events"] and not figures["orphans"])
 
 
 def table(figures: Figures) -> str:

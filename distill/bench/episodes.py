@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from distill.bench.pipeline import OVERLAPPED, measure, run_quickstart
-from distill.bench.runner import Figures, TrialCache, markdown, medians
+from distill.bench import pipeline
+from distill.bench.runner import Figures, Row, TrialCache, markdown
 from distill.tasks.sort_letters import ASK, EOS, SortLetters
 
 TURNS: Final = 3
@@ -29,18 +29,13 @@ TEMPLATE: Final = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}" + EOS + "{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}" + ASK + "{% endif %}"
 )
-CPU: Final = "cpu_ms "
 ONCE, EPISODES, SLEEPERS = "single completions", "episodes", f"1 of {SLEEPS_EVERY} sleeps {SLEEP_SECONDS} s"
+_LEARNED: Final = ("seconds_to_target", "reverse_kl", "pass_rate")
+"""Not measured: no trial is evaluated."""
 ROWS: Final = {
-    "step_ms": ("ms per step, median", ".0f"),
-    "mean_step_ms": ("ms per step, mean", ".0f"),
-    "generated_per_second": ("student's tokens generated per second", ",.0f"),
-    "trained_per_second": ("student's tokens trained per second", ",.0f"),
-    "cpu_share": ("cores busy with the run", ".1%"),
-    "others_share": ("cores busy with other programs", ".1%"),
-    "age": ("mean age, versions", ".2f"),
-    "tokens": ("student's tokens", ",.0f"),
-    "too_old": ("episodes dropped as too old", ".0f"),
+    **{key: row for key, row in pipeline.ROWS.items() if key not in _LEARNED},
+    "tokens": Row("tokens generated in all", ",.0f"),
+    "too_old": Row("episodes dropped as too old", ".0f"),
 }
 
 
@@ -66,17 +61,13 @@ def run(folder: Path, seeds: int = 3) -> Figures:
     for seed in range(seeds):
         for way, words in ways(folder).items():
             trials[way].append(trial(cache, folder, words, seed))
-    found = {
-        way: medians(of, [name for name in of[0] if name in ROWS or name.startswith(CPU)])
-        for way, of in trials.items()
-    }
-    return {"medians": found, "trials": trials}
+    return {"medians": {way: pipeline.summary(of, ROWS) for way, of in trials.items()}, "trials": trials}
 
 
 def ways(folder: Path) -> dict[str, list[str]]:
     """Overrides of the quickstart."""
     template = folder / "template.jinja"
-    common = [*OVERLAPPED, "rollout.max_in_flight=256"]
+    common = [*pipeline.OVERLAPPED, "rollout.max_in_flight=256"]
     turns = [
         f"rollout.batch={BATCH}",
         f"student.chat_template={template}",
@@ -96,11 +87,10 @@ def trial(cache: TrialCache, folder: Path, words: list[str], seed: int) -> Figur
     """One run, or what is kept of it."""
 
     def make() -> Figures:
-        found = measure(folder / "trial", run_quickstart(folder, "trial", seed, STEPS, words))
+        profile = pipeline.run_quickstart(folder, "trial", seed, STEPS, words)
         rollouts = json.loads((folder / "trial" / "summary.json").read_text())["rollout"]
-        by_role = {f"{CPU}{role}": ms for role, ms in found.pop("cpu_ms_per_step").items()}
-        too_old = rollouts["dropped"].get("too_old", 0)
-        return found | by_role | {"too_old": too_old, "tokens": rollouts["tokens_total"]}
+        more = {"too_old": rollouts["dropped"].get("too_old", 0), "tokens": rollouts["tokens_total"]}
+        return pipeline.measure(folder / "trial", profile) | more
 
     return cache.get({"seed": seed, "settings": words}, make)
 
@@ -108,16 +98,18 @@ def trial(cache: TrialCache, folder: Path, words: list[str], seed: int) -> Figur
 def table(report: Figures) -> str:
     """The medians side by side, as Markdown, and what a turn costs beyond a single completion."""
     found = report["medians"]
-    roles = sorted({name for one in found.values() for name in one if name.startswith(CPU)})
-    rows = ROWS | {name: (f"CPU ms per step: {name.removeprefix(CPU)}", ".0f") for name in roles}
+    cpu = "cpu_ms_per_step "
+    roles = sorted({name.removeprefix(cpu) for of in found.values() for name in of if name.startswith(cpu)})
+    rows = ROWS | {cpu + role: Row(f"CPU ms per step: {role}", ".0f") for role in roles}
     lines = [
-        [title, *("–" if (one := of.get(key)) is None else format(one, form) for of in found.values())]
-        for key, (title, form) in rows.items()
+        [
+            row.title,
+            *("–" if (one := of.get(key)) is None else format(one, row.form) for of in found.values()),
+        ]
+        for key, row in rows.items()
     ]
-    more = {
-        name.removeprefix(CPU): (found[EPISODES].get(name, 0.0) - found[ONCE].get(name, 0.0)) / BATCH / TURNS
-        for name in roles
-    }
+    once, turns = found[ONCE], found[EPISODES]
+    more = {role: (turns.get(cpu + role, 0.0) - once.get(cpu + role, 0.0)) / BATCH / TURNS for role in roles}
     costs = ", ".join(f"{role} {ms:+.2f}" for role, ms in more.items())
     together = f"together {sum(more.values()):+.2f}"
     ended = f"CPU ms for a turn beyond those for a single completion: {costs}; {together}"

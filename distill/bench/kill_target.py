@@ -198,7 +198,7 @@ class KillTarget:
             return any(_healthy(process) for process in processes.get(role, ()))
         for span in self._spans.new():
             self._worked_until[span["role"], span["what"]] = span["end"]
-        name = role.replace("teacher-", "teacher ", 1)
+        name = role.replace("-", " ", 1) if kind_of(role) in ("teacher", "environment") else role
         only = {"trainer rank": "train", "teacher": "score"}.get(kind_of(role))
         return any(
             end > since

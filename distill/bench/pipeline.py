@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -114,9 +114,9 @@ def trial(cache: TrialCache, folder: Path, words: Sequence[str], seed: int, step
     return cache.get({"seed": seed, "steps": steps, "settings": words}, make)
 
 
-def summary(trials: Sequence[Figures]) -> Figures:
+def summary(trials: Sequence[Figures], rows: Iterable[str] = ROWS) -> Figures:
     """Medians over the seeds, None where a seed has none; of roles as "cpu_ms_per_step trainer"."""
-    found = medians(trials, ROWS)
+    found = medians(trials, rows)
     for name in BY_ROLE:
         for role in trials[0][name]:
             found[f"{name} {role}"] = median(one[name].get(role, 0.0) for one in trials)

@@ -112,10 +112,11 @@ class EnvironmentClient:
                 process.back_at = time.monotonic() + error.retry_after
                 expires = time.monotonic() + self._limit
             except Unreachable as error:
-                process.back_at = time.monotonic() + process.backoff.next()
                 if time.monotonic() >= expires:
                     raise
-                log.warning("%s; retrying", error)
+                if not process.pause:  # of the episodes that it was to begin, the first to notice
+                    process.back_at = time.monotonic() + process.backoff.next()
+                    log.warning("%s; retrying", error)
 
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason

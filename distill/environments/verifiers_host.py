@@ -24,7 +24,7 @@ import numpy as np
 from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import EnvironmentAnswer, FinishReason
 from sync.errors import ConfigError
-from sync.own_code import search_folder
+from sync.own_code import CODE_VARIABLE, search_folder
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
 
 DIRECT: Final = "direct"
@@ -95,9 +95,9 @@ class VerifiersEnvironment:
         from distill.environments import verifiers_plugins
 
         sys.modules.setdefault(DIRECT, verifiers_plugins)  # verifiers imports a harness by its id
-        # and servers of tools as modules, by this interpreter: it has its own packages, and needs ours
-        ours = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
-        os.environ["PYTHONPATH"] = os.pathsep.join(ours)
+        # and servers of tools as modules, by this interpreter, which does not know the code folder
+        paths = [os.environ.get("PYTHONPATH"), os.environ.get(CODE_VARIABLE)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         options = dict(self._config.options)
         renderer = {**_RENDERER, **self._config.chat_template_kwargs, **options.pop("renderer", {})}
         taskset = {"id": self._config.environment, **options.pop("taskset", {})}

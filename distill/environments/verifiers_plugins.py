@@ -127,17 +127,20 @@ class DirectHarness(vf.Harness[vf.HarnessConfig]):
 async def _called(dispatch: dict[str, Any], clients: dict[str, Any], function: dict[str, str]) -> str:
     """What a tool answers, or why it does not; called once, whatever becomes of it.
 
-    A server that is gone raises, and costs the episode.
+    A server that is gone, or answers what is none, raises and costs the episode.
     """
     if function["name"] not in dispatch:
         return f"error: there is no tool {function['name']!r}"
     server, tool = dispatch[function["name"]]
     try:
         arguments = json.loads(function["arguments"])
-        if not isinstance(arguments, dict):
-            raise TypeError("arguments must be an object")
+    except (ValueError, RecursionError) as error:
+        return f"error: arguments are no JSON: {error}"
+    if not isinstance(arguments, dict):
+        return "error: arguments must be an object"
+    try:
         answer = await clients[server]._run(lambda client: client.call_tool(tool, arguments))  # `run` repeats
-    except (ValueError, TypeError, MCPError) as error:
-        return f"error: {type(error).__name__}: {error}"
+    except MCPError as error:
+        return f"error: {error}"
     said = mcp_content_to_chat_content(answer.content)
     return said if isinstance(said, str) else "error: the tool answered with more than text"

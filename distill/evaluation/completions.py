@@ -121,14 +121,11 @@ class Generation:
         Raises Unreachable when the replica is lost, RemoteError when it refuses a prompt or holds another
         version, WireError for an answer that cannot be used, and what `Playing.run` raises.
         """
-        asked = {
-            f"{EVALUATION_ID}{version}:{index}:{copy}" if prompt.environment else f"{index}:{copy}": (
-                index,
-                prompt,
-            )
-            for index, prompt in enumerate(wanted.prompts)
-            for copy in range(wanted.completions)
-        }
+        asked = {}
+        for index, prompt in enumerate(wanted.prompts):
+            begin = f"{EVALUATION_ID}{version}:" if prompt.environment else ""
+            for copy in range(wanted.completions):
+                asked[f"{begin}{index}:{copy}"] = index, prompt
         prompts = [GeneratePrompt(id, one.token_ids) for id, (_, one) in asked.items() if not one.environment]
         found: dict[str, Completion] = {}
         gate = asyncio.Semaphore(self._parallel)

