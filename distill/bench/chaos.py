@@ -128,9 +128,10 @@ def run(
             if target.over():
                 break
             step = target.step()
-            done.append(
-                {"kind": kind, "target": hit, "step": step, "seconds": INJECT[kind](target, rng, hit)}
-            )
+            seconds = INJECT[kind](target, rng, hit)
+            if target.over():  # whether it recovered, and for some kinds whether it was hit, was not seen
+                break
+            done.append({"kind": kind, "target": hit, "step": step, "seconds": seconds})
             lines.write(done[-1])
             report(
                 f"{len(done):>3} of {events}, {(time.monotonic() - began) / 60:.1f} min: {kind} {hit} "

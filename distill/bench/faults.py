@@ -38,8 +38,9 @@ from sync.secrets import redact_process
 
 FAULTS = "faults"
 CUT, MALFORMED = "cut", "malformed"
-MIN_BYTES = 160
-"""Of a piece of an answer that is malformed: shorter ones are mostly refusals and states."""
+MIN_BYTES, MIN_BYTES_OF_TURNS = 160, 40
+"""Of a piece of an answer that is malformed: shorter ones are mostly refusals and states; an environment's
+turns are short."""
 MALFORMED_BYTES = 32
 POLL_SECONDS = 0.1
 HEADERS_END = b"\r\n\r\n"
@@ -95,8 +96,9 @@ def free(folder: Path) -> None:
 class Relay:
     """In front of one server. Everything happens in the loop of `Relays`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, role: str, url: str) -> None:
         at = urlsplit(url)
+        self._min_bytes = MIN_BYTES_OF_TURNS if role.startswith("environment-") else MIN_BYTES
         self._target = (at.hostname or "127.0.0.1", at.port or 80)
         self._open: set[asyncio.StreamWriter] = set()
         self._numbers = itertools.count()
@@ -147,7 +149,7 @@ class Relay:
         """What becomes of some bytes of connection `number`, of its requests or of its answers."""
         if answers and not self.sound.is_set():
             body = data.find(HEADERS_END) + len(HEADERS_END) if data.startswith(b"HTTP/") else 0
-            if len(data) - body >= MIN_BYTES:
+            if len(data) - body >= self._min_bytes:
                 self.sound.set()
                 return malformed(data, random.randrange(body, len(data) - MALFORMED_BYTES))
         return data
@@ -161,8 +163,8 @@ def malformed(data: bytes, at: int) -> bytes:
 class Relays:
     """All relays of a launcher, in a thread of their own."""
 
-    def __init__(self, folder: Path, kind: Callable[[str], Relay] = Relay) -> None:
-        """`folder`: of the orders; those for an earlier launcher are removed. `kind`: makes one for a URL."""
+    def __init__(self, folder: Path, kind: Callable[[str, str], Relay] = Relay) -> None:
+        """`folder`: of the orders; those for an earlier launcher are removed. `kind`: of role and URL."""
         self._folder, self._kind, self._relays = folder, kind, dict[str, Relay]()
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir():
@@ -173,7 +175,7 @@ class Relays:
 
     def before(self, role: str, url: str) -> str:
         """Put a relay in front of a server; its URL."""
-        self._relays[role] = self._kind(url)
+        self._relays[role] = self._kind(role, url)
         return asyncio.run_coroutine_threadsafe(self._relays[role].listen(), self._loop).result()
 
     async def _poll(self) -> None:
@@ -185,7 +187,7 @@ class Relays:
             await asyncio.sleep(POLL_SECONDS)
 
 
-def main(kind: Callable[[str], Relay] = Relay) -> None:
+def main(kind: Callable[[str, str], Relay] = Relay) -> None:
     """Run a configuration with relays between the roles; exit 1 where the run ends with problems."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)

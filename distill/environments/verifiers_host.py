@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
+import psutil
 
 from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import EnvironmentAnswer, FinishReason
@@ -27,6 +29,7 @@ from sync.errors import ConfigError
 from sync.own_code import CODE_VARIABLE, search_folder
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
 
+log = logging.getLogger(__name__)
 DIRECT: Final = "direct"
 """Id of the harness `verifiers_plugins.DirectHarness`, for tasksets that have none of their own."""
 _RENDERER: Final = {
@@ -121,6 +124,8 @@ class VerifiersEnvironment:
             client = self._client.model_copy(update=places)
             self._context = vf.ModelContext(model="student", client=client, sampling=vf.SamplingConfig())
             await stack.enter_async_context(self._env.serving())
+            watch = asyncio.create_task(_end_without(psutil.Process().children(recursive=True)))
+            stack.callback(watch.cancel)
             self._open = stack.pop_all()
         return self
 
@@ -233,6 +238,22 @@ class VerifiersEnvironment:
         episode.token_ids = said.prompt_ids
         added = np.array(said.prompt_ids[keep:], "i4")
         return Turn(id=episode.id, turn=episode.turn, token_ids=pack(added), keep=keep)
+
+
+async def _end_without(servers: list[psutil.Process]) -> None:
+    """End this process, to be started again, when a server of tools has ended: verifiers starts each once."""
+    while True:
+        await asyncio.sleep(1.0)
+        if not all(map(_runs, servers)):
+            log.error("a server of tools has ended: this process ends too, so that both are started again")
+            os._exit(1)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _shared(before: list[int], after: list[int]) -> int:

@@ -23,8 +23,8 @@ from sync.wire import Generated, GeneratePrompt, GenerateRequest, decode, frames
 class Recording(Relay):
     """Passes everything on as it is, and keeps it."""
 
-    def __init__(self, folder: Path, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, folder: Path, role: str, url: str) -> None:
+        super().__init__(role, url)
         self._files = folder / f"{time.time_ns()}"
 
     def passed(self, number: int, data: bytes, answers: bool) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from distill.bench.faults import CUT, MALFORMED, MALFORMED_BYTES, Relays, malformed
+from distill.bench.faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed
 from sync.client import Peer
 from sync.errors import Unreachable
 
@@ -93,6 +93,16 @@ def test_one_long_answer_arrives_malformed_with_its_length_and_headers(tmp_path:
     differing = [a != b for a, b in zip(found[-1], BODY, strict=True)]
     assert sum(differing) == MALFORMED_BYTES
     assert found[-1] == malformed(BODY, differing.index(True))
+
+
+@pytest.mark.parametrize(("role", "hit"), [("environment-guess", True), ("student-0", False)])
+def test_a_short_answer_is_malformed_where_turns_are_short(role: str, hit: bool) -> None:
+    relay, turn = Relay(role, "http://127.0.0.1:9"), b"HTTP/1.1 200 OK\r\n\r\n" + BODY[:60]
+    relay.sound.clear()
+    passed = relay.passed(0, turn, answers=True)
+    assert relay.sound.is_set() == hit
+    assert (passed != turn) == hit
+    assert len(passed) == len(turn)
 
 
 async def test_a_server_that_is_away_is_a_connection_that_breaks(tmp_path: Path) -> None:

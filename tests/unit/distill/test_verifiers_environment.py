@@ -7,9 +7,11 @@ import json
 import os
 import random
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ports import free_port
 from verifiers_player import bisecting, guess_tokenizer, played
@@ -162,13 +164,13 @@ def test_torch_is_not_needed(facts: Facts) -> None:
     assert not facts["torch"]
 
 
-def serve(folder: Path, environment: str) -> tuple[subprocess.Popen[str], str]:
+def serve(folder: Path, environment: str, **options: Any) -> tuple[subprocess.Popen[str], str]:
     """A service in the virtual environment, and its URL."""
     guess_tokenizer().save_pretrained(folder / "student")
     settings = EnvironmentService(
         name="e",
         run="r",
-        environment=EnvironmentConfig(type="verifiers", environment=environment),
+        environment=EnvironmentConfig(type="verifiers", environment=environment, options=options),
         student=ModelSource(path=str(folder / "student")),
     )
     (folder / "e.json").write_text(settings.model_dump_json())
@@ -194,6 +196,25 @@ async def test_an_environment_service_plays_it_for_a_run(tmp_path: Path) -> None
         _, log = child.communicate(timeout=60)
     assert child.returncode == 0
     assert "Traceback" not in log
+
+
+async def test_a_service_whose_tools_die_ends_to_be_started_again(tmp_path: Path) -> None:
+    child, url = serve(tmp_path, "calculator", agent={"runtime": {"type": "subprocess"}})
+    try:
+        async with Peer(url) as peer:
+            while not await peer.alive():
+                assert child.poll() is None
+                await asyncio.sleep(0.2)
+        servers = psutil.Process(child.pid).children(recursive=True)
+        assert [one for one in servers if "calculator" in " ".join(one.cmdline())]
+        servers[-1].kill()
+        _, log = await asyncio.to_thread(child.communicate, timeout=60)
+        assert child.returncode == 1
+        assert "a server of tools has ended" in log
+    finally:
+        for one in (child, *servers):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def test_a_service_of_what_cannot_be_loaded_ends_with_the_reason(tmp_path: Path) -> None:
