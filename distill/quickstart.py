@@ -21,7 +21,7 @@ from sync.errors import DistillError
 
 CACHE = Path(".cache")
 ROOT = Path(__file__).parent.parent
-Task = Literal["sort_letters", "guess"]
+Task = Literal["sort_letters", "guess", "calculate"]
 """Modules of distill.tasks that make models."""
 
 
@@ -33,11 +33,16 @@ class Source(NamedTuple):
     """Of the run, before the seed."""
     teacher: str
     """Name of its section."""
+    verifiers: str | None = None
+    """Name of the section of its environment, where that is one of the verifiers library."""
 
 
 SOURCES: Final[dict[Task, Source]] = {
     "sort_letters": Source(Path("configs/quickstart.toml"), "quickstart", "sorter"),
     "guess": Source(Path("configs/quickstart_guess.toml"), "quickstart-guess", "player"),
+    "calculate": Source(
+        Path("configs/quickstart_calculate.toml"), "quickstart-calculate", "caller", "calculator"
+    ),
 }
 
 
@@ -54,16 +59,21 @@ def prepare(
 
 def source(seed: int, task: Task = "sort_letters") -> tuple[Path, list[str]]:
     """The quickstart's file and its overrides: the models of `seed`, which are made first if necessary."""
-    config, name, teacher = SOURCES[task]
+    config, name, teacher, verifiers = SOURCES[task]
     path = config if config.is_file() else ROOT / config
     models = make_models(CACHE, seed, task)
-    return path, [
+    overrides = [
         f"run.seed={seed}",
         f"run.name={name}-{seed}",
         f"student.path={models.student}",
         f"teachers.{teacher}.path={models.teacher}",
         f"trainer.deepspeed={path.parent / 'deepspeed' / 'zero3_cpu.json'}",
     ]
+    if verifiers is not None:
+        python = path.parent.parent / ".venv-environments/bin/python"
+        overrides += [f"run.code_folder={path.parent / 'environments'}"]
+        overrides += [f"environments.{verifiers}.python={python}"]
+    return path, overrides
 
 
 def make_models(folder: Path, seed: int, task: Task = "sort_letters") -> Models:

@@ -50,6 +50,7 @@ class SumConfig(vf.TasksetConfig):
 
     size: int = 1000
     """Tasks."""
+    lowest: int = 1
     highest: int = 99
     tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
 
@@ -86,7 +87,7 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
         """Sums 0, 1, …"""
         for seed in range(self.config.size):
             rng = random.Random(seed)
-            a, b, c = (rng.randint(1, self.config.highest) for _ in range(3))
+            a, b, c = (rng.randint(self.config.lowest, self.config.highest) for _ in range(3))
             yield SumTask(SumData(prompt=f"{a}*{b}+{c}=", answer=a * b + c), self.config.task)
 
 

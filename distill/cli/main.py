@@ -40,8 +40,11 @@ if TYPE_CHECKING:
 HELP = {"help_option_names": ["-h", "--help"]}
 Order = Literal["newest", "worst", "longest", "truncated"]
 ToyTask = Annotated[
-    Literal["sort_letters", "guess"],
-    typer.Option(help="guess: episodes of several turns against an environment."),
+    Literal["sort_letters", "guess", "calculate"],
+    typer.Option(
+        help="guess: episodes of several turns against an environment. calculate: episodes with a tool, for "
+        "which `make environments` comes first."
+    ),
 ]
 RUNS, RESULTS, ROLES, TESTS = "Runs", "Results of a run", "Roles on several machines", "Measurements"
 app = typer.Typer(

@@ -56,9 +56,12 @@ def check_environment(config: RunConfig, name: str) -> Iterator[str]:
     if section.urls:
         return
     if section.python is not None and not section.python.is_file():
+        remedy = (
+            "make one with `make environments`, or" if section.type == "verifiers" else "leave it out, or"
+        )
         yield (
-            f"environments.{name}.python {section.python} does not exist: name the interpreter of a virtual "
-            "environment, or leave it out"
+            f"environments.{name}.python {section.python} does not exist: {remedy} name the interpreter of a "
+            "virtual environment"
         )
     if section.type == "python" and section.python is None:
         try:

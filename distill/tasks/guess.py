@@ -8,8 +8,6 @@ A malformed guess, or one made before, ends the game. Bisection always wins; the
 games with detours, and the student hardly. A guess is one token, and its end token the second.
 
     python -m distill.tasks.guess FOLDER SEED    makes the models and prints their two folders
-
-Letters in shapes: B games, L tokens of the longest, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +21,16 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from distill.tasks import Models
-from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, taught_pair
+from distill.tasks.teaching import (
+    Lesson,
+    Recipe,
+    made_once,
+    make_tokenizer,
+    masked_loss,
+    new_model,
+    recipe_hash,
+    taught_pair,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +93,8 @@ def untaught(recipe: Recipe) -> Any:
     return new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
 
 
-def game(rng: np.random.Generator) -> tuple[list[int], list[bool]]:
-    """Token ids of one game, and which of them are taught: best guesses, and end tokens."""
+def game(rng: np.random.Generator) -> Lesson:
+    """One game; taught are best guesses, and end tokens."""
     secret, low, high, tried = int(rng.integers(1, TOP + 1)), 1, TOP, set[int]()
     ids, taught, said = list[int](), list[bool](), ASK
     while True:
@@ -108,14 +115,7 @@ def game(rng: np.random.Generator) -> tuple[list[int], list[bool]]:
 
 def lesson_loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
     """Mean cross-entropy of the taught tokens of fresh games."""
-    import torch
-
-    games = [game(rng) for _ in range(recipe.rows)]
-    longest = max(len(ids) for ids, _ in games)
-    tokens_BL = torch.tensor([ids + [PAD_ID] * (longest - len(ids)) for ids, _ in games])
-    taught_BL = torch.tensor([taught + [False] * (longest - len(taught)) for _, taught in games])
-    logp_BLV = model(tokens_BL[:, :-1]).logits.log_softmax(-1)
-    return -logp_BLV.gather(-1, tokens_BL[:, 1:, None])[..., 0][taught_BL[:, 1:]].mean()
+    return masked_loss(model, [game(rng) for _ in range(recipe.rows)], PAD_ID)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ class Recipe:
 
 Loss = Callable[[Any, Recipe, np.random.Generator, int], "torch.Tensor"]
 """(model, recipe, randomness, step) → mean loss per token of fresh rows."""
+Lesson = tuple[list[int], list[bool]]
+"""Token ids of an episode, and which of them are taught."""
 
 
 def recipe_hash(recipes: Sequence[Recipe], seed: int, sources: Sequence[str]) -> str:
@@ -114,6 +116,17 @@ def new_model(recipe: Recipe, vocabulary: int, end_id: int, pad_id: int) -> Qwen
             pad_token_id=pad_id,
         )
     )
+
+
+def masked_loss(model: Any, lessons: Sequence[Lesson], pad_id: int) -> torch.Tensor:
+    """Mean cross-entropy of the taught tokens. B lessons, L tokens of the longest, V vocabulary."""
+    import torch
+
+    longest = max(len(ids) for ids, _ in lessons)
+    tokens_BL = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids, _ in lessons])
+    taught_BL = torch.tensor([taught + [False] * (longest - len(taught)) for _, taught in lessons])
+    logp_BLV = model(tokens_BL[:, :-1]).logits.log_softmax(-1)
+    return -logp_BLV.gather(-1, tokens_BL[:, 1:, None])[..., 0][taught_BL[:, 1:]].mean()
 
 
 def taught_pair(

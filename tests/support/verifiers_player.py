@@ -21,6 +21,7 @@ import numpy as np
 from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import Environment, Episode, Limits, play
 from distill.environments.verifiers_host import VerifiersEnvironment
+from distill.tasks import calculate
 from distill.tasks.teaching import make_tokenizer
 from sync.errors import DistillError
 from sync.wire import Generated, Version, VersionSpan, pack
@@ -204,6 +205,26 @@ async def sums() -> dict[str, Any]:
         }
 
 
+async def toy() -> dict[str, Any]:
+    """The quickstart's: a call with an error, the right ones, the answer."""
+    tokenizer = calculate.calculate_tokenizer()
+
+    def caller(text: str) -> list[int]:
+        question = re.match(r"u:(\d\d)\*(\d\d)\+(\d\d)=", text)
+        assert question is not None
+        a, b, c = map(int, question.groups())
+        said = [f"{a}{b}", f"{a}*{b}", f"{a * b}+{c}", str(a * b + c)][text.count("a:") - 1]
+        words = [*said, calculate.EOS]
+        if text.count("a:") < 4:
+            words = [*calculate.BEGIN, *said, *calculate.END]
+        return [calculate.VOCABULARY.index(word) for word in words]
+
+    options = {"agent": {"runtime": {"type": "subprocess"}}, "renderer": {"tool_parser": "qwen3"}}
+    taskset = {"size": 30, "lowest": calculate.LOWEST}
+    async with opened("calculator", tokenizer, taskset=taskset, **options) as environment:
+        return await played(environment, tokenizer, "toy", 3, caller)
+
+
 async def one_turn() -> dict[str, Any]:
     tokenizer = guess_tokenizer()
     agent = {"harness": {"id": "direct"}, "runtime": {"type": "subprocess"}}
@@ -216,7 +237,7 @@ async def main() -> None:
         sys.stdout.write(json.dumps(await globals()[sys.argv[1]]()))
         return
     facts = {"guesses": await guesses(), "wrongs": await wrongs(), "sums": await sums()}
-    facts["one turn"] = await one_turn()
+    facts["toy"], facts["one turn"] = await toy(), await one_turn()
     facts["torch"] = "torch" in sys.modules
     sys.stdout.write(json.dumps(facts))
 

@@ -123,5 +123,9 @@ def test_every_model_is_made_of_its_own_task(monkeypatch: pytest.MonkeyPatch, tm
         assert config.student.path == str(tmp_path / "student")
         assert [one.path for one in config.teachers.values()] == [str(tmp_path / "teacher")]
         assert config.run.seed == 3
-    assert made == [(3, "sort_letters"), (3, "guess")]
-    assert names == {"sort_letters": "quickstart-3", "guess": "quickstart-guess-3"}
+    assert made == [(3, "sort_letters"), (3, "guess"), (3, "calculate")]
+    assert names == {
+        "sort_letters": "quickstart-3",
+        "guess": "quickstart-guess-3",
+        "calculate": "quickstart-calculate-3",
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.launch.preflight import check_machine
 from distill.preflight_checks import checks, devices, machine
 from distill.preflight_checks.machine import GIB, count_parameters
-from distill.tasks import guess, sort_letters
+from distill.tasks import calculate, guess, sort_letters
 from distill.tasks.teaching import Recipe
 from sync.address import TOKEN_VARIABLE
 from sync.errors import DataError
@@ -27,6 +28,12 @@ from sync.settings import ModelSource
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.toml"))
+TOYS: dict[str, tuple[Any, Any]] = {
+    "": (sort_letters, sort_letters.letter_tokenizer),
+    "guess": (guess, guess.guess_tokenizer),
+    "calculator": (calculate, calculate.calculate_tokenizer),
+}
+"""Task and tokenizer of the quickstart that plays an environment of this name; "": that has none."""
 H100 = 79.6
 """GiB of a GPU sold with 80 GB."""
 
@@ -50,8 +57,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
 def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
     """The same with stand-ins for models and rows, and a run folder that can be made."""
 
-    task: Any = guess if config.environments else sort_letters
-    tokenizer = guess.guess_tokenizer if config.environments else sort_letters.letter_tokenizer
+    task, tokenizer = TOYS[next(iter(config.environments), "")]
 
     def stand_in(source: Any, recipe: Recipe = task.TEACHER) -> Any:
         if source.path == "made by the command":  # of a quickstart, whose task makes them
@@ -73,6 +79,10 @@ def replaced(config: RunConfig, models: Path, folder: Path) -> RunConfig:
         "run": config.run.model_copy(update={"folder": folder / "runs"}),
         "student": stand_in(config.student, task.STUDENT),
         "teachers": {name: stand_in(teacher) for name, teacher in config.teachers.items()},
+        "environments": {
+            name: one if one.python is None else one.model_copy(update={"python": Path(sys.executable)})
+            for name, one in config.environments.items()
+        },
     }
     if isinstance(config.prompts, DatasetPrompts):
         update["prompts"] = config.prompts.model_copy(update={"path": str(rows), "name": None})

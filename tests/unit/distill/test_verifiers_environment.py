@@ -18,6 +18,7 @@ from verifiers_player import bisecting, guess_tokenizer, played
 
 from distill.environments.client import EnvironmentClient
 from distill.environments.config import EnvironmentConfig, EnvironmentService
+from distill.tasks import calculate
 from sync.client import Peer
 from sync.own_code import CODE_VARIABLE
 from sync.settings import ModelSource
@@ -144,6 +145,14 @@ def test_a_tool_over_mcp_answers_in_turns_and_tells_its_errors_to_the_student(fa
     assert "expression\n  Field required" in told[3]
     assert (len(told), episode["error"], episode["ended"]) == (4, None, "over"), "a torn call is an answer"
     assert (episode["reward"], episode["metrics"]) == (0.0, {"right": 0.0, "calls": 4.0})
+
+
+def test_the_toys_calls_are_parsed_and_its_errors_are_one_token(facts: Facts) -> None:
+    episode = facts["toy"]
+    assert (episode["error"], episode["reward"], episode["metrics"]["calls"]) == (None, 1.0, 3.0)
+    assert own(episode) == episode["said"]
+    first, *_ = environments_tokens(episode)
+    assert [calculate.VOCABULARY[one] for one in first] == ["t:", calculate.PAD, "a:"]
 
 
 def test_two_calls_of_one_answer_are_both_answered(facts: Facts) -> None:

@@ -1,0 +1,73 @@
+"""The toy that calls a calculator: its tokens, its lessons."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from distill.environments.rendering import Renderer
+from distill.tasks import calculate
+from distill.tasks.calculate import BEGIN, END, EOS_ID, PAD_ID, STUDENT, TEACHER, VOCABULARY
+
+ERRORS = [
+    "Error executing tool compute: '4783' is not one operation of two whole numbers",
+    "error: there is no tool 'compile'",
+]
+
+
+def text(ids: list[int]) -> str:
+    return "".join(VOCABULARY[one] for one in ids)
+
+
+def test_a_lesson_calls_for_the_product_then_for_the_sum_and_answers() -> None:
+    rng, errors, longest = np.random.default_rng(0), 0, 0
+    for _ in range(500):
+        ids, taught = calculate.lesson(rng)
+        longest = max(longest, len(ids))
+        found = re.match(r"u:(\d\d)\*(\d\d)\+(\d\d)=a:", text(ids))
+        assert found is not None
+        a, b, c = map(int, found.groups())
+        calls = [f"{a}*{b}", f"{a * b}+{c}"]
+        said = [id for id, teach in zip(ids, taught, strict=True) if teach]
+        right = ["".join([*BEGIN, call, *END]) for call in calls]
+        assert text(said) == "".join([*right, f"{a * b + c}<eos>"])
+        assert [text(ids).count(f"t:{a * b}a:"), text(ids).count(f"t:{a * b + c}a:")] == [1, 1]
+        errors += text(ids).count("t:<pad>a:")
+    assert 100 < errors < 200
+    assert longest == 64, "the models' context"
+
+
+@pytest.mark.parametrize("said", ["3901", "-5", *ERRORS])
+def test_a_tools_answer_is_its_digits_and_an_error_one_token(said: str) -> None:
+    call = [VOCABULARY.index(word) for word in [*BEGIN, *"47*83", *END]]
+    added = Renderer(calculate.calculate_tokenizer()).added(call, [{"role": "tool", "content": said}])
+    expected = {"3901": ["3", "9", "0", "1"]}.get(said, [VOCABULARY[PAD_ID]])
+    assert [VOCABULARY[one] for one in added][: 1 + len(expected)] == ["t:", *expected]
+    assert VOCABULARY[added[-1]] == "a:"
+    assert EOS_ID not in added, "the student said it"
+
+
+def test_the_tokens_of_a_lesson_are_those_of_the_template() -> None:
+    tokenizer = calculate.calculate_tokenizer()
+    renderer, rng = Renderer(tokenizer), np.random.default_rng(1)
+    for _ in range(50):
+        ids, _ = calculate.lesson(rng)
+        if PAD_ID in ids:
+            continue
+        question = re.split(r"[uat]:", text(ids))[1]
+        prompt = renderer.prompt([{"role": "user", "content": question}])
+        assert ids[: len(prompt)] == prompt
+        assert tokenizer.encode(text(ids)) == ids
+
+
+@pytest.mark.parametrize("recipe", [STUDENT, TEACHER])
+def test_the_loss_of_a_model_that_knows_nothing_is_that_of_even_odds(recipe: calculate.Recipe) -> None:
+    model = calculate.untaught(recipe)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()  # tied to the head
+        loss = calculate.lesson_loss(model, recipe, np.random.default_rng(0), 0)
+    assert float(loss) == pytest.approx(math.log(len(VOCABULARY)), rel=1e-5)
