@@ -10,20 +10,21 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-faults test-runs test-engines test-units coverage mutants gpu-check environments docs setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-distill test-packages coverage mutants gpu-check environments docs setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
 
 test: $(STAMP)  ## the whole test suite side by side: runs, runs with faults, engines, the rest
-	$(MAKE) --no-print-directory --jobs=4 lint types test-faults test-runs test-engines test-units
+	$(MAKE) --no-print-directory --jobs=5 lint types test-faults test-runs test-engines test-distill test-packages
 
 test-faults: WHICH = tests/integration -v -m faults
 test-runs: WHICH = tests/integration -v -m "run and not faults"
 test-engines: WHICH = tests/integration -v -m "not run"
-test-units: WHICH = tests --ignore=tests/integration
-test-units: $(ENVIRONMENTS)/.installed
-test-faults test-runs test-engines test-units: test-%: $(STAMP)
+test-distill: WHICH = tests/unit/distill tests/test_*.py
+test-distill: $(ENVIRONMENTS)/.installed
+test-packages: WHICH = tests/unit --ignore=tests/unit/distill
+test-faults test-runs test-engines test-distill test-packages: test-%: $(STAMP)
 	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(WHICH) | sed -u 's/^/$* | /'
 
 coverage: $(STAMP)  ## branch coverage of the tests that start no engine

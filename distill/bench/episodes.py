@@ -35,7 +35,7 @@ _LEARNED: Final = ("seconds_to_target", "reverse_kl", "pass_rate")
 ROWS: Final = {
     **{key: row for key, row in pipeline.ROWS.items() if key not in _LEARNED},
     "tokens": Row("tokens generated in all", ",.0f"),
-    "too_old": Row("episodes dropped as too old", ".0f"),
+    "too_old": Row("rollouts dropped as too old", ".0f"),
 }
 
 
