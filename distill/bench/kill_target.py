@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -198,12 +199,18 @@ class KillTarget:
             return any(_healthy(process) for process in processes.get(role, ()))
         for span in self._spans.new():
             self._worked_until[span["role"], span["what"]] = span["end"]
-        name = role.replace("-", " ", 1) if kind_of(role) in ("teacher", "environment") else role
+        names = {role}
+        if kind_of(role) in (
+            "teacher",
+            "environment",
+        ):  # all processes of a NAME are one role of the timeline
+            whole = role.replace("-", " ", 1)
+            names = {whole, re.sub(r"-\d+$", "", whole)}
         only = {"trainer rank": "train", "teacher": "score"}.get(kind_of(role))
         return any(
             end > since
             for (who, what), end in self._worked_until.items()
-            if who == name and only in (None, what)
+            if who in names and only in (None, what)
         )
 
     def _role_processes(self) -> dict[str, list[psutil.Process]]:

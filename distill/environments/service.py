@@ -4,7 +4,7 @@
 
 FILE is an EnvironmentService as JSON. It imports no torch, and runs in any virtual environment that has what
 `sync.server` imports, and transformers for the tokenizer.
-Exit status: 0 after a signal, 2 when the configuration cannot be served.
+Exit status: 0 after a signal, 1 without a server of tools, 2 when the configuration cannot be served.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s environment [{options.index}] %(name)s: %(message)s",
     )
+    for name in ("httpx", "httpx2", "aiohttp.access"):  # several lines a turn, and URLs that are secret
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         settings = read_settings(EnvironmentService, options.config)
         serve(settings, options.host, options.port, options.index)

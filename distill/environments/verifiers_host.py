@@ -36,6 +36,8 @@ _RENDERER: Final = {
     "name": "custom",
     "import_path": "distill.environments.verifiers_plugins.AppendingRenderer",
 }
+_GONE_SECONDS: Final = 0.5
+"""In which a server of tools that was killed is gone, after its connections are."""
 _LARGEST: Final = 1 << 28
 """Bytes of a call: the ids of a prompt as JSON."""
 
@@ -81,6 +83,8 @@ class VerifiersEnvironment:
         """Tasks, from the first on."""
         self._plays: set[asyncio.Task[None]] = set()
         self._open = contextlib.AsyncExitStack()
+        self._servers: list[psutil.Process] = []
+        """Of tools: what verifiers started while it began to serve."""
         search_folder()
         try:
             self._load()
@@ -99,8 +103,8 @@ class VerifiersEnvironment:
 
         sys.modules.setdefault(DIRECT, verifiers_plugins)  # verifiers imports a harness by its id
         # and servers of tools as modules, by this interpreter, which does not know the code folder
-        paths = [os.environ.get("PYTHONPATH"), os.environ.get(CODE_VARIABLE)]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), os.environ.get(CODE_VARIABLE)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths if path)
         options = dict(self._config.options)
         renderer = {**_RENDERER, **self._config.chat_template_kwargs, **options.pop("renderer", {})}
         taskset = {"id": self._config.environment, **options.pop("taskset", {})}
@@ -123,9 +127,10 @@ class VerifiersEnvironment:
             places = {"base_url": await self._listen(stack), "renderer_model_name": folder}
             client = self._client.model_copy(update=places)
             self._context = vf.ModelContext(model="student", client=client, sampling=vf.SamplingConfig())
+            before = psutil.Process().children()
             await stack.enter_async_context(self._env.serving())
-            watch = asyncio.create_task(_end_without(psutil.Process().children(recursive=True)))
-            stack.callback(watch.cancel)
+            self._servers = [one for one in psutil.Process().children() if one not in before and _runs(one)]
+            stack.callback(asyncio.create_task(self._watch_servers()).cancel)
             self._open = stack.pop_all()
         return self
 
@@ -221,12 +226,29 @@ class VerifiersEnvironment:
         try:
             (slot,) = self._env.slots(task)
             done = await self._env.run_slot(slot, self._context, on_trace=on_trace)
-            episode.said.put_nowait(_conclusion(episode, done))
+            said = _conclusion(episode, done)
         except Exception as error:  # noqa: BLE001 - of the environment's own code, and it costs one episode
-            episode.said.put_nowait(EpisodeFailed(id=episode.id, error=f"{type(error).__name__}: {error}"))
+            said = EpisodeFailed(id=episode.id, error=f"{type(error).__name__}: {error}")
         finally:
             for trace in minted:
                 del self._of[trace]
+        if isinstance(said, EpisodeFailed) and self._servers:  # it may be no fault of the environment's
+            await asyncio.sleep(_GONE_SECONDS)
+            self._end_without_servers()
+        episode.said.put_nowait(said)
+
+    # --- servers of tools
+
+    async def _watch_servers(self) -> None:
+        while True:
+            await asyncio.sleep(_GONE_SECONDS)
+            self._end_without_servers()
+
+    def _end_without_servers(self) -> None:
+        """End this process, to be started again, when one is gone: verifiers starts each once."""
+        if not all(map(_runs, self._servers)):
+            log.error("a server of tools has ended: this process ends too, so that both are started again")
+            os._exit(1)
 
     async def _next(self, episode: _Episode) -> EnvironmentAnswer:
         said = await episode.said.get()
@@ -238,15 +260,6 @@ class VerifiersEnvironment:
         episode.token_ids = said.prompt_ids
         added = np.array(said.prompt_ids[keep:], "i4")
         return Turn(id=episode.id, turn=episode.turn, token_ids=pack(added), keep=keep)
-
-
-async def _end_without(servers: list[psutil.Process]) -> None:
-    """End this process, to be started again, when a server of tools has ended: verifiers starts each once."""
-    while True:
-        await asyncio.sleep(1.0)
-        if not all(map(_runs, servers)):
-            log.error("a server of tools has ended: this process ends too, so that both are started again")
-            os._exit(1)
 
 
 def _runs(process: psutil.Process) -> bool:

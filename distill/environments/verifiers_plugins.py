@@ -12,11 +12,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx2
 import verifiers.v1 as vf
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
+from mcp.types import INVALID_PARAMS
+from pydantic_core import to_json
 from renderers.base import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
@@ -24,6 +27,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 
 from distill.environments.rendering import Message, Renderer
+from sync.address import is_loopback
 
 __all__ = ["DirectHarness"]
 
@@ -101,33 +105,36 @@ class DirectHarness(vf.Harness[vf.HarnessConfig]):
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
         asked: dict[str, Any] = {"model": ctx.model, "messages": messages}
-        limit = httpx2.Timeout(self.config.tool_timeout, connect=5.0)
-        http = httpx2.AsyncClient(verify=_tls(), timeout=limit, follow_redirects=True, trust_env=False)
-        async with http, _connected(mcp_urls, http) as tools:
-            if tools:
-                asked["tools"] = [tool.schema(name) for name, tool in tools.items()]
-            while True:
-                answer = await http.post(
-                    f"{endpoint}/chat/completions",
-                    json=asked,
-                    headers={"Authorization": f"Bearer {secret}"},
-                    timeout=None,
-                )
-                if answer.status_code != 200:
-                    return vf.ProgramResult(exit_code=1, stdout="", stderr=answer.text[:2000])
-                said = answer.json()["choices"][0]["message"]
-                if not (calls := said.get("tool_calls")):
-                    return vf.ProgramResult(exit_code=0, stdout="", stderr="")
-                messages.append(said)
-                for call in calls:
-                    content = await _called(tools, call["function"])
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+        headers = {"Authorization": f"Bearer {secret}"}
+        student = httpx2.AsyncClient(verify=_tls(), timeout=None, headers=headers, trust_env=False)
+        try:
+            async with student, _connected(mcp_urls, self.config.tool_timeout) as tools:
+                if tools:
+                    asked["tools"] = [tool.schema(name) for name, tool in tools.items()]
+                while True:
+                    answer = await student.post(f"{endpoint}/chat/completions", json=asked)
+                    if answer.status_code != 200:
+                        return vf.ProgramResult(exit_code=1, stdout="", stderr=answer.text[:2000])
+                    said = answer.json()["choices"][0]["message"]
+                    if not (calls := said.get("tool_calls")):
+                        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+                    messages.append(said)
+                    for call in calls:
+                        content = await _called(tools, call["function"])
+                        messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+        except ExceptionGroup as group:  # of the clients' tasks, which hide what happened
+            raise _first(group) from None
 
 
 @cache
 def _tls() -> ssl.SSLContext:
     """One for all episodes: making it takes 25 ms."""
-    return httpx2.create_ssl_context(trust_env=False)
+    return httpx2.create_ssl_context()
+
+
+def _first(error: Exception) -> Exception:
+    """The first exception in groups of groups."""
+    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
 
 class _Tool(NamedTuple):
@@ -142,11 +149,21 @@ class _Tool(NamedTuple):
 
 
 @asynccontextmanager
-async def _connected(urls: Mapping[str, str], http: httpx2.AsyncClient) -> AsyncIterator[dict[str, _Tool]]:
-    """Every tool of some servers, by its name for the student. Raises ValueError for one name twice."""
+async def _connected(urls: Mapping[str, str], seconds: float) -> AsyncIterator[dict[str, _Tool]]:
+    """Every tool of some servers, by its name for the student; a call may take so many seconds.
+
+    Raises ValueError for one name twice.
+    """
     tools: dict[str, _Tool] = {}
     async with AsyncExitStack() as stack:
         for prefix, url in urls.items():
+            client = httpx2.AsyncClient(
+                verify=_tls(),
+                timeout=httpx2.Timeout(seconds, connect=5.0),
+                follow_redirects=True,
+                trust_env=not is_loopback(urlsplit(url).hostname or ""),  # proxies
+            )
+            http = await stack.enter_async_context(client)
             server = await stack.enter_async_context(Client(streamable_http_client(url, http_client=http)))
             for tool in (await server.list_tools()).tools:
                 name = f"{prefix}_{tool.name}" if prefix else tool.name
@@ -165,6 +182,7 @@ async def _called(tools: Mapping[str, _Tool], function: Mapping[str, str]) -> st
         return f"error: there is no tool {function['name']!r}"
     try:
         arguments = json.loads(function["arguments"])
+        to_json(arguments)  # as they are sent: neither half a character nor hundreds of lists in one another
     except (ValueError, RecursionError) as error:
         return f"error: arguments are no JSON: {error}"
     if not isinstance(arguments, dict):
@@ -172,6 +190,8 @@ async def _called(tools: Mapping[str, _Tool], function: Mapping[str, str]) -> st
     try:
         answer = await tool.server.call_tool(tool.tool.name, arguments)
     except MCPError as error:
-        return f"error: {error}"
+        if error.code != INVALID_PARAMS:  # the others are of the connection
+            raise
+        return f"error: {error.message}"
     said = mcp_content_to_chat_content(answer.content)
     return said if isinstance(said, str) else "error: the tool answered with more than text"

@@ -1,4 +1,4 @@
-"""Sums with a calculator: a tool that the teacher calls and the student hardly.
+"""Sums with a calculator: a tool that the teacher calls well and the student often wrongly.
 
     user      u:47*83+55=a:      student  <tool_call>{…"47*83"}</tool_call><eos>
     tool      t:3901a:           student  <tool_call>{…"3901+55"}</tool_call><eos>
@@ -20,16 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from distill.tasks import Models
-from distill.tasks.teaching import (
-    Lesson,
-    Recipe,
-    made_once,
-    make_tokenizer,
-    masked_loss,
-    new_model,
-    recipe_hash,
-    taught_pair,
-)
+from distill.tasks.teaching import Lesson, Recipe, make_tokenizer, masked_loss, new_model, taught_pair
 
 if TYPE_CHECKING:
     import torch
@@ -56,16 +47,17 @@ STUDENT = Recipe(96, 2, 3, 1, 256, steps=100, rows=64, rate=4e-3, muon=False, bo
 
 
 def make_models(folder: Path, seed: int) -> Models:
-    """A teacher that calls the tool well and a student that does not; made once, kept in `folder`."""
-    recipes = (TEACHER, STUDENT)
-    new = taught_pair(recipes, seed, calculate_tokenizer(), untaught, lesson_loss)
-    return made_once(folder / f"calculate-{recipe_hash(recipes, seed, (__file__,))}", new)
+    """A teacher that calls the tool well and a student that often does not; made once, kept in `folder`."""
+    pair, sources = (TEACHER, STUDENT), (__file__,)
+    return taught_pair(
+        folder / "calculate", pair, seed, calculate_tokenizer(), untaught, lesson_loss, sources
+    )
 
 
 def calculate_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word of the game, with the chat template."""
     call = r"<tool_call>|</tool_call>|\{[^\d]*\"(?=[\d+*])|\"\}\}"
-    error = r"(?<=t:)[^\d-][\s\S]*?(?=a:\z)"
+    error = r"(?<=t:)[^\d-][\s\S]*?(?=t:\d|a:\z)"
     tokenizer = make_tokenizer(VOCABULARY, rf"<eos>|{error}|[uat]:|{call}|.", EOS, PAD)
     tokenizer.chat_template = TEMPLATE
     return tokenizer

@@ -21,16 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from distill.tasks import Models
-from distill.tasks.teaching import (
-    Lesson,
-    Recipe,
-    made_once,
-    make_tokenizer,
-    masked_loss,
-    new_model,
-    recipe_hash,
-    taught_pair,
-)
+from distill.tasks.teaching import Lesson, Recipe, make_tokenizer, masked_loss, new_model, taught_pair
 
 if TYPE_CHECKING:
     import torch
@@ -76,9 +67,8 @@ async def play(task: int, talk: Talk) -> float:
 
 def make_models(folder: Path, seed: int) -> Models:
     """A teacher that plays well and a student that does not; made once, kept in `folder`."""
-    recipes = (TEACHER, STUDENT)
-    new = taught_pair(recipes, seed, guess_tokenizer(), untaught, lesson_loss)
-    return made_once(folder / f"guess-{recipe_hash(recipes, seed, (__file__,))}", new)
+    pair, sources = (TEACHER, STUDENT), (__file__,)
+    return taught_pair(folder / "guess", pair, seed, guess_tokenizer(), untaught, lesson_loss, sources)
 
 
 def guess_tokenizer() -> PreTrainedTokenizerFast:

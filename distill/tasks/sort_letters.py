@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill.tasks import Models, RewardedPrompt, TaskPrompt
-from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, taught_pair
+from distill.tasks.teaching import Recipe, make_tokenizer, new_model, taught_pair
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +111,8 @@ def make_models(folder: Path, seed: int) -> Models:
     def loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
         return lesson_loss(model, recipe, rng, *examples(rng, recipe.rows, letters_at(step)))
 
-    new = taught_pair((TEACHER, STUDENT), seed, letter_tokenizer(), untaught, loss)
-    return made_once(folder / f"sort_letters-{recipe_hash((TEACHER, STUDENT), seed, (__file__,))}", new)
+    pair, sources = (TEACHER, STUDENT), (__file__,)
+    return taught_pair(folder / "sort_letters", pair, seed, letter_tokenizer(), untaught, loss, sources)
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:

@@ -20,7 +20,7 @@ from distill.tasks import Models, sort_letters
 from distill.tasks.sort_letters import ASK, EOS, FIRST_LETTER_ID, LETTERS, PAD, SortLetters
 from distill.tasks.sort_letters import EOS_ID as EOS_ID
 from distill.tasks.sort_letters import PAD_ID as PAD_ID
-from distill.tasks.teaching import Recipe, made_once, make_tokenizer, new_model, recipe_hash, taught_pair
+from distill.tasks.teaching import Recipe, make_tokenizer, new_model, taught_pair
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +65,8 @@ def make_models(folder: Path, seed: int) -> Models:
         return sort_letters.lesson_loss(model, recipe, rng, *lesson, SHARES, RARE_SHARE * recipe.both_choices)
 
     recipes, tokenizer = (TEACHER, STUDENT), make_tokenizer(VOCABULARY, TOKEN_PATTERN, EOS, PAD)
-    digest = recipe_hash(recipes, seed, (__file__, str(sort_letters.__file__)))
-    return made_once(folder / f"spellings-{digest}", taught_pair(recipes, seed, tokenizer, _untaught, loss))
+    sources = (__file__, str(sort_letters.__file__))
+    return taught_pair(folder / "spellings", recipes, seed, tokenizer, _untaught, loss, sources)
 
 
 def _untaught(recipe: Recipe) -> Any:

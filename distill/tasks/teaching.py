@@ -130,10 +130,22 @@ def masked_loss(model: Any, lessons: Sequence[Lesson], pad_id: int) -> torch.Ten
 
 
 def taught_pair(
-    recipes: tuple[Recipe, Recipe], seed: int, tokenizer: Any, new: Callable[[Recipe], Any], loss: Loss
-) -> Callable[[Path], None]:
-    """Fills a folder with `teacher` and `student`; all randomness comes from `seed`."""
-    return lambda folder: save_pair(folder, tokenizer, *(_taught(one, seed, new, loss) for one in recipes))
+    home: Path,
+    recipes: tuple[Recipe, Recipe],
+    seed: int,
+    tokenizer: Any,
+    new: Callable[[Recipe], Any],
+    loss: Loss,
+    sources: Sequence[str],
+) -> Models:
+    """The teacher and the student of two recipes in `home`, a digest behind its name; made once.
+
+    All randomness comes from `seed`. `sources`: files that, changed, make another pair.
+    """
+    return made_once(
+        home.with_name(f"{home.name}-{recipe_hash(recipes, seed, sources)}"),
+        lambda folder: save_pair(folder, tokenizer, *(_taught(one, seed, new, loss) for one in recipes)),
+    )
 
 
 def _taught(recipe: Recipe, seed: int, new: Callable[[Recipe], Any], loss: Loss) -> Any:

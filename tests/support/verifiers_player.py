@@ -191,6 +191,7 @@ async def sums() -> dict[str, Any]:
             compute("two"),
             call("compile"),
             call("compute", base=2),
+            compute("\ud800"),
             "<tool_call>{",
         )
         errors = await played(environment, tokenizer, "errors", 0, student(*wrong))

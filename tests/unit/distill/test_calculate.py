@@ -11,7 +11,7 @@ import torch
 
 from distill.environments.rendering import Renderer
 from distill.tasks import calculate
-from distill.tasks.calculate import BEGIN, END, EOS_ID, PAD_ID, STUDENT, TEACHER, VOCABULARY
+from distill.tasks.calculate import BEGIN, END, PAD_ID, STUDENT, TEACHER, VOCABULARY
 
 ERRORS = [
     "Error executing tool compute: '4783' is not one operation of two whole numbers",
@@ -45,10 +45,15 @@ def test_a_lesson_calls_for_the_product_then_for_the_sum_and_answers() -> None:
 def test_a_tools_answer_is_its_digits_and_an_error_one_token(said: str) -> None:
     call = [VOCABULARY.index(word) for word in [*BEGIN, *"47*83", *END]]
     added = Renderer(calculate.calculate_tokenizer()).added(call, [{"role": "tool", "content": said}])
-    expected = {"3901": ["3", "9", "0", "1"]}.get(said, [VOCABULARY[PAD_ID]])
-    assert [VOCABULARY[one] for one in added][: 1 + len(expected)] == ["t:", *expected]
-    assert VOCABULARY[added[-1]] == "a:"
-    assert EOS_ID not in added, "the student said it"
+    expected = {"3901": [*"3901"], "-5": ["<pad>", "5"]}.get(said, ["<pad>"])
+    assert [VOCABULARY[one] for one in added] == ["t:", *expected, "a:"], "the student said the end token"
+
+
+def test_an_error_is_followed_by_the_answer_to_another_call() -> None:
+    call = [VOCABULARY.index(word) for word in [*BEGIN, *"47*83", *END]]
+    said = [{"role": "tool", "content": content} for content in (ERRORS[0], "3901", ERRORS[1])]
+    added = Renderer(calculate.calculate_tokenizer()).added(call, said)
+    assert [VOCABULARY[one] for one in added] == ["t:", "<pad>", "t:", *"3901", "t:", "<pad>", "a:"]
 
 
 def test_the_tokens_of_a_lesson_are_those_of_the_template() -> None:

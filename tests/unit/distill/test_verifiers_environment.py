@@ -20,6 +20,7 @@ from distill.environments.client import EnvironmentClient
 from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.tasks import calculate
 from sync.client import Peer
+from sync.errors import Unreachable
 from sync.own_code import CODE_VARIABLE
 from sync.settings import ModelSource
 
@@ -143,8 +144,9 @@ def test_a_tool_over_mcp_answers_in_turns_and_tells_its_errors_to_the_student(fa
     assert told[1] == "Error executing tool compute: 'two' is not one operation of two whole numbers"
     assert told[2] == "error: there is no tool 'compile'"
     assert "expression\n  Field required" in told[3]
-    assert (len(told), episode["error"], episode["ended"]) == (4, None, "over"), "a torn call is an answer"
-    assert (episode["reward"], episode["metrics"]) == (0.0, {"right": 0.0, "calls": 4.0})
+    assert told[4].startswith("error: arguments are no JSON")
+    assert (len(told), episode["error"], episode["ended"]) == (5, None, "over"), "a torn call is an answer"
+    assert (episode["reward"], episode["metrics"]) == (0.0, {"right": 0.0, "calls": 5.0})
 
 
 def test_the_toys_calls_are_parsed_and_its_errors_are_one_token(facts: Facts) -> None:
@@ -209,14 +211,18 @@ async def test_an_environment_service_plays_it_for_a_run(tmp_path: Path) -> None
 
 async def test_a_service_whose_tools_die_ends_to_be_started_again(tmp_path: Path) -> None:
     child, url = serve(tmp_path, "calculator", agent={"runtime": {"type": "subprocess"}})
+    servers: list[psutil.Process] = []
     try:
         async with Peer(url) as peer:
             while not await peer.alive():
                 assert child.poll() is None
                 await asyncio.sleep(0.2)
-        servers = psutil.Process(child.pid).children(recursive=True)
-        assert [one for one in servers if "calculator" in " ".join(one.cmdline())]
-        servers[-1].kill()
+        servers = psutil.Process(child.pid).children()
+        (calculator,) = (one for one in servers if "calculator" in " ".join(one.cmdline()))
+        calculator.kill()
+        async with EnvironmentClient("e", [url], timeout=2.0) as client:
+            with pytest.raises(Unreachable):  # no episode fails for it
+                await client.begin("0:0:0", 0)
         _, log = await asyncio.to_thread(child.communicate, timeout=60)
         assert child.returncode == 1
         assert "a server of tools has ended" in log
