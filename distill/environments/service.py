@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s environment [{options.index}] %(name)s: %(message)s",
     )
-    for name in ("httpx", "httpx2", "aiohttp.access"):  # several lines a turn, and URLs that are secret
+    for name in ("httpx", "httpx2", "aiohttp.access", "verifiers"):  # lines for every turn, and secret URLs
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         settings = read_settings(EnvironmentService, options.config)
