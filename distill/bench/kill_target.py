@@ -200,12 +200,9 @@ class KillTarget:
         for span in self._spans.new():
             self._worked_until[span["role"], span["what"]] = span["end"]
         names = {role}
-        if kind_of(role) in (
-            "teacher",
-            "environment",
-        ):  # all processes of a NAME are one role of the timeline
+        if kind_of(role) in ("teacher", "environment"):
             whole = role.replace("-", " ", 1)
-            names = {whole, re.sub(r"-\d+$", "", whole)}
+            names = {whole, re.sub(r"-\d+$", "", whole)}  # the timeline does not tell its processes apart
         only = {"trainer rank": "train", "teacher": "score"}.get(kind_of(role))
         return any(
             end > since

@@ -237,6 +237,17 @@ class VerifiersEnvironment:
             self._end_without_servers()
         episode.said.put_nowait(said)
 
+    async def _next(self, episode: _Episode) -> EnvironmentAnswer:
+        said = await episode.said.get()
+        if not isinstance(said, _Call):
+            await self.end([episode.id])
+            return said
+        episode.turn += 1
+        keep = _shared(episode.token_ids, said.prompt_ids)
+        episode.token_ids = said.prompt_ids
+        added = np.array(said.prompt_ids[keep:], "i4")
+        return Turn(id=episode.id, turn=episode.turn, token_ids=pack(added), keep=keep)
+
     # --- servers of tools
 
     async def _watch_servers(self) -> None:
@@ -249,17 +260,6 @@ class VerifiersEnvironment:
         if not all(map(_runs, self._servers)):
             log.error("a server of tools has ended: this process ends too, so that both are started again")
             os._exit(1)
-
-    async def _next(self, episode: _Episode) -> EnvironmentAnswer:
-        said = await episode.said.get()
-        if not isinstance(said, _Call):
-            await self.end([episode.id])
-            return said
-        episode.turn += 1
-        keep = _shared(episode.token_ids, said.prompt_ids)
-        episode.token_ids = said.prompt_ids
-        added = np.array(said.prompt_ids[keep:], "i4")
-        return Turn(id=episode.id, turn=episode.turn, token_ids=pack(added), keep=keep)
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -111,19 +111,28 @@ class DirectHarness(vf.Harness[vf.HarnessConfig]):
             async with student, _connected(mcp_urls, self.config.tool_timeout) as tools:
                 if tools:
                     asked["tools"] = [tool.schema(name) for name, tool in tools.items()]
-                while True:
-                    answer = await student.post(f"{endpoint}/chat/completions", json=asked)
-                    if answer.status_code != 200:
-                        return vf.ProgramResult(exit_code=1, stdout="", stderr=answer.text[:2000])
-                    said = answer.json()["choices"][0]["message"]
-                    if not (calls := said.get("tool_calls")):
-                        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
-                    messages.append(said)
-                    for call in calls:
-                        content = await _called(tools, call["function"])
-                        messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+                refused = await _completed(student, f"{endpoint}/chat/completions", asked, tools)
         except ExceptionGroup as group:  # of the clients' tasks, which hide what happened
             raise _first(group) from None
+        return vf.ProgramResult(exit_code=0 if refused is None else 1, stdout="", stderr=refused or "")
+
+
+async def _completed(
+    student: httpx2.AsyncClient, url: str, asked: dict[str, Any], tools: Mapping[str, _Tool]
+) -> str | None:
+    """Answer calls of tools until a completion has none. Why a completion was refused; None: none was."""
+    messages = asked["messages"]
+    while True:
+        answer = await student.post(url, json=asked)
+        if answer.status_code != 200:
+            return answer.text[:2000]
+        said = answer.json()["choices"][0]["message"]
+        if not (calls := said.get("tool_calls")):
+            return None
+        messages.append(said)
+        for call in calls:
+            content = await _called(tools, call["function"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
 
 
 @cache
