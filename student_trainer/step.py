@@ -114,8 +114,8 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
         own_C = in_loss(rows)
         place_C, age_C = place_C[own_C], age_C[own_C]
         targets = targets.each(itemgetter(torch.from_numpy(own_C)))
-    support = () if targets.support_NK is None else targets.support_NK.numpy()
-    highest = max(int(flat.max(initial=0)), int(np.max(support, initial=0)))
+    sets = (ids.numpy() for ids in (targets.support_NK, targets.mask_NK) if ids is not None)
+    highest = max(int(np.max(ids, initial=0)) for ids in (flat, *sets))
     if highest >= vocab or int(flat.min(initial=0)) < 0:
         raise DataError(
             f"batch with rows {rows.ids[:2]} … carries token id {highest}, the student's tokenizer has "
@@ -158,6 +158,7 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
         by_teacher_N=None if by_teacher_C is None else torch.from_numpy(by_teacher_C),
         teacher_N=torch.from_numpy(unpack(rows.teacher).astype(np.int64)[row_C]),
         teacher_hidden_NG=_floats(rows, "teacher_hidden"),
+        mask_NK=None if rows.mask is None else torch.from_numpy(rows.mask.padded()),
         row_N=torch.from_numpy(row_C),
     )
 

@@ -19,7 +19,7 @@ from distill.buffer import Batch, StepOf
 from distill.prompts.stream import group_of
 from distill.run_log.records import Rollout
 from sync.errors import DataError
-from sync.wire import Array, Rows, Scored, TrainBatch, VersionSpan, cut, joined, pack
+from sync.wire import Array, Rows, SamplingMask, Scored, TrainBatch, VersionSpan, cut, joined, pack
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     own = [(start, min(end, most)) for start, end in rollout.own if start < most]
     scored = replace(scores, **first(scores, scores.__struct_fields__))
     arrays = first(rollout, ("tokens", "logprob", "topk_ids"))
-    return replace(rollout, spans=spans, own=own, scored=scored, **arrays)
+    mask = rollout.mask and rollout.mask.cut(most)
+    return replace(rollout, spans=spans, own=own, scored=scored, mask=mask, **arrays)
 
 
 def _place(rollout: Rollout, tokens: int) -> int:
@@ -204,6 +205,7 @@ def rows_of(
         kept=[one.kept for one in scores] if by_reference else None,
         teacher_prompts=[one.teacher_prompt for one in rollouts] if by_reference else None,
         own=_own(rollouts),
+        mask=_mask(rollouts),
         earned=_earned(rollouts),
     )
 
@@ -221,6 +223,13 @@ def _own(rollouts: Sequence[Rollout]) -> Array | None:
         for start, end in rollout.own or [(0, rollout.length)]:
             part_T[start:end] = 1
     return pack(np.concatenate(parts))
+
+
+def _mask(rollouts: Sequence[Rollout]) -> SamplingMask | None:
+    """Sampling masks of all tokens, where there are any; a teacher's tokens have none."""
+    if all(one.mask is None for one in rollouts):
+        return None
+    return SamplingMask.joined([one.mask or SamplingMask.none(one.length) for one in rollouts])
 
 
 def _earned(rollouts: Sequence[Rollout]) -> Array | None:

@@ -86,8 +86,15 @@ class RolloutConfig(Settings):
     """Most tokens of a completion."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer's log-probabilities are at the same."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the so many most likely tokens; 0: all. Every token then carries the ids that it was
+    sampled from, and is corrected within them (docs/objectives.md)."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Must be 1: tokens that nucleus sampling cuts off have no log-probability to correct with."""
+    """Sample among the most likely tokens with this share of the probability mass together; below 1 it needs
+    `top_k`, which bounds their number."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample among the tokens with at least this share of the most likely one's probability; above 0 it needs
+    `top_k`."""
     stop_token_ids: list[int] = []
     """Token ids that end a completion besides the model's own."""
     request_size: int = Field(16, ge=1)

@@ -30,8 +30,12 @@ class EvaluationSet(Settings):
     """Most tokens of a completion; None: `rollout.max_tokens`."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature."""
+    top_k: int = Field(0, ge=0)
+    """Most likely tokens that are sampled from; 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Share of the probability mass that is sampled from."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Least probability of a token that is sampled, as a share of the most likely one's."""
 
 
 class EvaluationConfig(Settings):

@@ -20,6 +20,7 @@ from sync.wire import (
     EpisodeFailed,
     EpisodeOver,
     Generated,
+    SamplingMask,
     Turn,
     VersionSpan,
     pack,
@@ -85,6 +86,8 @@ class Sequence:
     """f4, [T] in all: log μ, 0 for the environment's tokens"""
     topk_ids: list[np.ndarray] = field(default_factory=list)
     """i4, [T, K] in all, -1 for the environment's tokens; empty: not asked for"""
+    masks: list[SamplingMask] = field(default_factory=list)
+    """[T] in all; empty: not asked for"""
     spans: list[VersionSpan] = field(default_factory=list)
     """Contiguous, from 0 to T: the environment's tokens count to the turn before them."""
     own: list[tuple[int, int]] = field(default_factory=list)
@@ -105,6 +108,8 @@ class Sequence:
         self.logprob.append(np.zeros(count, "f4"))
         if self.topk_ids:
             self.topk_ids.append(np.full((count, self.topk_ids[0].shape[1]), -1, "i4"))
+        if self.masks:
+            self.masks.append(SamplingMask.none(count))
         last = self.spans[-1]
         self.spans[-1] = VersionSpan(last.version, last.start, last.end + count)
 
@@ -115,6 +120,8 @@ class Sequence:
         self.logprob.append(unpack(answer.logprob))
         if answer.topk_ids is not None:
             self.topk_ids.append(unpack(answer.topk_ids))
+        if answer.mask is not None:
+            self.masks.append(answer.mask)
         self.own.append((start, start + count))
         for span in answer.spans:
             first, last = start + span.start, start + span.end
@@ -131,6 +138,7 @@ class Sequence:
             spans=self.spans,
             finish_reason=finish_reason,
             topk_ids=pack(np.concatenate(self.topk_ids)) if self.topk_ids else None,
+            mask=SamplingMask.joined(self.masks) if self.masks else None,
         )
 
 

@@ -24,7 +24,7 @@ from sync.errors import ConfigError, RemoteError
 from sync.own_code import is_own
 from sync.settings import ModelSource
 from sync.tokenizers import load_tokenizer, vocab_size
-from sync.wire import ProbeReply, ProbeRequest, Scored, ScoreSequence, Want
+from sync.wire import ProbeReply, ProbeRequest, SamplingMask, Scored, ScoreSequence, Want
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.head import find_head
@@ -60,7 +60,11 @@ async def probe(
         found[name] = await asyncio.to_thread(
             probe_teacher, sequences, known, student, config.objective, temperature
         )
-    own = [scores_of(one, log_probs(student, one, temperature)) for one in request.student]
+    masks: Sequence[SamplingMask | None] = request.masks or [None] * len(request.student)
+    own = [
+        scores_of(one, log_probs(student, one, temperature), mask)
+        for one, mask in zip(request.student, masks, strict=True)
+    ]
     return ProbeReply(student=own, teachers=found)
 
 

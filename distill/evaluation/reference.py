@@ -22,9 +22,9 @@ from student_trainer.objectives.config import (
     student_topk,
     teacher_temperature,
 )
-from student_trainer.objectives.divergences import Objective, Targets, at, build
+from student_trainer.objectives.divergences import Objective, Targets, at, build, mask_log_mass
 from sync import wire
-from sync.wire import ScoreSequence, pack, unpack
+from sync.wire import SamplingMask, ScoreSequence, pack, unpack
 from teacher_service.engines.head import OutputHead
 
 
@@ -81,9 +81,12 @@ def probe_teacher(
     return wire.ReferenceScores(own, teacher.not_shown, loss, gradient, known)
 
 
-def scores_of(sequence: ScoreSequence, logp_TV: Tensor) -> wire.Array:
-    """f4 [T]: log-probabilities of the completion's tokens."""
-    return pack(at(logp_TV, _completion(sequence, logp_TV.device)).cpu().numpy())
+def scores_of(sequence: ScoreSequence, logp_TV: Tensor, mask: SamplingMask | None = None) -> wire.Array:
+    """f4 [T]: log-probabilities of the completion's tokens, within its sampling mask."""
+    logp_T = at(logp_TV, _completion(sequence, logp_TV.device))
+    if mask is not None:
+        logp_T = logp_T - mask_log_mass(logp_TV, torch.from_numpy(mask.padded()).to(logp_TV.device))
+    return pack(logp_T.cpu().numpy())
 
 
 @torch.inference_mode()

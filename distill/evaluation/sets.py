@@ -55,7 +55,9 @@ def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str
         sampling = Sampling(
             max_tokens=one.max_tokens or rollout.max_tokens,
             temperature=one.temperature,
+            top_k=one.top_k,
             top_p=one.top_p,
+            min_p=one.min_p,
             stop_token_ids=rollout.stop_token_ids,
         )
         try:

@@ -59,6 +59,7 @@ FIGURES: Final = tuple(
         ("train/teacher_entropy", "nats per token", "of the teacher's, if its engine sends what it takes"),
         ("train/student_mass", "share", "the student's probability mass on the top-k"),
         ("train/teacher_mass", "share", "the teacher's probability mass on the top-k"),
+        ("train/mask_mass", "share", "the student's probability mass on what a token was sampled from"),
         ("train/topk_overlap", "share", "of the teacher's top-k in the student's own"),
         ("train/rho_mean", "–", "importance ratio before the cap"),
         ("train/rho_max", "–", "highest importance ratio before the cap"),

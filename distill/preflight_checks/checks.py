@@ -22,7 +22,13 @@ from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_v
 from distill.prompts.sources import PromptSplit, data_sources, open_prompts
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import names_others
-from student_trainer.objectives.config import Own, needs, student_topk, teacher_temperature
+from student_trainer.objectives.config import (
+    Own,
+    TopK,
+    needs,
+    student_topk,
+    teacher_temperature,
+)
 from sync import secrets, tokenizers
 from sync.address import is_loopback
 from sync.errors import ConfigError, DataError
@@ -197,10 +203,19 @@ def _reach(config: RunConfig) -> Iterator[str]:
 
 
 def _others(config: RunConfig) -> Iterator[str]:
-    if config.rollout.top_p < 1:
+    rollout, chosen = config.rollout, config.objective
+    if (rollout.top_p < 1 or rollout.min_p > 0) and not rollout.top_k:
+        name, value = ("top_p", rollout.top_p) if rollout.top_p < 1 else ("min_p", rollout.min_p)
         yield (
-            f"rollout.top_p is {config.rollout.top_p:g} and must be 1: the objectives compare whole "
-            "distributions, and nucleus sampling gives none to the tokens it cuts off; leave it out"
+            f"rollout.{name} is {value:g} and rollout.top_k is 0: the ids that a token was sampled from are "
+            "sent with it, and top_k bounds their number; set it, say to 20"
+        )
+    if rollout.top_k and isinstance(chosen, TopK) and chosen.discount:
+        yield (
+            f'objective.discount is {chosen.discount:g} with objective.type "topk" and rollout.top_k '
+            f"{rollout.top_k}: later tokens would be credited within their sampling masks and their own "
+            "divergence is of the whole vocabulary; leave the discount out, or set objective.type = "
+            '"sampled" or "student_topk"'
         )
     kept = getattr(config.objective, "drop_rho_outside", None)
     if kept is not None and config.objective.type != "sft" and not kept[0] <= 1 <= kept[1]:

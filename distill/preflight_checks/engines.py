@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from distill.config import RunConfig
@@ -28,6 +29,7 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
+from distill.run_log.validation import sampling_of
 from sync import tokenizers, wire
 from sync.errors import ConfigError
 from sync.tokenizers import load_tokenizer
@@ -174,11 +176,8 @@ class _Checks:
 
     async def _rollouts(self) -> list[Generated]:
         rollout = self.config.rollout
-        sampling = wire.Sampling(
-            max_tokens=min(PROBE_TOKENS, rollout.max_tokens),
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            stop_token_ids=rollout.stop_token_ids,
+        sampling = msgspec.structs.replace(
+            sampling_of(rollout), max_tokens=min(PROBE_TOKENS, rollout.max_tokens)
         )
         prompts = self.sample[: self.config.preflight.sequences]
         answers = []
@@ -199,7 +198,8 @@ class _Checks:
             for one, prompt in zip(rollouts, seen, strict=True)
         ]
         teachers = {name: sequences for name, (sequences, _, _) in self.scored.items()}
-        request = wire.ProbeRequest(student=completed, teachers=teachers)
+        masks = [one.mask for one in rollouts if one.mask is not None]
+        request = wire.ProbeRequest(student=completed, teachers=teachers, masks=masks)
         reply = await evaluator.probe(request, self.config.run.start_seconds)
         for name, found in reply.teachers.items():
             _, scored, tolerance = self.scored[name]

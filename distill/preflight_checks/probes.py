@@ -242,8 +242,8 @@ def rollouts_match(kl: float, tolerance: float, against: str) -> Finding:
         kl <= tolerance,
         f"KL(μ‖p) {kl:.2g} nats per token against {against}, of at most {tolerance:g}",
         "the rollout engine does not sample from the weights that are trained: see that both have the same "
-        "student.path and revision, that rollout.top_p is 1, and that no sampling option is set in "
-        "student.engine_args; if the precision is low on purpose, raise preflight.mismatch_tolerance",
+        "student.path and revision, and that no sampling option is set in student.engine_args; if the "
+        "precision is low on purpose, raise preflight.mismatch_tolerance",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from distill.prompts.stream import Prompt
-from sync.wire import Array, EvalReport, Generated, Kept, Scored, Version, VersionSpan
+from sync.wire import Array, EvalReport, Generated, Kept, SamplingMask, Scored, Version, VersionSpan
 
 DropReason = Literal[
     "too_old",
@@ -129,6 +129,7 @@ class Rollout(Record, frozen=True):
     continues: bool = False
     """What an episode said behind a context that its environment rewrote: "ID+N" beside rollout ID. It is on
     no record until it is scored, and is lost with what holds it until then."""
+    mask: SamplingMask | None = None  # of the T tokens; None: sampled from the whole vocabulary
 
     @property
     def length(self) -> int:
@@ -169,6 +170,7 @@ class Rollout(Record, frozen=True):
             spans=answer.spans,
             truncated=answer.finish_reason in ("length", "time"),
             topk_ids=answer.topk_ids,
+            mask=answer.mask,
         )
 
     def released(self) -> Rollout:

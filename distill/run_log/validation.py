@@ -20,6 +20,19 @@ from sync.wire.checks import Problem
 LONGEST_PATTERN = 8  # tokens of a pattern whose repetition is looked for
 
 
+def sampling_of(config: RolloutConfig) -> Sampling:
+    """How completions that are trained on are sampled."""
+    sampling = Sampling(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        stop_token_ids=config.stop_token_ids,
+    )
+    return msgspec.structs.replace(sampling, mask=sampling.cuts)
+
+
 @dataclass(frozen=True)
 class Validator:
     """Validates what engines and the journal return for one run; None: no problem."""
@@ -31,14 +44,8 @@ class Validator:
     @classmethod
     def of(cls, config: RolloutConfig, want: Want, student_topk: int, vocab_size: int) -> Validator:
         """Of a run."""
-        sampling = Sampling(
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            stop_token_ids=config.stop_token_ids,
-            student_topk=student_topk,
-            max_seconds=config.completion_timeout_seconds,
-        )
+        limit = config.completion_timeout_seconds
+        sampling = msgspec.structs.replace(sampling_of(config), student_topk=student_topk, max_seconds=limit)
         return cls(sampling, want, vocab_size)
 
     def generated(self, answer: Generated | TeacherCompletion) -> Problem | None:
@@ -60,6 +67,7 @@ class Validator:
             return Problem("scores", "missing", "of every completion token")
         count, vocab = rollout.length, self.vocab_size
         k = 0 if rollout.kept else self.sampling.student_topk
+        masked = self.sampling.mask and not rollout.by_teacher
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
         problem = checks.first(
             checks.prompt(rollout.prompt, vocab),
@@ -68,6 +76,7 @@ class Validator:
             checks.spans(rollout.spans, 0 if rollout.by_teacher else count),
             checks.own(rollout.own, count),
             checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),
+            checks.mask(rollout.mask, rollout.tokens, vocab, masked, least=0),
             self.scored(rollout.scored, count, keep=rollout.kept is not None),
         )
         if problem is not None:

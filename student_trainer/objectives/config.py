@@ -189,6 +189,12 @@ def student_topk(objective: ObjectiveConfig) -> int:
     return k if kind == "student_topk" else 0
 
 
+def estimated(objective: ObjectiveConfig) -> bool:
+    """Whether the divergence is estimated at the sampled token: it is then that of the distributions within
+    the token's sampling mask. The others are of the whole vocabulary, or of the teacher's most likely ids."""
+    return _scores(objective)[0] in ("sampled", "student_topk", "sft")
+
+
 def _scores(objective: ObjectiveConfig) -> tuple[str, int]:
     """The type of objective with the same scores, and its k (0: it has none)."""
     kind: str = objective.needs if isinstance(objective, Own) else objective.type

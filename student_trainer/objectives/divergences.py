@@ -71,6 +71,9 @@ class Targets:
     """int64: index of the teacher that scored the token; None: there is only one"""
     teacher_hidden_NG: Tensor | None = None
     """the teacher's hidden state that predicts the token; None: not sent"""
+    mask_NK: Tensor | None = None
+    """int64: ids of M, the sampling mask that y was sampled from, -1 where there are fewer than K; none: the
+    whole vocabulary. None: of every token"""
     row_N: Tensor | None = None
     """int64: row of the micro-batch, ascending; None where nothing is credited across tokens"""
 
@@ -93,6 +96,48 @@ def at(logp_NV: Tensor, token_N: Tensor) -> Tensor:
 def ratio(logp_N: Tensor, behavior_logp_N: Tensor) -> Tensor:
     """ρ = p(y)/μ(y), without gradient."""
     return (logp_N.detach() - behavior_logp_N).clamp(max=_MAX_LOG_RHO).exp()
+
+
+def mask_log_mass(logp_NV: Tensor, mask_NK: Tensor) -> Tensor:
+    """log Σ_M p [N] of each token's sampling mask (`Targets.mask_NK`), 0 where it has none."""
+    member_NK = mask_NK >= 0
+    logp_NK = logp_NV.gather(1, mask_NK.clamp(min=0)).masked_fill(~member_NK, -torch.inf)
+    some_N = member_NK.any(1)
+    # without ids: rows of -inf, whose logsumexp has no gradient
+    logp_NK = torch.where(some_N.unsqueeze(1), logp_NK, 0.0)
+    return torch.where(some_N, logp_NK.logsumexp(1), 0.0)
+
+
+def sampled_logp(logp_NV: Tensor, targets: Targets) -> Tensor:
+    """log p(y) [N] within the sampling mask: what log μ(y) is compared with."""
+    logp_N = at(logp_NV, targets.token_N)
+    return logp_N if targets.mask_NK is None else logp_N - mask_log_mass(logp_NV, targets.mask_NK)
+
+
+def within_mask(logp_NV: Tensor, targets: Targets) -> tuple[Tensor, Targets]:
+    """Student and teacher as distributions over the sampling mask M of each token, of which y ~ μ is one.
+
+        log p_M(v) = log p(v) − log Σ_M p,     log q(v) − sg[log Σ_M p]   in the teacher's place
+
+    Only ids of M may be read of what is returned; those of S outside M become -1. Subtracting the same from
+    both leaves d as it was, and so 0 where p = q: given M, d may be shifted by anything that does not depend
+    on y, so that the gradient is that of KL(p_M‖q_M) though the teacher's mass of M is not known.
+    """
+    mask_NK = targets.mask_NK
+    if mask_NK is None:
+        return logp_NV, targets
+    mass_N = mask_log_mass(logp_NV, mask_NK)
+    shift_N = mass_N.detach()
+    targets = replace(targets, teacher_logp_N=targets.teacher_logp_N - shift_N)
+    if targets.support_NK is not None and targets.support_logp_NK is not None:
+        shared_NK = (targets.support_NK.unsqueeze(2) == mask_NK.unsqueeze(1)).any(2)
+        shared_NK = shared_NK | (mask_NK < 0).all(1, keepdim=True)
+        targets = replace(
+            targets,
+            support_NK=torch.where(shared_NK, targets.support_NK, -1),
+            support_logp_NK=targets.support_logp_NK - shift_N.unsqueeze(1),
+        )
+    return logp_NV - mass_N.unsqueeze(1), targets
 
 
 def weight(rho_N: Tensor, cap: float | None, drop_outside: tuple[float, float] | None) -> Tensor:
@@ -245,7 +290,9 @@ def skew(logp_NV: Tensor, targets: Targets, alpha: float) -> Terms:
 # --- what is minimised --------------------------------------------------------------------------------------
 
 
-def mixture(logp_NV: Tensor, targets: Targets, divergence: Objective, rho_cap: float | None) -> Terms:
+def mixture(
+    logp_NV: Tensor, targets: Targets, divergence: Objective, rho_cap: float | None, estimated: bool = True
+) -> Terms:
     """A divergence from the teacher and a task's reward, together.
 
         L      = L_task + λ·L_KL
@@ -258,16 +305,20 @@ def mixture(logp_NV: Tensor, targets: Targets, divergence: Objective, rho_cap: f
     R is the reward of the token's rollout, b its baseline (REINFORCE), N all supervised tokens of the step,
     M those of rollouts with a reward. What is summed here is divided by N later: λ·c_t comes as
     `coefficient_N`, (R − b)·N/M as `advantage_N`. The statistics are the divergence's own.
+
+    What is estimated at y, the policy gradient of a reward or, with `estimated`, of the divergence, is of the
+    distributions within the sampling mask (`within_mask`): μ is one of these.
     """
-    loss_N, stats = divergence(logp_NV, targets)
+    masked = within_mask(logp_NV, targets) if estimated or targets.advantage_N is not None else None
+    loss_N, stats = divergence(*(masked if masked and estimated else (logp_NV, targets)))
     by_teacher_N = targets.by_teacher_N
     if by_teacher_N is not None:
         loss_N = torch.where(by_teacher_N, sft(logp_NV, targets)[0], loss_N)
         stats = {name: torch.where(by_teacher_N, 0.0, value_N) for name, value_N in stats.items()}
     if targets.coefficient_N is not None:
         loss_N = targets.coefficient_N * loss_N
-    if targets.advantage_N is not None:
-        logp_N = at(logp_NV, targets.token_N)
+    if targets.advantage_N is not None and masked is not None:
+        logp_N = at(masked[0], targets.token_N)
         weight_N = weight(ratio(logp_N, targets.behavior_logp_N), rho_cap, None)
         task_N = (weight_N * targets.advantage_N) * logp_N
         loss_N = loss_N - (task_N if by_teacher_N is None else torch.where(by_teacher_N, 0.0, task_N))
@@ -296,7 +347,8 @@ what it needs from the teacher in `config.needs`."""
 def build(objective: config.ObjectiveConfig) -> Objective:
     """The function of (live log p [N, V], Targets) that is minimised, mixing included."""
     rho_cap = None if objective.task is None else objective.task.rho_cap
-    return partial(mixture, divergence=DIVERGENCES[type(objective)](objective), rho_cap=rho_cap)
+    divergence = DIVERGENCES[type(objective)](objective)
+    return partial(mixture, divergence=divergence, rho_cap=rho_cap, estimated=config.estimated(objective))
 
 
 def discount(objective: config.ObjectiveConfig) -> Discount | None:

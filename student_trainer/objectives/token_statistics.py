@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.divergences import Targets, at, own, ratio
+from student_trainer.objectives.divergences import Targets, at, mask_log_mass, own, ratio, sampled_logp
 
 COUNTS: Final = ("rows", "tokens", "truncated", "age", "padded", "rescored")
 """Sums that a micro-batch brings along: R, C, rows cut off at the token limit, Σ over tokens of the trained
@@ -30,6 +30,7 @@ MEANS: Final = {
     "score_gap": ("score_gap", "score_gap_tokens"),
     "student_mass": ("student_mass", "support_tokens"),
     "teacher_mass": ("teacher_mass", "support_tokens"),
+    "mask_mass": ("mask_mass", "mask_tokens"),
     "topk_overlap": ("overlap", "overlap_tokens"),
     "truncation_rate": ("truncated", "rows"),
     "age_mean": ("age", "tokens"),
@@ -48,7 +49,7 @@ _OVERLAP_TOKENS = 64
 @torch.no_grad()
 def token_sums(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
     """Sums (scalars) over the chunk, named as in STATS, and `rho_max`. N must not be 0."""
-    logp_N = at(logp_NV, targets.token_N)
+    logp_N = sampled_logp(logp_NV, targets)
     rho_N, own_N = ratio(logp_N, targets.behavior_logp_N), own(targets)
     mismatch_N = rho_N - 1.0 - (logp_N - targets.behavior_logp_N)
     rho_N = torch.where(own_N, rho_N, 0.0)
@@ -61,6 +62,10 @@ def token_sums(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
         "fresh_kl": torch.where(targets.fresh_N, mismatch_N, 0.0).sum(),
         "fresh_tokens": targets.fresh_N.sum(),
     }
+    if targets.mask_NK is not None:
+        masked_N = (targets.mask_NK >= 0).any(1)
+        mass_N = torch.where(masked_N, mask_log_mass(logp_NV, targets.mask_NK).exp(), 0.0)
+        sums |= {"mask_mass": mass_N.sum(), "mask_tokens": masked_N.sum()}
     if targets.support_NK is not None and targets.support_logp_NK is not None:
         sums |= _support(logp_NV, targets, targets.support_NK, targets.support_logp_NK)
     entropy_N, logq_NV = targets.teacher_entropy_N, targets.teacher_logp_NV

@@ -10,7 +10,16 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from sync.errors import WireError
-from sync.wire import Generated, GenerateFailed, GeneratePrompt, Sampling, Version, VersionSpan, pack
+from sync.wire import (
+    Generated,
+    GenerateFailed,
+    GeneratePrompt,
+    Sampling,
+    SamplingMask,
+    Version,
+    VersionSpan,
+    pack,
+)
 
 INITIAL: Final = Version(0, 0)
 """The weights an engine was started with: no step was made from them."""
@@ -18,6 +27,9 @@ ENGINE_LABEL: Final = "default"
 """vLLM's label for weights without a version."""
 TIMED_OUT: Final = "time"
 """`Completion.finish_reason` of one that `Sampling.max_seconds` ended."""
+_TIES: Final = 32
+"""Ids beyond `top_k` that a mask may have."""
+_MASS_ROUNDING: Final = 1e-3
 _REASONS: Final = ("stop", "length", "abort", TIMED_OUT)
 
 
@@ -68,6 +80,12 @@ def sampling_problem(sampling: Sampling) -> str | None:
         return f"temperature is {sampling.temperature}: it must be above 0"
     if not 0 < sampling.top_p <= 1:
         return f"top_p is {sampling.top_p}: it must be above 0 and at most 1"
+    if not 0 <= sampling.min_p <= 1:
+        return f"min_p is {sampling.min_p}: it must be 0 to 1"
+    if sampling.top_k < 0:
+        return f"top_k is {sampling.top_k}: it must be 0 (all) or more"
+    if sampling.mask and not sampling.top_k:
+        return "the sampling mask is asked for and top_k is 0: set it, for it bounds the mask"
     if sampling.max_seconds is not None and not sampling.max_seconds > 0:
         return f"max_seconds is {sampling.max_seconds}: it must be above 0, or None for no limit"
     if sampling.student_topk < 0:
@@ -90,13 +108,24 @@ def parse_spans(labels: list[tuple[str, int, int]], length: int) -> list[Version
     return spans
 
 
-def generated(id: str, completion: Completion, student_topk: int) -> Generated | GenerateFailed:
+def ranks(sampling: Sampling, vocab_size: int) -> int:
+    """K: ids per position to ask the engine for. A mask has more than `top_k` where several tokens share the
+    least logit that is left, which in bf16 are often a few."""
+    masked = sampling.top_k + _TIES if sampling.mask else 0
+    return min(max(sampling.student_topk, masked), vocab_size)
+
+
+def generated(id: str, completion: Completion, sampling: Sampling) -> Generated | GenerateFailed:
     """The answer for one finished completion; top-k ids without probability become -1."""
     length = len(completion.token_ids)
     reason = completion.finish_reason
     if reason not in _REASONS or (length == 0 and reason not in ("abort", TIMED_OUT)):
         why = f"the engine ended the completion after {length} tokens: {reason!r}"
         return GenerateFailed(id=id, error=why)
+    mask = _mask(completion) if sampling.mask else None
+    if isinstance(mask, str):
+        return GenerateFailed(id=id, error=mask)
+    student_topk = sampling.student_topk
     return Generated(
         id=id,
         token_ids=pack(completion.token_ids),
@@ -104,12 +133,27 @@ def generated(id: str, completion: Completion, student_topk: int) -> Generated |
         spans=parse_spans(completion.versions, length),
         finish_reason=reason,  # type: ignore[arg-type]
         topk_ids=pack(_topk_TK(completion, student_topk)) if student_topk else None,
+        mask=mask,
     )
+
+
+def _mask(completion: Completion) -> SamplingMask | str:
+    """What every token was sampled from, or why it is not known: the K ids do not hold all of it."""
+    ids_TK, logprob_TK = completion.ids[:, 1:], completion.logprob[:, 1:]
+    left_TK = np.isfinite(logprob_TK)
+    mass_T = np.exp(logprob_TK, where=left_TK, out=np.zeros_like(logprob_TK)).sum(1)
+    if (least := mass_T.min(initial=1.0)) < 1 - _MASS_ROUNDING:
+        return (
+            f"the {ids_TK.shape[1]} most likely ids of a token hold {least:.4f} of what it was sampled from, "
+            "and a sampling mask needs all: the engine must sample with the top_k of the request, and give "
+            "log-probabilities of what it sampled from (--logprobs-mode processed_logprobs)"
+        )
+    return SamplingMask(pack(left_TK.sum(1).astype("i4")), pack(ids_TK[left_TK]))
 
 
 def _topk_TK(completion: Completion, k: int) -> np.ndarray:
     """i4 [T, k]: columns beyond the engine's, and ids outside the support, are -1."""
     topk_TK = np.full((len(completion.token_ids), k), -1, np.int32)
-    ids, logprob = completion.ids[:, 1:], completion.logprob[:, 1:]
+    ids, logprob = completion.ids[:, 1 : 1 + k], completion.logprob[:, 1 : 1 + k]
     topk_TK[:, : ids.shape[1]] = np.where(np.isneginf(logprob), -1, ids)
     return topk_TK

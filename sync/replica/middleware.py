@@ -176,7 +176,7 @@ class Generation:
             )
         except vllm_compat.RefusedPrompt as error:
             return wire.GenerateFailed(id=prompt.id, error=f"the engine refused the prompt: {error}")
-        return completions.generated(prompt.id, completion, sampling.student_topk)
+        return completions.generated(prompt.id, completion, sampling)
 
 
 # --- updates --------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from sync.errors import ConfigError, ended_by, how_it_ended
-from sync.replica.completions import TIMED_OUT, Completion, Limits
+from sync.replica.completions import TIMED_OUT, Completion, Limits, ranks
 from sync.snapshots.checkpoint import NamedTensors
 from sync.tokenizers import never_sample_from, vocab_size
 from sync.wire import Sampling
@@ -162,10 +162,12 @@ def sampling_params(sampling: Sampling, vocab_size: int, seed: int | None = None
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
+        top_k=sampling.top_k,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
         stop_token_ids=sampling.stop_token_ids,
         seed=seed,
-        logprobs=min(sampling.student_topk, vocab_size),
+        logprobs=ranks(sampling, vocab_size),
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         flat_logprobs=True,

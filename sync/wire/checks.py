@@ -30,6 +30,7 @@ from sync.wire.servers import (
     Head,
     Kept,
     Sampling,
+    SamplingMask,
     Scored,
     TeacherCompletion,
     UpdateReply,
@@ -203,6 +204,32 @@ def topk_ids(
     )
 
 
+def mask(
+    found: SamplingMask | None, token_ids: Array, vocab_size: int, wanted: bool, least: int = 1
+) -> Problem | None:
+    """Sampling masks of the tokens [T] of a completion: different ids, the sampled one among them.
+
+    `least` 0: tokens that an environment wrote have none.
+    """
+    if not wanted:
+        return Problem("mask", "there", "left out: it was not asked for") if found else None
+    if found is None:
+        return Problem("mask", "missing", "of every token, as it was asked for")
+    count = token_ids.shape[0]
+    if problem := array("mask.sizes", found.sizes, I4, (count,), Range(least, vocab_size, "ids of a token")):
+        return problem
+    sizes_T = unpack(found.sizes).astype(np.int64)
+    if problem := array("mask.ids", found.ids, I4, (int(sizes_T.sum()),), ids(vocab_size)):
+        return problem
+    token_M, ids_M = np.repeat(np.arange(count), sizes_T), unpack(found.ids)
+    held = np.bincount(token_M[ids_M == unpack(token_ids)[token_M]], minlength=count)
+    if np.unique(token_M << 32 | ids_M).size < ids_M.size or (held > 1).any():
+        return Problem("mask.ids", "one id twice for a token", "different ids")
+    if not held[sizes_T > 0].all():
+        return Problem("mask.ids", "without the sampled token", "all that it was sampled from")
+    return None
+
+
 def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | None:
     """A completion of the student; it may have no tokens."""
     if problem := tokens(answer.token_ids, answer.logprob, asked.max_tokens, vocab_size, least=0):
@@ -211,6 +238,7 @@ def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | 
     return first(
         spans(answer.spans, count),
         topk_ids("topk_ids", answer.topk_ids, count, asked.student_topk, vocab_size, -1),
+        mask(answer.mask, answer.token_ids, vocab_size, asked.mask),
     )
 
 

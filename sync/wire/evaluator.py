@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sync.wire.base import Amount, Array, Count, Message, Number, Share, Version
-from sync.wire.servers import ScoreSequence
+from sync.wire.servers import SamplingMask, ScoreSequence
 
 
 class CompletionsRequest(Message, frozen=True):
@@ -89,6 +89,8 @@ class ProbeRequest(Message, frozen=True):
     """Completions of the student itself; may be empty."""
     teachers: dict[str, list[ScoreSequence]]
     """Teacher's name → the sequences that it scored."""
+    masks: list[SamplingMask] = []
+    """Of each of `student`; empty: they were sampled from the whole vocabulary."""
 
 
 class ReferenceScores(msgspec.Struct, frozen=True):
@@ -111,5 +113,5 @@ class ProbeReply(Message, frozen=True):
     """Evaluator → preflight: figures of fp32 forward passes of the folders that the configuration names."""
 
     student: list[Array]
-    """f4 [T] for each of `ProbeRequest.student`: log p(y_t) at the rollouts' temperature"""
+    """f4 [T] for each of `ProbeRequest.student`: log p(y_t) at the rollouts' temperature, of its mask"""
     teachers: dict[str, ReferenceScores]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-from sync.wire.base import Amount, Array, Count, Message, Version, VersionSpan
+from sync.wire.base import Amount, Array, Count, Message, Version, VersionSpan, cut, joined, unpack
 
 # --- the student ----------------------------------------------------------------------------------------
 
@@ -16,13 +18,56 @@ class Sampling(msgspec.Struct, frozen=True):
 
     max_tokens: int
     temperature: float = 1.0
+    top_k: int = 0
+    """Sample among the k most likely tokens; 0: all."""
     top_p: float = 1.0
+    """Sample among the most likely tokens that have this share of the probability mass together."""
+    min_p: float = 0.0
+    """Sample among the tokens that have at least this share of the most likely one's probability."""
     stop_token_ids: list[int] = []
     """Ids that end a completion besides the model's own EOS; the ending id is part of the completion."""
     student_topk: int = 0
     """Return the student's own top-k ids per position (0: none); every id has rank <= k, sampled or not."""
     max_seconds: float | None = None
     """Wall seconds from its arrival after which a completion is answered as it is then; None: no limit."""
+    mask: bool = False
+    """Return the sampling mask of every token, which `top_k` must bound."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens of the vocabulary are never sampled."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The ids that each of T tokens was sampled from: what top_k, top_p and min_p left of the vocabulary."""
+
+    sizes: Array
+    """i4 [T]: ids of each token; 0: the whole vocabulary, or nothing was sampled there"""
+    ids: Array
+    """i4 [sum(sizes)]: most likely first, the sampled token among them"""
+
+    @classmethod
+    def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """Of the tokens of one after the other; there must be one."""
+        return cls(joined([mask.sizes for mask in masks]), joined([mask.ids for mask in masks]))
+
+    @classmethod
+    def none(cls, count: int) -> SamplingMask:
+        """Of `count` tokens that have none."""
+        return cls(Array("i4", (count,), bytes(4 * count)), Array("i4", (0,), b""))
+
+    def padded(self) -> np.ndarray:
+        """i8 [T, K], K of the largest: the ids of each token, then -1."""
+        sizes_T = unpack(self.sizes)
+        ids_TK = np.full((sizes_T.size, max(1, int(sizes_T.max(initial=0)))), -1, np.int64)
+        ids_TK[np.arange(ids_TK.shape[1]) < sizes_T[:, None]] = unpack(self.ids)
+        return ids_TK
+
+    def cut(self, count: int) -> SamplingMask:
+        """Of the first `count` tokens."""
+        sizes = cut(self.sizes, count)
+        return SamplingMask(sizes, cut(self.ids, int(unpack(sizes).sum())))
 
 
 class GeneratePrompt(msgspec.Struct, frozen=True):
@@ -55,6 +100,8 @@ class Generated(Message, frozen=True):
     """length: `Sampling.max_tokens` or the context ended it; time: `Sampling.max_seconds` did."""
     topk_ids: Array | None = None
     """i4 [T, K]: the student's K most likely ids at sampling time, -1 where fewer; None: not asked for"""
+    mask: SamplingMask | None = None
+    """None: not asked for."""
 
 
 class GenerateFailed(Message, frozen=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from sync.wire.base import Amount, Array, Count, Message, RunIdentity, Version
-from sync.wire.servers import Kept
+from sync.wire.servers import Kept, SamplingMask
 
 
 class TrainerHello(Message, frozen=True):
@@ -97,6 +97,8 @@ class Rows(msgspec.Struct, frozen=True):
     own: Array | None = None
     """u1 [C]: 1 where the student sampled the token, 0 where an environment wrote it, which is in no loss;
     None: 1 everywhere"""
+    mask: SamplingMask | None = None
+    """Of the C tokens; None: all were sampled from the whole vocabulary"""
     earned: Array | None = None
     """f4 [C]: the part of the row's reward that was given for turns before the token's; None: 0 everywhere"""
 

@@ -26,6 +26,7 @@ from vllm_replica import (
 
 from distill.cli.verify_engines import prompt_scores
 from distill.launch.supervise import first_error
+from student_trainer.objectives.divergences import mask_log_mass
 from sync.broadcast import BroadcastSender
 from sync.errors import ConfigError, RemoteError, Unreachable
 from sync.publish import Publisher, Slice
@@ -46,6 +47,7 @@ from sync.wire import (
     UpdateReply,
     Version,
     VersionSpan,
+    checks,
     decode,
     unpack,
 )
@@ -284,6 +286,34 @@ async def test_the_students_own_topk_holds_the_most_likely_ids_whatever_was_samp
     assert ids_TK.shape == (24, VOCABULARY + 2)
     assert (ids_TK[:, 0] >= 0).all()
     assert (ids_TK[:, -3:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 8, "top_p": 0.8}, {"top_k": 16, "min_p": 0.2}, {"top_k": 4}], ids=str
+)
+async def test_every_token_comes_with_the_ids_that_it_was_sampled_from(server, folders, cut):
+    """ρ of the student that sampled is 1 within the masks, and far below without them."""
+    sampling = {"max_tokens": 24, "temperature": 0.7, **cut}
+    async with server.peer() as peer:
+        state = await peer.call("/distill/v1/state", None, ReplicaState)
+        answers = await generate(peer, PROMPTS[:6], **sampling, mask=True)
+    folder = folders[0 if state.version is None else state.version.step - 1]
+    ratios, blind = [], []
+    for prompt, answer in zip(PROMPTS, answers, strict=False):
+        assert checks.generated(answer, Sampling(**sampling, mask=True), VOCABULARY) is None
+        token_ids = unpack(answer.token_ids)
+        expected_TV = logp_TV(folder, prompt, token_ids.tolist(), 0.7)
+        ids_TK = torch.from_numpy(answer.mask.padded())
+        assert np.quantile(unpack(answer.mask.sizes), 0.9) <= cut["top_k"], "more than that are ties"
+        for row_V, ids_K in zip(expected_TV, ids_TK, strict=True):
+            left = ids_K[ids_K >= 0]
+            assert bool((row_V[left] > row_V.topk(len(left)).values[-1] - TOLERANCE).all())
+        logp_T = expected_TV.gather(1, torch.tensor(token_ids, dtype=torch.int64)[:, None])[:, 0]
+        behavior_T = torch.tensor(unpack(answer.logprob))
+        ratios.append((logp_T - mask_log_mass(expected_TV, ids_TK) - behavior_T).exp())
+        blind.append((logp_T - behavior_T).exp())
+    assert abs(float(torch.cat(ratios).mean()) - 1) < 0.02, "bf16 rounds by 0.05 nats"
+    assert float(torch.cat(blind).mean()) < 0.95
 
 
 async def test_seeds_repeat_and_stop_ids_end_a_completion(server):

@@ -41,6 +41,7 @@ from sync.wire import (
     Kept,
     Published,
     ReplicaState,
+    SamplingMask,
     Scored,
     ScoreRefused,
     ScoreReply,
@@ -82,6 +83,13 @@ class MemoryPrompts:
 def some_ids(count: int, k: int) -> np.ndarray:
     """i4 [count, k]: in each row different ids."""
     return (np.arange(count)[:, None] + np.arange(k)).astype("i4") % 50
+
+
+def some_masks(token_ids: list[int], k: int) -> SamplingMask:
+    """Of tokens below 50: 1 to `k` ids each, the token itself first."""
+    rows = [[(token + i) % 50 for i in range(1 + token % k)] for token in token_ids]
+    ids = [id for row in rows for id in row]
+    return SamplingMask(pack(np.array([*map(len, rows)], "i4")), pack(np.array(ids, "i4")))
 
 
 def weights_of(version: Version | None) -> dict[str, str]:
@@ -157,6 +165,7 @@ class MemoryReplica:
             spans=[span for span in spans if span.end > span.start],
             finish_reason=reason,  # type: ignore[arg-type]
             topk_ids=pack(some_ids(count, sampling.student_topk)) if sampling.student_topk else None,
+            mask=some_masks(said[:count], sampling.top_k) if sampling.mask else None,
         )
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:

@@ -122,6 +122,16 @@ def check_trained(shares: list[TrainBatch]) -> None:
         assert (found["teacher_hidden"] & 0x7F80 != 0x7F80).all()
         assert found["teacher_hidden"].shape == (count, 4)
         assert np.isfinite(found.get("teacher_entropy", np.zeros(1))).all()
+        if rows.mask is not None:
+            ids_CK, lengths = (
+                rows.mask.padded(),
+                np.stack([found["prompt_lens"], found["completion_lens"]], 1),
+            )
+            generated = np.repeat(np.tile([False, True], len(rows.ids)), lengths.ravel())
+            by_teacher_C = np.repeat(found.get("by_teacher", np.zeros(len(rows.ids))), lengths[:, 1]) > 0
+            assert ids_CK.max(initial=-1) < 50
+            held_C = (ids_CK == found["tokens"][generated][:, None]).any(1)
+            assert (held_C != by_teacher_C).all()
         assert (found["token_step"] <= shares[0].version.step).all()
 
 
@@ -131,13 +141,17 @@ def check_trained(shares: list[TrainBatch]) -> None:
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(seed=st.integers(0, 1 << 32), scores=st.sampled_from(["inline", "reference"]))
+@given(
+    seed=st.integers(0, 1 << 32),
+    scores=st.sampled_from(["inline", "reference"]),
+    top_k=st.sampled_from([0, 4]),
+)
 def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
-    config, tmp_path_factory: pytest.TempPathFactory, seed: int, scores: str
+    config, tmp_path_factory: pytest.TempPathFactory, seed: int, scores: str, top_k: int
 ) -> None:
     settings = config(
         run={"steps": 30},
-        rollout={"batch": 16, "max_in_flight": 32, "request_size": 2},
+        rollout={"batch": 16, "max_in_flight": 32, "request_size": 2, "top_k": top_k},
         objective={"type": "sampled", "on_policy": 0.75},
         buffer={"score_batch": 2, "scores": scores},
         guard={"bad_answers": 1_000_000},
@@ -248,7 +262,8 @@ async def test_a_replica_that_leaves_prompts_unanswered_does_not_hold_the_run(co
 
 
 FIELDS: dict[str, set[str]] = {
-    "Generated": {"id", "token_ids", "logprob", "spans", "finish_reason", "topk_ids", "bytes"},
+    "Generated": {"id", "token_ids", "logprob", "spans", "finish_reason", "topk_ids", "mask", "bytes"},
+    "SamplingMask": {"sizes", "ids"},
     "Scored": {
         "id",
         "logprob",

@@ -240,8 +240,19 @@ def test_a_teacher_that_a_trainer_elsewhere_cannot_reach_is_refused(
     assert "keeps scores" not in distill(*elsewhere, "buffer.scores=inline", "rollout.top_p=0.5")
 
 
-def test_nucleus_sampling_is_refused(distill: Distill) -> None:
-    assert "rollout.top_p is 0.9 and must be 1" in distill("rollout.top_p=0.9")
+@pytest.mark.parametrize("setting", ["top_p=0.9", "min_p=0.1"])
+def test_a_sampling_mask_that_nothing_bounds_is_refused(distill: Distill, setting: str) -> None:
+    name, value = setting.split("=")
+    assert f"rollout.{name} is {value} and rollout.top_k is 0" in distill(f"rollout.{setting}")
+    bounded = distill(f"rollout.{setting}", "rollout.top_k=4", name="preflight", status=0)
+    assert "ready to run" in bounded
+
+
+def test_a_discount_within_masks_of_a_divergence_without_is_refused(distill: Distill) -> None:
+    objective = 'objective={type="%s",k=4,discount=0.5}'
+    assert 'with objective.type "topk" and rollout.top_k 4' in distill(objective % "topk", "rollout.top_k=4")
+    masked = distill(objective % "student_topk", "rollout.top_k=4", name="preflight", status=0)
+    assert "ready to run" in masked
 
 
 def test_a_deepspeed_file_that_is_missing_or_no_json_is_refused(distill: Distill, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from episodes import ANSWER, ASK, TURNS, USER, GuessEnvironment, bisects
-from in_memory import MemoryReplica, MemoryTrainer
+from in_memory import MemoryReplica, MemoryTrainer, some_masks
 from msgspec.structs import replace
 from small_config import make_config
 
@@ -27,7 +28,7 @@ from distill.rollout.replica_client import Answer
 from distill.run_log.journal import Journal
 from distill.run_log.records import Rollout
 from distill.run_log.run_log import RunLog
-from sync.wire import GenerateFailed, GenerateRequest, Version, unpack
+from sync.wire import GenerateFailed, GenerateRequest, SamplingMask, Version, unpack
 
 pytestmark = pytest.mark.virtual_time
 PROMPT = [USER, ASK, ANSWER]
@@ -52,7 +53,7 @@ class Recorder(MemoryReplica):
 def settings(**environment: Any) -> RunConfig:
     return make_config(
         environments={"guess": {"environment": "tests:guess", **environment}},
-        rollout={"max_tokens": 2},
+        rollout={"max_tokens": 2, "top_k": 4},
         evaluation={"every": 0},
     )
 
@@ -104,6 +105,12 @@ async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_
         assert {i for i in range(len(tokens)) if logprob[i] != 0} == {
             i for start, end in one.own for i in range(start, end)
         }
+        assert one.mask is not None
+        of_turns = [some_masks(said, 4) for _, said in turns]
+        said = np.zeros(len(tokens), bool)
+        said[[i for start, end in one.own for i in range(start, end)]] = True
+        assert one.mask.ids == SamplingMask.joined(of_turns).ids
+        assert ((unpack(one.mask.sizes) > 0) == said).all()
         assert one.reward in (0.0, 1.0)
     assert {task for _, task in environment.begun} == set(range(len(environment.begun)))
 

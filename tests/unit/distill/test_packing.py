@@ -12,7 +12,19 @@ from distill.batching.packing import Shape, group_means, pack_batch, rows_of
 from distill.run_log.records import Rollout
 from distill.run_log.state import Batch
 from sync.errors import DataError
-from sync.wire import Array, Kept, Rows, Scored, TrainBatch, Version, VersionSpan, encode, pack, unpack
+from sync.wire import (
+    Array,
+    Kept,
+    Rows,
+    SamplingMask,
+    Scored,
+    TrainBatch,
+    Version,
+    VersionSpan,
+    encode,
+    pack,
+    unpack,
+)
 
 
 def rollout(number: int, prompt: int, length: int, **scores: Array | None) -> Rollout:
@@ -65,6 +77,17 @@ def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
     assert rows.teacher_hidden.data[:20] == bytes(range(20))
     assert rows.truncated is not None
     assert unpack(rows.truncated).tolist() == [1, 0]
+
+
+def test_sampling_masks_follow_their_tokens_and_a_teachers_tokens_have_none() -> None:
+    mask = SamplingMask(pack(np.array([1, 3, 2, 1], "i4")), pack(np.arange(7, dtype="i4")))
+    made = [replace(rollout(1, 2, 4), mask=mask), replace(rollout(2, 1, 3), by_teacher=True, spans=[])]
+    (batch,) = pack_batch(formed(made), 1, Shape(99, list(TEACHERS), supervised=2), step)
+    (rows,) = batch.micro_batches
+    assert rows.mask is not None
+    assert rows.mask.padded().tolist() == [[0, -1, -1], [1, 2, 3], [-1, -1, -1], [-1, -1, -1]]
+    (batch,) = shares(made[1:], 1, 99)
+    assert batch.micro_batches[0].mask is None
 
 
 def episode(number: int, prompt: int, length: int, *own: tuple[int, int], **scores: Array | None) -> Rollout:

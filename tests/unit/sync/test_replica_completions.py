@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from sync.errors import WireError
 from sync.replica.completions import (
@@ -12,6 +13,7 @@ from sync.replica.completions import (
     generated,
     parse_spans,
     prompt_problem,
+    ranks,
     sampling_problem,
 )
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, Sampling, Version, VersionSpan, unpack
@@ -28,6 +30,18 @@ def completion(length: int, k: int, reason: str | None = "length", versions=None
         versions=[("default", 0, length)] if versions is None else versions,
         finish_reason=reason,
     )
+
+
+def topk(k: int) -> Sampling:
+    return Sampling(max_tokens=5, student_topk=k)
+
+
+def masked(chances: list[list[float]]) -> Completion:
+    """Tokens sampled from the ids of ranks 1 …, by their probabilities; the first of them was."""
+    with np.errstate(divide="ignore"):
+        ranked = np.log(np.array(chances, np.float32))
+    found = completion(len(chances), len(chances[0]))
+    return found._replace(logprob=np.concatenate([ranked[:, :1], ranked], 1), token_ids=found.ids[:, 1])
 
 
 def test_labels_of_versions_become_spans_and_the_engines_own_label_is_step_zero():
@@ -62,6 +76,10 @@ def test_prompts_that_cannot_be_completed_are_named(tokens, says):
         (Sampling(max_tokens=1, temperature=math.nan), "temperature"),
         (Sampling(max_tokens=1, top_p=1.5), "top_p"),
         (Sampling(max_tokens=1, student_topk=-1), "student_topk"),
+        (Sampling(max_tokens=1, top_k=-1), "top_k is -1"),
+        (Sampling(max_tokens=1, min_p=1.5), "min_p is 1.5"),
+        (Sampling(max_tokens=1, top_p=0.9, mask=True), "top_k is 0: set it"),
+        (Sampling(max_tokens=1, top_p=0.9, top_k=4, mask=True), None),
         (Sampling(max_tokens=1, max_seconds=0), "max_seconds is 0: it must be above 0"),
         (Sampling(max_tokens=1, max_seconds=0.5), None),
         (Sampling(max_tokens=1), None),
@@ -73,29 +91,52 @@ def test_impossible_sampling_is_named(sampling, says):
 
 
 def test_the_first_column_is_the_sampled_token_and_the_others_are_the_topk():
-    answer = generated("a", completion(3, 2), student_topk=2)
+    answer = generated("a", completion(3, 2), topk(2))
     assert isinstance(answer, Generated)
     assert unpack(answer.logprob).tolist() == [0, -3, -6]
     assert unpack(answer.topk_ids).tolist() == [[1, 2], [4, 5], [7, 8]]
-    assert generated("a", completion(3, 0), student_topk=0).topk_ids is None
+    assert generated("a", completion(3, 0), topk(0)).topk_ids is None
 
 
 def test_ids_without_probability_and_columns_beyond_the_vocabulary_are_minus_one():
     found = completion(2, 2)
     found.logprob[1, 2] = -np.inf
-    answer = generated("a", found, student_topk=4)
+    answer = generated("a", found, topk(4))
     assert unpack(answer.topk_ids).tolist() == [[1, 2, -1, -1], [4, -1, -1, -1]]
 
 
+def test_a_mask_holds_the_ids_that_were_left_most_likely_first():
+    found, sampling = masked([[0.5, 0.3, 0.2, 0.0], [1.0, 0.0, 0.0, 0.0]]), Sampling(5, top_k=3, mask=True)
+    answer = generated("a", found, sampling)
+    assert unpack(answer.mask.sizes).tolist() == [3, 1]
+    assert unpack(answer.mask.ids).tolist() == [1, 2, 3, 6]
+    assert generated("a", found, replace(sampling, student_topk=2)).topk_ids.shape == (2, 2)
+    empty = generated("a", completion(0, 4, "abort", []), sampling)
+    assert empty.mask.sizes.shape == empty.mask.ids.shape == (0,)
+
+
+def test_a_mask_that_is_not_complete_is_refused():
+    answer = generated("a", masked([[0.5, 0.3, 0.15, 0.0]]), Sampling(5, top_k=3, mask=True))
+    assert isinstance(answer, GenerateFailed)
+    assert "hold 0.9500 of what it was sampled from" in answer.error
+
+
+def test_ties_at_the_least_logit_of_a_mask_are_asked_for():
+    assert ranks(Sampling(5, top_k=20, mask=True), 1000) > 20
+    assert ranks(Sampling(5, top_k=20, mask=True), 24) == 24
+    assert ranks(Sampling(5, top_k=20), 1000) == 0
+    assert ranks(Sampling(5, top_k=2, mask=True, student_topk=64), 1000) == 64
+
+
 def test_an_aborted_completion_may_be_empty_and_nothing_else_may():
-    assert generated("a", completion(2, 0, "time"), 0).finish_reason == "time"
-    assert generated("a", completion(0, 0, "time", []), 0).token_ids.shape == (0,)
-    assert unpack(generated("a", completion(0, 2, "abort", []), 2).topk_ids).shape == (0, 2)
-    assert isinstance(generated("a", completion(0, 0, "stop", []), 0), GenerateFailed)
+    assert generated("a", completion(2, 0, "time"), topk(0)).finish_reason == "time"
+    assert generated("a", completion(0, 0, "time", []), topk(0)).token_ids.shape == (0,)
+    assert unpack(generated("a", completion(0, 2, "abort", []), topk(2)).topk_ids).shape == (0, 2)
+    assert isinstance(generated("a", completion(0, 0, "stop", []), topk(0)), GenerateFailed)
 
 
 @pytest.mark.parametrize("reason", [None, "error", "repetition"])
 def test_an_end_that_is_no_completion_is_a_failure_with_its_reason(reason):
-    answer = generated("a", completion(3, 0, reason), 0)
+    answer = generated("a", completion(3, 0, reason), topk(0))
     assert isinstance(answer, GenerateFailed)
     assert repr(reason) in answer.error

@@ -13,6 +13,7 @@ from sync.wire import (
     Generated,
     GenerateFailed,
     Ok,
+    SamplingMask,
     Version,
     VersionSpan,
     Wait,
@@ -145,3 +146,44 @@ def test_a_frame_opens_with_its_length() -> None:
 )
 def test_turns_of_the_student_lie_apart_within_the_tokens(own: list[tuple[int, int]], usable: bool) -> None:
     assert (checks.own(own, 5) is None) == usable
+
+
+MASK = SamplingMask(pack(np.array([2, 1, 3], "i4")), pack(np.array([4, 9, 5, 6, 0, 8], "i4")))
+TOKENS = pack(np.array([9, 5, 6], "i4"))
+
+
+def test_masks_are_joined_cut_and_padded() -> None:
+    both = SamplingMask.joined([MASK.cut(2), SamplingMask.none(1), MASK])
+    rows = [[4, 9, -1], [5, -1, -1], [-1, -1, -1], [4, 9, -1], [5, -1, -1], [6, 0, 8]]
+    assert both.padded().tolist() == rows
+    assert MASK.cut(0).padded().shape == SamplingMask.none(0).padded().shape == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (MASK, None),
+        (None, "mask is missing"),
+        (MASK.cut(2), "mask.sizes is of shape [2], and must be of shape [3]"),
+        (SamplingMask(pack(np.array([2, 0, 4], "i4")), MASK.ids), "mask.sizes is 0"),
+        (SamplingMask(pack(np.array([2, -1, 5], "i4")), MASK.ids), "mask.sizes is -1"),
+        (SamplingMask(pack(np.array([2, 1, 4], "i4")), MASK.ids), "mask.ids is of shape [6]"),
+        (SamplingMask(MASK.sizes, pack(np.array([4, 9, 5, 6, 0, 10], "i4"))), "mask.ids is 10"),
+        (SamplingMask(MASK.sizes, pack(np.array([4, 9, 5, 6, 8, 8], "i4"))), "mask.ids is one id twice"),
+        (SamplingMask(MASK.sizes, pack(np.array([9, 9, 5, 6, 0, 8], "i4"))), "mask.ids is one id twice"),
+        (SamplingMask(MASK.sizes, pack(np.array([4, 9, 7, 6, 0, 8], "i4"))), "without the sampled token"),
+    ],
+)
+def test_a_mask_holds_different_ids_and_the_sampled_token(
+    mask: SamplingMask | None, says: str | None
+) -> None:
+    problem = checks.mask(mask, TOKENS, 10, wanted=True)
+    assert problem is None if says is None else says in str(problem)
+
+
+def test_a_mask_is_there_where_it_was_asked_for_and_nowhere_else() -> None:
+    assert "left out: it was not asked for" in str(checks.mask(MASK, TOKENS, 10, wanted=False))
+    assert checks.mask(None, TOKENS, 10, wanted=False) is None
+    none = SamplingMask.none(3)
+    assert checks.mask(none, TOKENS, 10, wanted=True, least=0) is None
+    assert "mask.sizes is 0" in str(checks.mask(none, TOKENS, 10, wanted=True))

@@ -1,0 +1,245 @@
+"""Objectives within sampling masks against closed forms, by enumerating the sampled token. float64.
+
+Letters: V vocabulary, M the mask, N rows: one for each id of M, which was sampled there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, token_logp
+from student_trainer.objectives import config
+from student_trainer.objectives.divergences import Discount, Targets, build, future_credit
+from student_trainer.objectives.token_statistics import STATS, token_sums
+
+V = 6
+MASKS = [[0], [1, 4], [3, 0, 5], [2, 1, 0, 4], list(range(V))]
+SUPPORTS = [[], [0], [1, 4, -1], [5, 3, 2], list(range(V))]
+
+
+def logits(seed: int) -> Tensor:
+    return 1.5 * torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+THETA, TEACHER, STALE, REWARD = logits(1), logits(2).log_softmax(0), logits(3), logits(4)
+
+
+def within(theta: Tensor, mask: list[int]) -> Tensor:
+    """log-probabilities [M] of what is left of a softmax."""
+    return theta[mask].log_softmax(0)
+
+
+def goal(
+    mask: list[int], support: list[int] | None = None, teacher: Tensor = TEACHER, **more: Any
+) -> Targets:
+    """Row i of as many as M has ids: M's i-th was sampled from the stale policy."""
+    count, token_N = len(mask), torch.tensor(mask)
+    ids = None if support is None else torch.tensor(support, dtype=torch.int64).expand(count, len(support))
+    padded_NK = torch.tensor([*mask, -1]).expand(count, len(mask) + 1)
+    return Targets(
+        token_N=token_N,
+        behavior_logp_N=within(STALE, mask),
+        teacher_logp_N=teacher[token_N],
+        fresh_N=torch.zeros(count, dtype=torch.bool),
+        support_NK=ids,
+        support_logp_NK=None if ids is None else teacher[ids.clamp(min=0)],
+        mask_NK=padded_NK,
+        **more,
+    )
+
+
+def gradient(loss: Callable[..., Any], targets: Targets, draws_N: Tensor) -> Tensor:
+    """[V] in the logits, of the loss expected under `draws_N`."""
+    leaf = THETA.clone().requires_grad_()
+    loss_N, _ = loss(leaf.log_softmax(0).expand(len(draws_N), V), targets)
+    return torch.autograd.grad((draws_N * loss_N).sum(), leaf)[0]
+
+
+def exact(value: Callable[[Tensor], Tensor]) -> Tensor:
+    leaf = THETA.clone().requires_grad_()
+    return torch.autograd.grad(value(leaf), leaf)[0]
+
+
+def kl_within(mask: list[int], teacher: Tensor = TEACHER) -> Callable[[Tensor], Tensor]:
+    """KL(p_M‖q_M) of some logits."""
+
+    def value(theta: Tensor) -> Tensor:
+        logp_M = within(theta, mask)
+        return (logp_M.exp() * (logp_M - teacher[mask].log_softmax(0))).sum()
+
+    return value
+
+
+def same(one: Tensor, other: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(one, other, atol=tolerance, rtol=0)
+
+
+SAMPLED = config.Sampled(rho_cap=None)
+HYBRID = config.StudentTopK(rho_cap=None)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_expected_gradient_is_that_of_the_reverse_kl_within_the_mask(mask: list[int]) -> None:
+    draws, wanted = within(STALE, mask).exp(), exact(kl_within(mask))
+    same(gradient(build(SAMPLED), goal(mask), draws), wanted)
+    for support in SUPPORTS:
+        same(gradient(build(HYBRID), goal(mask, support), draws), wanted)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_support_that_holds_the_mask_gives_the_exact_gradient_for_every_sample(mask: list[int]) -> None:
+    for row in range(len(mask)):
+        one = torch.zeros(len(mask), dtype=torch.float64).index_fill_(0, torch.tensor(row), 1.0)
+        found = gradient(build(HYBRID), goal(mask, list(range(V))), one)
+        same(found, exact(kl_within(mask)))
+
+
+@pytest.mark.parametrize("loss", [SAMPLED, HYBRID])
+def test_a_student_that_is_its_teacher_rests_whatever_was_sampled(loss: Any) -> None:
+    for mask in MASKS:
+        targets = goal(mask, [0, 3], teacher=THETA.log_softmax(0))
+        for row in range(len(mask)):
+            one = torch.zeros(len(mask), dtype=torch.float64).index_fill_(0, torch.tensor(row), 1.0)
+            same(gradient(build(loss), targets, one), torch.zeros(V, dtype=torch.float64))
+
+
+def test_without_the_masks_the_gradient_is_far_off() -> None:
+    mask = MASKS[2]
+    draws, wanted = within(STALE, mask).exp(), exact(kl_within(mask))
+    blind = gradient(build(SAMPLED), replace(goal(mask), mask_NK=None), draws)
+    assert float((blind - wanted).norm() / wanted.norm()) > 0.2
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_reward_is_learned_within_the_mask_whatever_the_divergence(mask: list[int]) -> None:
+    """L_task alone: what `advantage_N` adds to the gradient of each objective."""
+    draws, kept = within(STALE, mask).exp(), REWARD[mask]
+    wanted = exact(lambda theta: -(within(theta, mask).exp() * kept).sum())
+    full = {"teacher_logp_NV": TEACHER.expand(len(mask), V)}
+    for objective, more in ((SAMPLED, {}), (config.Full(), full)):
+        loss = build(objective.model_copy(update={"task": config.TaskReward(rho_cap=None)}))
+        targets = goal(mask, **more)
+        rewarded = gradient(loss, replace(targets, advantage_N=kept), draws)
+        same(rewarded - gradient(loss, targets, draws), wanted)
+
+
+@pytest.mark.parametrize(
+    "objective", [config.Full(), config.ForwardTopK(), config.TopK(rho_cap=None), config.JSD()]
+)
+def test_divergences_that_take_no_sample_are_of_the_whole_vocabulary(objective: Any) -> None:
+    every = {"support": list(range(V)), "teacher_logp_NV": TEACHER.expand(2, V)}
+    targets, draws = goal([1, 4], **every), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    same(
+        gradient(build(objective), targets, draws),
+        gradient(build(objective), replace(targets, mask_NK=None), draws),
+    )
+
+
+def test_a_token_without_a_mask_is_of_the_whole_vocabulary() -> None:
+    token_N, behavior = torch.arange(V), STALE.log_softmax(0)
+    targets = replace(
+        goal(list(range(V))),
+        token_N=token_N,
+        behavior_logp_N=behavior,
+        mask_NK=torch.full((V, 3), -1),
+    )
+    same(gradient(build(SAMPLED), targets, behavior.exp()), exact(kl_within(list(range(V)))))
+
+
+def test_ratios_are_one_where_the_student_sampled_and_the_mass_is_the_students() -> None:
+    for mask in MASKS[1:]:
+        live = THETA.log_softmax(0).expand(len(mask), V)
+        targets = replace(goal(mask), behavior_logp_N=within(THETA, mask))
+        targets = replace(targets, fresh_N=torch.ones(len(mask), dtype=torch.bool))
+        sums = token_sums(live, targets)
+        same(sums["rho"] / len(mask), torch.tensor(1.0, dtype=torch.float64))
+        same(sums["fresh_kl"], torch.tensor(0.0, dtype=torch.float64))
+        same(sums["mask_mass"] / sums["mask_tokens"], THETA.softmax(0)[mask].sum())
+
+
+def test_later_tokens_are_credited_within_their_masks() -> None:
+    """Two tokens: E of the gradient is that of KL(p_M‖q) of the first and, through it, of the second."""
+    first, second, gamma = [0, 2, 3], {0: [1, 2], 2: [4, 0, 5], 3: [3]}, 0.9
+    pairs = [(y, z) for y in first for z in second[y]]
+    rows = [(row, t) for row in range(len(pairs)) for t in (0, 1)]
+    masks = [first if t == 0 else second[pairs[row][0]] for row, t in rows]
+    tables = {state: logits(10 + state) for state in (-1, 0, 2, 3)}  # -1: before the first token
+    state_C = [-1 if t == 0 else pairs[row][0] for row, t in rows]
+    token_C = torch.tensor([pairs[row][t] for row, t in rows])
+    behavior_C = torch.stack(
+        [within(STALE, mask)[mask.index(int(y))] for mask, y in zip(masks, token_C, strict=True)]
+    )
+    row_C = torch.tensor([row for row, _ in rows])
+    chance_C = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, row_C, behavior_C).exp()[row_C]
+    targets = Targets(
+        token_N=token_C,
+        behavior_logp_N=behavior_C,
+        teacher_logp_N=TEACHER[token_C],
+        fresh_N=torch.zeros(len(rows), dtype=torch.bool),
+        mask_NK=torch.tensor([(mask + [-1] * V)[:V] for mask in masks]),
+        row_N=row_C,
+    )
+    leaves = {state: table.clone().requires_grad_() for state, table in tables.items()}
+    raw_CV = torch.stack([leaves[state] for state in state_C])
+    logp_C = token_logp_of(raw_CV.detach(), targets)
+    factor_C = Discount(gamma, None, None).factor(logp_C, targets)
+    future_C = future_credit(logp_C - targets.teacher_logp_N, factor_C, row_C)
+    loss_C, _ = build(SAMPLED)(raw_CV.log_softmax(1), replace(targets, future_N=future_C))
+    found = torch.autograd.grad((chance_C * loss_C).sum(), list(leaves.values()))
+
+    def cost(theta: Tensor, mask: list[int], later: dict[int, Tensor]) -> Tensor:
+        logp_M = within(theta, mask)
+        after_M = torch.stack([later.get(y, torch.zeros((), dtype=torch.float64)) for y in mask])
+        return (logp_M.exp() * (logp_M - TEACHER[mask] + gamma * after_M)).sum()
+
+    after = {y: cost(leaves[y], second[y], {}) for y in first}
+    draws = within(STALE, first).exp()
+    value = cost(leaves[-1], first, {y: one.detach() for y, one in after.items()})
+    value = value + sum(chance * after[y] for chance, y in zip(draws, first, strict=True))
+    for one, other in zip(found, torch.autograd.grad(value, list(leaves.values())), strict=True):
+        same(one, other)
+
+
+def token_logp_of(raw_CV: Tensor, targets: Targets) -> Tensor:
+    """By the head, whose weight is the identity."""
+    head = HeadWeights(torch.eye(V), None, HeadShape(V))
+    found = token_logp(raw_CV.float(), head, targets, 2).double()
+    mask_CK = targets.mask_NK
+    assert mask_CK is not None
+    wanted = [
+        raw_V[ids[ids >= 0]].log_softmax(0)[ids[ids >= 0].tolist().index(int(y))]
+        for raw_V, ids, y in zip(raw_CV, mask_CK, targets.token_N, strict=True)
+    ]
+    same(found, torch.stack(wanted), 1e-5)
+    return torch.stack(wanted)
+
+
+def test_chunks_of_the_head_are_the_whole() -> None:
+    random = torch.Generator().manual_seed(0)
+    hidden_CH, weight_VH = torch.randn(7, 4, generator=random), torch.randn(V, 4, generator=random)
+    masks = list(itertools.islice(itertools.cycle([[0, 2], [1], [3, 4, 5], []]), 7))
+    token_C = torch.tensor([mask[0] if mask else 5 for mask in masks])
+    targets = Targets(
+        token_N=token_C,
+        behavior_logp_N=torch.full((7,), -1.0),
+        teacher_logp_N=TEACHER.float()[token_C],
+        fresh_N=torch.ones(7, dtype=torch.bool),
+        mask_NK=torch.tensor([(mask + [-1] * 3)[:3] for mask in masks]),
+    )
+    loss, head = Loss(build(config.Sampled())), HeadShape(V)
+    values = []
+    for chunk in (2, 7):
+        leaf = hidden_CH.clone().requires_grad_()
+        total, stats = chunked_loss(leaf, HeadWeights(weight_VH, None, head), targets, loss, chunk)
+        (grad,) = torch.autograd.grad(total, leaf)
+        values.append((total.detach(), stats, grad))
+    for one, other in zip(*values, strict=True):
+        same(one, other, 1e-5)
+    assert float(values[0][1][STATS.index("mask_tokens")]) == 6
