@@ -1,0 +1,260 @@
+"""Routing replay: a mixture-of-experts student is trained through the experts that its rollouts were sampled
+through.
+
+A router scores all experts of its layer, chooses K by `topk` and weighs them. The rollout engine and the
+trainer round differently, so they choose other experts for some tokens, and p is then further from μ than any
+rounding. Here a router's topk is answered with the experts that the rollout engine recorded. All else is the
+family's own code on the live logits: the weights follow them, and gradients reach the router.
+
+Letters: S places of a forward pass (rows · longest row, with padding, in the order of the flattened tokens),
+M mixture-of-experts layers, K experts of a token, E experts of a layer, G groups of experts, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sync.errors import ConfigError, DataError
+
+LIVE: Final = -1
+"""Stands for every expert of a token and layer without a recorded route: the router chooses."""
+FAMILIES: Final = frozenset(
+    {
+        "DeepseekV2TopkRouter",
+        "DeepseekV3TopkRouter",
+        "Glm4MoeTopkRouter",
+        "GptOssTopKRouter",
+        "MixtralTopKRouter",
+        "OlmoeTopKRouter",
+        "Qwen2MoeTopKRouter",
+        "Qwen3MoeTopKRouter",
+    }
+)
+"""Routers of transformers that tests/unit/student_trainer/test_routing.py covers. They have `top_k` and
+`num_experts`, choose by one topk over [S, E], and return (logits, weights, ids)."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """What chooses the experts of one layer."""
+
+    name: str
+    """Of the module, for messages."""
+    module: nn.Module
+    experts: int
+    """E"""
+    chosen: int
+    """K"""
+
+
+def routers(model: nn.Module) -> tuple[Router, ...]:
+    """The routers of a transformers model in the order of its layers; empty: it has no experts.
+
+    `model` may be wrapped, by peft or as `engine.Student`. Raises ConfigError when it has experts that are
+    not routed by one of FAMILIES.
+    """
+    found, others, blocks = [], [], 0
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in FAMILIES:
+            found.append(Router(name, module, int(module.num_experts), int(module.top_k)))
+        elif kind.endswith(("Router", "Gate", "Gating")):
+            others.append(f"{kind} at {name}")
+        elif kind.endswith("Experts"):
+            blocks += 1
+    configured = () if found else _experts_configured(model)
+    if others or blocks > len(found) or configured:
+        what = others[0] if others else f"{blocks} blocks of experts with {len(found)} known routers"
+        raise ConfigError(
+            f"routing replay does not know how this model routes ({', '.join([what, *configured])}); "
+            f"known are {', '.join(sorted(FAMILIES))}: train this family without replay"
+        )
+    return tuple(found)
+
+
+def _experts_configured(model: nn.Module) -> list[str]:
+    """Fields by which a configuration inside `model` counts experts: some families have no module of a
+    telling name."""
+    fields = (vars(module.config) for module in model.modules() if hasattr(module, "config"))
+    counts = {name: value for one in fields for name, value in one.items() if "expert" in name}
+    return [f"{name} = {value}" for name, value in counts.items() if type(value) is int and value > 0]
+
+
+# --- from recorded rows to routes ---------------------------------------------------------------------------
+
+
+def laid_out(
+    recorded: Sequence[np.ndarray | None],
+    start_R: Sequence[int],
+    length_R: Sequence[int],
+    shape: tuple[int, int, int],
+) -> Tensor:
+    """Routes int16 or int32 [S, M, K] = `shape`, of R rows with `length_R` tokens.
+
+    Row r begins at place `start_R[r]`: at r · L where rows are padded to L, behind the row before where they
+    are packed into one. `recorded[r]` holds the experts of its first tokens, integers [at most length, M, K];
+    None: nothing was recorded. The places without a record (a row's last token, padding) are LIVE. Raises
+    DataError for another shape.
+    """
+    wide = any(rows is not None and rows.dtype.itemsize > 1 for rows in recorded)
+    routes_SMK = torch.full(shape, LIVE, dtype=torch.int32 if wide else torch.int16)
+    for row, (rows, start, length) in enumerate(zip(recorded, start_R, length_R, strict=True)):
+        if rows is None:
+            continue
+        if rows.shape[1:] != shape[1:] or len(rows) > length:
+            raise DataError(
+                f"row {row} of a batch has {length} tokens and routes {list(rows.shape)}: at most one a "
+                f"token is possible, of {shape[1]} layers with {shape[2]} experts"
+            )
+        routes_SMK[start : start + len(rows)] = torch.from_numpy(rows.astype(np.int32))
+    return routes_SMK
+
+
+def check_routes(routed: Sequence[Router], routes_SMK: Tensor) -> None:
+    """Raise DataError unless `routes_SMK` (signed integers) names K different experts below E, or none, for
+    every token and layer."""
+    layers, chosen = len(routed), {router.chosen for router in routed}
+    signed = not routes_SMK.is_floating_point() and routes_SMK.dtype.is_signed
+    if not signed or routes_SMK.ndim != 3 or len(chosen) != 1 or routes_SMK.shape[1:] != (layers, *chosen):
+        raise DataError(
+            f"routes {list(routes_SMK.shape)} of {routes_SMK.dtype}: they must be signed integers, for "
+            f"{layers} layers of experts and {sorted(chosen)} experts a token"
+        )
+    experts_M = torch.tensor([router.experts for router in routed], device=routes_SMK.device)
+    order_SMK = routes_SMK.sort(-1).values
+    bad_SM = (order_SMK[..., 0] < LIVE) | (order_SMK[..., -1] >= experts_M)
+    bad_SM |= (order_SMK[..., 0] == LIVE) & (order_SMK[..., -1] != LIVE)
+    bad_SM |= ((order_SMK[..., 1:] == order_SMK[..., :-1]) & (order_SMK[..., 1:] != LIVE)).any(-1)
+    if bool(bad_SM.any()):
+        place, layer = (int(index) for index in bad_SM.nonzero()[0])
+        raise DataError(
+            f"the route of place {place} in {routed[layer].name} is {routes_SMK[place, layer].tolist()}: it "
+            f"must name {routed[layer].chosen} different experts below {routed[layer].experts}, or be all "
+            f"{LIVE}; the rollout engine and the trainer serve different models, or the batch was altered"
+        )
+
+
+# --- the replay ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replayed(routed: Sequence[Router], routes_SMK: Tensor) -> Iterator[None]:
+    """Within it, the routers of a model take the experts of `routes_SMK` in every forward pass over S tokens.
+
+    It must hold until the backward pass has ended: activation checkpointing runs the routers again. A
+    backward pass after it raises DataError, as does a route that `check_routes` refuses, a forward pass over
+    another number of tokens, and a router that never ran. Raises ConfigError for a router that did not choose
+    by one topk. In no case does a model train through other experts in silence.
+    """
+    check_routes(routed, routes_SMK)
+    before = [vars(router.module).get("forward") for router in routed]
+    replay = _Replay(unused={router.name for router in routed})
+    for router, routes_SK in zip(routed, routes_SMK.unbind(1), strict=True):
+        # an attribute of the instance: hooks, which gather a partitioned weight, run around it as before
+        router.module.forward = partial(replay.forward, router, routes_SK, router.module.forward)
+    try:
+        yield
+    finally:
+        replay.over = True
+        for router, forward in zip(routed, before, strict=True):
+            del router.module.forward
+            if forward is not None:
+                router.module.forward = forward
+    if replay.unused:
+        raise DataError(
+            f"routes were given to {sorted(replay.unused)[0]}, which did not run: another implementation of "
+            "its layer chose the experts; train this family without replay"
+        )
+
+
+@dataclass
+class _Replay:
+    """One use of `replayed`."""
+
+    unused: set[str]
+    """Names of routers that did not run so far."""
+    over: bool = False
+
+    def forward(
+        self, router: Router, routes_SK: Tensor, live: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        """What `live`, the router's own forward, gives when its topk is answered with `routes_SK`."""
+        with _AnswerTopk(router, routes_SK) as mode:
+            result = live(*args, **options)
+        if mode.answers != 1:
+            raise ConfigError(
+                f"routing replay: {type(router.module).__name__} at {router.name} chose its experts by "
+                f"{mode.answers} calls of topk, not by one: train this family without replay"
+            )
+        self.unused.discard(router.name)
+        weights_SK = result[1]
+        if weights_SK.requires_grad:
+            weights_SK.register_hook(self._in_time)
+        return result
+
+    def _in_time(self, _: Tensor) -> None:
+        if self.over:
+            raise DataError("the backward pass ran after its routes were taken away: keep them until it ends")
+
+
+class _AnswerTopk(TorchFunctionMode):
+    """While a router runs, its topk over experts gives the recorded ones; that over groups, their groups.
+
+    The groups matter to a family that takes its weights from scores without those of other groups
+    (DeepSeek-V2): a recorded expert of a group that is not among the live ones would weigh nothing.
+    """
+
+    def __init__(self, router: Router, routes_SK: Tensor) -> None:
+        super().__init__()
+        self._router, self._routes_SK = router, routes_SK
+        self._groups = int(getattr(router.module, "num_group", None) or 1)
+        self.answers = 0
+        """How often the experts were asked for."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or result.indices.ndim != 2:
+            return result
+        scores, live = args[0], result.indices
+        if (scores.shape[1], live.shape[1]) == (self._router.experts, self._router.chosen):
+            self.answers += 1
+            ids = self._chosen(live)
+        elif self._groups > 1 and scores.shape[1] == self._groups:
+            ids = self._groups_of_chosen(live)
+        else:
+            return result
+        return torch.return_types.topk((scores.gather(1, ids), ids))
+
+    def _recorded(self, live: Tensor) -> Tensor:
+        """int64 [S, K], for a choice of `live` [S, …]."""
+        if len(live) != len(self._routes_SK):
+            raise DataError(
+                f"{self._router.name} routes {len(live)} tokens, and routes of {len(self._routes_SK)} were "
+                "given: lay them out for this forward pass"
+            )
+        return self._routes_SK.to(live)
+
+    def _chosen(self, live_SK: Tensor) -> Tensor:
+        routes_SK = self._recorded(live_SK)
+        return torch.where(routes_SK == LIVE, live_SK, routes_SK)
+
+    def _groups_of_chosen(self, live: Tensor) -> Tensor:
+        """As many columns as either needs: a group may be named twice."""
+        routes_SK = self._recorded(live)
+        recorded = routes_SK.clamp(min=0) // (self._router.experts // self._groups)
+        width = max(live.shape[1], recorded.shape[1])
+        live, recorded = (
+            torch.cat([ids, ids[:, :1].expand(-1, width - ids.shape[1])], 1) for ids in (live, recorded)
+        )
+        return torch.where(routes_SK[:, :1] == LIVE, live, recorded)

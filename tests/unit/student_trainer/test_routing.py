@@ -1,0 +1,400 @@
+"""Routing replay: recorded experts in place of the router's choice, weights and gradients still live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
+
+from student_trainer.engine import Student
+from student_trainer.head import HeadShape
+from student_trainer.routing import FAMILIES, LIVE, check_routes, laid_out, replayed, routers
+from sync.errors import ConfigError, DataError
+
+EXPERTS, CHOSEN, VOCAB = 8, 2, 32
+BASE = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+BASE |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+GROUPED = BASE | {"num_key_value_heads": 1}
+NAMED = GROUPED | {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 12}
+LOCAL = GROUPED | {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "intermediate_size": 12}
+GROUPS = {"n_routed_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 12}
+GROUPS |= {"intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 1}
+GROUPS["routed_scaling_factor"] = 1.7
+LATENT = BASE | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 8, "num_key_value_heads": 2, "head_dim": 8}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Moe", NAMED | {"shared_expert_intermediate_size": 12}),
+    "qwen3": ("Qwen3Moe", NAMED | {"norm_topk_prob": True, "head_dim": 8, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", LOCAL),
+    "olmoe": ("Olmoe", NAMED | {"intermediate_size": 12}),
+    "gpt-oss": ("GptOss", LOCAL | {"head_dim": 8}),
+    "deepseek-v3": ("DeepseekV3", LATENT | GROUPS | {"norm_topk_prob": True}),
+    "deepseek-v2": ("DeepseekV2", LATENT | GROUPS | {"topk_method": "greedy"}),
+    "deepseek-v2 groups": ("DeepseekV2", LATENT | GROUPS | {"topk_method": "group_limited_greedy"}),
+    "glm4": ("Glm4Moe", GROUPED | GROUPS | {"head_dim": 8, "n_group": 1, "norm_topk_prob": True}),
+}
+TOKENS_RL = torch.arange(22).reshape(2, 11).mul(7).remainder(VOCAB)
+every_family = pytest.mark.parametrize("family", CONFIGS)
+
+
+# --- models and what is measured --------------------------------------------------------------------------
+
+
+def untrained(kind: str, fields: dict[str, Any]) -> Any:
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields))
+
+
+def build(family: str, checkpointing: bool = False) -> Any:
+    """Weights so large that another expert is another function."""
+    torch.manual_seed(0)
+    model = untrained(*CONFIGS[family])
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def loss_of(model: Any) -> Tensor:
+    logits_RLV = model(input_ids=TOKENS_RL, use_cache=False).logits
+    return logits_RLV.double().log_softmax(-1)[:, :-1].gather(2, TOKENS_RL[:, 1:, None]).mean()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def live_routes(model: Any) -> Tensor:
+    """[S, M, K]: what the routers choose by themselves."""
+    chosen: list[Tensor] = []
+    hooks = [
+        router.module.register_forward_hook(lambda _, __, result: chosen.append(result[2]))
+        for router in routers(model)
+    ]
+    with torch.no_grad():
+        model(input_ids=TOKENS_RL, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1)
+
+
+def other(routes_SMK: Tensor) -> Tensor:
+    """Other experts for every token."""
+    return (routes_SMK + 3) % EXPERTS
+
+
+class Precisely(TorchFunctionMode):
+    """All in fp64: routers and norms compute in fp32 whatever the model's precision."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+# --- gradients --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@every_family
+def test_the_routers_own_choice_replayed_changes_no_bit_of_loss_and_gradients(
+    family: str, implementation: str, checkpointing: bool
+) -> None:
+    model = build(family, checkpointing)
+    model.set_experts_implementation(implementation)
+    own_SMK = live_routes(model)
+    loss = loss_of(model)
+    loss.backward()
+    expected = gradients(model)
+    some_SMK = own_SMK.clone()
+    some_SMK[[0, 5, 10, 21]] = LIVE
+    for routes_SMK in (own_SMK, some_SMK):
+        model.zero_grad()
+        with replayed(routers(model), routes_SMK):
+            again = loss_of(model)
+            again.backward()
+        assert torch.equal(again, loss)
+        assert gradients(model).keys() == expected.keys()
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(model).items())
+
+
+@every_family
+def test_gradients_of_routers_through_other_experts_are_those_of_finite_differences(family: str) -> None:
+    model = build(family).double()
+    model.set_experts_implementation("eager")  # the others have no fp64
+    routed = routers(model)
+    routes_SMK = other(live_routes(model))
+    routes_SMK[3] = LIVE
+    parameters = [parameter for router in routed for parameter in router.module.parameters()]
+    step = 1e-5
+    with Precisely():
+        live = loss_of(model)
+        with replayed(routed, routes_SMK):
+            loss = loss_of(model)
+            loss.backward()
+            assert abs(float((loss - live).detach())) > 1e-3, "other experts, another function"
+            for seed, parameter in enumerate(parameters):
+                direction = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(seed)
+                ).double()
+                with torch.no_grad():
+                    sides = []
+                    for shift in (step, -2 * step, step):
+                        parameter += shift * direction
+                        sides.append(loss_of(model))
+                numeric = float(sides[0] - sides[1]) / (2 * step)
+                assert abs(numeric) > 1e-6
+                assert float((parameter.grad * direction).sum()) == pytest.approx(numeric, rel=1e-5)
+
+
+@every_family
+def test_checkpointing_changes_no_bit_of_gradients_through_other_experts(family: str) -> None:
+    routes_SMK, found = other(live_routes(build(family))), []
+    for checkpointing in (False, True):
+        model = build(family, checkpointing)
+        with replayed(routers(model), routes_SMK):
+            loss_of(model).backward()
+        found.append(gradients(model))
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_every_implementation_of_experts_trains_through_the_routes(implementation: str) -> None:
+    model = build("qwen3")
+    routed, routes_SMK, found = routers(model), other(live_routes(model)), []
+    for name in ("eager", implementation):
+        model.set_experts_implementation(name)
+        model.zero_grad()
+        with replayed(routed, routes_SMK):
+            loss_of(model).backward()
+        found.append(routed[0].module.weight.grad.clone())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_an_expert_of_a_group_that_is_not_live_weighs_what_its_probability_says() -> None:
+    """DeepSeek-V2 zeroes the scores of other groups; through given experts, its groups change nothing."""
+    grouped, greedy = build("deepseek-v2 groups"), build("deepseek-v2")
+    routes_SMK = other(live_routes(grouped))
+    losses = []
+    for model in (grouped, greedy):
+        with replayed(routers(model), routes_SMK):
+            losses.append(loss_of(model))
+            losses[-1].backward()
+    assert torch.equal(*losses)
+    assert all(torch.equal(one, gradients(greedy)[name]) for name, one in gradients(grouped).items())
+
+
+# --- rows without a route, rows of different lengths ------------------------------------------------------
+
+
+@every_family
+def test_a_place_without_a_route_is_routed_live(family: str) -> None:
+    model = build(family).eval()
+    routed = routers(model)
+    one_SMK = torch.full((22, len(routed), CHOSEN), LIVE, dtype=torch.int16)
+    one_SMK[6] = other(live_routes(model))[6]
+    with torch.no_grad():
+        live = model(TOKENS_RL).logits
+        with replayed(routed, one_SMK):
+            forced = model(TOKENS_RL).logits
+        difference_RL = (forced - live).abs().amax(-1)
+        assert float(difference_RL[0, :6].max()) < 1e-5
+        assert float(difference_RL[0, 6]) > 1e-3
+        assert float(difference_RL[1].max()) < 1e-5
+        assert torch.equal(model(TOKENS_RL).logits, live), "after it the model is what it was"
+
+
+def test_padded_rows_take_the_routes_of_the_same_rows_alone() -> None:
+    """Routes of the first tokens only, as a rollout engine has none of a sequence's last token."""
+    model, lengths = build("qwen3").eval(), [11, 4, 7]
+    routed, g = routers(model), np.random.default_rng(0)
+    rows = [torch.from_numpy(g.integers(0, VOCAB, length)) for length in lengths]
+    every = np.broadcast_to(np.arange(EXPERTS, dtype=np.uint8), (10, 2, EXPERTS))
+    recorded = [g.permuted(every, axis=-1)[: length - 1, :, :CHOSEN] for length in lengths]
+    padded_RL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    with torch.no_grad():
+        with replayed(routed, laid_out(recorded, [0, 11, 22], lengths, (33, 2, CHOSEN))):
+            together = model(padded_RL).logits
+        for row, tokens in enumerate(rows):
+            alone_SMK = laid_out(recorded[row : row + 1], [0], [len(tokens)], (len(tokens), 2, CHOSEN))
+            with replayed(routed, alone_SMK):
+                alone = model(tokens[None]).logits[0]
+            torch.testing.assert_close(together[row, : len(tokens)], alone, rtol=1e-4, atol=1e-4)
+            assert float((model(tokens[None]).logits[0] - alone).abs().max()) > 1e-2
+
+
+def test_routes_are_laid_out_for_padded_and_for_packed_rows() -> None:
+    first = np.array([[[0, 255]], [[7, 3]]], np.uint8)
+    third = np.array([[[5, 4]]], np.uint8)
+    padded = laid_out([first, None, third], [0, 3, 6], [3, 2, 2], (9, 1, 2))
+    assert padded[:, 0].tolist() == [[0, 255], [7, 3], *[[LIVE] * 2] * 4, [5, 4], *[[LIVE] * 2] * 2]
+    packed = laid_out([first, None, third], [0, 3, 5], [3, 2, 2], (7, 1, 2))
+    assert packed[:, 0].tolist() == [[0, 255], [7, 3], *[[LIVE] * 2] * 3, [5, 4], [LIVE] * 2]
+    assert packed.dtype == torch.int16
+    many = laid_out([first.astype(np.int32) + 70_000], [0], [3], (3, 1, 2))
+    assert many[:, 0].tolist() == [[70_000, 70_255], [70_007, 70_003], [LIVE] * 2]
+    assert laid_out([], [], [], (2, 1, 2)).flatten().tolist() == [LIVE] * 4
+    for rows in (first[:, :, :1], np.repeat(first, 2, 0), np.repeat(first, 2, 1)):
+        with pytest.raises(DataError, match="row 1 of a batch has 3 tokens and routes"):
+            laid_out([None, rows], [0, 3], [3, 3], (6, 1, 2))
+
+
+# --- which models -----------------------------------------------------------------------------------------
+
+
+def test_every_known_router_is_tested() -> None:
+    tested = {type(router.module).__name__ for family in CONFIGS for router in routers(build(family))}
+    assert tested == FAMILIES
+
+
+def test_layers_are_found_in_order_under_peft_and_the_student() -> None:
+    plain = build("qwen3")
+    names = ["model.layers.0.mlp.gate", "model.layers.2.mlp.gate"]
+    assert [router.name for router in routers(plain)] == names
+    assert {(router.experts, router.chosen) for router in routers(plain)} == {(EXPERTS, CHOSEN)}
+    student = Student(plain, HeadShape(VOCAB), 64)
+    assert [router.name for router in routers(student)] == [f"model.{name}" for name in names]
+    adapters = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert [router.module for router in routers(adapters)] == [router.module for router in routers(student)]
+
+
+def test_a_student_with_adapters_trains_through_the_routes() -> None:
+    model = build("qwen3", checkpointing=True)
+    routes_SMK = other(live_routes(model))
+    adapters = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.enable_input_require_grads()
+    student = Student(adapters, HeadShape(VOCAB), 64)
+    place_C = torch.arange(22)
+    with replayed(routers(student), routes_SMK):
+        through, theirs = student(TOKENS_RL, place_C)
+        through[:, 3].sum().backward()
+    assert float((through - student(TOKENS_RL, place_C)[0]).detach().abs().max()) > 1e-2
+    torch.testing.assert_close(through, theirs)
+    assert any(bool(p.grad.abs().max() > 0) for n, p in student.named_parameters() if "lora_B" in n)
+
+
+def test_a_dense_model_has_no_routers() -> None:
+    dense = untrained("Qwen3", GROUPED | {"intermediate_size": 24, "head_dim": 8})
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    assert routers(dense) == ()
+    assert routers(Student(get_peft_model(dense, adapters), HeadShape(VOCAB), 64)) == ()
+
+
+class Block(torch.nn.Module):
+    """Experts under names that say nothing, as code beside a checkpoint may have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = transformers.MixtralConfig(num_local_experts=4)
+        self.gate = torch.nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: untrained("Phimoe", LOCAL), "PhimoeTopKRouter at model.layers.0.mlp"),
+        (
+            lambda: untrained("Jamba", LOCAL | {"use_mamba_kernels": False}),
+            "blocks of experts with 0 known",
+        ),
+        (Block, "num_local_experts = 4"),
+    ],
+    ids=["another router", "experts without a router", "only its configuration tells"],
+)
+def test_an_unknown_family_is_refused_by_name(make: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        routers(make())
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", [[0, EXPERTS], [-2, 1], [3, 3], [LIVE, 3]])
+def test_a_route_that_no_router_chooses_is_refused(route: list[int]) -> None:
+    model = build("qwen3")
+    routes_SMK = live_routes(model)
+    check_routes(routers(model), routes_SMK)
+    routes_SMK[13, 1] = torch.tensor(route)
+    with (
+        pytest.raises(DataError, match=r"place 13 in model\.layers\.2\.mlp\.gate is"),
+        replayed(routers(model), routes_SMK),
+    ):
+        pass
+
+
+def test_routes_of_another_shape_are_refused() -> None:
+    model = build("qwen3")
+    routes_SMK = live_routes(model)
+    for wrong in (routes_SMK[:, :1], routes_SMK[..., :1], routes_SMK.float(), routes_SMK.to(torch.uint8)):
+        with pytest.raises(DataError, match="must be signed integers, for 2 layers of experts"):
+            check_routes(routers(model), wrong)
+    with (
+        pytest.raises(DataError, match="routes 22 tokens, and routes of 21 were given"),
+        replayed(routers(model), routes_SMK[1:]),
+    ):
+        loss_of(model)
+    assert torch.equal(live_routes(model), routes_SMK), "an error leaves no route behind"
+
+
+LATE = "ran after its routes were taken away|number of tensors was saved|recomputed values"
+"""Ours, and what PyTorch itself says of a recomputation that differs."""
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_a_backward_pass_after_the_routes_are_gone_is_refused(checkpointing: bool) -> None:
+    model = build("qwen3", checkpointing)
+    with replayed(routers(model), other(live_routes(model))):
+        loss = loss_of(model)
+    with pytest.raises((DataError, CheckpointError), match=LATE):
+        loss.backward()
+
+
+def test_a_router_that_does_not_choose_by_one_topk_is_refused() -> None:
+    model = build("qwen3")
+    routes_SMK, routed = live_routes(model), routers(model)
+    gate: Any = routed[1].module
+
+    def by_sorting(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = torch.nn.functional.linear(hidden, gate.weight).softmax(-1).sort(-1, descending=True)
+        return scores.values, scores.values[:, :CHOSEN], scores.indices[:, :CHOSEN]
+
+    def twice(hidden: Tensor) -> Any:
+        type(gate).forward(gate, hidden)
+        return type(gate).forward(gate, hidden)
+
+    for forward, calls in ((by_sorting, 0), (twice, 2)):
+        gate.forward = forward
+        with (
+            pytest.raises(
+                ConfigError, match=rf"Qwen3MoeTopKRouter at model.layers.2.mlp.gate .* {calls} calls"
+            ),
+            replayed(routed, routes_SMK),
+        ):
+            loss_of(model)
+        assert gate.forward is forward, "what replaced a forward before is back"
+
+
+def test_a_router_that_never_ran_is_refused() -> None:
+    model = build("qwen3")
+    model.model.layers[2].mlp.forward = lambda hidden: hidden
+    with (
+        pytest.raises(DataError, match=r"model\.layers\.2\.mlp\.gate, which did not run"),
+        replayed(routers(model), live_routes(build("qwen3"))),
+    ):
+        loss_of(model)
