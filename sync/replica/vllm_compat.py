@@ -1,12 +1,13 @@
-"""Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32.
+"""Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32; recording routes has
+`vllm_routing`.
 
 In the API process: `setup_server` of its entry point, `CoreEngineProcManager.monitor_engine_liveness`,
 `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms sleep of
 `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns of
 FlatLogprobs, and the counter `vllm:generation_tokens` in prometheus_client's registry.
 In every process: `_get_attn_isa` of the CPU attention backend.
-In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, the packed
-copy that `ParallelLMHead` keeps on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
+In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, what
+`ParallelLMHead` and experts pack on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
 `model.compute_logits`, which both model runners call outside of captured graphs.
 tests/integration/test_replica.py and test_lora.py exercise all of it against the pinned version.
 """
@@ -33,6 +34,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -41,6 +43,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
 )
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import utils as engine_processes
@@ -313,6 +316,8 @@ def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -
         _abandon_reload(model)
         raise
     _repack_heads(model)
+    if current_platform.is_cpu():
+        _repack_experts(model)
     missing = set() if loaded is None or model_config.quantization else expected - loaded
     if missing:
         raise ValueError(f"the checkpoint has nothing for {sorted(missing)[:3]}: publish a whole checkpoint")
@@ -369,3 +374,12 @@ def _repack_heads(model: torch.nn.Module) -> None:
     for head in model.modules():
         if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
             cast(Any, head).quant_method.process_weights_after_loading(head)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """On the CPU a kernel reads the weights of experts in a layout of its own, and vLLM 0.32 packs them
+    only at its first load. What a reload brought lies as in the checkpoint: pack it, or it is misread."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            cast(Any, method).moe_kernel.fused_experts.process_weights_after_loading(layer)
