@@ -7,7 +7,7 @@ anyone may resume, and a revert that fails ends the process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from vllm.distributed.weight_transfer.base import (
 from sync.address import token_from_environment
 from sync.broadcast import Reception
 from sync.errors import ConfigError
+from sync.replica.routing import RouteRecord
 from sync.replica.swap import Source, Swap
 from sync.replica.vllm_compat import initial_weights, leave_out_padding, load_adapter, load_weights
+from sync.replica.vllm_routing import record_routes
 from sync.snapshots.checkpoint import read_folder
 from sync.wire import BroadcastTicket
 
@@ -124,6 +126,9 @@ class WorkerExtension:
 
     weight_transfer_engine: CheckpointEngine
     vllm_config: Any
+    model_runner: Any
+    distill_record: RouteRecord | None = None
+    """Set by the first `distill_record_routes`."""
 
     def distill_apply(self, update: dict[str, str]) -> None:
         """Load an adapter outside of vLLM's weight update session; see `distill_outcome`."""
@@ -167,3 +172,20 @@ class WorkerExtension:
         if reception is None:
             return {"done": True, "bytes": 0, "error": "no broadcast was asked for"}
         return {"done": reception.done, "bytes": reception.bytes_received, "error": reception.error}
+
+    def distill_record_routes(self) -> dict[str, int]:
+        """Record the experts of every token from now on; again changes nothing. Call it before any request.
+
+        {"layers": M, "chosen": K, "experts": E}; raises ConfigError when this engine cannot.
+        """
+        if self.distill_record is None:
+            self.distill_record = record_routes(self.model_runner, self.vllm_config)
+        return asdict(self.distill_record.shape)
+
+    def distill_routes(self, requests: list[str]) -> list[dict[str, Any] | None]:
+        """For each of these requests, which gave out their completions: its message for `routing.routes_of`.
+        They are forgotten here. Every worker of a tensor-parallel replica gives the same."""
+        record = self.distill_record
+        if record is None:
+            raise ConfigError("this replica records no routes: distill_record_routes comes first")
+        return [record.take(record.named(request)) for request in requests]

@@ -1,0 +1,144 @@
+"""A vLLM engine on a tiny mixture of experts that records its routes, in a process of its own.
+
+    python route_recorder.py FOLDER FOLDER_OF_THE_SWAP OUT.npz
+
+Generates under chunked prefill and preemption, then swaps weights in the middle of a completion, and writes
+every sequence with its routes, and what happened on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+SEQUENCES, PROMPT, COMPLETION, SWAP_AT = 8, 30, 40, 6
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "onpolicy_distill",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+class Recorded:
+    """The engine, and what its record is told."""
+
+    def __init__(self, folder: str) -> None:
+        import vllm
+
+        from sync.replica.routing import RouteRecord
+
+        self.happened: Counter[str] = Counter()
+        write = RouteRecord.write
+
+        def counted(record: Any, request: str, start: int, token_N: Any, route_NMK: Any) -> None:
+            again = start == 0 and request in record._requests
+            self.happened.update(
+                passes=1, preempted=again, prompts_in_part=start == 0 and len(token_N) < PROMPT
+            )
+            write(record, request, start, token_N, route_NMK)
+
+        RouteRecord.write = counted  # type: ignore[method-assign]
+        llm = vllm.LLM(
+            model=folder,
+            dtype="float32",
+            enforce_eager=True,
+            distributed_executor_backend="uni",
+            max_model_len=128,
+            max_num_seqs=SEQUENCES,
+            max_num_batched_tokens=24,
+            block_size=32,
+            num_gpu_blocks_override=15,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=0.2,
+            weight_transfer_config={"backend": "distill"},
+            worker_extension_cls="sync.replica.engine.WorkerExtension",
+        )
+        self.rpc, self.engine, self._params = llm.collective_rpc, llm.llm_engine, vllm.SamplingParams
+        self.shape = self.rpc("distill_record_routes")[0]
+        assert self.rpc("distill_record_routes")[0] == self.shape, "again changes nothing"
+        self.record = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.distill_record
+
+    def add(self, name: str, prompt: list[int]) -> None:
+        """Without a seed of its own: with one, a prompt in parts ends vLLM's engine on CPUs."""
+        params = self._params(max_tokens=COMPLETION, ignore_eos=True, detokenize=False, logprobs=0)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def steps(self, limit: int | None = None) -> dict[str, tuple[list[int], list[float]]]:
+        """By name, prompt and completion with its log-probabilities, as far as `limit` steps finish them."""
+        done: dict[str, tuple[list[int], list[float]]] = {}
+        while self.engine.has_unfinished_requests() and limit != 0:
+            for output in self.engine.step():
+                if output.finished:
+                    answer = output.outputs[0]
+                    logp = [
+                        one[token].logprob
+                        for one, token in zip(answer.logprobs, answer.token_ids, strict=True)
+                    ]
+                    done[output.request_id] = [*output.prompt_token_ids, *answer.token_ids], logp
+            limit = None if limit is None else limit - 1
+        return done
+
+    def take(self, name: str, tokens: list[int]) -> np.ndarray:
+        from sync.replica.routing import routes_of
+
+        return routes_of(self.rpc("distill_routes", args=([name],))[0][0], np.array(tokens, np.int32))
+
+    def finish(self) -> dict[str, Any]:
+        """Arrays of all sequences in flight, taken as they finish."""
+        found: dict[str, Any] = {}
+        for name, (tokens, logp) in self.steps().items():
+            found |= {
+                f"{name}/tokens": tokens,
+                f"{name}/logp": logp,
+                f"{name}/routes": self.take(name, tokens),
+            }
+        return found
+
+
+def main(folder: str, swapped: str, out: str) -> None:
+    recorded, found = Recorded(folder), dict[str, Any]()
+    g = np.random.default_rng(0)
+    prompts = [g.integers(0, 64, PROMPT).tolist() for _ in range(SEQUENCES)]
+    for index, prompt in enumerate(prompts):
+        recorded.add(f"first-{index}", prompt)
+    found |= recorded.finish()
+    recorded.add("swapped-0", prompts[0])
+    recorded.steps(2 + SWAP_AT)  # the prompt takes two
+    (held,) = recorded.record._requests.values()
+    found["old rows"] = held.length
+    recorded.rpc("start_weight_update")
+    recorded.rpc("update_weights", args=({"path": swapped},))
+    recorded.rpc("finish_weight_update")
+    assert recorded.rpc("distill_outcome") == [None]
+    assert recorded.engine.reset_prefix_cache(reset_running_requests=True)
+    found |= recorded.finish()
+
+    from sync.replica import routing
+
+    routing.KEPT_SECONDS = -1.0  # type: ignore[misc]
+    recorded.add("left", prompts[0])
+    recorded.steps(3)
+    held_before = len(recorded.record)
+    recorded.engine.abort_request(["left"])
+    recorded.add("other", prompts[1])
+    recorded.steps()
+    recorded.add("last", prompts[2])
+    recorded.steps(1)
+    found |= {"held before and after": [held_before, len(recorded.record)]}
+    found |= {f"happened {name}": count for name, count in recorded.happened.items()}
+    found |= {f"shape {name}": count for name, count in recorded.shape.items()}
+    np.savez(out, **found)
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    main(*sys.argv[1:])

@@ -1,0 +1,144 @@
+"""The record of routes: whole under chunks, preemptions, discarded tokens; dropped when nobody takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sync.errors import DataError
+from sync.replica.routing import KEPT_SECONDS, RouteRecord, RouteShape, routes_of
+
+SHAPE = RouteShape(layers=3, chosen=2, experts=8)
+
+
+class Engine:
+    """Passes over tokens, each of which routes as nothing before it did."""
+
+    def __init__(self, shape: RouteShape = SHAPE) -> None:
+        self.now = 0.0
+        self.record, self.shape = RouteRecord(shape, lambda: self.now), shape
+        self._random = np.random.default_rng(0)
+
+    def run(self, request: str, start: int, *tokens: int) -> np.ndarray:
+        size = (len(tokens), self.shape.layers, self.shape.chosen)
+        routes = self._random.integers(0, self.shape.experts, size).astype(self.shape.dtype)
+        self.record.write(request, start, np.array(tokens, np.int32), routes)
+        return routes
+
+    def routes(self, request: str, *tokens: int) -> np.ndarray:
+        return routes_of(self.record.take(request), np.array(tokens, np.int32))
+
+
+def test_a_prompt_in_chunks_and_its_completion_have_a_route_for_all_but_the_last_token() -> None:
+    engine = Engine()
+    passes = [engine.run("a", 0, 5, 6), engine.run("b", 0, 9), engine.run("a", 2, 7)]
+    passes += [engine.run("a", 3, 1), engine.run("a", 4, 2)]
+    routes = engine.routes("a", 5, 6, 7, 1, 2, 3)
+    assert routes.shape == (5, 3, 2)
+    np.testing.assert_array_equal(routes, np.concatenate([passes[0], *passes[2:]]))
+    assert engine.record.take("a") is None, "taken once"
+    assert len(engine.record) == 1, "another request stays"
+
+
+def test_the_first_write_wins_when_the_engine_computes_the_same_tokens_again() -> None:
+    engine = Engine()
+    first = [engine.run("a", 0, 5, 6, 7), engine.run("a", 3, 1)]
+    engine.run("a", 0, 5, 6)
+    last = engine.run("a", 2, 7, 1, 2)
+    np.testing.assert_array_equal(engine.routes("a", 5, 6, 7, 1, 2, 3), np.concatenate([*first, last[2:]]))
+
+
+def test_a_token_that_the_engine_threw_away_takes_its_route_with_it() -> None:
+    engine = Engine()
+    kept = engine.run("a", 0, 5, 6)
+    engine.run("a", 2, 7)
+    engine.run("a", 3, 1)
+    new = [engine.run("a", 2, 8), engine.run("a", 3, 1)]
+    np.testing.assert_array_equal(engine.routes("a", 5, 6, 8, 1, 0), np.concatenate([kept, *new]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 1), min_size=1, max_size=5))))
+def test_any_order_of_passes_gives_each_position_the_first_route_of_its_token(
+    passes: list[tuple[int, list[int]]],
+) -> None:
+    engine, expected = Engine(), dict[int, tuple[int, Any]]()
+    for behind, tokens in passes:
+        start = max(0, len(expected) - behind)
+        routes = engine.run("a", start, *tokens)
+        for position, (token, route) in enumerate(zip(tokens, routes, strict=True), start):
+            if position in expected and expected[position][0] != token:
+                expected = {place: held for place, held in expected.items() if place < position}
+            expected.setdefault(position, (token, route))
+    tokens = [token for token, _ in expected.values()]
+    if tokens:
+        for route, (_, wanted) in zip(engine.routes("a", *tokens, 0), expected.values(), strict=True):
+            np.testing.assert_array_equal(route, wanted)
+
+
+def test_a_request_that_ended_waits_for_a_minute_to_be_taken() -> None:
+    engine = Engine()
+    for name in ("taken", "left", "running"):
+        engine.run(name, 0, 5)
+    engine.record.end(["taken", "left", "unknown"])
+    engine.now = KEPT_SECONDS
+    engine.record.end([])
+    assert engine.routes("taken", 5, 1).shape == (1, 3, 2)
+    engine.now += 1
+    engine.record.end([])
+    assert len(engine.record) == 1
+    assert engine.routes("running", 5, 1).shape == (1, 3, 2)
+    with pytest.raises(DataError, match="taken before, or it ended more than 60 s ago"):
+        engine.routes("left", 5, 1)
+
+
+def test_positions_that_no_pass_read_are_refused() -> None:
+    engine = Engine()
+    engine.run("a", 16, 5, 6)
+    engine.run("a", 18, 7)
+    with pytest.raises(DataError, match="positions 0 to 15 came from a cache"):
+        engine.routes("a", *range(20))
+
+
+@pytest.mark.parametrize("tokens", [(5, 6, 7, 8, 9), (5, 9, 7, 8)])
+def test_routes_of_other_tokens_are_refused(tokens: tuple[int, ...]) -> None:
+    engine = Engine()
+    engine.run("a", 0, 5, 6, 7)
+    with pytest.raises(DataError, match=rf"routes of 3 tokens do not belong to a sequence of {len(tokens)}"):
+        engine.routes("a", *tokens)
+
+
+def test_a_pass_beyond_the_completion_is_cut_off() -> None:
+    engine = Engine()
+    passes = engine.run("a", 0, 5, 6, 7)
+    np.testing.assert_array_equal(engine.routes("a", 5, 6, 3), passes[:2])
+
+
+def test_a_request_is_found_by_the_name_that_its_caller_gave_it() -> None:
+    engine = Engine()
+    engine.run("p-1#0-12ab34cd", 0, 5)
+    assert engine.record.named("p-1#0") == "p-1#0-12ab34cd"
+    assert engine.record.named("p-1#0-12ab34cd") == "p-1#0-12ab34cd"
+    assert engine.record.named("p-1") == "p-1"
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        (RouteShape(48, 8, 128), 384),  # Qwen3-30B-A3B
+        (RouteShape(94, 8, 128), 752),  # Qwen3-235B-A22B
+        (RouteShape(58, 8, 256), 464),  # DeepSeek-V3
+        (RouteShape(24, 4, 32), 96),  # gpt-oss-20b
+        (RouteShape(2, 2, 257), 16),
+    ],
+)
+def test_a_token_takes_a_byte_an_expert_where_a_byte_can_name_it(shape: RouteShape, size: int) -> None:
+    assert shape.bytes_per_token == size
+    engine = Engine(shape)
+    passes = engine.run("a", 0, 5, 6)
+    routes = engine.routes("a", 5, 6, 7)
+    assert routes.nbytes == 2 * size
+    np.testing.assert_array_equal(routes, passes)
