@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     line = f"%(asctime)s %(levelname).1s rank{rank} %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=line)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line for every batch and event
+    logging.getLogger("torch.nn.attention.varlen").setLevel(logging.WARNING)  # one for every layer
     bind_to_launcher()
     code = _exit_code(arguments.config)
     logging.shutdown()

@@ -51,12 +51,18 @@ class TrainerSettings(Settings):
     """Fields put over the JSON, table by table: "optimizer.params.eps" = 1e-6 leaves all other params."""
     attention: str = "sdpa"
     """transformers' attn_implementation."""
+    packing: Literal["varlen", "padded"] = "varlen"
+    """How the rows of a micro-batch lie: "varlen" end to end in one sequence, each attending to itself alone;
+    "padded" as a rectangle, padded to the longest. Loss and gradients are the same. Models with layers other
+    than attention need "padded": the trainer refuses "varlen" for them, and compares packed rows with single
+    ones before the first step."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     head_chunk: int = Field(512, ge=1)
     """Positions whose full-vocabulary logits are in memory at once."""
     micro_batch_tokens: int = Field(16384, ge=1)
-    """Padded tokens of one forward pass of one rank."""
+    """Tokens of one forward pass of one rank, prompts included, and padding with packing = "padded"; a longer
+    row gets a pass of its own."""
     checkpoint_every: int = Field(0, ge=0)
     """Optimizer steps between checkpoints; 0: `checkpoint_minutes` alone decides."""
     checkpoint_minutes: float = Field(15.0, ge=0)

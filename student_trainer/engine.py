@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +22,8 @@ from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project, token_logp
 from student_trainer.objectives.divergences import Targets, future_credit
 from student_trainer.ranks import Ranks
-from student_trainer.step import train_step
+from student_trainer.step import laid_out, train_step
+from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, computing, pack_rows
 from student_trainer.weights import Weights
 from sync.errors import ConfigError
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version
@@ -42,6 +44,7 @@ class Learner:
         self.vocab = student.head.shape.vocab
         """Ids of the student's tokenizer."""
         check_head(student, self.engine, ranks.device)
+        check_rows(student, self.engine, ranks.device)
         self.weights = Weights(student.model, ranks)
         self._given = hyperparameters(self.engine.optimizer.param_groups)
         path, found = checkpoint.find(self._folder, config.checkpoint, ranks), None
@@ -135,9 +138,10 @@ class Head(nn.Module):
 class Student(nn.Module):
     """Hidden states of the model, then the loss in chunks."""
 
-    def __init__(self, model: nn.Module, shape: HeadShape, chunk: int) -> None:
+    def __init__(self, model: nn.Module, shape: HeadShape, chunk: int, varlen: bool = False) -> None:
+        """`varlen`: whether rows come end to end, for which `varlen.pack_rows` has prepared the model."""
         super().__init__()
-        self.model = model
+        self.model, self.varlen = model, varlen
         self.head = Head(plain(model).get_output_embeddings(), shape, chunk)
 
     def forward(
@@ -146,19 +150,22 @@ class Student(nn.Module):
         positions_C: Tensor,
         targets: Targets | None = None,
         loss: Loss | None = None,
+        packed: PackedRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Loss sum over the C positions and statistics (see head.chunked_loss).
 
+        `packed`: the rows that lie end to end in the only one, R = 1.
         Without targets: log p [C, V] at temperature 1, ours and the model's own, for `check_head`.
         """
         base = plain(self.model).base_model
-        hidden_RLH = base(input_ids=tokens_RL, use_cache=False).last_hidden_state
+        more = {} if packed is None else packed.arguments(tokens_RL.device)
+        hidden_RLH = base(input_ids=tokens_RL, use_cache=False, **more).last_hidden_state
         hidden_CH = hidden_RLH.flatten(0, 1).index_select(0, positions_C)
         if targets is not None:
             total, stats = self.head(hidden_CH, targets, loss)
             return total, stats
         shape = replace(self.head.shape, temperature=1.0)
-        theirs_RLV = self.model(input_ids=tokens_RL, use_cache=False).logits
+        theirs_RLV = self.model(input_ids=tokens_RL, use_cache=False, **more).logits
         theirs_CV = theirs_RLV.flatten(0, 1).index_select(0, positions_C)[:, : shape.vocab]
         ours_CV = log_probs(self.head(hidden_CH, None, None)[:, : shape.vocab], shape)
         return ours_CV, theirs_CV.float().log_softmax(1)
@@ -201,6 +208,43 @@ def check_head(student: Student, run: nn.Module, device: torch.device) -> float:
     return difference
 
 
+@torch.no_grad()
+def check_rows(student: Student, run: nn.Module, device: torch.device) -> float:
+    """How far the log-probabilities of three rows of one micro-batch are from those of each row alone.
+
+    Alone by transformers' plainest attention, "eager". Of a token: the norm of the difference between centred
+    log-probabilities, as a share of their norm. Of a row: the median, as rounding may send a token to another
+    expert. Of all: the largest. Raises ConfigError where the model's precision does not explain it, or a
+    layer was not told of packed rows: they would see each other.
+    """
+    length_R = np.array([5, 7, 6])
+    flat = (7 * np.arange(length_R.sum()) + 3) % student.head.shape.vocab
+    laid, begin_R = laid_out(flat, length_R, student.varlen)
+    places = np.arange(len(flat)) + np.repeat(begin_R - (length_R.cumsum() - length_R), length_R)
+    packed = PackedRows(tuple(length_R.tolist())) if student.varlen else None
+    tokens_RL, place_S, flat_S = (torch.from_numpy(one).to(device) for one in (laid, places, flat))
+    model = plain(student.model)
+    run.eval()
+    together_SV, _ = run(tokens_RL, place_S, None, None, packed)
+    with computing(model, "eager"):
+        rows = flat_S.split(length_R.tolist())
+        alone_SV = torch.cat([run(row[None], torch.arange(len(row), device=device))[0] for row in rows])
+    run.train()
+    together_SV, alone_SV = (one - one.mean(1, keepdim=True) for one in (together_SV, alone_SV))
+    gap_S = (together_SV - alone_SV).norm(dim=1) / alone_SV.norm(dim=1).clamp(min=1e-6)
+    gap = max(float(part.median()) for part in gap_S.split(length_R.tolist()))
+    limit = 1e-4 if student.head.weight.dtype == torch.float32 else 0.2
+    own, layers = model.config._attn_implementation, model.config.get_text_config().num_hidden_layers
+    if packed and own in IMPLEMENTATIONS.values() and len(packed.modules) < layers:
+        problem = f"{layers - len(packed.modules)} of {layers} layers do not keep rows apart"
+    elif not gap <= limit:
+        problem = f"rows together and rows alone differ by {gap:.3g} of their logits (limit {limit:g})"
+    else:
+        return gap
+    remedy = 'trainer.packing = "padded"' if packed else 'trainer.attention = "eager"'
+    raise ConfigError(f"{type(model).__name__} with attention {own!r}: {problem}: set {remedy}")
+
+
 # --- loading ------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +273,8 @@ def load(config: TrainerConfig) -> tuple[Any, Student, Any]:
             f"{source.path}: the tokenizer has {vocab} ids, the model {text.vocab_size} rows: "
             "resize the model's embeddings, or give it its own tokenizer"
         )
-    student = Student(model, head_shape(text, vocab, config.temperature), settings.head_chunk)
+    shape, varlen = head_shape(text, vocab, config.temperature), settings.packing == "varlen"
+    student = Student(model, shape, settings.head_chunk, varlen)
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)
     engine.partitioning = partitioning  # transformers has only a weak reference
@@ -248,6 +293,8 @@ def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
         attn_implementation=settings.attention,
         dtype=dtype,
     )
+    if settings.packing == "varlen":
+        pack_rows(model, settings.attention)
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     without_randomness(model).train()

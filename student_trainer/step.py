@@ -1,8 +1,9 @@
 """One optimizer step: tensors of this rank's rows, one denominator over all ranks, ZeRO-3's update.
 
 Letters: R rows, L longest prompt + completion, C completion tokens of all rows, K ids per token, G hidden
-size of the teacher. Rows are padded on the right: with causal attention no supervised position sees padding.
-Tokens that an environment wrote are context alone: `collate` takes them out of everything that is [C].
+size of the teacher. Rows lie end to end in one sequence, R = 1, and do not see each other (`varlen`); or they
+are padded on the right: with causal attention no supervised position sees padding. Tokens that an environment
+wrote are context alone: `collate` takes them out of everything that is [C].
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from student_trainer.objectives.config import ObjectiveConfig
 from student_trainer.objectives.divergences import Targets, build, discount
 from student_trainer.objectives.token_statistics import COUNTS, MEANS, STATS
 from student_trainer.ranks import Ranks
+from student_trainer.varlen import PackedRows
 from sync.errors import DataError
 from sync.wire import Rows, TrainBatch, unpack
 
@@ -47,16 +49,16 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
     pass, so that collectives stay aligned.
     DeepSpeed leaves out the update of a step whose gradient is not finite; `skipped` is 1 then.
     """
-    scale, vocab = ranks.world_size / batch.denominator, engine.module.head.shape.vocab
+    scale, student = ranks.world_size / batch.denominator, engine.module
     rewards = rewards_of(batch, ranks) if loss.task else None
     parts: list[tuple[Tensor, dict[str, float]]] = []
     for index, rows in enumerate(batch.micro_batches):
-        micro = collate(rows, batch.version.step, vocab)
+        micro = collate(rows, batch.version.step, student.head.shape.vocab, student.varlen)
         targets = weighted(micro.targets, rows, loss, rewards, batch.denominator)
         targets = targets.each(lambda values: values.to(ranks.device))
         engine.set_gradient_accumulation_boundary(index + 1 == len(batch.micro_batches))
         total, part = engine(
-            micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device), targets, loss
+            micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device), targets, loss, micro.packed
         )
         engine.backward(total * scale)
         parts.append((part.double().cpu(), micro.counts))
@@ -83,18 +85,21 @@ class MicroBatch:
     """One forward pass of one rank; made by `collate`, consumed by the student (`engine.Student`)."""
 
     tokens_RL: Tensor
-    """int64; at least one row, so that a rank without rows runs the same collectives"""
+    """int64; at least one row, so that a rank without rows runs the same collectives; R = 1 where `packed`"""
     positions_C: Tensor
     """int64: place in R · L of the hidden state that predicts each completion token"""
     targets: Targets
     """of all C completion tokens"""
     counts: dict[str, float]
     """the sums named in `token_statistics.COUNTS`, and `age_max`"""
+    packed: PackedRows | None = None
+    """the rows that lie end to end; None: they are padded"""
 
 
-def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
+def collate(rows: Rows, step: int, vocab: int, varlen: bool = False) -> MicroBatch:
     """Tensors of `rows`, trained on top of the weights of `step`; ids must be below `vocab`.
 
+    `varlen`: rows lie end to end; else they are padded.
     The controller checked lengths before it packed the rows. Raises DataError for an unknown id or a number
     that is not finite.
     """
@@ -102,12 +107,10 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
         unpack(lens).astype(np.int64) for lens in (rows.prompt_lens, rows.completion_lens)
     )
     flat, length_R = unpack(rows.tokens), prompt_R + completion_R
-    tokens_RL = np.zeros((max(1, length_R.size), max(2, int(length_R.max(initial=0)))), np.int64)
-    column_L = np.arange(tokens_RL.shape[1])
-    tokens_RL[: length_R.size][column_L < length_R[:, None]] = flat
+    tokens_RL, begin_R = laid_out(flat, length_R, varlen)
     row_C = np.repeat(np.arange(completion_R.size), completion_R)
     offset_C = np.arange(row_C.size) - (completion_R.cumsum() - completion_R)[row_C]
-    place_C = row_C * tokens_RL.shape[1] + prompt_R[row_C] + offset_C
+    place_C = (begin_R + prompt_R)[row_C] + offset_C
     age_C = step - unpack(rows.token_step)
     targets = _targets(rows, tokens_RL.ravel()[place_C], row_C, age_C)
     if rows.own is not None:
@@ -126,11 +129,26 @@ def collate(rows: Rows, step: int, vocab: int) -> MicroBatch:
         "tokens": place_C.size,
         "truncated": 0 if rows.truncated is None else int(unpack(rows.truncated).sum()),
         "age": float(age_C.sum()),
-        "padded": tokens_RL.size,
+        "filled": flat.size,
+        "slots": tokens_RL.size,
         "rescored": sum(one is None for one in rows.kept or ()),
         "age_max": int(age_C.max(initial=0)),
     }
-    return MicroBatch(torch.from_numpy(tokens_RL), torch.from_numpy(place_C - 1), targets, counts)
+    packed = PackedRows(tuple(length_R.tolist()) or (tokens_RL.size,)) if varlen else None
+    return MicroBatch(torch.from_numpy(tokens_RL), torch.from_numpy(place_C - 1), targets, counts, packed)
+
+
+def laid_out(flat: np.ndarray, length_R: np.ndarray, varlen: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the rows in `flat` as [R, L], end to end or padded, and where in R · L each row begins.
+
+    At least one row of two tokens, whatever there is.
+    """
+    if varlen and flat.size:
+        return flat.astype(np.int64)[None], length_R.cumsum() - length_R
+    tokens_RL = np.zeros((max(1, length_R.size), max(2, int(length_R.max(initial=0)))), np.int64)
+    column_L = np.arange(tokens_RL.shape[1])
+    tokens_RL[: length_R.size][column_L < length_R[:, None]] = flat
+    return tokens_RL, np.arange(length_R.size) * tokens_RL.shape[1]
 
 
 def in_loss(rows: Rows) -> np.ndarray:

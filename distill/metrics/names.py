@@ -72,7 +72,11 @@ FIGURES: Final = tuple(
         ("train/eos_rate", "share", "completions that ended by themselves"),
         ("train/tokens", "tokens", "completion tokens of the step, without those of environments"),
         ("train/tokens_by_teacher", "tokens", "those that teachers generated"),
-        ("train/tokens_per_slot", "share", "of the padded micro-batches' tokens, those in the loss"),
+        (
+            "train/tokens_per_slot",
+            "share",
+            "of the positions computed, those that hold a token, prompts included",
+        ),
         ("train/rows", "rollouts", "of the step"),
         ("train/rescored", "rollouts", "of the step, whose kept scores were gone and computed again"),
         ("train/reward_mean", "–", "task reward of the step"),

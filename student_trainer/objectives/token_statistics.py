@@ -16,9 +16,10 @@ from torch import Tensor
 
 from student_trainer.objectives.divergences import Targets, at, mask_log_mass, own, ratio, sampled_logp
 
-COUNTS: Final = ("rows", "tokens", "truncated", "age", "padded", "rescored")
+COUNTS: Final = ("rows", "tokens", "truncated", "age", "filled", "slots", "rescored")
 """Sums that a micro-batch brings along: R, C, rows cut off at the token limit, Σ over tokens of the trained
-version's step − the token's step, R · L, rows whose kept scores were gone."""
+version's step − the token's step, tokens of prompts and completions, positions computed (these and padding),
+rows whose kept scores were gone."""
 MEANS: Final = {
     "loss": ("loss", "denominator"),
     "reverse_kl": ("reverse_kl", "own_tokens"),
@@ -34,7 +35,7 @@ MEANS: Final = {
     "topk_overlap": ("overlap", "overlap_tokens"),
     "truncation_rate": ("truncated", "rows"),
     "age_mean": ("age", "tokens"),
-    "tokens_per_slot": ("tokens", "padded"),
+    "tokens_per_slot": ("filled", "slots"),
 }
 """Metric of a step (a run's figure `train/NAME`) → (sum, count) over all ranks whose quotient it is; left out
 where the count is 0. A new metric is a row here, and its sums in `token_sums`."""

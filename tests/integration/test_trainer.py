@@ -493,10 +493,12 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
 def test_one_rank_with_snapshots_and_two_with_broadcasts_make_the_same_weights(
     models: Path, tmp_path: Path, controller: Any
 ) -> None:
+    """On padded rows, and on rows laid end to end whose activations are recomputed."""
     folders = []
-    for ranks, transport in ((1, "snapshot"), (2, "broadcast")):
+    for ranks, transport, packing in ((1, "snapshot", "padded"), (2, "broadcast", "varlen")):
         stub = controller(until(2, STOP))
-        more = {"objective": {"type": "topk", "k": 4, "discount": 0.5}, "trainer": {"ranks": ranks}}
+        trainer = {"ranks": ranks, "packing": packing, "activation_checkpointing": packing == "varlen"}
+        more = {"objective": {"type": "topk", "k": 4, "discount": 0.5}, "trainer": trainer}
         more["weights"] = {"transport": transport}
         fp32 = {"bf16.enabled": False}
         config = settings(models, tmp_path / str(ranks), stub.url, "llama", overrides=fp32, **more)

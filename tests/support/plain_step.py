@@ -10,19 +10,22 @@ import torch
 
 from student_trainer.engine import Student, head_shape
 from student_trainer.ranks import Ranks
+from student_trainer.varlen import pack_rows
 
 VOCAB, PADDED = 21, 24
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def student(seed: int, chunk: int = 64) -> Student:
+def student(seed: int, chunk: int = 64, varlen: bool = False) -> Student:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=PADDED, max_position_embeddings=32, initializer_range=0.3, **size)
     model = LlamaForCausalLM(config)
-    return Student(model, head_shape(config, VOCAB, 1.0), chunk)
+    if varlen:
+        pack_rows(model, "sdpa")
+    return Student(model, head_shape(config, VOCAB, 1.0), chunk, varlen)
 
 
 class PlainEngine:

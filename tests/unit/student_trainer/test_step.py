@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -96,9 +98,9 @@ def test_packing_padding_and_chunks_do_not_change_the_gradient(config: Objective
     teacher, found, metrics = student(1), [], []
     indices = [0, 1, 2, 3, 4, 5, 6, 7]
     packings = [[indices], [[i] for i in indices], [indices[:1], indices[1:6], indices[6:]], [indices[::-1]]]
-    for packing in packings:
+    for packing, varlen in itertools.product(packings, (False, True)):
         for chunk in (3, 64):
-            engine = PlainEngine(student(2, chunk), 0.1)
+            engine = PlainEngine(student(2, chunk, varlen), 0.1)
             parts = [scored_rows(teacher, part) for part in packing]
             metrics.append(train_step(engine, batch(parts), spec(config, teacher), ALONE))
             assert engine.boundaries == [False] * (len(parts) - 1) + [True]
@@ -112,14 +114,15 @@ def test_packing_padding_and_chunks_do_not_change_the_gradient(config: Objective
             assert other[name] == pytest.approx(metrics[0][name], rel=1e-5)
 
 
-def test_a_rank_without_rows_adds_nothing() -> None:
+@pytest.mark.parametrize("varlen", [False, True])
+def test_a_rank_without_rows_adds_nothing(varlen: bool) -> None:
     teacher = student(1)
     rows, nothing = scored_rows(teacher, [1, 2]), scored_rows(teacher, [0])
     empty = pack(np.zeros(0, np.int32)), pack(np.zeros(0, np.float32))
     nothing = Rows([], empty[0], empty[0], empty[0], empty[1], empty[0], empty[0], empty[1])
     found = []
     for parts in ([rows], [rows, nothing]):
-        engine = PlainEngine(student(2), 0.1)
+        engine = PlainEngine(student(2, varlen=varlen), 0.1)
         train_step(engine, batch(parts), spec(Sampled(), teacher), ALONE)
         found.append(engine.gradients)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
@@ -157,13 +160,15 @@ def test_metrics_follow_from_the_rows() -> None:
     teacher = student(1)
     rows = scored_rows(teacher, [1, 2, 5])
     metrics = train_step(PlainEngine(student(2), 0.1), batch([rows]), spec(TopK(k=5), teacher), ALONE)
-    tokens = 4 + 7 + 2
+    tokens, prompts = 4 + 7 + 2, 3 + 4 + 4
     assert metrics["tokens"] == tokens
     assert metrics["rows"] == 3
     assert metrics["truncation_rate"] == pytest.approx(2 / 3)
     assert metrics["eos_rate"] == pytest.approx(1 / 3)
     assert metrics["age_mean"] == metrics["age_max"] == 1
-    assert metrics["tokens_per_slot"] == pytest.approx(tokens / (3 * 11))
+    assert metrics["tokens_per_slot"] == pytest.approx((tokens + prompts) / (3 * 11))
+    engine = PlainEngine(student(2, varlen=True), 0.1)
+    assert train_step(engine, batch([rows]), spec(TopK(k=5), teacher), ALONE)["tokens_per_slot"] == 1
     assert 0 < metrics["effective_sample_size"] < 1
     assert 0 <= metrics["topk_overlap"] <= 1
     assert "mismatch_kl" not in metrics
@@ -187,6 +192,19 @@ def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
     broken = np.full(rows.teacher_logprob.shape, np.nan, np.float32)
     with pytest.raises(DataError, match="teacher_logprob of a batch is not finite"):
         collate(msgspec.structs.replace(rows, teacher_logprob=pack(broken)), 3, VOCAB)
+
+
+def test_rows_laid_end_to_end_keep_their_places() -> None:
+    rows = scored_rows(student(1), [1, 2, 5])
+    padded, packed = collate(rows, 3, VOCAB), collate(rows, 3, VOCAB, varlen=True)
+    assert padded.packed is None
+    assert packed.packed is not None
+    assert packed.packed.lengths == (7, 11, 6)
+    assert packed.tokens_RL.tolist() == [np.frombuffer(rows.tokens.data, np.int32).tolist()]
+    assert packed.positions_C.tolist() == [2, 3, 4, 5, 10, 11, 12, 13, 14, 15, 16, 21, 22]
+    before = packed.tokens_RL.flatten()[packed.positions_C + 1]
+    assert torch.equal(before, padded.tokens_RL.flatten()[padded.positions_C + 1])
+    assert torch.equal(before, packed.targets.token_N)
 
 
 def test_our_head_is_checked_against_the_models_own() -> None:

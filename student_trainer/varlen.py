@@ -1,0 +1,250 @@
+"""Rows laid end to end in one sequence, each attending to itself alone: Σ L² products and no padding.
+
+The functions here are registered with transformers under the names in IMPLEMENTATIONS. On GPUs they call
+torch's flash attention for rows of unlike lengths where it computes what the model asks for; otherwise, and
+on CPUs, rows are computed one by one. Whatever they do not compute exactly they refuse by name.
+
+Letters: B sequences (1 when rows are packed), S tokens of all rows, L tokens of one row, H heads (keys and
+values may have fewer), D size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from sync.errors import ConfigError
+
+IMPLEMENTATIONS: Final = {"sdpa": "row_attention", "eager": "row_attention_eager"}
+"""trainer.attention → name of the function here that computes the same row by row. Other implementations of
+transformers are told where rows begin (`PackedRows.arguments`) and keep them apart themselves."""
+LAYERS: Final = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Kinds of layers, in a model's configuration, that see other tokens through attention alone."""
+NEUTRAL: Final = frozenset(
+    ["cache_position", "cu_seq_lens_k", "deterministic", "layer_idx", "max_length_k", "max_length_q"]
+    + ["num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits"]
+    + ["position_ids", "return_dict", "use_cache"]
+)
+"""Arguments of an attention function that change nothing of what it computes."""
+_REMEDY: Final = 'set trainer.packing = "padded"'
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows that lie end to end in one sequence; one object for one forward and backward pass."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each, at least 1."""
+    modules: set[int] = field(default_factory=set)
+    """`id` of every module that computed its attention row by row; filled by the functions of this file."""
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """What the model takes besides token ids; its layers hand all of it on to the attention function."""
+        position_1S = torch.cat([torch.arange(length) for length in self.lengths])[None]
+        begins = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        longest = max(self.lengths)
+        return {
+            "position_ids": position_1S.to(device),
+            "packed_rows": self,
+            "cu_seq_lens_q": begins,
+            "cu_seq_lens_k": begins,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+
+@dataclass(frozen=True)
+class Window:
+    """The mask of a layer with a sliding window."""
+
+    tokens: int
+    """That a token sees, itself included."""
+
+
+def pack_rows(model: Any, attention: str) -> None:
+    """Have `model` keep packed rows apart, with `attention` as in trainer.attention.
+
+    Raises ConfigError for a family whose layers see other tokens by more than attention, or by an attention
+    that transformers cannot replace. Whether the rest is right, `engine.check_rows` finds with numbers.
+    """
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    if unknown := sorted(set(kinds) - LAYERS):
+        raise _refused(
+            model, f"has layers of the kind {', '.join(unknown)}, which packed rows would leak through"
+        )
+    if not model._can_set_attn_implementation():
+        raise _refused(model, "does not take its attention from transformers' AttentionInterface")
+    if attention in IMPLEMENTATIONS:
+        _register()
+        model.set_attn_implementation(IMPLEMENTATIONS[attention])
+
+
+@contextmanager
+def computing(model: Any, attention: str) -> Iterator[None]:
+    """Meanwhile `model` uses another implementation of transformers, if it can."""
+    own = model.config._attn_implementation
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation(own)
+
+
+def _refused(model: Any, why: str) -> ConfigError:
+    return ConfigError(f'trainer.packing = "varlen": {type(model).__name__} {why}: {_REMEDY}')
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for attention, name in IMPLEMENTATIONS.items():
+        AttentionInterface.register(name, partial(row_attention, exact=attention == "eager"))
+        AttentionMaskInterface.register(name, window_of)
+
+
+def window_of(
+    *, config: Any, local_size: int | None = None, use_vmap: bool = False, **others: Any
+) -> Window | None:
+    """In the place of a mask: the window of a causal one, None where it has none. Called by the model.
+
+    What lies in other rows is no part of it: `row_attention` never sees two rows at once.
+    """
+    name = type(config).__name__
+    if use_vmap or "allow_is_bidirectional_skip" in others or others.get("attention_mask") is not None:
+        raise ConfigError(f'trainer.packing = "varlen": {name} asks for a mask that is not causal: {_REMEDY}')
+    return None if local_size is None else Window(local_size)
+
+
+# --- the function that layers call --------------------------------------------------------------------------
+
+
+def row_attention(
+    module: nn.Module,
+    query_BHSD: Tensor,
+    key_BHSD: Tensor,
+    value_BHSD: Tensor,
+    attention_mask: Window | None,
+    *,
+    exact: bool = False,
+    packed_rows: PackedRows | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of every row to itself: [B, S, H, D].
+
+    Without `packed_rows` each of the B sequences is a row. `exact`: softmax of the whole matrix in fp32, as
+    transformers' "eager" has it. `s_aux`: a logit per head that takes probability from all tokens.
+    """
+    odd = {name for name, value in others.items() if value is not None and name not in NEUTRAL}
+    if dropout:
+        odd.add("dropout")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        odd.add("is_causal = False")
+    if not isinstance(attention_mask, Window | None):
+        odd.add("a mask of its own")
+    if odd:
+        raise _refused(module, f"asks for {', '.join(sorted(odd))}, which is not computed row by row")
+    window = sliding_window if attention_mask is None else attention_mask.tokens
+    lengths = packed_rows.lengths if packed_rows else (query_BHSD.shape[2],)
+    if packed_rows:
+        packed_rows.modules.add(id(module))
+    given = query_BHSD, key_BHSD, value_BHSD
+    if exact or softcap is not None or s_aux is not None:
+        one_row: Callable[..., Tensor] = partial(_by_matrix, softcap=softcap, sink_H=s_aux)
+    elif packed_rows and cu_seq_lens_q is not None and _has_kernel(*given):
+        return _by_kernel(given, cu_seq_lens_q, max(lengths), window, scaling), None
+    else:
+        one_row = _by_sdpa
+    rows = zip(*(states.split(lengths, dim=2) for states in given), strict=True)
+    done = [one_row(*row, window, scaling) for row in rows]
+    return torch.cat(done, 2).transpose(1, 2).contiguous(), None
+
+
+def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+    """One row, [B, H, L, D], by torch's own function."""
+    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    seen_LL = _seen(length, window, query.device) if window is not None and window < length else None
+    return scaled_dot_product_attention(
+        query, key, value, seen_LL, is_causal=seen_LL is None, scale=scale, enable_gqa=grouped
+    )
+
+
+def _by_matrix(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sink_H: Tensor | None,
+) -> Tensor:
+    """One row, [B, H, L, D], by the [L, L] matrix of every head."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
+    score_BHLL = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        score_BHLL = softcap * torch.tanh(score_BHLL / softcap)
+    seen_LL = _seen(query.shape[2], window, query.device)
+    score_BHLL = score_BHLL.masked_fill(~seen_LL, -torch.inf)
+    if sink_H is not None:
+        sink_BHL1 = sink_H.to(score_BHLL.dtype).reshape(1, -1, 1, 1).expand(*score_BHLL.shape[:3], 1)
+        score_BHLL = torch.cat([score_BHLL, sink_BHL1], -1)
+    share_BHLL = score_BHLL.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return share_BHLL[..., : key.shape[2]] @ value
+
+
+def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [L, L]: whether the token of the row sees that of the column."""
+    seen_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen_LL if window is None else seen_LL.triu(1 - window)
+
+
+# --- torch's kernel for rows of unlike lengths --------------------------------------------------------------
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether flash attention takes these tensors: half precision, heads of one size, an Ampere or newer."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    size = query.shape[3]
+    sized = size == value.shape[3] == key.shape[3] and size <= 256 and size % 8 == 0
+    return sized and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _by_kernel(
+    given: tuple[Tensor, ...], begins: Tensor, longest: int, window: int | None, scale: float | None
+) -> Tensor:
+    """[1, S, H, D] of all rows at once. The kernel's window does not count the token itself."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query_SHD, key_SHD, value_SHD = (states[0].transpose(0, 1) for states in given)
+    found = varlen_attn(
+        query_SHD,
+        key_SHD,
+        value_SHD,
+        begins,
+        begins,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query_SHD.shape[1] != key_SHD.shape[1],
+    )
+    assert isinstance(found, Tensor)
+    return found[None]

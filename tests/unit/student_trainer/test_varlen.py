@@ -1,0 +1,261 @@
+"""Rows laid end to end give the loss and the gradients of rows alone, or the model is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from student_trainer.config import LoRAConfig
+from student_trainer.engine import Student, check_rows, head_shape, with_adapters, without_randomness
+from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, Window, pack_rows, row_attention, window_of
+from sync.errors import ConfigError
+
+VOCAB = 37
+LENGTHS = (9, 1, 4, 12, 2)
+SIZE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": False}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"attention_bias": True},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": 3},
+    "Gemma2": {**LAYERS, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0},
+    "Gemma3": {**LAYERS, "query_pre_attn_scalar": 5},
+    "Qwen3Moe": {**MIXTURE, "num_experts": 4},
+    "Mixtral": {"num_local_experts": 4, "sliding_window": 3},
+    "GptOss": {**LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {**MIXTURE, **LATENT},
+    "GPT2": {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4},
+}
+
+
+def model(family: str, attention: str = "eager", **more: Any) -> Any:
+    import transformers
+
+    name = f"{family}TextConfig" if hasattr(transformers, f"{family}TextConfig") else f"{family}Config"
+    size = {} if family == "GPT2" else SIZE
+    config = getattr(transformers, name)(**({**size, "vocab_size": VOCAB} | FAMILIES.get(family, {}) | more))
+    config._attn_implementation = attention
+    torch.manual_seed(3)
+    name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    found = getattr(transformers, name)(config)
+    for parameter in found.parameters():  # biases and sinks too
+        torch.nn.init.normal_(parameter, std=0.3)
+    return without_randomness(found).train()
+
+
+def student(network: Any, varlen: bool = True) -> Student:
+    return Student(network, head_shape(network.config, VOCAB, 1.0), 8, varlen)
+
+
+def packed(family: str, attention: str) -> Any:
+    network = model(family)
+    pack_rows(network, attention)
+    return network
+
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
+
+
+def loss_and_gradients(network: Any, together: bool, apart: bool = True) -> tuple[Tensor, list[Tensor]]:
+    """Of a random function of every hidden state, so that no position is left out.
+
+    `apart`: the model is told where the rows begin that are `together`.
+    """
+    parts, device = [TOKENS] if together else TOKENS.split(LENGTHS), network.device
+    more = PackedRows(LENGTHS).arguments(device) if together and apart else {}
+    states = [network.base_model(part[None].to(device), use_cache=False, **more)[0][0] for part in parts]
+    hidden_SH = torch.cat(states)
+    weight_SH = torch.randn(hidden_SH.shape, generator=torch.Generator().manual_seed(7)).to(hidden_SH)
+    loss = (hidden_SH * weight_SH).sum() + hidden_SH.square().mean()
+    network.zero_grad()
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in network.parameters() if p.grad is not None]
+
+
+def difference(one: list[Tensor], other: list[Tensor]) -> float:
+    """The largest over parameters, as a share of the largest gradient of that parameter."""
+    pairs = list(zip(one, other, strict=True))
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-2)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_rows_alone(family: str, attention: str) -> None:
+    loss, gradients = loss_and_gradients(model(family), together=False)
+    network = packed(family, attention)
+    found, others = loss_and_gradients(network, together=True)
+    assert float(found) == pytest.approx(float(loss), rel=1e-6, abs=2e-5)
+    assert difference(others, gradients) <= 3e-6
+    assert check_rows(student(network), student(network), CPU) <= 1e-5
+    moved, _ = loss_and_gradients(model(family), together=True, apart=False)
+    assert abs(float(moved - loss)) > 0.01, "one sequence of all tokens is another function"
+
+
+def test_recomputed_activations_give_the_same_gradients() -> None:
+    _, gradients = loss_and_gradients(packed("Gemma3", "sdpa"), together=True)
+    network = packed("Gemma3", "sdpa")
+    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert network.is_gradient_checkpointing
+    _, again = loss_and_gradients(network, together=True)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, again, strict=True))
+
+
+def test_adapters_hand_on_where_rows_begin() -> None:
+    wrapped = with_adapters(packed("Qwen3", "sdpa"), LoRAConfig(rank=2), 0)
+    pupil = Student(wrapped, head_shape(wrapped.config, VOCAB, 1.0), 8, varlen=True)
+    assert check_rows(pupil, pupil, CPU) <= 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 40])
+def test_no_row_sees_another_and_a_window_counts_the_token_itself(window: int | None) -> None:
+    """By hand: softmax over the last `window` tokens of the same row."""
+    q, k, v = (torch.randn(1, heads, sum(LENGTHS), 8, dtype=torch.float64) for heads in (4, 2, 2))
+    module, mask = torch.nn.Module(), None if window is None else Window(window)
+    found = row_attention(module, q, k, v, mask, packed_rows=PackedRows(LENGTHS), scaling=0.7)[0]
+    begin = 0
+    for length in LENGTHS:
+        for place in range(begin, begin + length):
+            first = begin if window is None else max(begin, place + 1 - window)
+            for head in range(4):
+                keys, values = k[0, head // 2, first : place + 1], v[0, head // 2, first : place + 1]
+                wanted = (0.7 * keys @ q[0, head, place]).softmax(0) @ values
+                torch.testing.assert_close(found[0, place, head], wanted)
+        begin += length
+
+
+def test_every_row_is_computed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Σ l² products and not (Σ l)²."""
+    from student_trainer import varlen
+
+    sizes: list[tuple[int, int]] = []
+
+    def counted(query: Tensor, key: Tensor, *rest: Any, **more: Any) -> Tensor:
+        sizes.append((query.shape[2], key.shape[2]))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, *rest, **more)
+
+    monkeypatch.setattr(varlen, "scaled_dot_product_attention", counted)
+    loss_and_gradients(packed("Llama", "sdpa"), together=True)
+    assert sizes == 2 * [(length, length) for length in LENGTHS]
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+def hybrid() -> Any:
+    kinds = ["linear_attention", "full_attention"]
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_experts": 4}
+    return model("Qwen3Next", **linear, **MIXTURE, layer_types=kinds)
+
+
+@pytest.mark.parametrize(
+    ("network", "why"),
+    [
+        (hybrid, "Qwen3NextForCausalLM has layers of the kind linear_attention"),
+        (lambda: model("Bloom", n_layer=1, n_head=4), "BloomForCausalLM does not take its attention from"),
+        (lambda: model("Llama4", layer_types=["chunked_attention"] * 2), "of the kind chunked_attention"),
+    ],
+    ids=["linear attention", "no interface", "chunks"],
+)
+def test_models_with_other_layers_are_refused_by_name(network: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf'packing = "varlen".*{why}.*set trainer.packing = "padded"'):
+        pack_rows(network(), "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"is_causal": False}, "is_causal = False"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "a mask of its own"),
+    ],
+)
+def test_what_is_not_computed_row_by_row_is_refused(asked: dict[str, Any], name: str) -> None:
+    states = torch.zeros(1, 2, 4, 8)
+    given = {"attention_mask": None, "use_cache": False, "position_ids": torch.zeros(1)}
+    row_attention(torch.nn.Module(), states, states, states, **given)
+    with pytest.raises(ConfigError, match=f"Module asks for {name}, which is not computed"):
+        row_attention(torch.nn.Module(), states, states, states, **given | asked)
+
+
+def test_masks_other_than_causal_ones_are_refused() -> None:
+    assert window_of(config=None) is None
+    assert window_of(config=None, local_size=7) == Window(7)
+    for more in ({"use_vmap": True}, {"allow_is_bidirectional_skip": True}, {"attention_mask": TOKENS}):
+        with pytest.raises(ConfigError, match="NoneType asks for a mask that is not causal"):
+            window_of(config=None, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_see_each_other_are_noticed_at_the_start(dtype: torch.dtype) -> None:
+    from transformers import AttentionInterface
+
+    def leaking(module: Any, *states: Any, packed_rows: PackedRows | None = None, **more: Any) -> Any:
+        return row_attention(module, *states, **more)
+
+    AttentionInterface.register("leaking", leaking)
+    network = model("Qwen3").to(dtype)
+    network.set_attn_implementation("leaking")
+    pupil = student(network)
+    with pytest.raises(
+        ConfigError, match=r"Qwen3ForCausalLM with attention 'leaking': .* differ by .*padded"
+    ):
+        check_rows(pupil, pupil, CPU)
+    pack_rows(network, "sdpa")
+    assert check_rows(pupil, pupil, CPU) < (1e-5 if dtype == torch.float32 else 0.03)
+    assert network.config._attn_implementation == IMPLEMENTATIONS["sdpa"]
+
+
+def test_layers_that_are_not_told_where_rows_begin_are_counted() -> None:
+    """StableLM hands nothing on to its attention function."""
+    pupil = student(packed("StableLm", "sdpa"))
+    with pytest.raises(ConfigError, match=r'2 of 2 layers do not keep rows apart: .*packing = "padded"'):
+        check_rows(pupil, pupil, CPU)
+
+
+def test_padded_rows_are_compared_with_rows_alone_too() -> None:
+    """In transformers, torch's attention leaves out Gemma 2's cap."""
+    plain, capless = student(model("Gemma2", "eager"), False), student(model("Gemma2", "sdpa"), False)
+    assert check_rows(plain, plain, CPU) < 1e-5
+    with pytest.raises(ConfigError, match=r"Gemma2.* with attention 'sdpa': .*trainer.attention = \"eager\""):
+        check_rows(capless, capless, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["Qwen3", "Mistral", "Gemma2"])
+def test_a_gpus_kernel_computes_the_same_in_half_precision(family: str) -> None:
+    wanted = loss_and_gradients(packed(family, "sdpa").double(), together=True)[1]
+    network = packed(family, "sdpa").bfloat16().cuda()
+    found = [grad.double().cpu() for grad in loss_and_gradients(network, together=True)[1]]
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).norm()) <= 0.1 * float(other.norm()) + 0.01
