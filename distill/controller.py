@@ -86,7 +86,8 @@ class Controller:
         self.releases = ScoreReleases(parts)
         self.scoring = TeacherQueue(scoring, parts, config, timeline, budget, bus)
         supervised = config.objective.max_supervised_tokens
-        shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group)
+        padded = config.trainer.packing == "padded"
+        shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group, padded)
         self.session = TrainerSession(run_log, shape, self.broadcasts, run.steps, bus)
         self.batcher = StepBatcher(run_log, self.session, self.scoring, config, timeline, bus)
         self.guard = Guard(config.guard)

@@ -1,20 +1,19 @@
 """Packing of a batch into the shares of ranks and micro-batches. Pure and vectorised.
 
-Rows go to ranks by length, longest first, to and fro (0 1 2 2 1 0 …): every rank gets rows of the same
-lengths, so that the same micro-batch of all ranks, which run in lockstep under ZeRO-3, costs the same.
-Flat arrays are joined as bytes; no token is touched in Python.
+`filling` chooses which rows share a micro-batch. Flat arrays are joined as bytes; no token is touched in
+Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
+from distill.batching.filling import end_to_end, rectangles
 from distill.buffer import Batch, StepOf
 from distill.prompts.stream import group_of
 from distill.run_log.records import Rollout
@@ -27,12 +26,14 @@ class Shape:
     """How every batch of a run is split into shares."""
 
     micro_batch_tokens: int
-    """Padded tokens (rows × longest) of one micro-batch; a longer row gets one of its own."""
+    """Of one micro-batch at most; a longer row gets one of its own."""
     teachers: Sequence[str]  # in the order in which Rows.teacher counts them
     supervised: int | None = None
     """Tokens of each completion that are trained on, from its beginning; None: all. Those of environments do
     not count."""
     group: int = 1  # completions of a prompt whose mean reward is the baseline; 1: that of the step
+    padded: bool = False
+    """Whether rows are padded to the longest of their micro-batch, counted so; else they lie end to end."""
 
 
 def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, float]:
@@ -54,7 +55,7 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
     weights = dict(zip((one.id for one in batch.rollouts), batch.weights, strict=False))
     baselines = group_means(batch.rollouts, group_of) if shape.group > 1 else {}
     rollouts = [_cut(rollout, shape.supervised) for rollout in batch.rollouts]
-    shares = [_micro_batches(share, shape.micro_batch_tokens) for share in _shard(rollouts, world_size)]
+    shares = _shares(rollouts, world_size, shape)
     count = max(len(share) for share in shares)
     templates = {rollout.kept is None: rollout for rollout in rollouts}
 
@@ -130,28 +131,12 @@ def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
     return (*sizes, int(rollout.reward is not None)), rollout.teacher if scores.kept else ""
 
 
-def _shard(rollouts: Sequence[Rollout], ranks: int) -> list[list[Rollout]]:
-    """Rollouts of each rank, longest first within equal widths."""
-    ordered = sorted(rollouts, key=lambda rollout: (_widths(rollout), -_tokens(rollout)))
-    shares: list[list[Rollout]] = [[] for _ in range(ranks)]
-    for place, rollout in enumerate(ordered):
-        lap, rank = divmod(place, ranks)
-        shares[rank if lap % 2 == 0 else ranks - 1 - rank].append(rollout)
-    return shares
-
-
-def _micro_batches(share: list[Rollout], tokens: int) -> list[list[Rollout]]:
-    """As many neighbours together as fit."""
-    micro: list[list[Rollout]] = []
-    for _, same in groupby(share, key=_widths):
-        room = 0
-        for rollout in same:
-            if room < 1:
-                micro.append([])
-                room = max(1, tokens // _tokens(rollout))
-            micro[-1].append(rollout)
-            room -= 1
-    return micro
+def _shares(rollouts: Sequence[Rollout], ranks: int, shape: Shape) -> list[list[list[Rollout]]]:
+    """Micro-batches of each rank."""
+    split = rectangles if shape.padded else end_to_end
+    lengths, kinds = [_tokens(one) for one in rollouts], [_widths(one) for one in rollouts]
+    places = split(lengths, kinds, ranks, shape.micro_batch_tokens)
+    return [[[rollouts[place] for place in micro] for micro in share] for share in places]
 
 
 def rows_of(
