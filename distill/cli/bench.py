@@ -67,6 +67,20 @@ def objective(
 
 
 @app.command()
+def packing(
+    rows: Annotated[int, typer.Option(help="Of one step")] = 96,
+    shortest: Annotated[int, typer.Option(help="Tokens of the shortest row")] = 32,
+    longest: Annotated[int, typer.Option(help="Tokens of the longest row")] = 4096,
+    micro_batch_tokens: Annotated[int, typer.Option(help="As in trainer.micro_batch_tokens")] = 8192,
+    rounds: Annotated[int, typer.Option(help="Measurements of either way")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Training on rows laid end to end against padded rectangles, of a small random model on this CPU."""
+    sizes = rows, shortest, longest, micro_batch_tokens, rounds
+    bench("packing", *sizes, json_file=json_file)
+
+
+@app.command()
 def controller(
     folder: Annotated[Path, typer.Option(help="For its journals")] = Path("runs/bench-controller"),
     objectives: Annotated[bool, typer.Option(help="Each kind of objective")] = True,
