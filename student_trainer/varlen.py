@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from student_trainer.config import unpackable
 from sync.errors import ConfigError
 
 IMPLEMENTATIONS: Final = {"sdpa": "row_attention", "eager": "row_attention_eager"}
 """trainer.attention → name of the function here that computes the same row by row. Other implementations of
 transformers are told where rows begin (`PackedRows.arguments`) and keep them apart themselves."""
-LAYERS: Final = frozenset({"attention", "full_attention", "sliding_attention"})
-"""Kinds of layers, in a model's configuration, that see other tokens through attention alone."""
 NEUTRAL: Final = frozenset(
     ["cache_position", "cu_seq_lens_k", "deterministic", "layer_idx", "max_length_k", "max_length_q"]
     + ["num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits"]
@@ -74,11 +73,9 @@ def pack_rows(model: Any, attention: str) -> None:
     Raises ConfigError for a family whose layers see other tokens by more than attention, or by an attention
     that transformers cannot replace. Whether the rest is right, `engine.check_rows` finds with numbers.
     """
-    text = model.config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    if unknown := sorted(set(kinds) - LAYERS):
+    if kinds := unpackable(model.config.get_text_config()):
         raise _refused(
-            model, f"has layers of the kind {', '.join(unknown)}, which packed rows would leak through"
+            model, f"has layers of the kind {', '.join(kinds)}, which packed rows would leak through"
         )
     if not model._can_set_attn_implementation():
         raise _refused(model, "does not take its attention from transformers' AttentionInterface")

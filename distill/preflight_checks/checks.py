@@ -19,7 +19,8 @@ from distill.evaluation.sets import check_rewards, open_sets
 from distill.preflight_checks import environments, objective
 from distill.preflight_checks.devices import check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
-from distill.prompts.sources import PromptSplit, data_sources, open_prompts
+from distill.prompts.sources import PromptSplit, data_sources, open_prompts, text_config
+from student_trainer.config import unpackable
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import names_others
 from student_trainer.objectives.config import (
@@ -216,6 +217,11 @@ def _others(config: RunConfig) -> Iterator[str]:
             f"{rollout.top_k}: later tokens would be credited within their sampling masks and their own "
             "divergence is of the whole vocabulary; leave the discount out, or set objective.type = "
             '"sampled" or "student_topk"'
+        )
+    if config.trainer.packing == "varlen" and (kinds := unpackable(text_config(config.student))):
+        yield (
+            f"student.path {config.student.path} has layers of the kind {', '.join(kinds)}, through which "
+            'rows laid end to end would see each other: set trainer.packing = "padded"'
         )
     kept = getattr(config.objective, "drop_rho_outside", None)
     if kept is not None and config.objective.type != "sft" and not kept[0] <= 1 <= kept[1]:

@@ -255,6 +255,20 @@ def test_a_discount_within_masks_of_a_divergence_without_is_refused(distill: Dis
     assert "ready to run" in masked
 
 
+def test_a_student_whose_rows_cannot_lie_end_to_end_is_refused(
+    distill: Distill, models: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(models / "student", tmp_path / "hybrid")
+    config = json.loads((path / "config.json").read_text())
+    config["layer_types"][0] = "linear_attention"
+    (path / "config.json").write_text(json.dumps(config))
+    message = distill(f"student.path={path}", "rollout.top_p=0.9")
+    assert "hybrid has layers of the kind linear_attention, through which rows" in message
+    padded = distill(f"student.path={path}", "rollout.top_p=0.9", "trainer.packing=padded")
+    assert "rollout.top_p is 0.9" in padded
+    assert "linear_attention" not in padded
+
+
 def test_a_deepspeed_file_that_is_missing_or_no_json_is_refused(distill: Distill, tmp_path: Path) -> None:
     assert "cannot be read (No such file" in distill("trainer.deepspeed=none.json")
     (tmp_path / "ds.json").write_text("{")

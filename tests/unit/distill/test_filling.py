@@ -53,6 +53,12 @@ def test_the_fewest_micro_batches_are_filled_evenly_and_the_longest_come_first()
     assert end_to_end([5, 1, 4, 2], [0] * 4, 2, 100) == [[[0, 1]], [[2, 3]]]
     assert end_to_end([50, 1, 2], [0] * 3, 1, 6) == [[[0], [2, 1]]]
     assert end_to_end([3, 3], [0] * 2, 3, 6) == [[[0]], [[1]], []]
+    assert end_to_end([4, 4, 4, 3, 3], [0] * 5, 1, 9) == [[[0, 3], [1, 4], [2]]]
+
+
+def test_long_rows_are_computed_at_the_same_time_and_not_beside_as_many_tokens_of_short_ones() -> None:
+    lengths, kinds = [9] + [1] * 9 + [8] + [2] * 4, ["b"] * 10 + ["a"] * 5
+    assert end_to_end(lengths, kinds, 2, 9) == [[[0], [11, 12, 13, 14]], [[10], list(range(1, 10))]]
 
 
 def test_kinds_share_the_rounds_of_the_ranks() -> None:
