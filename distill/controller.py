@@ -62,7 +62,7 @@ class Controller:
         self.events = bus = Events()
         self.timeline = timeline = Timeline(hooks.span)
         budget = ErrorBudget(config.guard.bad_answers, bus)
-        checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size)
+        checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size, parts.routing)
         self.run_log = run_log = RunLog(
             parts.journal,
             parts.prompts,

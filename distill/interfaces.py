@@ -16,7 +16,17 @@ from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.journal import Journal
 from sync import wire
 from sync.claims import Claim
-from sync.wire import EvalReport, Kept, Scored, ScoreRefused, TeacherCompletion, TrainerWelcome, Version, Want
+from sync.wire import (
+    EvalReport,
+    Kept,
+    Routing,
+    Scored,
+    ScoreRefused,
+    TeacherCompletion,
+    TrainerWelcome,
+    Version,
+    Want,
+)
 from sync.wire.checks import ANY_ID
 from teacher_service.client import Counters
 
@@ -120,6 +130,7 @@ class Components:
     connect: Callable[[str], ReplicaEngine] | None = None
     """A replica by its URL; None: none can join while the run goes on."""
     student_topk: int = 0  # ids per position that the objective needs from the replicas
+    routing: Routing | None = None  # of a student whose routes are recorded; None: they are not
     vocab_size: int = ANY_ID  # of the student's tokenizer: every id is below it
     evaluator: Evaluator | None = None
     rewards: Rewards | None = None  # gives every rollout its reward; None: they have none

@@ -121,7 +121,7 @@ class TeacherGeneration:
 
     def problem(self, teacher: str, rollout: Rollout, answer: Answer) -> Problem | None:
         assert isinstance(answer, TeacherCompletion)
-        return self._validator.generated(answer)
+        return self._validator.teacher_completion(answer)
 
     def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> None:
         assert isinstance(answer, TeacherCompletion)

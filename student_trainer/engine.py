@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project, token_logp
 from student_trainer.objectives.divergences import Targets, future_credit
 from student_trainer.ranks import Ranks
+from student_trainer.routing import Router, replayed, routers
 from student_trainer.step import laid_out, train_step
 from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, computing, pack_rows
 from student_trainer.weights import Weights
@@ -143,6 +146,16 @@ class Student(nn.Module):
         super().__init__()
         self.model, self.varlen = model, varlen
         self.head = Head(plain(model).get_output_embeddings(), shape, chunk)
+
+    @cached_property
+    def _routers(self) -> tuple[Router, ...]:
+        return routers(self.model)
+
+    def routed(self, routes_SMK: Tensor | None) -> AbstractContextManager[None]:
+        """Meanwhile the routers take these experts, in forward and backward passes; None: they choose."""
+        if routes_SMK is None:
+            return nullcontext()
+        return replayed(self._routers, routes_SMK.to(self.head.weight.device))
 
     def forward(
         self,

@@ -92,7 +92,7 @@ def _experts_configured(model: nn.Module) -> list[str]:
 # --- from recorded rows to routes ---------------------------------------------------------------------------
 
 
-def laid_out(
+def placed(
     recorded: Sequence[np.ndarray | None],
     start_R: Sequence[int],
     length_R: Sequence[int],

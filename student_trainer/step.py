@@ -23,6 +23,7 @@ from student_trainer.objectives.config import ObjectiveConfig
 from student_trainer.objectives.divergences import Targets, build, discount
 from student_trainer.objectives.token_statistics import COUNTS, MEANS, STATS
 from student_trainer.ranks import Ranks
+from student_trainer.routing import placed
 from student_trainer.varlen import PackedRows
 from sync.errors import DataError
 from sync.wire import Rows, TrainBatch, unpack
@@ -57,10 +58,10 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
         targets = weighted(micro.targets, rows, loss, rewards, batch.denominator)
         targets = targets.each(lambda values: values.to(ranks.device))
         engine.set_gradient_accumulation_boundary(index + 1 == len(batch.micro_batches))
-        total, part = engine(
-            micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device), targets, loss, micro.packed
-        )
-        engine.backward(total * scale)
+        tokens_RL, positions_C = micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device)
+        with student.routed(micro.routes_SMK):
+            total, part = engine(tokens_RL, positions_C, targets, loss, micro.packed)
+            engine.backward(total * scale)
         parts.append((part.double().cpu(), micro.counts))
     engine.step()
     metrics = summarise(parts, batch.denominator, ranks, loss.teachers)
@@ -94,6 +95,8 @@ class MicroBatch:
     """the sums named in `token_statistics.COUNTS`, and `age_max`"""
     packed: PackedRows | None = None
     """the rows that lie end to end; None: they are padded"""
+    routes_SMK: Tensor | None = None
+    """experts of the S = R · L places in each of M layers, see `routing.placed`; None: the routers choose"""
 
 
 def collate(rows: Rows, step: int, vocab: int, varlen: bool = False) -> MicroBatch:
@@ -135,7 +138,14 @@ def collate(rows: Rows, step: int, vocab: int, varlen: bool = False) -> MicroBat
         "age_max": int(age_C.max(initial=0)),
     }
     packed = PackedRows(tuple(length_R.tolist()) or (tokens_RL.size,)) if varlen else None
-    return MicroBatch(torch.from_numpy(tokens_RL), torch.from_numpy(place_C - 1), targets, counts, packed)
+    return MicroBatch(
+        torch.from_numpy(tokens_RL),
+        torch.from_numpy(place_C - 1),
+        targets,
+        counts,
+        packed,
+        _routes_SMK(rows, begin_R, length_R, tokens_RL.size),
+    )
 
 
 def laid_out(flat: np.ndarray, length_R: np.ndarray, varlen: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -149,6 +159,14 @@ def laid_out(flat: np.ndarray, length_R: np.ndarray, varlen: bool) -> tuple[np.n
     column_L = np.arange(tokens_RL.shape[1])
     tokens_RL[: length_R.size][column_L < length_R[:, None]] = flat
     return tokens_RL, np.arange(length_R.size) * tokens_RL.shape[1]
+
+
+def _routes_SMK(rows: Rows, begin_R: np.ndarray, length_R: np.ndarray, places: int) -> Tensor | None:
+    if rows.routes is None or rows.route_lens is None:
+        return None
+    experts = unpack(rows.routes)
+    recorded = np.split(experts, unpack(rows.route_lens).cumsum()[:-1])
+    return placed(recorded, begin_R.tolist(), length_R.tolist(), (places, *experts.shape[1:]))
 
 
 def in_loss(rows: Rows) -> np.ndarray:

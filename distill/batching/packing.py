@@ -97,7 +97,8 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     scored = replace(scores, **first(scores, scores.__struct_fields__))
     arrays = first(rollout, ("tokens", "logprob", "topk_ids"))
     mask = rollout.mask and rollout.mask.cut(most)
-    return replace(rollout, spans=spans, own=own, scored=scored, mask=mask, **arrays)
+    routes = rollout.routes and cut(rollout.routes, rollout.prompt.shape[0] + most - 1)
+    return replace(rollout, spans=spans, own=own, scored=scored, mask=mask, routes=routes, **arrays)
 
 
 def _place(rollout: Rollout, tokens: int) -> int:
@@ -165,6 +166,7 @@ def rows_of(
         return _join([getattr(one, name) for one in scores], getattr(scored, name))
 
     by_reference = scored.kept is not None
+    routes = [one.routes for one in rollouts if one.routes is not None]
     tokens = b"".join(part for one in rollouts for part in (one.prompt.data, one.tokens.data))
     return Rows(
         ids=[one.id for one in rollouts],
@@ -191,6 +193,8 @@ def rows_of(
         teacher_prompts=[one.teacher_prompt for one in rollouts] if by_reference else None,
         own=_own(rollouts),
         mask=_mask(rollouts),
+        routes=joined(routes) if routes else None,
+        route_lens=_array("i4", [_routed(one) for one in rollouts]) if routes else None,
         earned=_earned(rollouts),
     )
 
@@ -215,6 +219,10 @@ def _mask(rollouts: Sequence[Rollout]) -> SamplingMask | None:
     if all(one.mask is None for one in rollouts):
         return None
     return SamplingMask.joined([one.mask or SamplingMask.none(one.length) for one in rollouts])
+
+
+def _routed(rollout: Rollout) -> int:
+    return 0 if rollout.routes is None else rollout.routes.shape[0]
 
 
 def _earned(rollouts: Sequence[Rollout]) -> Array | None:

@@ -95,6 +95,9 @@ class RolloutConfig(Settings):
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample among the tokens with at least this share of the most likely one's probability; above 0 it needs
     `top_k`."""
+    routing_replay: bool = False
+    """For a student with experts: replicas record the experts of every token, and the trainer's routers take
+    them (docs/objectives.md)."""
     stop_token_ids: list[int] = []
     """Token ids that end a completion besides the model's own."""
     request_size: int = Field(16, ge=1)

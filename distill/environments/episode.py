@@ -23,6 +23,8 @@ from sync.wire import (
     SamplingMask,
     Turn,
     VersionSpan,
+    behind,
+    joined,
     pack,
     unpack,
 )
@@ -88,6 +90,8 @@ class Sequence:
     """i4, [T, K] in all, -1 for the environment's tokens; empty: not asked for"""
     masks: list[SamplingMask] = field(default_factory=list)
     """[T] in all; empty: not asked for"""
+    routes: list[Array] = field(default_factory=list)
+    """[P + T - 1] in all, of the tokens as they were computed first; empty: not asked for"""
     spans: list[VersionSpan] = field(default_factory=list)
     """Contiguous, from 0 to T: the environment's tokens count to the turn before them."""
     own: list[tuple[int, int]] = field(default_factory=list)
@@ -122,6 +126,8 @@ class Sequence:
             self.topk_ids.append(unpack(answer.topk_ids))
         if answer.mask is not None:
             self.masks.append(answer.mask)
+        if answer.routes is not None:
+            self.routes.append(behind(answer.routes, sum(one.shape[0] for one in self.routes)))
         self.own.append((start, start + count))
         for span in answer.spans:
             first, last = start + span.start, start + span.end
@@ -139,6 +145,7 @@ class Sequence:
             finish_reason=finish_reason,
             topk_ids=pack(np.concatenate(self.topk_ids)) if self.topk_ids else None,
             mask=SamplingMask.joined(self.masks) if self.masks else None,
+            routes=joined(self.routes) if self.routes else None,
         )
 
 

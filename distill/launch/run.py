@@ -42,6 +42,7 @@ from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
 from distill.preflight_checks import checks, machine
 from distill.preflight_checks import engines as live
+from distill.preflight_checks.experts import routing_of
 from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
@@ -331,6 +332,7 @@ class _Launcher:
             want=needs(config.objective, config.rollout.temperature),
             connect=lambda url: HttpReplica(url, self._token, self._claim),
             student_topk=student_topk(config.objective),
+            routing=routing_of(config),
             vocab_size=split.vocab_size,
             evaluator=clients.evaluator,
             rewards=self._rewards,

@@ -16,7 +16,7 @@ from distill.buffer import rules
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
 from distill.evaluation.sets import check_rewards, open_sets
-from distill.preflight_checks import environments, objective
+from distill.preflight_checks import environments, experts, objective
 from distill.preflight_checks.devices import check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import PromptSplit, data_sources, open_prompts, text_config
@@ -70,6 +70,7 @@ def check(config: RunConfig) -> Checked:
     rules(config)
     sections = environments.problems(config)
     refuse([*check_transport(config), *_teachers(config), *_reach(config), *sections, *_others(config)])
+    refuse(experts.problems(config))
     _warn_of_temperature(config)
     router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer)

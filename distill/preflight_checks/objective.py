@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from distill.config import RunConfig
+from distill.preflight_checks.experts import has_experts
 from distill.prompts.sources import text_config
 from student_trainer.objectives.config import (
     Auto,
@@ -79,12 +80,6 @@ def with_objective(config: RunConfig) -> Resolved:
         chosen, reason = full, f"{step / GB:.2f} GB a step is at most {FULL_STEP_BYTES / GB:g} GB"
     line = f"objective: {_costs(config, chosen)} (objective.type is not set, and {reason})"
     return Resolved(config.model_copy(update={"objective": chosen}), [line])
-
-
-def has_experts(model: Any) -> bool:
-    """Whether transformers' config is of a mixture of experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any((getattr(model, name, None) or 0) > 1 for name in names)
 
 
 def precision(model: Any, dtype: str) -> str:

@@ -284,7 +284,7 @@ class Dispatcher:
             self._run_log.drop([rollout.id], "engine_failed", answer.error)
             if rollout.source_prompt.environment:
                 self._broken(rollout.id)
-        elif problem := self._validator.generated(answer):
+        elif problem := self._validator.generated(answer, len(rollout.source_prompt.token_ids)):
             detail = f"replica {replica.name} at {replica.engine.url}: {problem}"
             logger.warning("the completion of %s cannot be used: %s", rollout.id, detail)
             self._events.emit(Quarantined(rollout.source_prompt, "unusable", detail, []))

@@ -130,6 +130,8 @@ class Rollout(Record, frozen=True):
     """What an episode said behind a context that its environment rewrote: "ID+N" beside rollout ID. It is on
     no record until it is scored, and is lost with what holds it until then."""
     mask: SamplingMask | None = None  # of the T tokens; None: sampled from the whole vocabulary
+    routes: Array | None = None
+    """u1 or i4 [P + T - 1, layers, experts of a token], as in Generated; None: not recorded"""
 
     @property
     def length(self) -> int:
@@ -171,6 +173,7 @@ class Rollout(Record, frozen=True):
             truncated=answer.finish_reason in ("length", "time"),
             topk_ids=answer.topk_ids,
             mask=answer.mask,
+            routes=answer.routes,
         )
 
     def released(self) -> Rollout:

@@ -14,7 +14,18 @@ from distill.config import RolloutConfig
 from distill.run_log.records import Rollout
 from distill.run_log.state import RunState
 from sync import wire
-from sync.wire import Array, Generated, Sampling, Scored, TeacherCompletion, Version, Want, checks, unpack
+from sync.wire import (
+    Array,
+    Generated,
+    Routing,
+    Sampling,
+    Scored,
+    TeacherCompletion,
+    Version,
+    Want,
+    checks,
+    unpack,
+)
 from sync.wire.checks import Problem
 
 LONGEST_PATTERN = 8  # tokens of a pattern whose repetition is looked for
@@ -29,6 +40,7 @@ def sampling_of(config: RolloutConfig) -> Sampling:
         top_p=config.top_p,
         min_p=config.min_p,
         stop_token_ids=config.stop_token_ids,
+        routes=config.routing_replay,
     )
     return msgspec.structs.replace(sampling, mask=sampling.cuts)
 
@@ -40,18 +52,35 @@ class Validator:
     sampling: Sampling
     want: Want
     vocab_size: int = checks.ANY_ID
+    routing: Routing | None = None
+    """Of a student whose routes are recorded."""
 
     @classmethod
-    def of(cls, config: RolloutConfig, want: Want, student_topk: int, vocab_size: int) -> Validator:
+    def of(
+        cls,
+        config: RolloutConfig,
+        want: Want,
+        student_topk: int,
+        vocab_size: int,
+        routing: Routing | None = None,
+    ) -> Validator:
         """Of a run."""
-        limit = config.completion_timeout_seconds
-        sampling = msgspec.structs.replace(sampling_of(config), student_topk=student_topk, max_seconds=limit)
-        return cls(sampling, want, vocab_size)
+        sampling = msgspec.structs.replace(
+            sampling_of(config),
+            student_topk=student_topk,
+            max_seconds=config.completion_timeout_seconds,
+        )
+        return cls(sampling, want, vocab_size, routing)
 
-    def generated(self, answer: Generated | TeacherCompletion) -> Problem | None:
-        """Of a completion."""
-        if isinstance(answer, Generated):
-            return checks.generated(answer, self.sampling, self.vocab_size)
+    def generated(self, answer: Generated, prompt: int) -> Problem | None:
+        """Of a completion of `prompt` tokens by the student."""
+        places = prompt + answer.token_ids.shape[0] - 1 if answer.token_ids.shape else 0
+        return checks.generated(answer, self.sampling, self.vocab_size) or (
+            checks.routes(answer.routes, places, self.routing) if answer.token_ids.data else None
+        )
+
+    def teacher_completion(self, answer: TeacherCompletion) -> Problem | None:
+        """Of a completion by a teacher."""
         return checks.teacher_completion(answer, self.sampling.max_tokens, self.vocab_size)
 
     def scored(
@@ -68,6 +97,7 @@ class Validator:
         count, vocab = rollout.length, self.vocab_size
         k = 0 if rollout.kept else self.sampling.student_topk
         masked = self.sampling.mask and not rollout.by_teacher
+        routing = None if rollout.by_teacher else self.routing
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
         problem = checks.first(
             checks.prompt(rollout.prompt, vocab),
@@ -77,6 +107,7 @@ class Validator:
             checks.own(rollout.own, count),
             checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),
             checks.mask(rollout.mask, rollout.tokens, vocab, masked, least=0),
+            checks.routes(rollout.routes, rollout.prompt.shape[0] + count - 1, routing),
             self.scored(rollout.scored, count, keep=rollout.kept is not None),
         )
         if problem is not None:

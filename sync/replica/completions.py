@@ -115,8 +115,13 @@ def ranks(sampling: Sampling, vocab_size: int) -> int:
     return min(max(sampling.student_topk, masked), vocab_size)
 
 
-def generated(id: str, completion: Completion, sampling: Sampling) -> Generated | GenerateFailed:
-    """The answer for one finished completion; top-k ids without probability become -1."""
+def generated(
+    id: str, completion: Completion, sampling: Sampling, routes: np.ndarray | None = None
+) -> Generated | GenerateFailed:
+    """The answer for one finished completion; top-k ids without probability become -1.
+
+    `routes`: as in Generated, of a completion with tokens.
+    """
     length = len(completion.token_ids)
     reason = completion.finish_reason
     if reason not in _REASONS or (length == 0 and reason not in ("abort", TIMED_OUT)):
@@ -134,6 +139,7 @@ def generated(id: str, completion: Completion, sampling: Sampling) -> Generated 
         finish_reason=reason,  # type: ignore[arg-type]
         topk_ids=pack(_topk_TK(completion, student_topk)) if student_topk else None,
         mask=mask,
+        routes=None if routes is None else pack(routes),
     )
 
 

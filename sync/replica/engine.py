@@ -7,7 +7,7 @@ anyone may resume, and a revert that fails ends the process.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,14 +173,17 @@ class WorkerExtension:
             return {"done": True, "bytes": 0, "error": "no broadcast was asked for"}
         return {"done": reception.done, "bytes": reception.bytes_received, "error": reception.error}
 
-    def distill_record_routes(self) -> dict[str, int]:
+    def distill_record_routes(self) -> dict[str, Any]:
         """Record the experts of every token from now on; again changes nothing. Call it before any request.
 
-        {"layers": M, "chosen": K, "experts": E}; raises ConfigError when this engine cannot.
+        {"layers": M, "chosen": K, "experts": E}, or {"error": why this engine cannot}.
         """
-        if self.distill_record is None:
-            self.distill_record = record_routes(self.model_runner, self.vllm_config)
-        return asdict(self.distill_record.shape)
+        try:
+            if self.distill_record is None:
+                self.distill_record = record_routes(self.model_runner, self.vllm_config)
+        except ConfigError as error:
+            return {"error": str(error)}
+        return self.distill_record.shape._asdict()
 
     def distill_routes(self, requests: list[str]) -> list[dict[str, Any] | None]:
         """For each of these requests, which gave out their completions: its message for `routing.routes_of`.

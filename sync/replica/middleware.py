@@ -12,14 +12,15 @@ import time
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sync import wire
 from sync.claims import Claim
-from sync.errors import DistillError, SnapshotError, StoreError, WireError
-from sync.replica import completions, metrics, vllm_compat
+from sync.errors import DataError, DistillError, SnapshotError, StoreError, WireError
+from sync.replica import completions, metrics, routing, vllm_compat
 from sync.server import RunGuard, TokenGuard, read_message, refuse, reply
 from sync.settings import ReplicaConfig
 from sync.stores import open_store
@@ -95,6 +96,8 @@ class _Routes:
         if problem := completions.sampling_problem(wanted.sampling):
             raise WireError(problem)
         adapter = await self._following(request).adapter()
+        if wanted.sampling.routes:
+            await self._record_routes(request)
         generation = Generation(request.app.state.engine_client, wanted, adapter)
 
         async def run(_: Scope, receive: Receive, send: Send) -> None:
@@ -105,6 +108,12 @@ class _Routes:
                 self._generations.remove(generation)
 
         return run
+
+    async def _record_routes(self, request: Request) -> None:
+        """From now on; again changes nothing. Raises WireError when this engine cannot."""
+        answers = await vllm_compat.call_workers(request.app.state.engine_client, "distill_record_routes")
+        if problem := answers[0].get("error"):
+            raise WireError(problem)
 
     async def _update(self, request: Request) -> Response:
         return reply(await self._following(request).update(await read_message(request, wire.UpdateRequest)))
@@ -176,7 +185,19 @@ class Generation:
             )
         except vllm_compat.RefusedPrompt as error:
             return wire.GenerateFailed(id=prompt.id, error=f"the engine refused the prompt: {error}")
-        return completions.generated(prompt.id, completion, sampling)
+        routes = None
+        if sampling.routes and completion.token_ids.size:
+            token_ids = np.concatenate([np.array(prompt.token_ids, np.int32), completion.token_ids])
+            try:
+                routes = await self._routes(request_id, token_ids)
+            except DataError as error:
+                return wire.GenerateFailed(id=prompt.id, error=str(error))
+        return completions.generated(prompt.id, completion, sampling, routes)
+
+    async def _routes(self, request_id: str, token_ids: np.ndarray) -> np.ndarray:
+        """u1 or i4 [P + T - 1, layers, K]. Raises DataError when they are not whole."""
+        (found,), *_ = await vllm_compat.call_workers(self._engine, "distill_routes", [request_id])
+        return routing.routes_of(found, token_ids)
 
 
 # --- updates --------------------------------------------------------------------------------------------

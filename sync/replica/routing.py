@@ -13,52 +13,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from sync.errors import DataError
+from sync.wire import Routing
 
 KEPT_SECONDS: Final = 60.0
 """How long the routes of a request that ended wait to be taken; then whoever asked for it has left."""
-_BYTE: Final = 256
-"""Experts that one byte can number."""
-
-
-@dataclass(frozen=True)
-class RouteShape:
-    """What one token takes."""
-
-    layers: int
-    """M"""
-    chosen: int
-    """K"""
-    experts: int
-    """E"""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """uint8 where it holds every expert, else int32."""
-        return np.dtype(np.uint8 if self.experts <= _BYTE else np.int32)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of the routes alone: 384 of Qwen3-30B-A3B (48 layers, 8 of 128 experts)."""
-        return self.layers * self.chosen * self.dtype.itemsize
 
 
 class _Request:
     """Tokens and routes of the positions 0 … `length` - 1 of one request."""
 
-    def __init__(self, shape: RouteShape) -> None:
+    def __init__(self, shape: Routing) -> None:
         self.length = 0
         self.unread: range | None = None
         """Positions before a recorded pass that no recorded pass read; None: there are none."""
         self.ended: float | None = None
         """When the engine let go of it; None: it is in flight."""
         self._token_N = np.empty(0, np.int32)
-        self._route_NMK = np.empty((0, shape.layers, shape.chosen), shape.dtype)
+        self._route_NMK = np.empty((0, shape.layers, shape.chosen), np.dtype(shape.dtype))
 
     def write(self, start: int, token_N: np.ndarray, route_NMK: np.ndarray) -> None:
         if start > self.length:
@@ -107,7 +83,7 @@ class RouteRecord:
     flight it takes up to twice `shape.bytes_per_token` + 4 bytes a token.
     """
 
-    def __init__(self, shape: RouteShape, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, shape: Routing, clock: Callable[[], float] = time.monotonic) -> None:
         self.shape, self._clock = shape, clock
         self._requests: dict[str, _Request] = {}
 

@@ -18,7 +18,8 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from sync.errors import ConfigError
-from sync.replica.routing import RouteRecord, RouteShape
+from sync.replica.routing import RouteRecord
+from sync.wire import Routing
 
 
 def record_routes(runner: Any, config: VllmConfig) -> RouteRecord:
@@ -30,7 +31,7 @@ def record_routes(runner: Any, config: VllmConfig) -> RouteRecord:
     if problem := _problem(runner, config) or _problem_of_layers(layers):
         raise ConfigError(f"this replica cannot record the experts of its tokens: {problem}")
     routers = [layer.router for layer in layers]
-    shape = RouteShape(len(routers), routers[0].top_k, routers[0].global_num_experts)
+    shape = Routing(len(routers), routers[0].top_k, routers[0].global_num_experts)
     recorder = _Recorder(runner, RouteRecord(shape))
     for index, router in enumerate(routers):
         router.set_capture_fn(partial(recorder.capture, index))
@@ -121,7 +122,7 @@ class _Recorder:
                 f"a pass over {tokens} tokens chose experts {[list(ids.shape) for ids in chosen]} in "
                 f"{shape.layers} layers of {shape.chosen}: this model's routes cannot be recorded"
             )
-        kind = torch.uint8 if shape.dtype == np.uint8 else torch.int32
+        kind = torch.uint8 if shape.dtype == "u1" else torch.int32
         return torch.stack([ids[:tokens].to(kind) for ids in chosen], 1).cpu().numpy()
 
     def update_states(self, inner: Any, scheduled: Any) -> Any:

@@ -25,17 +25,8 @@ import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
 from sync.wire.evaluator import CompletionsReply, EvalReport
-from sync.wire.servers import (
-    Generated,
-    Head,
-    Kept,
-    Sampling,
-    SamplingMask,
-    Scored,
-    TeacherCompletion,
-    UpdateReply,
-    Want,
-)
+from sync.wire.replica import Generated, Routing, Sampling, SamplingMask, UpdateReply
+from sync.wire.teacher import Head, Kept, Scored, TeacherCompletion, Want
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport
 
 ROUNDING: Final = 0.02
@@ -228,6 +219,15 @@ def mask(
     if not held[sizes_T > 0].all():
         return Problem("mask.ids", "without the sampled token", "all that it was sampled from")
     return None
+
+
+def routes(found: Array | None, places: int, routing: Routing | None) -> Problem | None:
+    """Experts of `places` tokens; `routing` None: they were not asked for."""
+    if routing is None or found is None:
+        return array("routes", found, (), (), None, wanted=routing is not None)
+    shape = places, routing.layers, routing.chosen
+    within = Range(0, routing.experts - 1, f"one of {routing.experts} experts")
+    return array("routes", found, (routing.dtype,), shape, within)
 
 
 def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | None:

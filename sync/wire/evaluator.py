@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from sync.wire.base import Amount, Array, Count, Message, Number, Share, Version
-from sync.wire.servers import SamplingMask, ScoreSequence
+from sync.wire.replica import SamplingMask
+from sync.wire.teacher import ScoreSequence
 
 
 class CompletionsRequest(Message, frozen=True):

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from sync.wire.base import Amount, Array, Count, Message, RunIdentity, Version
-from sync.wire.servers import Kept, SamplingMask
+from sync.wire.replica import SamplingMask
+from sync.wire.teacher import Kept
 
 
 class TrainerHello(Message, frozen=True):
@@ -99,6 +100,11 @@ class Rows(msgspec.Struct, frozen=True):
     None: 1 everywhere"""
     mask: SamplingMask | None = None
     """Of the C tokens; None: all were sampled from the whole vocabulary"""
+    routes: Array | None = None
+    """u1 or i4 [sum(route_lens), layers, K]: experts of the first tokens of each row; None: the trainer's
+    routers choose, everywhere"""
+    route_lens: Array | None = None
+    """i4 [R]: tokens of each row with recorded routes: all but the last, or 0; None with `routes`"""
     earned: Array | None = None
     """f4 [C]: the part of the row's reward that was given for turns before the token's; None: 0 everywhere"""
 

@@ -15,7 +15,7 @@ import torch
 from route_recorder import COMPLETION, PROMPT, SEQUENCES
 from vllm_replica import save_model
 
-from student_trainer.routing import laid_out, replayed, routers
+from student_trainer.routing import placed, replayed, routers
 from sync.errors import ConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -86,7 +86,7 @@ def test_the_trainer_replays_what_the_engine_recorded(
 ) -> None:
     model = model_of(folders[0])
     tokens, routes, _ = sequences(found, "first")[0]
-    routes_SMK = laid_out([routes], [0], [len(tokens)], (len(tokens), 2, CHOSEN))
+    routes_SMK = placed([routes], [0], [len(tokens)], (len(tokens), 2, CHOSEN))
     with torch.no_grad():
         live = model(torch.from_numpy(tokens[None])).logits
         with replayed(routers(model), routes_SMK):

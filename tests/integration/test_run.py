@@ -40,13 +40,13 @@ from distill.metrics.summary import digest_of_all
 from distill.prompts.stream import group_of
 from distill.run_log.audit import audit
 from distill.run_log.journal import read_all
-from distill.run_log.records import BatchFormed, Opened, VersionApplied
+from distill.run_log.records import BatchFormed, Opened, Rollout, VersionApplied
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from sync.address import TOKEN_VARIABLE
 from sync.client import BlockingPeer
 from sync.snapshots.checkpoint import read_folder
 from sync.snapshots.checkpoint import tensor_digest as digest
-from sync.wire import ReplicaLeaves, Replicas, Version
+from sync.wire import ReplicaLeaves, Replicas, Version, unpack
 
 pytestmark = [
     pytest.mark.engine,
@@ -487,12 +487,14 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
 ) -> None:
     """Every shard of a fused tensor holds experts in part; what arrives are a checkpoint's own tensors.
 
-    The evaluation of the last version fails, and nothing else does. After fifty random versions of the final
-    model publisher, follower and late joiner hold the same bits.
+    The trainer takes the routes that the replica recorded, across its swaps of weights. The evaluation of the
+    last version fails, and nothing else does. After fifty random versions of the final model publisher,
+    follower and late joiner hold the same bits.
     """
     run = Run(tmp_path, models, "experts", {**prompts["chat"], "reward_fn": "gives_up:reward_fn"})
     (tmp_path / "gives_up.py").write_text(GIVES_UP)
     settings = ("trainer.ranks=2", "objective.type=full", "evaluation.prompts=4")
+    settings += ("rollout.routing_replay=true",)
     with run.command("run", *settings, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}) as running:
         assert running.end() == 1, run.logs(running)
         assert 'L000-v00000005 could not be evaluated, so "after" is empty: ' in running.said
@@ -504,6 +506,14 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
     assert summary["after"] is None
     assert audit(run.run_dir).violations["unproven"] == summary["problems"]
     assert len(summary["problems"]) == 1
+    rollouts = [one for _, one in read_all(run.run_dir / "journal") if isinstance(one, Rollout)]
+    assert len({span.version for one in rollouts for span in one.spans}) > 1
+    for one in (one for one in rollouts if not one.is_released):
+        assert one.routes is not None
+        assert one.routes.shape == (one.prompt.shape[0] + one.length - 1, 2, EXPERTS["num_experts_per_tok"])
+        assert int(unpack(one.routes).max()) < EXPERTS["num_experts"]
+    first = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert abs(first["train/rho_mean"] - 1) < 0.01
     names = {name for name, _ in read_folder(run.run_dir / "final")}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
     assert not [name for name in names if "gate_up_proj" in name]

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 from blake3 import blake3
@@ -41,6 +41,7 @@ from sync.wire import (
     Kept,
     Published,
     ReplicaState,
+    Routing,
     SamplingMask,
     Scored,
     ScoreRefused,
@@ -90,6 +91,15 @@ def some_masks(token_ids: list[int], k: int) -> SamplingMask:
     rows = [[(token + i) % 50 for i in range(1 + token % k)] for token in token_ids]
     ids = [id for row in rows for id in row]
     return SamplingMask(pack(np.array([*map(len, rows)], "i4")), pack(np.array(ids, "i4")))
+
+
+ROUTING: Final = Routing(layers=3, chosen=2, experts=5)
+
+
+def some_routes(token_ids: Sequence[int]) -> Array:
+    """Of all tokens but the last: in layer l those after token + l."""
+    first_P = np.array(token_ids[:-1]).reshape(-1, 1, 1) + np.arange(ROUTING.layers).reshape(1, -1, 1)
+    return pack(((first_P + np.arange(ROUTING.chosen)) % ROUTING.experts).astype("u1"))
 
 
 def weights_of(version: Version | None) -> dict[str, str]:
@@ -166,6 +176,7 @@ class MemoryReplica:
             finish_reason=reason,  # type: ignore[arg-type]
             topk_ids=pack(some_ids(count, sampling.student_topk)) if sampling.student_topk else None,
             mask=some_masks(said[:count], sampling.top_k) if sampling.mask else None,
+            routes=some_routes([*prompt.token_ids, *said[:count]]) if sampling.routes else None,
         )
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:

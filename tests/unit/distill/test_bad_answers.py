@@ -21,6 +21,7 @@ from corrupted_messages import SpoiledEvaluator, SpoiledReplica, SpoiledSession,
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from in_memory import (
+    ROUTING,
     MemoryEvaluator,
     MemoryPrompts,
     MemoryReplica,
@@ -78,6 +79,7 @@ async def spoiled_run(
             journal=Journal(folder, "never"),
             want=want,
             student_topk=own,
+            routing=ROUTING if config.rollout.routing_replay else None,
             vocab_size=50,
             evaluator=evaluator,
         ),
@@ -132,6 +134,11 @@ def check_trained(shares: list[TrainBatch]) -> None:
             assert ids_CK.max(initial=-1) < 50
             held_C = (ids_CK == found["tokens"][generated][:, None]).any(1)
             assert (held_C != by_teacher_C).all()
+        if rows.route_lens is not None:
+            tokens_R, routed_R = found["prompt_lens"] + found["completion_lens"], found["route_lens"]
+            assert (routed_R == np.where(found.get("by_teacher", 0), 0, tokens_R - 1)).all()
+            assert found["routes"].shape == (routed_R.sum(), ROUTING.layers, ROUTING.chosen)
+            assert found["routes"].max(initial=0) < ROUTING.experts
         assert (found["token_step"] <= shares[0].version.step).all()
 
 
@@ -144,14 +151,20 @@ def check_trained(shares: list[TrainBatch]) -> None:
 @given(
     seed=st.integers(0, 1 << 32),
     scores=st.sampled_from(["inline", "reference"]),
-    top_k=st.sampled_from([0, 4]),
+    more=st.booleans(),
 )
 def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
-    config, tmp_path_factory: pytest.TempPathFactory, seed: int, scores: str, top_k: int
+    config, tmp_path_factory: pytest.TempPathFactory, seed: int, scores: str, more: bool
 ) -> None:
     settings = config(
         run={"steps": 30},
-        rollout={"batch": 16, "max_in_flight": 32, "request_size": 2, "top_k": top_k},
+        rollout={
+            "batch": 16,
+            "max_in_flight": 32,
+            "request_size": 2,
+            "top_k": 4 if more else 0,
+            "routing_replay": more,
+        },
         objective={"type": "sampled", "on_policy": 0.75},
         buffer={"score_batch": 2, "scores": scores},
         guard={"bad_answers": 1_000_000},
@@ -262,7 +275,11 @@ async def test_a_replica_that_leaves_prompts_unanswered_does_not_hold_the_run(co
 
 
 FIELDS: dict[str, set[str]] = {
-    "Generated": {"id", "token_ids", "logprob", "spans", "finish_reason", "topk_ids", "mask", "bytes"},
+    "Generated": {
+        *("id", "token_ids", "logprob", "spans", "finish_reason", "topk_ids", "mask"),
+        "routes",
+        "bytes",
+    },
     "SamplingMask": {"sizes", "ids"},
     "Scored": {
         "id",

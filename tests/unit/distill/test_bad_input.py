@@ -248,6 +248,12 @@ def test_a_sampling_mask_that_nothing_bounds_is_refused(distill: Distill, settin
     assert "ready to run" in bounded
 
 
+def test_routing_replay_of_a_student_without_experts_is_refused(distill: Distill) -> None:
+    said = distill("rollout.routing_replay=true", "student.engine_args={enable-prefix-caching=true}")
+    assert "rollout.routing_replay is true and the student, a qwen3, has no experts: leave it out" in said
+    assert "student.engine_args turns on enable-prefix-caching" in said
+
+
 def test_a_discount_within_masks_of_a_divergence_without_is_refused(distill: Distill) -> None:
     objective = 'objective={type="%s",k=4,discount=0.5}'
     assert 'with objective.type "topk" and rollout.top_k 4' in distill(objective % "topk", "rollout.top_k=4")

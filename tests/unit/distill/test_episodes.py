@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from episodes import ANSWER, ASK, TURNS, USER, GuessEnvironment, bisects
-from in_memory import MemoryReplica, MemoryTrainer, some_masks
+from in_memory import ROUTING, MemoryReplica, MemoryTrainer, some_masks, some_routes
 from msgspec.structs import replace
 from small_config import make_config
 
@@ -53,7 +53,7 @@ class Recorder(MemoryReplica):
 def settings(**environment: Any) -> RunConfig:
     return make_config(
         environments={"guess": {"environment": "tests:guess", **environment}},
-        rollout={"max_tokens": 2, "top_k": 4},
+        rollout={"max_tokens": 2, "top_k": 4, "routing_replay": True},
         evaluation={"every": 0},
     )
 
@@ -77,6 +77,7 @@ def play(controller: Callable[..., Controller]) -> Callable[..., tuple[Controlle
             "environments": {"guess": environment},
             "prompts": PromptStream(EnvironmentSource("guess", 0), seed=0),
             "vocab_size": 50,
+            "routing": ROUTING,
             **parts,
         }
         return controller(config or settings(), hooks, **given), trained
@@ -111,6 +112,7 @@ async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_
         said[[i for start, end in one.own for i in range(start, end)]] = True
         assert one.mask.ids == SamplingMask.joined(of_turns).ids
         assert ((unpack(one.mask.sizes) > 0) == said).all()
+        assert one.routes == some_routes(PROMPT + tokens)
         assert one.reward in (0.0, 1.0)
     assert {task for _, task in environment.begun} == set(range(len(environment.begun)))
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from in_memory import some_routes
 from msgspec.structs import replace
 
 from distill.batching.packing import Shape, group_means, pack_batch, rows_of
@@ -22,6 +23,7 @@ from sync.wire import (
     Version,
     VersionSpan,
     encode,
+    joined,
     pack,
     unpack,
 )
@@ -88,6 +90,20 @@ def test_sampling_masks_follow_their_tokens_and_a_teachers_tokens_have_none() ->
     assert rows.mask.padded().tolist() == [[0, -1, -1], [1, 2, 3], [-1, -1, -1], [-1, -1, -1]]
     (batch,) = shares(made[1:], 1, 99)
     assert batch.micro_batches[0].mask is None
+
+
+def test_routes_follow_their_rows_and_a_teachers_row_has_none() -> None:
+    made = [replace(rollout(1, 2, 4), routes=some_routes(range(6)))]
+    made += [replace(rollout(2, 1, 3), by_teacher=True, spans=[])]
+    made += [replace(rollout(3, 2, 2), routes=some_routes(range(9, 13)))]
+    (batch,) = pack_batch(formed(made), 1, Shape(99, list(TEACHERS), supervised=2), step)
+    (rows,) = batch.micro_batches
+    routed = {"r1": some_routes(range(4)), "r2": None, "r3": some_routes(range(9, 13))}
+    assert rows.route_lens is not None
+    assert dict(zip(rows.ids, unpack(rows.route_lens).tolist(), strict=True)) == {"r1": 3, "r2": 0, "r3": 3}
+    assert rows.routes == joined([routed[id] for id in rows.ids if id != "r2"])
+    (batch,) = shares(made[1:2], 1, 99)
+    assert batch.micro_batches[0].routes is batch.micro_batches[0].route_lens is None
 
 
 def episode(number: int, prompt: int, length: int, *own: tuple[int, int], **scores: Array | None) -> Rollout:

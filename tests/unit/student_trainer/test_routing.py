@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
+from distill.preflight_checks.experts import has_experts, routing
 from student_trainer.engine import Student
 from student_trainer.head import HeadShape
-from student_trainer.routing import FAMILIES, LIVE, check_routes, laid_out, replayed, routers
+from student_trainer.routing import FAMILIES, LIVE, check_routes, placed, replayed, routers
 from sync.errors import ConfigError, DataError
 
 EXPERTS, CHOSEN, VOCAB = 8, 2, 32
@@ -229,10 +230,10 @@ def test_padded_rows_take_the_routes_of_the_same_rows_alone() -> None:
     recorded = [g.permuted(every, axis=-1)[: length - 1, :, :CHOSEN] for length in lengths]
     padded_RL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     with torch.no_grad():
-        with replayed(routed, laid_out(recorded, [0, 11, 22], lengths, (33, 2, CHOSEN))):
+        with replayed(routed, placed(recorded, [0, 11, 22], lengths, (33, 2, CHOSEN))):
             together = model(padded_RL).logits
         for row, tokens in enumerate(rows):
-            alone_SMK = laid_out(recorded[row : row + 1], [0], [len(tokens)], (len(tokens), 2, CHOSEN))
+            alone_SMK = placed(recorded[row : row + 1], [0], [len(tokens)], (len(tokens), 2, CHOSEN))
             with replayed(routed, alone_SMK):
                 alone = model(tokens[None]).logits[0]
             torch.testing.assert_close(together[row, : len(tokens)], alone, rtol=1e-4, atol=1e-4)
@@ -242,17 +243,17 @@ def test_padded_rows_take_the_routes_of_the_same_rows_alone() -> None:
 def test_routes_are_laid_out_for_padded_and_for_packed_rows() -> None:
     first = np.array([[[0, 255]], [[7, 3]]], np.uint8)
     third = np.array([[[5, 4]]], np.uint8)
-    padded = laid_out([first, None, third], [0, 3, 6], [3, 2, 2], (9, 1, 2))
+    padded = placed([first, None, third], [0, 3, 6], [3, 2, 2], (9, 1, 2))
     assert padded[:, 0].tolist() == [[0, 255], [7, 3], *[[LIVE] * 2] * 4, [5, 4], *[[LIVE] * 2] * 2]
-    packed = laid_out([first, None, third], [0, 3, 5], [3, 2, 2], (7, 1, 2))
+    packed = placed([first, None, third], [0, 3, 5], [3, 2, 2], (7, 1, 2))
     assert packed[:, 0].tolist() == [[0, 255], [7, 3], *[[LIVE] * 2] * 3, [5, 4], [LIVE] * 2]
     assert packed.dtype == torch.int16
-    many = laid_out([first.astype(np.int32) + 70_000], [0], [3], (3, 1, 2))
+    many = placed([first.astype(np.int32) + 70_000], [0], [3], (3, 1, 2))
     assert many[:, 0].tolist() == [[70_000, 70_255], [70_007, 70_003], [LIVE] * 2]
-    assert laid_out([], [], [], (2, 1, 2)).flatten().tolist() == [LIVE] * 4
+    assert placed([], [], [], (2, 1, 2)).flatten().tolist() == [LIVE] * 4
     for rows in (first[:, :, :1], np.repeat(first, 2, 0), np.repeat(first, 2, 1)):
         with pytest.raises(DataError, match="row 1 of a batch has 3 tokens and routes"):
-            laid_out([None, rows], [0, 3], [3, 3], (6, 1, 2))
+            placed([None, rows], [0, 3], [3, 3], (6, 1, 2))
 
 
 # --- which models -----------------------------------------------------------------------------------------
@@ -398,3 +399,18 @@ def test_a_router_that_never_ran_is_refused() -> None:
         replayed(routers(model), live_routes(build("qwen3"))),
     ):
         loss_of(model)
+
+
+@every_family
+def test_the_preflight_reads_the_same_routing_from_the_configuration(family: str) -> None:
+    found = routers(untrained(*CONFIGS[family]))
+    kind, fields = CONFIGS[family]
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    assert routing(config) == (len(found), CHOSEN, EXPERTS)
+    assert has_experts(config)
+
+
+def test_a_model_without_experts_or_of_an_unknown_family_has_no_routing() -> None:
+    dense, jamba = transformers.LlamaConfig(), transformers.JambaConfig()
+    assert (has_experts(dense), routing(dense)) == (False, None)
+    assert (has_experts(jamba), routing(jamba)) == (True, None)

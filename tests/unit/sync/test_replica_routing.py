@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sync.errors import DataError
-from sync.replica.routing import KEPT_SECONDS, RouteRecord, RouteShape, routes_of
+from sync.replica.routing import KEPT_SECONDS, RouteRecord, routes_of
+from sync.wire import Routing
 
-SHAPE = RouteShape(layers=3, chosen=2, experts=8)
+SHAPE = Routing(layers=3, chosen=2, experts=8)
 
 
 class Engine:
     """Passes over tokens, each of which routes as nothing before it did."""
 
-    def __init__(self, shape: RouteShape = SHAPE) -> None:
+    def __init__(self, shape: Routing = SHAPE) -> None:
         self.now = 0.0
         self.record, self.shape = RouteRecord(shape, lambda: self.now), shape
         self._random = np.random.default_rng(0)
@@ -128,14 +129,14 @@ def test_a_request_is_found_by_the_name_that_its_caller_gave_it() -> None:
 @pytest.mark.parametrize(
     ("shape", "size"),
     [
-        (RouteShape(48, 8, 128), 384),  # Qwen3-30B-A3B
-        (RouteShape(94, 8, 128), 752),  # Qwen3-235B-A22B
-        (RouteShape(58, 8, 256), 464),  # DeepSeek-V3
-        (RouteShape(24, 4, 32), 96),  # gpt-oss-20b
-        (RouteShape(2, 2, 257), 16),
+        (Routing(48, 8, 128), 384),  # Qwen3-30B-A3B
+        (Routing(94, 8, 128), 752),  # Qwen3-235B-A22B
+        (Routing(58, 8, 256), 464),  # DeepSeek-V3
+        (Routing(24, 4, 32), 96),  # gpt-oss-20b
+        (Routing(2, 2, 257), 16),
     ],
 )
-def test_a_token_takes_a_byte_an_expert_where_a_byte_can_name_it(shape: RouteShape, size: int) -> None:
+def test_a_token_takes_a_byte_an_expert_where_a_byte_can_name_it(shape: Routing, size: int) -> None:
     assert shape.bytes_per_token == size
     engine = Engine(shape)
     passes = engine.run("a", 0, 5, 6)

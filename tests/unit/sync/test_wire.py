@@ -13,10 +13,12 @@ from sync.wire import (
     Generated,
     GenerateFailed,
     Ok,
+    Routing,
     SamplingMask,
     Version,
     VersionSpan,
     Wait,
+    behind,
     checks,
     decode,
     encode,
@@ -187,3 +189,33 @@ def test_a_mask_is_there_where_it_was_asked_for_and_nowhere_else() -> None:
     none = SamplingMask.none(3)
     assert checks.mask(none, TOKENS, 10, wanted=True, least=0) is None
     assert "mask.sizes is 0" in str(checks.mask(none, TOKENS, 10, wanted=True))
+
+
+ROUTES = np.arange(3 * 2 * 2).reshape(3, 2, 2).astype("u1") % 4
+
+
+@pytest.mark.parametrize(
+    ("routes", "says"),
+    [
+        (pack(ROUTES), None),
+        (None, "routes is missing"),
+        (pack(ROUTES[:2]), "routes is of shape [2, 2, 2], and must be of shape [3, 2, 2]"),
+        (pack(ROUTES.astype("i4")), "routes is of dtype i4"),
+        (pack(ROUTES + 1), "routes is 4 in one place or more"),
+    ],
+)
+def test_routes_are_of_every_token_and_of_experts_there_are(routes: Array | None, says: str | None) -> None:
+    problem = checks.routes(routes, 3, Routing(layers=2, chosen=2, experts=4))
+    assert problem is None if says is None else says in str(problem)
+    assert "left out" in str(checks.routes(pack(ROUTES), 3, None))
+    assert checks.routes(None, 3, None) is None
+
+
+def test_many_experts_need_wider_numbers() -> None:
+    assert [Routing(1, 1, experts).dtype for experts in (256, 257)] == ["u1", "i4"]
+
+
+@given(st.integers(0, 5), st.integers(0, 7))
+def test_an_array_without_its_first_elements(length: int, count: int) -> None:
+    values = np.arange(length * 2, dtype="i4").reshape(length, 2)
+    assert unpack(behind(pack(values), count)).tolist() == values[count:].tolist()

@@ -1,0 +1,221 @@
+"""Controller ↔ student replicas; people ↔ controller: replicas of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from sync.wire.base import DTYPES, Amount, Array, Count, Message, Version, VersionSpan, cut, joined, unpack
+
+# --- the student ----------------------------------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How completions are sampled; the same for every prompt of a request."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    """Sample among the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens that have this share of the probability mass together."""
+    min_p: float = 0.0
+    """Sample among the tokens that have at least this share of the most likely one's probability."""
+    stop_token_ids: list[int] = []
+    """Ids that end a completion besides the model's own EOS; the ending id is part of the completion."""
+    student_topk: int = 0
+    """Return the student's own top-k ids per position (0: none); every id has rank <= k, sampled or not."""
+    max_seconds: float | None = None
+    """Wall seconds from its arrival after which a completion is answered as it is then; None: no limit."""
+    mask: bool = False
+    """Return the sampling mask of every token, which `top_k` must bound."""
+    routes: bool = False
+    """Return the experts of every token, of a student with experts."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens of the vocabulary are never sampled."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class Routing(NamedTuple):
+    """Of a student with experts."""
+
+    layers: int
+    """That have experts."""
+    chosen: int
+    """Experts of a token in one of them."""
+    experts: int
+    """Of a layer."""
+
+    @property
+    def dtype(self) -> Literal["u1", "i4"]:
+        """Of an expert's number on the wire."""
+        return "u1" if self.experts <= 256 else "i4"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """384 of Qwen3-30B-A3B: 48 layers, 8 of 128 experts."""
+        return self.layers * self.chosen * DTYPES[self.dtype].itemsize
+
+
+class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The ids that each of T tokens was sampled from: what top_k, top_p and min_p left of the vocabulary."""
+
+    sizes: Array
+    """i4 [T]: ids of each token; 0: the whole vocabulary, or nothing was sampled there"""
+    ids: Array
+    """i4 [sum(sizes)]: most likely first, the sampled token among them"""
+
+    @classmethod
+    def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """Of the tokens of one after the other; there must be one."""
+        return cls(joined([mask.sizes for mask in masks]), joined([mask.ids for mask in masks]))
+
+    @classmethod
+    def none(cls, count: int) -> SamplingMask:
+        """Of `count` tokens that have none."""
+        return cls(Array("i4", (count,), bytes(4 * count)), Array("i4", (0,), b""))
+
+    def padded(self) -> np.ndarray:
+        """i8 [T, K], K of the largest: the ids of each token, then -1."""
+        sizes_T = unpack(self.sizes)
+        ids_TK = np.full((sizes_T.size, max(1, int(sizes_T.max(initial=0)))), -1, np.int64)
+        ids_TK[np.arange(ids_TK.shape[1]) < sizes_T[:, None]] = unpack(self.ids)
+        return ids_TK
+
+    def cut(self, count: int) -> SamplingMask:
+        """Of the first `count` tokens."""
+        sizes = cut(self.sizes, count)
+        return SamplingMask(sizes, cut(self.ids, int(unpack(sizes).sum())))
+
+
+class GeneratePrompt(msgspec.Struct, frozen=True):
+    """One prompt to complete. `id` is unique within the run and comes back with the answer."""
+
+    id: str
+    token_ids: list[int]
+    seed: int | None = None
+    """None: the engine's own randomness."""
+
+
+class GenerateRequest(Message, frozen=True):
+    """Complete every prompt. Controller → replica; answered by one frame per prompt, as each ends."""
+
+    sampling: Sampling
+    prompts: list[GeneratePrompt]
+
+
+class Generated(Message, frozen=True):
+    """Replica → controller: one completion. T may be 0 only when `finish_reason` is "abort" or "time"."""
+
+    id: str
+    token_ids: Array
+    """i4 [T]"""
+    logprob: Array
+    """f4 [T]: log μ(y_t), nats, of the distribution that was really sampled (temperature, top-p applied)"""
+    spans: list[VersionSpan]
+    """Contiguous, from 0 to T."""
+    finish_reason: Literal["stop", "length", "abort", "time"]
+    """length: `Sampling.max_tokens` or the context ended it; time: `Sampling.max_seconds` did."""
+    topk_ids: Array | None = None
+    """i4 [T, K]: the student's K most likely ids at sampling time, -1 where fewer; None: not asked for"""
+    mask: SamplingMask | None = None
+    """None: not asked for."""
+    routes: Array | None = None
+    """u1 or i4 [P + T - 1, layers, K] of `Routing`: experts of every token but the last, the prompt's too, as
+    they were when it was first computed; None: not asked for"""
+
+
+class GenerateFailed(Message, frozen=True):
+    """Replica → controller: a prompt that the engine refused; the others of its request are not affected."""
+
+    id: str
+    error: str
+
+
+class BroadcastTicket(msgspec.Struct, frozen=True):
+    """A replica's rank in one broadcast of weights from the trainer, which is rank 0 of the group."""
+
+    address: str
+    """"host:port" of the store of keys that the trainer serves."""
+    group: str
+    """Name of the group's keys in that store; a new one for every broadcast."""
+    rank: int
+    """1 … world_size - 1."""
+    world_size: int
+
+
+class UpdateRequest(Message, frozen=True):
+    """Controller → replica: stage `version` while generating, then pause, swap, stamp, resume."""
+
+    version: Version
+    kv_on_swap: Literal["recompute", "keep"] = "recompute"
+    broadcast: BroadcastTicket | None = None
+    """None: the version is read from the store."""
+
+
+class UpdateReply(Message, frozen=True):
+    """Replica → controller: what an update cost."""
+
+    version: Version
+    """What the replica now serves."""
+    bytes_read: Count
+    """Bytes fetched from the store, or received by broadcast, for this update."""
+    stage_seconds: Amount
+    """Download, decode, verify; generation went on."""
+    pause_seconds: Amount
+    """No token was generated: from the call to pause until resumed."""
+    apply_seconds: Amount
+    """The part of the pause that loaded weights."""
+
+
+class ReplicaState(Message, frozen=True):
+    """Replica → controller, answer to GET /distill/v1/state: what it serves now."""
+
+    version: Version | None
+    """None: still the folder the engine was started with, no published version yet."""
+    requests: Count
+    """Completions in flight."""
+    digests: dict[str, str] | None = None
+    """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: not asked for."""
+    tokens: Count | None = None
+    """Tokens generated since the engine started, unfinished completions included; None: no statistics."""
+
+
+# --- people: replicas that join and leave ---------------------------------------------------------------
+
+
+class ReplicaJoins(Message, frozen=True):
+    """A student replica that is to serve this run from now on; answered with the Replicas there are then."""
+
+    url: str
+    name: str | None = None
+    """None: the next free "student-N"."""
+
+
+class ReplicaLeaves(Message, frozen=True):
+    """A replica that is to serve this run no more; answered with the Replicas that remain."""
+
+    name: str
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One replica as the controller sees it."""
+
+    name: str
+    url: str
+    phase: Literal["absent", "catching_up", "serving"]
+    version: Version | None
+    """None: the folder it was started with."""
+    in_flight: int
+    """Completions it works on."""
+
+
+class Replicas(Message, frozen=True):
+    """The student replicas of a run."""
+
+    replicas: list[ReplicaStatus]
