@@ -34,7 +34,7 @@ MAX_REFUSAL: Final = 1 << 16
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
 IDLE_SECONDS: Final = 4.0
-"""A connection is used again within it: uvicorn closes one after 5 s."""
+"""A connection is used again within it: uvicorn, in vLLM, closes one after 5 s."""
 LARGE_BODY: Final = 1 << 20
 """Bytes of a request that is sent in pieces, between which others run."""
 

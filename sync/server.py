@@ -179,6 +179,11 @@ def check_bind(host: str, token: str | None) -> None:
         )
 
 
+KEEP_ALIVE_SECONDS: Final = 60
+"""An idle connection is closed after it; far longer than a loop may stall. To uvicorn one is idle that was
+refused while its body was still coming, and who is cut off then does not learn of the refusal."""
+
+
 def serve_app(app: ASGIApp, host: str, port: int, grace: int) -> None:
     """Answer on a port that a launcher may hold, until SIGTERM or SIGINT and `grace` seconds more.
 
@@ -186,7 +191,13 @@ def serve_app(app: ASGIApp, host: str, port: int, grace: int) -> None:
     """
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=grace,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
     uvicorn.Server(config).run(sockets=[join_port(host, port)])
 
 

@@ -23,6 +23,7 @@ from sync import wire
 from sync.address import url_problem
 from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
 from sync.server import (
+    KEEP_ALIVE_SECONDS,
     RunGuard,
     TokenGuard,
     bind_alone,
@@ -173,7 +174,14 @@ class _Server(uvicorn.Server):
 async def serving(app: Starlette, bound: socket.socket) -> AsyncIterator[None]:
     """Serve on `bound` while inside; running requests are cut off at the end."""
     server = _Server(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
     )
     bound.listen()  # who connects before the server has started waits for it
     task = asyncio.create_task(server.serve(sockets=[bound]))

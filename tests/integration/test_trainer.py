@@ -40,6 +40,7 @@ from sync.subscribe import Mirror
 from sync.wire import (
     Audience,
     BatchRequest,
+    BroadcastMembers,
     BroadcastTicket,
     CheckpointSaved,
     FinalDigests,
@@ -129,6 +130,8 @@ class StubController:
 
             def do_GET(self) -> None:
                 gets = {"/v1/teachers/only/head": teacher_head(), "/v1/teachers/only": outer.servers}
+                if self.path.startswith("/v1/broadcasts/"):
+                    gets[self.path] = BroadcastMembers(lost={})
                 self._reply(gets.get(self.path))
 
             def do_POST(self) -> None:

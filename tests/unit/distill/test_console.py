@@ -189,6 +189,8 @@ def test_a_terminal_that_accepts_no_output_does_not_hold_up_the_run(monkeypatch)
     display.log(1, step(1))
     display.close()
     accepts.set()
+    display._thread.join(60)  # it puts sys.stdout back, which is another test's later
+    assert not display._thread.is_alive()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
