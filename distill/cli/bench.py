@@ -114,6 +114,12 @@ def episodes(folder: Folder = Path("runs/bench-episodes"), json_file: JsonFile =
 
 
 @app.command()
+def routing(folder: Folder = Path("runs/bench-routing"), json_file: JsonFile = None) -> None:
+    """A student with experts, trained with and without the routes that its rollouts were sampled through."""
+    bench("routing", folder, json_file=json_file)
+
+
+@app.command()
 def peers(folder: Folder = Path("runs/bench-peers"), json_file: JsonFile = None) -> None:
     """TRL's DistillationTrainer against us on the same models; installs TRL by pip into the folder."""
     bench("peers", folder, json_file=json_file)

@@ -69,8 +69,10 @@ def check(config: RunConfig) -> Checked:
     check_secrets(config)
     rules(config)
     sections = environments.problems(config)
-    refuse([*check_transport(config), *_teachers(config), *_reach(config), *sections, *_others(config)])
-    refuse(experts.problems(config))
+    model = [*_packing(config), *experts.problems(config)]
+    refuse(
+        [*check_transport(config), *_teachers(config), *_reach(config), *sections, *_others(config), *model]
+    )
     _warn_of_temperature(config)
     router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer)
@@ -219,11 +221,6 @@ def _others(config: RunConfig) -> Iterator[str]:
             "divergence is of the whole vocabulary; leave the discount out, or set objective.type = "
             '"sampled" or "student_topk"'
         )
-    if config.trainer.packing == "varlen" and (kinds := unpackable(text_config(config.student))):
-        yield (
-            f"student.path {config.student.path} has layers of the kind {', '.join(kinds)}, through which "
-            'rows laid end to end would see each other: set trainer.packing = "padded"'
-        )
     kept = getattr(config.objective, "drop_rho_outside", None)
     if kept is not None and config.objective.type != "sft" and not kept[0] <= 1 <= kept[1]:
         yield f"objective.drop_rho_outside {kept} drops every token of age 0: give an interval around 1"
@@ -237,6 +234,14 @@ def _others(config: RunConfig) -> Iterator[str]:
         yield (
             "tracking.tensorboard is true and the package tensorboard is not installed: pip install "
             "'onpolicy-distill[tensorboard]', or set it to false"
+        )
+
+
+def _packing(config: RunConfig) -> Iterator[str]:
+    if config.trainer.packing == "varlen" and (kinds := unpackable(text_config(config.student))):
+        yield (
+            f"student.path {config.student.path} has layers of the kind {', '.join(kinds)}, through which "
+            'rows laid end to end would see each other: set trainer.packing = "padded"'
         )
 
 

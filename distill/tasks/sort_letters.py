@@ -107,12 +107,13 @@ def is_held_out(text: str) -> bool:
 
 def make_models(folder: Path, seed: int) -> Models:
     """A teacher that has learned the task and a student that hardly has; made once, kept in `folder`."""
-
-    def loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
-        return lesson_loss(model, recipe, rng, *examples(rng, recipe.rows, letters_at(step)))
-
     pair, sources = (TEACHER, STUDENT), (__file__,)
-    return taught_pair(folder / "sort_letters", pair, seed, letter_tokenizer(), untaught, loss, sources)
+    return taught_pair(folder / "sort_letters", pair, seed, letter_tokenizer(), untaught, lesson, sources)
+
+
+def lesson(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
+    """Loss of one step of teaching."""
+    return lesson_loss(model, recipe, rng, *examples(rng, recipe.rows, letters_at(step)))
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
