@@ -56,6 +56,8 @@ class _Routes:
         self._app, self._config, self._claim = app, config, claim
         self._updater: Updater | None = None
         self._generations: set[Generation] = set()
+        self._routes: routing.RouteQueue | None = None
+        """None: no request has asked for routes so far."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
@@ -98,7 +100,7 @@ class _Routes:
         adapter = await self._following(request).adapter()
         if wanted.sampling.routes:
             await self._record_routes(request)
-        generation = Generation(request.app.state.engine_client, wanted, adapter)
+        generation = Generation(request.app.state.engine_client, wanted, adapter, self._routes)
 
         async def run(_: Scope, receive: Receive, send: Send) -> None:
             self._generations.add(generation)
@@ -111,9 +113,17 @@ class _Routes:
 
     async def _record_routes(self, request: Request) -> None:
         """From now on; again changes nothing. Raises WireError when this engine cannot."""
-        answers = await vllm_compat.call_workers(request.app.state.engine_client, "distill_record_routes")
+        engine = request.app.state.engine_client
+        answers = await vllm_compat.call_workers(engine, "distill_record_routes")
         if problem := answers[0].get("error"):
             raise WireError(problem)
+        if self._routes is None:
+
+            async def take(requests: list[str]) -> list[dict[str, Any] | None]:
+                found, *_ = await vllm_compat.call_workers(engine, "distill_routes", requests)
+                return found
+
+            self._routes = routing.RouteQueue(take)
 
     async def _update(self, request: Request) -> Response:
         return reply(await self._following(request).update(await read_message(request, wire.UpdateRequest)))
@@ -140,9 +150,15 @@ async def left(receive: Receive) -> None:
 class Generation:
     """The completions of one request. `run` once; ends early, aborting them all, when the client leaves."""
 
-    def __init__(self, engine: Any, request: wire.GenerateRequest, adapter: Any | None = None) -> None:
-        """`adapter`: of `Updater.adapter`."""
-        self._engine, self._request, self._adapter = engine, request, adapter
+    def __init__(
+        self,
+        engine: Any,
+        request: wire.GenerateRequest,
+        adapter: Any | None = None,
+        routes: routing.RouteQueue | None = None,
+    ) -> None:
+        """`adapter`: of `Updater.adapter`. `routes`: where `Sampling.routes` asks for them."""
+        self._engine, self._request, self._adapter, self._routes = engine, request, adapter, routes
         self._limits = vllm_compat.limits(engine)
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self.open = len(request.prompts)
@@ -186,18 +202,13 @@ class Generation:
         except vllm_compat.RefusedPrompt as error:
             return wire.GenerateFailed(id=prompt.id, error=f"the engine refused the prompt: {error}")
         routes = None
-        if sampling.routes and completion.token_ids.size:
+        if sampling.routes and self._routes is not None and completion.token_ids.size:
             token_ids = np.concatenate([np.array(prompt.token_ids, np.int32), completion.token_ids])
             try:
-                routes = await self._routes(request_id, token_ids)
+                routes = routing.routes_of(await self._routes.take(request_id), token_ids)
             except DataError as error:
                 return wire.GenerateFailed(id=prompt.id, error=str(error))
         return completions.generated(prompt.id, completion, sampling, routes)
-
-    async def _routes(self, request_id: str, token_ids: np.ndarray) -> np.ndarray:
-        """u1 or i4 [P + T - 1, layers, K]. Raises DataError when they are not whole."""
-        (found,), *_ = await vllm_compat.call_workers(self._engine, "distill_routes", [request_id])
-        return routing.routes_of(found, token_ids)
 
 
 # --- updates --------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ P tokens of a prompt, T of its completion.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -148,3 +149,32 @@ def routes_of(message: dict[str, Any] | None, token_ids: np.ndarray) -> np.ndarr
         )
     routes_NMK = np.frombuffer(message["routes"], message["dtype"]).reshape(message["shape"])
     return routes_NMK[:count]
+
+
+class RouteQueue:
+    """Takes the routes of completions that end together by one call to the worker, which then does not
+    generate."""
+
+    def __init__(self, take: Callable[[list[str]], Awaitable[list[dict[str, Any] | None]]]) -> None:
+        """`take`: see `RouteRecord.take`, of several requests."""
+        self._take = take
+        self._names: list[str] = []
+        """Requests of the call that is to be made."""
+        self._next: asyncio.Task[list[dict[str, Any] | None]] | None = None
+        self._last: asyncio.Task[list[dict[str, Any] | None]] | None = None
+
+    async def take(self, request: str) -> dict[str, Any] | None:
+        """Of a request whose completion was given out. Raises what the call raises."""
+        place = len(self._names)
+        self._names.append(request)
+        if self._next is None:
+            self._next = asyncio.create_task(self._together())
+        found = await asyncio.shield(self._next)  # who leaves does not end it for the others
+        return found[place]
+
+    async def _together(self) -> list[dict[str, Any] | None]:
+        if self._last is not None:
+            await asyncio.wait([self._last])
+        names, self._names = self._names, []
+        self._last, self._next = self._next, None
+        return await self._take(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sync.errors import DataError
-from sync.replica.routing import KEPT_SECONDS, RouteRecord, routes_of
+from sync.replica.routing import KEPT_SECONDS, RouteQueue, RouteRecord, routes_of
 from sync.wire import Routing
 
 SHAPE = Routing(layers=3, chosen=2, experts=8)
@@ -143,3 +144,39 @@ def test_a_token_takes_a_byte_an_expert_where_a_byte_can_name_it(shape: Routing,
     routes = engine.routes("a", 5, 6, 7)
     assert routes.nbytes == 2 * size
     np.testing.assert_array_equal(routes, passes)
+
+
+# --- completions that end together ------------------------------------------------------------------------
+
+
+async def test_those_that_end_while_a_call_is_under_way_share_the_next() -> None:
+    calls: list[list[str]] = []
+
+    async def take(requests: list[str]) -> list[dict[str, str] | None]:
+        calls.append(requests)
+        await asyncio.sleep(0.01)
+        return [None if request == "gone" else {"of": request} for request in requests]
+
+    queue = RouteQueue(take)
+    first = asyncio.create_task(queue.take("a"))
+    await asyncio.sleep(0.001)
+    others = [asyncio.create_task(queue.take(name)) for name in ("b", "gone", "left")]
+    await asyncio.sleep(0)
+    others[-1].cancel()
+    found = await asyncio.gather(first, *others, return_exceptions=True)
+    assert found[:3] == [{"of": "a"}, {"of": "b"}, None]
+    assert calls == [["a"], ["b", "gone", "left"]]
+    assert await queue.take("later") == {"of": "later"}
+
+
+async def test_a_call_that_fails_is_told_to_all_that_wait_for_it_and_to_no_other() -> None:
+    async def take(requests: list[str]) -> list[dict[str, str] | None]:
+        await asyncio.sleep(0)
+        if "bad" in requests:
+            raise DataError("the engine is gone")
+        return [{} for _ in requests]
+
+    queue = RouteQueue(take)
+    failed = await asyncio.gather(queue.take("bad"), queue.take("beside"), return_exceptions=True)
+    assert [str(error) for error in failed] == ["the engine is gone"] * 2
+    assert await queue.take("next") == {}
