@@ -131,7 +131,7 @@ class Head(nn.Module):
         if targets is None or loss is None:
             return project(hidden_CH, self.weight, self.bias)
         if loss.discount is not None and targets.row_N is not None:
-            logp_C = token_logp(hidden_CH.detach(), head, targets, self.chunk)
+            logp_C = token_logp(hidden_CH.detach(), head, targets.token_N, self.chunk)
             factor_C = loss.discount.factor(logp_C, targets)
             future_C = future_credit(logp_C - targets.teacher_logp_N, factor_C, targets.row_N)
             targets = replace(targets, future_N=future_C)

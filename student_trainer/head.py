@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.divergences import Discount, Objective, Targets, own, sampled_logp
+from student_trainer.objectives.divergences import Discount, Objective, Targets, at, own
 from student_trainer.objectives.token_statistics import STATS, token_sums
 
 RHO_MAX = len(STATS)
@@ -92,15 +92,11 @@ def project(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tens
 
 
 @torch.no_grad()
-def token_logp(hidden_CH: Tensor, head: HeadWeights, targets: Targets, chunk: int) -> Tensor:
-    """log p(y) [C] within the sampling masks, without gradient, in chunks of `chunk` tokens."""
+def token_logp(hidden_CH: Tensor, head: HeadWeights, token_C: Tensor, chunk: int) -> Tensor:
+    """log p(y) [C] without gradient, in chunks of `chunk` tokens."""
     rows_VH, rows_V = head.known_rows(hidden_CH.device)
-    parts = []
-    for start in range(0, hidden_CH.shape[0], chunk):
-        part = slice(start, start + chunk)
-        logp_NV = log_probs(project(hidden_CH[part], rows_VH, rows_V), head.shape)
-        parts.append(sampled_logp(logp_NV, targets.each(itemgetter(part))))
-    return torch.cat(parts) if parts else hidden_CH.new_zeros(0, dtype=torch.float32)
+    pairs = zip(hidden_CH.split(chunk), token_C.split(chunk), strict=True)
+    return torch.cat([at(log_probs(project(h, rows_VH, rows_V), head.shape), token) for h, token in pairs])
 
 
 def chunked_loss(

@@ -169,6 +169,8 @@ class ReplicaConfig(Settings):
     """Fingerprint of the model; None: whatever the first manifest says."""
     lora_rank: int | None = Field(None, ge=1)
     """Rank of the adapters that this replica follows; None: it follows whole checkpoints."""
+    routes: bool = False
+    """It is to record the experts of its tokens."""
     timeout_seconds: float = Field(300.0, gt=0)
     """A broadcast that takes longer has failed."""
 

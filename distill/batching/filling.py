@@ -1,6 +1,6 @@
 """Which rows share a micro-batch, and which rank computes it; from the rows' lengths alone.
 
-    end_to_end    rows lie one after the other: micro-batches of about as many tokens, as few as can be
+    end_to_end    rows lie one after the other: micro-batches of about as many tokens, about as few as can be
     rectangles    rows are padded to the longest: neighbours in length share, as many as fit
 
 Ranks run in lockstep under ZeRO-3: micro-batches that they compute at the same time should cost the same.

@@ -97,7 +97,7 @@ class RolloutConfig(Settings):
     `top_k`."""
     routing_replay: bool = False
     """For a student with experts: replicas record the experts of every token, and the trainer's routers take
-    them (docs/objectives.md)."""
+    them (docs/objectives.md). Replicas then run vLLM's first model runner, not compiled."""
     stop_token_ids: list[int] = []
     """Token ids that end a completion besides the model's own."""
     request_size: int = Field(16, ge=1)
@@ -295,5 +295,6 @@ class RunConfig(Settings):
             store_path=self.run_dir / "store",
             mirror=self.run_dir / "mirrors" / process,
             lora_rank=self.trainer.lora.rank if self.trainer.lora else None,
+            routes=self.rollout.routing_replay,
             timeout_seconds=self.weights.timeout_seconds,
         )

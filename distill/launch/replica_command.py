@@ -58,6 +58,11 @@ _CPU_ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+_RECORDING: Final[dict[str, Any]] = {"enforce-eager": True, "enable-prefix-caching": False}
+"""Flags of a replica that records routes: a compiled pass tells nobody what it chose, and what is read from
+the cache is not routed again."""
+_FIRST_RUNNER: Final = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""The one whose routes can be recorded; vLLM prefers its second where Triton is."""
 _EAGER: Final = {"TORCHDYNAMO_DISABLE": "1"}
 """Without it vLLM compiles helpers of its sampler even with --enforce-eager: 6 s of each start on a CPU."""
 
@@ -72,7 +77,7 @@ def command(
     """
     check_bind(host, token_from_environment())
     cpu, user = runs_on_cpu(), config.flags()
-    ours = _OURS | _adapters(replica.lora_rank)
+    ours = _OURS | _adapters(replica.lora_rank) | (_RECORDING if replica.routes else {})
     _refuse_reserved(user, ours, cpu)
     arguments: dict[str, Any] = {
         "model": config.path,
@@ -98,6 +103,7 @@ def command(
         **_ENVIRONMENT,
         **(_CPU_ENVIRONMENT if cpu else {}),
         **(_EAGER if cpu and arguments["enforce-eager"] is True else {}),
+        **(_FIRST_RUNNER if replica.routes else {}),
         **replica.environment(),
         **visible_devices(config, index, f"student-{index}"),
         **config.env,
@@ -142,7 +148,8 @@ def _adapters(rank: int | None) -> dict[str, Any]:
 def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any], cpu: bool) -> None:
     fixed = {name: f"has a field of its own: set student.{key} instead" for name, key in _FIELDS.items()}
     for name, value in ours.items():
-        fixed[name] = f"must stay {value!r} for weights and log-probabilities to be right: leave it out"
+        if user.get(name, value) != value:
+            fixed[name] = f"must stay {value!r} for weights and log-probabilities to be right: leave it out"
     harmful = _HARMFUL | (_HARMFUL_ON_CPU if cpu else {})
     for name, value in user.items():
         if name.startswith(("data-parallel", "dp")) and value not in (1, False):

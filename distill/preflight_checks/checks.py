@@ -24,6 +24,7 @@ from student_trainer.config import unpackable
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import names_others
 from student_trainer.objectives.config import (
+    ObjectiveConfig,
     Own,
     TopK,
     needs,
@@ -214,13 +215,8 @@ def _others(config: RunConfig) -> Iterator[str]:
             f"rollout.{name} is {value:g} and rollout.top_k is 0: the ids that a token was sampled from are "
             "sent with it, and top_k bounds their number; set it, say to 20"
         )
-    if rollout.top_k and isinstance(chosen, TopK) and chosen.discount:
-        yield (
-            f'objective.discount is {chosen.discount:g} with objective.type "topk" and rollout.top_k '
-            f"{rollout.top_k}: later tokens would be credited within their sampling masks and their own "
-            "divergence is of the whole vocabulary; leave the discount out, or set objective.type = "
-            '"sampled" or "student_topk"'
-        )
+    if rollout.top_k and (why := _unmasked(chosen)):
+        yield f"rollout.top_k is {rollout.top_k} and {why}: leave one of the two out"
     kept = getattr(config.objective, "drop_rho_outside", None)
     if kept is not None and config.objective.type != "sft" and not kept[0] <= 1 <= kept[1]:
         yield f"objective.drop_rho_outside {kept} drops every token of age 0: give an interval around 1"
@@ -235,6 +231,17 @@ def _others(config: RunConfig) -> Iterator[str]:
             "tracking.tensorboard is true and the package tensorboard is not installed: pip install "
             "'onpolicy-distill[tensorboard]', or set it to false"
         )
+
+
+def _unmasked(objective: ObjectiveConfig) -> str | None:
+    """What of an objective does not go together with sampling masks (docs/objectives.md)."""
+    if getattr(objective, "discount", 0.0):
+        return "objective.discount credits later tokens, whose teacher's mass within their masks is not known"
+    if isinstance(objective, TopK) and objective.drop_rho_outside is not None:
+        return "objective.drop_rho_outside would judge p/μ of the whole vocabulary, below 1 within masks"
+    if isinstance(objective, Own):
+        return "an objective of your own is given the whole vocabulary, and μ is of the mask"
+    return None
 
 
 def _packing(config: RunConfig) -> Iterator[str]:

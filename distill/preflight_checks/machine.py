@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from distill.config import RunConfig
+from distill.preflight_checks.experts import routing_of
 from distill.prompts.sources import text_config
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.config import needs, student_topk
@@ -127,7 +128,9 @@ def bytes_per_token(config: RunConfig) -> int:
     """Journal bytes of a completion token; prompts, which come once per rollout, are left out."""
     want, bulk, id_logprob_score = needs(config.objective), bulk_bytes(config), 4 + 4 + 4
     diagnostics = 4 * want.entropy + 4 * (want.topk > 0)
-    return id_logprob_score + (0 if config.buffer.by_reference(bulk) else bulk + diagnostics)
+    mask, routed = 4 + 4 * config.rollout.top_k if config.rollout.top_k else 0, routing_of(config)
+    sampled = id_logprob_score + mask + (routed.bytes_per_token if routed else 0)
+    return sampled + (0 if config.buffer.by_reference(bulk) else bulk + diagnostics)
 
 
 def lines(config: RunConfig, found: DiskNeeds) -> list[str]:

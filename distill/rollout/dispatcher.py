@@ -32,6 +32,7 @@ from distill.run_log.run_log import GROUP_BROKEN, RunLog
 from distill.run_log.validation import Validator, repetitive
 from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
+from sync.wire.checks import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +197,12 @@ class Dispatcher:
                 request.reason = "unusable"
                 self._pool.bad_answer(replica, str(error))
         except RemoteError as error:
-            request.reason = "replica_busy" if isinstance(error, Overloaded) else "aborted"
             logger.warning("replica %s refused a request: %s", replica.name, error)
+            busy = isinstance(error, Overloaded)
+            request.reason = "replica_busy" if busy else "replica_lost"
             self._pool.refused(replica, error.retry_after if isinstance(error, Overloaded) else None)
+            if not busy:
+                self._pool.bad_answer(replica, str(error))
 
     def _ended(self, request: _Request, task: asyncio.Task[None]) -> None:
         """Called once for every request, also for one that was cancelled before it began."""
@@ -278,19 +282,19 @@ class Dispatcher:
             raise WireError(told)
         replica.backoff.reset()
         self._load(replica, -1)
-        if isinstance(answer, GenerateFailed):
+        if isinstance(answer, GenerateFailed) and not answer.unusable:
             self._pool.budget.good(replica.server)
             logger.warning("prompt %s was refused by its replica: %s", rollout.id, answer.error)
             self._run_log.drop([rollout.id], "engine_failed", answer.error)
             if rollout.source_prompt.environment:
                 self._broken(rollout.id)
-        elif problem := self._validator.generated(answer, len(rollout.source_prompt.token_ids)):
+        elif problem := self._problem(rollout, answer):
             detail = f"replica {replica.name} at {replica.engine.url}: {problem}"
             logger.warning("the completion of %s cannot be used: %s", rollout.id, detail)
             self._events.emit(Quarantined(rollout.source_prompt, "unusable", detail, []))
             self._send_again([rollout], "unusable")
             self._pool.bad_answer(replica, str(problem), rollout.id)
-        else:
+        elif isinstance(answer, Generated):
             self._pool.budget.good(replica.server)
             if not rollout.source_prompt.environment:
                 self._completed(rollout, answer)
@@ -298,6 +302,12 @@ class Dispatcher:
                 self._send_again([rollout], "aborted", answer.token_ids.shape[0])
             else:
                 self._events.emit(TurnGenerated(answer))
+
+    def _problem(self, rollout: Rollout, answer: Answer) -> Problem | str | None:
+        """Why an answer cannot be used; None: it can."""
+        if isinstance(answer, GenerateFailed):
+            return answer.error
+        return self._validator.generated(answer, len(rollout.source_prompt.token_ids))
 
     def _completed(self, rollout: Rollout, answer: Generated) -> bool:
         """Requeue or reject what was broken off or ended by a limit, by its policy; else screen it: true."""

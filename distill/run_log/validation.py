@@ -96,7 +96,7 @@ class Validator:
             return Problem("scores", "missing", "of every completion token")
         count, vocab = rollout.length, self.vocab_size
         k = 0 if rollout.kept else self.sampling.student_topk
-        masked = self.sampling.mask and not rollout.by_teacher
+        top_k = self.sampling.top_k if self.sampling.mask and not rollout.by_teacher else 0
         routing = None if rollout.by_teacher else self.routing
         most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
         problem = checks.first(
@@ -106,7 +106,7 @@ class Validator:
             checks.spans(rollout.spans, 0 if rollout.by_teacher else count),
             checks.own(rollout.own, count),
             checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),
-            checks.mask(rollout.mask, rollout.tokens, vocab, masked, least=0),
+            checks.mask(rollout.mask, rollout.tokens, vocab, top_k, least=0),
             checks.routes(rollout.routes, rollout.prompt.shape[0] + count - 1, routing),
             self.scored(rollout.scored, count, keep=rollout.kept is not None),
         )

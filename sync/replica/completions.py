@@ -11,6 +11,7 @@ import numpy as np
 
 from sync.errors import WireError
 from sync.wire import (
+    MASK_TIES,
     Generated,
     GenerateFailed,
     GeneratePrompt,
@@ -27,8 +28,6 @@ ENGINE_LABEL: Final = "default"
 """vLLM's label for weights without a version."""
 TIMED_OUT: Final = "time"
 """`Completion.finish_reason` of one that `Sampling.max_seconds` ended."""
-_TIES: Final = 32
-"""Ids beyond `top_k` that a mask may have."""
 _MASS_ROUNDING: Final = 1e-3
 _REASONS: Final = ("stop", "length", "abort", TIMED_OUT)
 
@@ -109,9 +108,8 @@ def parse_spans(labels: list[tuple[str, int, int]], length: int) -> list[Version
 
 
 def ranks(sampling: Sampling, vocab_size: int) -> int:
-    """K: ids per position to ask the engine for. A mask has more than `top_k` where several tokens share the
-    least logit that is left, which in bf16 are often a few."""
-    masked = sampling.top_k + _TIES if sampling.mask else 0
+    """K: ids per position to ask the engine for."""
+    masked = sampling.top_k + MASK_TIES if sampling.mask else 0
     return min(max(sampling.student_topk, masked), vocab_size)
 
 
@@ -129,7 +127,7 @@ def generated(
         return GenerateFailed(id=id, error=why)
     mask = _mask(completion) if sampling.mask else None
     if isinstance(mask, str):
-        return GenerateFailed(id=id, error=mask)
+        return GenerateFailed(id=id, error=mask, unusable=True)
     student_topk = sampling.student_topk
     return Generated(
         id=id,

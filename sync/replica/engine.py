@@ -127,6 +127,7 @@ class WorkerExtension:
     weight_transfer_engine: CheckpointEngine
     vllm_config: Any
     model_runner: Any
+    rank: int
     distill_record: RouteRecord | None = None
     """Set by the first `distill_record_routes`."""
 
@@ -176,8 +177,11 @@ class WorkerExtension:
     def distill_record_routes(self) -> dict[str, Any]:
         """Record the experts of every token from now on; again changes nothing. Call it before any request.
 
-        {"layers": M, "chosen": K, "experts": E}, or {"error": why this engine cannot}.
+        {"layers": M, "chosen": K, "experts": E}, or {"error": why this engine cannot}; {} of all workers but
+        the first: those of a tensor-parallel replica choose alike.
         """
+        if self.rank > 0:
+            return {}
         try:
             if self.distill_record is None:
                 self.distill_record = record_routes(self.model_runner, self.vllm_config)
@@ -187,8 +191,6 @@ class WorkerExtension:
 
     def distill_routes(self, requests: list[str]) -> list[dict[str, Any] | None]:
         """For each of these requests, which gave out their completions: its message for `routing.routes_of`.
-        They are forgotten here. Every worker of a tensor-parallel replica gives the same."""
+        They are forgotten here. None of all workers but the first."""
         record = self.distill_record
-        if record is None:
-            raise ConfigError("this replica records no routes: distill_record_routes comes first")
-        return [record.take(record.named(request)) for request in requests]
+        return [None if record is None else record.take(record.named(request)) for request in requests]

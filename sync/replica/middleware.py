@@ -207,7 +207,7 @@ class Generation:
             try:
                 routes = routing.routes_of(await self._routes.take(request_id), token_ids)
             except DataError as error:
-                return wire.GenerateFailed(id=prompt.id, error=str(error))
+                return wire.GenerateFailed(id=prompt.id, error=str(error), unusable=True)
         return completions.generated(prompt.id, completion, sampling, routes)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,8 @@ import numpy as np
 from sync.errors import DataError
 from sync.wire import Routing
 
+TOGETHER: Final = 16
+"""Most completions whose routes come in one answer: 50 MB for 8,192 tokens each of Qwen3-30B-A3B."""
 KEPT_SECONDS: Final = 60.0
 """How long the routes of a request that ended wait to be taken; then whoever asked for it has left."""
 
@@ -151,6 +154,14 @@ def routes_of(message: dict[str, Any] | None, token_ids: np.ndarray) -> np.ndarr
     return routes_NMK[:count]
 
 
+@dataclass
+class _Call:
+    """One call to the worker, that is to be made or under way."""
+
+    names: list[str] = field(default_factory=list)
+    answers: asyncio.Task[list[dict[str, Any] | None]] | None = None
+
+
 class RouteQueue:
     """Takes the routes of completions that end together by one call to the worker, which then does not
     generate."""
@@ -158,23 +169,22 @@ class RouteQueue:
     def __init__(self, take: Callable[[list[str]], Awaitable[list[dict[str, Any] | None]]]) -> None:
         """`take`: see `RouteRecord.take`, of several requests."""
         self._take = take
-        self._names: list[str] = []
-        """Requests of the call that is to be made."""
-        self._next: asyncio.Task[list[dict[str, Any] | None]] | None = None
-        self._last: asyncio.Task[list[dict[str, Any] | None]] | None = None
+        self._next: _Call | None = None
+        self._busy = asyncio.Lock()
 
     async def take(self, request: str) -> dict[str, Any] | None:
         """Of a request whose completion was given out. Raises what the call raises."""
-        place = len(self._names)
-        self._names.append(request)
-        if self._next is None:
-            self._next = asyncio.create_task(self._together())
-        found = await asyncio.shield(self._next)  # who leaves does not end it for the others
-        return found[place]
+        call = self._next
+        if call is None or len(call.names) == TOGETHER:
+            call = self._next = _Call()
+            call.answers = asyncio.create_task(self._answers(call))
+        place = len(call.names)
+        call.names.append(request)
+        assert call.answers is not None
+        return (await asyncio.shield(call.answers))[place]  # who leaves does not end it for the others
 
-    async def _together(self) -> list[dict[str, Any] | None]:
-        if self._last is not None:
-            await asyncio.wait([self._last])
-        names, self._names = self._names, []
-        self._last, self._next = self._next, None
-        return await self._take(names)
+    async def _answers(self, call: _Call) -> list[dict[str, Any] | None]:
+        async with self._busy:
+            if self._next is call:
+                self._next = None
+            return await self._take(call.names)

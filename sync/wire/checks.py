@@ -25,7 +25,7 @@ import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
 from sync.wire.evaluator import CompletionsReply, EvalReport
-from sync.wire.replica import Generated, Routing, Sampling, SamplingMask, UpdateReply
+from sync.wire.replica import MASK_TIES, Generated, Routing, Sampling, SamplingMask, UpdateReply
 from sync.wire.teacher import Head, Kept, Scored, TeacherCompletion, Want
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport
 
@@ -196,27 +196,30 @@ def topk_ids(
 
 
 def mask(
-    found: SamplingMask | None, token_ids: Array, vocab_size: int, wanted: bool, least: int = 1
+    found: SamplingMask | None, token_ids: Array, vocab_size: int, top_k: int, least: int = 1
 ) -> Problem | None:
     """Sampling masks of the tokens [T] of a completion: different ids, the sampled one among them.
 
-    `least` 0: tokens that an environment wrote have none.
+    `top_k`: of the request; 0: they were not asked for. `least` 0: an environment's tokens have none.
     """
-    if not wanted:
+    if not top_k:
         return Problem("mask", "there", "left out: it was not asked for") if found else None
     if found is None:
         return Problem("mask", "missing", "of every token, as it was asked for")
+    rule = f"{least} to {top_k} ids of a token, and {MASK_TIES} ties"
+    most = Range(least, min(vocab_size, top_k + MASK_TIES), rule)
     count = token_ids.shape[0]
-    if problem := array("mask.sizes", found.sizes, I4, (count,), Range(least, vocab_size, "ids of a token")):
+    if problem := array("mask.sizes", found.sizes, I4, (count,), most):
         return problem
     sizes_T = unpack(found.sizes).astype(np.int64)
     if problem := array("mask.ids", found.ids, I4, (int(sizes_T.sum()),), ids(vocab_size)):
         return problem
     token_M, ids_M = np.repeat(np.arange(count), sizes_T), unpack(found.ids)
-    held = np.bincount(token_M[ids_M == unpack(token_ids)[token_M]], minlength=count)
-    if np.unique(token_M << 32 | ids_M).size < ids_M.size or (held > 1).any():
+    held_T = np.bincount(token_M[ids_M == unpack(token_ids)[token_M]], minlength=count)
+    ordered_M = np.sort(token_M << 32 | ids_M)
+    if (ordered_M[1:] == ordered_M[:-1]).any():
         return Problem("mask.ids", "one id twice for a token", "different ids")
-    if not held[sizes_T > 0].all():
+    if not held_T[sizes_T > 0].all():
         return Problem("mask.ids", "without the sampled token", "all that it was sampled from")
     return None
 
@@ -227,7 +230,11 @@ def routes(found: Array | None, places: int, routing: Routing | None) -> Problem
         return array("routes", found, (), (), None, wanted=routing is not None)
     shape = places, routing.layers, routing.chosen
     within = Range(0, routing.experts - 1, f"one of {routing.experts} experts")
-    return array("routes", found, (routing.dtype,), shape, within)
+    if problem := array("routes", found, (routing.dtype,), shape, within):
+        return problem
+    ordered = np.sort(unpack(found), axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any()
+    return Problem("routes", "one expert twice for a token", "different experts") if twice else None
 
 
 def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | None:
@@ -238,7 +245,7 @@ def generated(answer: Generated, asked: Sampling, vocab_size: int) -> Problem | 
     return first(
         spans(answer.spans, count),
         topk_ids("topk_ids", answer.topk_ids, count, asked.student_topk, vocab_size, -1),
-        mask(answer.mask, answer.token_ids, vocab_size, asked.mask),
+        mask(answer.mask, answer.token_ids, vocab_size, asked.top_k if asked.mask else 0),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,6 +60,11 @@ class Routing(NamedTuple):
     def bytes_per_token(self) -> int:
         """384 of Qwen3-30B-A3B: 48 layers, 8 of 128 experts."""
         return self.layers * self.chosen * DTYPES[self.dtype].itemsize
+
+
+MASK_TIES: Final = 32
+"""Ids beyond `Sampling.top_k` that a mask may have: several may share the least logit that is left, which in
+bf16 are often a few."""
 
 
 class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -135,6 +140,8 @@ class GenerateFailed(Message, frozen=True):
 
     id: str
     error: str
+    unusable: bool = False
+    """What the engine gave cannot be used: it is at fault, not the prompt."""
 
 
 class BroadcastTicket(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import math
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from distill.run_log.journal import Journal, read_all
 from sync.wire import (
     Array,
     Generated,
+    GenerateFailed,
     GenerateRequest,
     Rows,
     Scored,
@@ -210,10 +211,15 @@ async def end_of(run: Controller) -> tuple[dict[str, Any], MemoryTrainer]:
         return await running, trainer
 
 
+def without_routes(answer: Generated) -> Answer:
+    return GenerateFailed(id=answer.id, error="no routes of a sequence", unusable=True)
+
+
+@pytest.mark.parametrize(("spoil", "says"), [(nan, "logprob is nan"), (without_routes, "no routes of a")])
 async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_goes_on(
-    controller, caplog: pytest.LogCaptureFixture
+    controller, caplog: pytest.LogCaptureFixture, spoil: Callable[[Generated], Answer], says: str
 ) -> None:
-    lying = MemoryReplica(spoil=nan)
+    lying = MemoryReplica(spoil=spoil)
     run = controller(replicas={"good": MemoryReplica(seed=1, token_seconds=0.001), "lying": lying})
     summary, _ = await end_of(run)
     assert summary["completed"]
@@ -222,7 +228,7 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_go
     told = [record.message for record in caplog.records if "excluded until the run ends" in record.message]
     assert len(told) == 1
     assert "replica lying at memory gave 8 unusable answers" in told[0]
-    assert "logprob is nan" in told[0]
+    assert says in told[0]
     assert summary["rollout"]["requeued"]["unusable"] >= 8
 
 

@@ -254,11 +254,23 @@ def test_routing_replay_of_a_student_without_experts_is_refused(distill: Distill
     assert "student.engine_args turns on enable-prefix-caching" in said
 
 
-def test_a_discount_within_masks_of_a_divergence_without_is_refused(distill: Distill) -> None:
-    objective = 'objective={type="%s",k=4,discount=0.5}'
-    assert 'with objective.type "topk" and rollout.top_k 4' in distill(objective % "topk", "rollout.top_k=4")
-    masked = distill(objective % "student_topk", "rollout.top_k=4", name="preflight", status=0)
-    assert "ready to run" in masked
+@pytest.mark.parametrize(
+    ("objective", "says"),
+    [
+        ('type="sampled",discount=0.5', "objective.discount credits later tokens"),
+        ('type="topk",k=4,drop_rho_outside=[0.5,2.0]', "objective.drop_rho_outside would judge"),
+        ('type="topk",k=4', None),
+        ('type="student_topk",k=4,drop_rho_outside=[0.5,2.0]', None),
+    ],
+)
+def test_what_does_not_go_with_sampling_masks_is_refused(
+    distill: Distill, objective: str, says: str | None
+) -> None:
+    settings = f"objective={{{objective}}}", "rollout.top_k=4"
+    if says is None:
+        assert "ready to run" in distill(*settings, name="preflight", status=0)
+    else:
+        assert f"rollout.top_k is 4 and {says}" in distill(*settings)
 
 
 def test_a_student_whose_rows_cannot_lie_end_to_end_is_refused(

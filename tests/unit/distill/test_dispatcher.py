@@ -295,7 +295,7 @@ def refuse(error: RemoteError) -> MemoryReplica:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"), [(Overloaded("full", 0.01), "replica_busy"), (RemoteError("no"), "aborted")]
+    ("error", "reason"), [(Overloaded("full", 0.01), "replica_busy"), (RemoteError("no"), "replica_lost")]
 )
 async def test_a_refused_request_is_sent_again(tmp_path: Path, error: RemoteError, reason: str) -> None:
     bench = Bench(tmp_path, refuse(error))

@@ -166,3 +166,16 @@ def test_routes_of_experts_are_refused_where_no_model_runner_returns_them(cpu, k
     else:
         assert "--enable-return-routed-experts" in built(engine_args={key: True})[0]
     assert "--no-enable-return-routed-experts" in built(engine_args={key: False})[0]
+
+
+def test_a_replica_that_records_routes_computes_where_they_can_be_recorded(cpu):
+    recording = REPLICA.model_copy(update={"routes": True})
+    same = StudentConfig(path="m", engine_args={"enforce-eager": True})
+    words, environment = command(same, recording, 0, "127.0.0.1", 8000)
+    assert {"--enforce-eager", "--no-enable-prefix-caching"} <= {*words}
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    for name, value in (("enforce-eager", False), ("enable-prefix-caching", True)):
+        other = StudentConfig(path="m", engine_args={name: value})
+        with pytest.raises(ConfigError, match=f"'{name}' must stay {not value}"):
+            command(other, recording, 0, "127.0.0.1", 8000)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in command(same, REPLICA, 0, "127.0.0.1", 8000)[1]

@@ -549,7 +549,7 @@ def a_chunked_head_is_a_whole_head(lib: Any) -> None:
             same(stats[0], value.detach())
             for one, other in zip(found, wanted, strict=True):
                 same(one, other, 2e-6)
-            same(lib.token_logp(hidden, head, goal, chunk), lib.at(logp.detach(), token), 1e-6)
+            same(lib.token_logp(hidden, head, token, chunk), lib.at(logp.detach(), token), 1e-6)
 
 
 def offered(lib: Any) -> dict[str, Callable]:

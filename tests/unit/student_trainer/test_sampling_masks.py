@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, token_logp
+from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss
 from student_trainer.objectives import config
-from student_trainer.objectives.divergences import Discount, Targets, build, future_credit
+from student_trainer.objectives.divergences import Targets, build
 from student_trainer.objectives.token_statistics import STATS, token_sums
 
 V = 6
@@ -162,63 +162,6 @@ def test_ratios_are_one_where_the_student_sampled_and_the_mass_is_the_students()
         same(sums["rho"] / len(mask), torch.tensor(1.0, dtype=torch.float64))
         same(sums["fresh_kl"], torch.tensor(0.0, dtype=torch.float64))
         same(sums["mask_mass"] / sums["mask_tokens"], THETA.softmax(0)[mask].sum())
-
-
-def test_later_tokens_are_credited_within_their_masks() -> None:
-    """Two tokens: E of the gradient is that of KL(p_M‖q) of the first and, through it, of the second."""
-    first, second, gamma = [0, 2, 3], {0: [1, 2], 2: [4, 0, 5], 3: [3]}, 0.9
-    pairs = [(y, z) for y in first for z in second[y]]
-    rows = [(row, t) for row in range(len(pairs)) for t in (0, 1)]
-    masks = [first if t == 0 else second[pairs[row][0]] for row, t in rows]
-    tables = {state: logits(10 + state) for state in (-1, 0, 2, 3)}  # -1: before the first token
-    state_C = [-1 if t == 0 else pairs[row][0] for row, t in rows]
-    token_C = torch.tensor([pairs[row][t] for row, t in rows])
-    behavior_C = torch.stack(
-        [within(STALE, mask)[mask.index(int(y))] for mask, y in zip(masks, token_C, strict=True)]
-    )
-    row_C = torch.tensor([row for row, _ in rows])
-    chance_C = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, row_C, behavior_C).exp()[row_C]
-    targets = Targets(
-        token_N=token_C,
-        behavior_logp_N=behavior_C,
-        teacher_logp_N=TEACHER[token_C],
-        fresh_N=torch.zeros(len(rows), dtype=torch.bool),
-        mask_NK=torch.tensor([(mask + [-1] * V)[:V] for mask in masks]),
-        row_N=row_C,
-    )
-    leaves = {state: table.clone().requires_grad_() for state, table in tables.items()}
-    raw_CV = torch.stack([leaves[state] for state in state_C])
-    logp_C = token_logp_of(raw_CV.detach(), targets)
-    factor_C = Discount(gamma, None, None).factor(logp_C, targets)
-    future_C = future_credit(logp_C - targets.teacher_logp_N, factor_C, row_C)
-    loss_C, _ = build(SAMPLED)(raw_CV.log_softmax(1), replace(targets, future_N=future_C))
-    found = torch.autograd.grad((chance_C * loss_C).sum(), list(leaves.values()))
-
-    def cost(theta: Tensor, mask: list[int], later: dict[int, Tensor]) -> Tensor:
-        logp_M = within(theta, mask)
-        after_M = torch.stack([later.get(y, torch.zeros((), dtype=torch.float64)) for y in mask])
-        return (logp_M.exp() * (logp_M - TEACHER[mask] + gamma * after_M)).sum()
-
-    after = {y: cost(leaves[y], second[y], {}) for y in first}
-    draws = within(STALE, first).exp()
-    value = cost(leaves[-1], first, {y: one.detach() for y, one in after.items()})
-    value = value + sum(chance * after[y] for chance, y in zip(draws, first, strict=True))
-    for one, other in zip(found, torch.autograd.grad(value, list(leaves.values())), strict=True):
-        same(one, other)
-
-
-def token_logp_of(raw_CV: Tensor, targets: Targets) -> Tensor:
-    """By the head, whose weight is the identity."""
-    head = HeadWeights(torch.eye(V), None, HeadShape(V))
-    found = token_logp(raw_CV.float(), head, targets, 2).double()
-    mask_CK = targets.mask_NK
-    assert mask_CK is not None
-    wanted = [
-        raw_V[ids[ids >= 0]].log_softmax(0)[ids[ids >= 0].tolist().index(int(y))]
-        for raw_V, ids, y in zip(raw_CV, mask_CK, targets.token_N, strict=True)
-    ]
-    same(found, torch.stack(wanted), 1e-5)
-    return torch.stack(wanted)
 
 
 def test_chunks_of_the_head_are_the_whole() -> None:

@@ -179,16 +179,16 @@ def test_masks_are_joined_cut_and_padded() -> None:
 def test_a_mask_holds_different_ids_and_the_sampled_token(
     mask: SamplingMask | None, says: str | None
 ) -> None:
-    problem = checks.mask(mask, TOKENS, 10, wanted=True)
+    problem = checks.mask(mask, TOKENS, 10, top_k=3)
     assert problem is None if says is None else says in str(problem)
 
 
 def test_a_mask_is_there_where_it_was_asked_for_and_nowhere_else() -> None:
-    assert "left out: it was not asked for" in str(checks.mask(MASK, TOKENS, 10, wanted=False))
-    assert checks.mask(None, TOKENS, 10, wanted=False) is None
+    assert "left out: it was not asked for" in str(checks.mask(MASK, TOKENS, 10, top_k=0))
+    assert checks.mask(None, TOKENS, 10, top_k=0) is None
     none = SamplingMask.none(3)
-    assert checks.mask(none, TOKENS, 10, wanted=True, least=0) is None
-    assert "mask.sizes is 0" in str(checks.mask(none, TOKENS, 10, wanted=True))
+    assert checks.mask(none, TOKENS, 10, top_k=3, least=0) is None
+    assert "mask.sizes is 0" in str(checks.mask(none, TOKENS, 10, top_k=3))
 
 
 ROUTES = np.arange(3 * 2 * 2).reshape(3, 2, 2).astype("u1") % 4
@@ -202,6 +202,7 @@ ROUTES = np.arange(3 * 2 * 2).reshape(3, 2, 2).astype("u1") % 4
         (pack(ROUTES[:2]), "routes is of shape [2, 2, 2], and must be of shape [3, 2, 2]"),
         (pack(ROUTES.astype("i4")), "routes is of dtype i4"),
         (pack(ROUTES + 1), "routes is 4 in one place or more"),
+        (pack(ROUTES * 0), "routes is one expert twice for a token"),
     ],
 )
 def test_routes_are_of_every_token_and_of_experts_there_are(routes: Array | None, says: str | None) -> None:
@@ -219,3 +220,10 @@ def test_many_experts_need_wider_numbers() -> None:
 def test_an_array_without_its_first_elements(length: int, count: int) -> None:
     values = np.arange(length * 2, dtype="i4").reshape(length, 2)
     assert unpack(behind(pack(values), count)).tolist() == values[count:].tolist()
+
+
+def test_a_mask_may_exceed_top_k_by_ties_and_no_more() -> None:
+    ids = pack(np.arange(40, dtype="i4"))
+    mask, token = SamplingMask(pack(np.array([40], "i4")), ids), pack(np.array([7], "i4"))
+    assert checks.mask(mask, token, 1000, top_k=8) is None
+    assert "mask.sizes is 40" in str(checks.mask(mask, token, 1000, top_k=7))
