@@ -82,7 +82,10 @@ def test_the_slurm_example_starts_every_role(tmp_path: Path, monkeypatch: pytest
     notes.mkdir()
     fakes = {
         "scontrol": "printf 'node%s\\n' 0 1 2 3 4",
-        "srun": f"while [ $1 != distill ]; do shift; done; printf '%s\\0' \"$@\" > {notes}/$$",
+        # the controller ends last: the script then ends who is left, noted or not
+        "srun": f"while [ $1 != distill ]; do shift; done; printf '%s\\0' \"$@\" > {notes}/.$$; "
+        f"mv {notes}/.$$ {notes}/$$; [ $2 != control ] || "
+        f"until [ $(ls {notes} | wc -l) = {len(ROLES)} ]; do sleep 0.05; done",
     }
     for name, body in fakes.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
