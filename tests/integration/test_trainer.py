@@ -6,7 +6,6 @@ more than their tokenizer has ids.
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import shutil
@@ -25,31 +24,35 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from launched_trainer import (
+    ROOT,
+    STOP,
+    VOCAB,
+    Running,
+    StubController,
+    folder_digests,
+    members,
+    settings,
+    shares,
+    until,
+    wait_for,
+    words,
+)
 from ports import free_port
 from safetensors.torch import load_file
 
 from student_trainer import launch, ledger
-from student_trainer.config import TrainerConfig
 from student_trainer.teacher_scores import RowScores, with_scores
-from sync.broadcast import Reception
 from sync.client import BlockingPeer
 from sync.settings import DirectoryStoreConfig
-from sync.snapshots.checkpoint import digest
 from sync.stores import open_store
 from sync.subscribe import Mirror
 from sync.wire import (
-    Audience,
-    BatchRequest,
-    BroadcastMembers,
-    BroadcastTicket,
     CheckpointSaved,
     FinalDigests,
-    Head,
     Message,
-    Ok,
     Published,
     Rows,
-    RunIdentity,
     ScoreReply,
     ScoreRequest,
     ScoreSequence,
@@ -58,12 +61,9 @@ from sync.wire import (
     TeacherServers,
     TrainBatch,
     TrainerHello,
-    TrainerWelcome,
     Version,
     Wait,
     Want,
-    decode,
-    encode,
     pack,
     unpack,
 )
@@ -72,9 +72,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-VOCAB, HIDDEN = 30, 16
-ROOT = Path(__file__).parents[2]
-Share = Callable[[Version, int, int], Message]
 
 
 # --- models -----------------------------------------------------------------------------------------------
@@ -83,15 +80,7 @@ Share = Callable[[Version, int, int], Message]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `qwen` and `llama`."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path_factory.mktemp("models")
     size = {"vocab_size": VOCAB + 2, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -99,208 +88,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     qwen = Qwen3ForCausalLM(Qwen3Config(**size, head_dim=8, tie_word_embeddings=True))
     llama = LlamaForCausalLM(LlamaConfig(**size, tie_word_embeddings=False))
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="w1", unk_token="w0", pad_token="w0"
-    )
     for name, model in (("qwen", qwen), ("llama", llama)):
         model.to(torch.bfloat16).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        words().save_pretrained(folder / name)
     return folder
-
-
-# --- a controller -------------------------------------------------------------------------------------------
-
-
-class StubController:
-    """Serves batches from `share(version, rank, world_size)` and keeps what the trainer says."""
-
-    def __init__(self, share: Share, start: Version = Version(0, 0), parent: Version | None = None) -> None:
-        self.events: list[Message] = []
-        self.servers: TeacherServers | None = None
-        self.receptions: list[Reception] = []
-        self.welcome = TrainerWelcome(
-            version=start, parent=parent, teachers=["only"], run=RunIdentity("test", "1")
-        )
-        self._share = share
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                gets = {"/v1/teachers/only/head": teacher_head(), "/v1/teachers/only": outer.servers}
-                if self.path.startswith("/v1/broadcasts/"):
-                    gets[self.path] = BroadcastMembers(lost={})
-                self._reply(gets.get(self.path))
-
-            def do_POST(self) -> None:
-                self._reply(outer.answer(self.path, self.rfile.read(int(self.headers["content-length"]))))
-
-            def _reply(self, message: Message | None) -> None:
-                body = b"" if message is None else encode(message)
-                self.send_response(404 if message is None else 200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                """Silence."""
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def answer(self, path: str, body: bytes) -> Message:
-        if path == "/v1/hello":
-            self.events.append(decode(body, TrainerHello))
-            return self.welcome
-        if path == "/v1/batch":
-            request = decode(body, BatchRequest)
-            return self._share(request.version, request.rank, request.world_size)
-        kinds = StepReport | Published | CheckpointSaved | FinalDigests
-        event = decode(body, kinds)  # type: ignore[arg-type]
-        self.events.append(event)
-        if isinstance(event, Published) and event.rendezvous is not None:
-            group = f"group-{len(self.receptions)}"
-            ticket = BroadcastTicket(address=event.rendezvous, group=group, rank=1, world_size=2)
-            self.receptions.append(Reception(ticket, 60.0))
-            return Audience(group=group, world_size=2)
-        return Ok()
-
-    def told(self, kind: type) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def teacher_head() -> Head:
-    generator = np.random.default_rng(5)
-    return Head(teacher="only", weight=pack(generator.normal(size=(VOCAB, HIDDEN)).astype(np.float32)))
-
-
-def rows(step: int, indices: range, full: bool) -> Rows:
-    """Some of a step's rollouts; rollout i of a step is the same wherever it is trained on."""
-    prompts, completions, kinds = [], [], []
-    for index in indices:
-        generator = np.random.default_rng([step, index])
-        prompts.append(generator.integers(2, VOCAB, 3 + index % 3))
-        completions.append(generator.integers(2, VOCAB, 2 + (step + index) % 5))
-        logits = torch.from_numpy(generator.normal(size=(completions[-1].size, VOCAB)))
-        kinds.append((logits.log_softmax(1), generator.normal(size=(completions[-1].size, HIDDEN))))
-    count = sum(map(len, completions))
-    logp = torch.cat([kind[0] for kind in kinds]) if kinds else torch.zeros(0, VOCAB)
-    token = np.concatenate([*completions, np.zeros(0, np.int64)]).astype(np.int64)
-    best = logp.topk(4, dim=1)
-    flat = [part for pair in zip(prompts, completions, strict=True) for part in pair]
-    more: dict[str, Any] = {
-        "teacher_topk_ids": pack(best.indices.numpy().astype(np.int32)),
-        "teacher_topk_logprob": pack(best.values.numpy().astype(np.float32)),
-    }
-    if full:
-        hidden = np.concatenate([kind[1] for kind in kinds]) if kinds else np.zeros((0, HIDDEN))
-        more = {"teacher_hidden": pack(hidden.astype(np.float32))}
-    return Rows(
-        ids=[f"s{step}-r{index}" for index in indices],
-        tokens=pack(np.concatenate([*flat, np.zeros(0)]).astype(np.int32)),
-        prompt_lens=pack(np.array([len(p) for p in prompts], np.int32)),
-        completion_lens=pack(np.array([len(c) for c in completions], np.int32)),
-        behavior_logprob=pack(np.full(count, -3.3, np.float32)),
-        token_step=pack(np.full(count, max(0, step - 1), np.int32)),
-        teacher=pack(np.zeros(len(prompts), np.int32)),
-        teacher_logprob=pack(logp.numpy()[np.arange(count), token].astype(np.float32)),
-        truncated=pack(np.zeros(len(prompts), np.uint8)),
-        **more,
-    )
-
-
-def shares(full: bool) -> Callable[[Version, int, int], TrainBatch]:
-    """Six rollouts a step. Two ranks get two micro-batches each (3 + 2, 1 + 0), one rank gets one."""
-    cuts = {1: [[range(6)]], 2: [[range(3), range(3, 5)], [range(5, 6), range(0)]]}
-
-    def share(version: Version, rank: int, world_size: int) -> TrainBatch:
-        denominator = sum(2 + (version.step + index) % 5 for index in range(6))
-        parts = [rows(version.step, cut, full) for cut in cuts[world_size][rank]]
-        return TrainBatch(version=version, denominator=denominator, micro_batches=parts)
-
-    return share
-
-
-def until(steps: int, then: Message, full: bool = False) -> Share:
-    give = shares(full)
-    return lambda version, rank, world: give(version, rank, world) if version.step < steps else then
-
-
-STOP = Stop(reason="enough", checkpoint=False)
-
-
-# --- a trainer --------------------------------------------------------------------------------------------
-
-
-def settings(models: Path, run_dir: Path, url: str, model: str, **more: Any) -> TrainerConfig:
-    overrides = {
-        "optimizer.params": {"eps": 0.1, "torch_adam": True},
-        **more.pop("overrides", {}),
-    }
-    trainer = {
-        "deepspeed": str(ROOT / "configs/deepspeed/zero3_cpu.json"),
-        "overrides": overrides,
-        "lr": 0.02,
-        "threads": 1,
-    }
-    trainer |= {"ranks": 2, "head_chunk": 5, **more.pop("trainer", {})}
-    base = {"run": "test", "run_dir": run_dir, "controller_url": url, "steps": 4, "trainer": trainer}
-    return TrainerConfig.model_validate(base | {"student": {"path": str(models / model)}} | more)
-
-
-class Running:
-    """A launcher in a session of its own; leaving the context kills what is left."""
-
-    def __init__(self, config: TrainerConfig) -> None:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        path, self._log = config.run_dir / "trainer.json", config.run_dir / "trainer.log"
-        path.write_text(config.model_dump_json())
-        argv, env = launch.command(config, path)
-        env["PYTHONPATH"] = str(ROOT)
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True)
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def __enter__(self) -> Running:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for process in members(self.process.pid):
-            process.kill()
-        self.process.wait()
-
-    def end(self, timeout: float = 300.0) -> int:
-        """Exit code; nothing of the session may live on."""
-        code = self.process.wait(timeout)
-        deadline = time.monotonic() + 60.0
-        while members(self.process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert members(self.process.pid) == [], "a process outlived the launcher"
-        return code
-
-
-def members(session: int) -> list[psutil.Process]:
-    """Living processes of a session."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.Error):
-            continue
-    return found
 
 
 @pytest.fixture
@@ -314,20 +105,6 @@ def controller() -> Iterator[Callable[..., StubController]]:
     yield make
     for stub in made:
         stub.close()
-
-
-def wait_for(condition: Callable[[], Any], running: Running, timeout: float = 300.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert running.process.poll() is None, running.log
-        assert time.monotonic() < deadline, running.log
-        time.sleep(0.05)
-
-
-def folder_digests(folder: Path) -> dict[str, str]:
-    tensors = load_file(folder / "model.safetensors")
-    wide = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
-    return {name: digest(t.flatten().view(wide[t.dtype]).numpy()) for name, t in tensors.items()}
 
 
 def shards(checkpoint: Path) -> dict[str, Any]:
