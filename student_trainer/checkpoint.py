@@ -142,14 +142,24 @@ def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
     return path
 
 
-def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks) -> files.Index:
-    """Bring a fresh engine to a checkpoint that `find` accepted; its index. Collective."""
+def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks, expert_parallel: int = 1) -> files.Index:
+    """Bring a fresh engine to a checkpoint that `find` accepted; its index. Collective.
+
+    Raises DataError for a checkpoint of another model, and where experts are or were shared and the ranks are
+    not those that wrote it.
+    """
     index, _ = files.index(path)
     assert index is not None
     if index.fingerprint != fingerprint:
         raise DataError(
             f"checkpoint {path} is of model {index.fingerprint[:12]}, this run has {fingerprint[:12]}: "
             "start it with the same student"
+        )
+    wrote, have = (index.world_size, index.expert_parallel), (ranks.world_size, expert_parallel)
+    if wrote != have and max(index.expert_parallel, expert_parallel) > 1:
+        raise DataError(
+            f"checkpoint {path} is of {wrote[0]} ranks with trainer.expert_parallel = {wrote[1]}, this run "
+            f"has {have[0]} with {have[1]}: shards of shared experts are not cut anew, resume as it was saved"
         )
     if index.world_size == ranks.world_size:
         engine.load_checkpoint(str(path), tag=_TAG)

@@ -37,6 +37,8 @@ class Index(msgspec.Struct):
     """of the model: `Weights.fingerprint`"""
     run_id: str | None = None
     """`RunIdentity.id` of the run that saved it"""
+    expert_parallel: int = 1
+    """ranks that shared the experts of a layer"""
     files: dict[str, File] = {}
     """path below the checkpoint's folder → file"""
 

@@ -76,6 +76,11 @@ class TrainerSettings(Settings):
     """Newest checkpoints that are kept."""
     lora: LoRAConfig | None = None
     """None: full fine-tuning."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that share the experts of a layer, each holding its part whole: tokens travel to their experts,
+    and no rank gathers all of them. Divides the ranks and the experts. For students of the families
+    qwen3_moe, qwen2_moe, mixtral, olmoe and deepseek_v3, without `lora` and offload; the trainer compares
+    every layer with the original before it trains. 1: ZeRO-3 gathers experts like all other weights."""
     threads: int | None = Field(None, ge=1)
     """torch's threads per rank; None: its default."""
     init_timeout_seconds: float = Field(600.0, gt=0)

@@ -85,7 +85,15 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
         )
     if not optimizer.get("type"):
         yield "there is no optimizer section with a type: name one, such as AdamW"
+    if settings.expert_parallel > 1:
+        for name in ("offload_param", "offload_optimizer"):
+            if _table(zero, name).get("device") in ("cpu", "nvme"):
+                yield (
+                    f"zero_optimization.{name} is set and trainer.expert_parallel is "
+                    f"{settings.expert_parallel}: AutoEP is not tested with offload, leave one out"
+                )
     decided_by = {
+        "expert_parallel": (None, "trainer.expert_parallel"),
         "gradient_accumulation_steps": (1, "rollout.batch"),
         "train_micro_batch_size_per_gpu": (1, "trainer.micro_batch_tokens"),
         "train_batch_size": (None, "rollout.batch"),

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from student_trainer import checkpoint
+from student_trainer import checkpoint, expert_parallel
 from student_trainer.checkpoint_files import Index
-from student_trainer.config import LoRAConfig, TrainerConfig
+from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.expert_check import Originals, check_experts, originals
 from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project, token_logp
 from student_trainer.objectives.divergences import Targets, future_credit
 from student_trainer.ranks import Ranks
@@ -43,7 +44,7 @@ class Learner:
 
     def __init__(self, config: TrainerConfig, ranks: Ranks) -> None:
         self.ranks, self._config, self._folder = ranks, config, config.run_dir / "checkpoints"
-        self.engine, student, self._tokenizer = load(config)
+        self.engine, student, self._tokenizer = load(config, ranks)
         self.vocab = student.head.shape.vocab
         """Ids of the student's tokenizer."""
         check_head(student, self.engine, ranks.device)
@@ -53,7 +54,8 @@ class Learner:
         path, found = checkpoint.find(self._folder, config.checkpoint, ranks), None
         if path is not None:
             log.info("resuming from %s", path)
-            found = checkpoint.load(self.engine, path, self.weights.fingerprint, ranks)
+            shared = config.trainer.expert_parallel
+            found = checkpoint.load(self.engine, path, self.weights.fingerprint, ranks, shared)
         self.hello = TrainerHello(
             world_size=ranks.world_size,
             checkpoint=None if found is None else Version.parse(found.version),
@@ -79,9 +81,11 @@ class Learner:
 
     def save(self) -> Path:
         """Write a checkpoint; its folder."""
-        size, keep = self.ranks.world_size, self._config.trainer.keep_checkpoints
-        index = Index(str(self.version), size, self.weights.fingerprint, self._run_id)
-        return checkpoint.save(self.engine, self._folder, index, self.ranks, keep)
+        size, settings = self.ranks.world_size, self._config.trainer
+        index = Index(
+            str(self.version), size, self.weights.fingerprint, self._run_id, settings.expert_parallel
+        )
+        return checkpoint.save(self.engine, self._folder, index, self.ranks, settings.keep_checkpoints)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder, whole or not at all; an older one is replaced."""
@@ -146,6 +150,11 @@ class Student(nn.Module):
         super().__init__()
         self.model, self.varlen = model, varlen
         self.head = Head(plain(model).get_output_embeddings(), shape, chunk)
+
+    @property
+    def config(self) -> Any:
+        """transformers' text configuration, where DeepSpeed's AutoEP reads how routers choose and weigh."""
+        return plain(self.model).config.get_text_config()
 
     @cached_property
     def _routers(self) -> tuple[Router, ...]:
@@ -261,9 +270,8 @@ def check_rows(student: Student, run: nn.Module, device: torch.device) -> float:
 # --- loading ------------------------------------------------------------------------------------------------
 
 
-def load(config: TrainerConfig) -> tuple[Any, Student, Any]:
+def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
     """The engine, the student under ZeRO-3 in it, its tokenizer. Collective."""
-    import deepspeed
     from transformers import AutoTokenizer
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.utils import logging as transformers_logging
@@ -288,10 +296,32 @@ def load(config: TrainerConfig) -> tuple[Any, Student, Any]:
         )
     shape, varlen = head_shape(text, vocab, config.temperature), settings.packing == "varlen"
     student = Student(model, shape, settings.head_chunk, varlen)
-    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)
+    engine = _initialized(student, ds_config, settings, ranks)
     engine.partitioning = partitioning  # transformers has only a weak reference
     return engine, student, tokenizer
+
+
+def _initialized(student: Student, ds_config: dict[str, Any], settings: TrainerSettings, ranks: Ranks) -> Any:
+    """DeepSpeed's engine of the student, its experts shared as configured. Collective."""
+    import deepspeed
+
+    before: Originals = {}
+    if settings.expert_parallel > 1:
+        if problem := next(expert_parallel.problems(settings, student.config, ranks.world_size), None):
+            raise ConfigError(problem)
+        section = expert_parallel.section(settings, student.config.model_type)
+        before, ds_config = originals(student, section, ranks.rank), {**ds_config, "expert_parallel": section}
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)
+    if before:
+        gap = check_experts(before, student, engine, ranks)
+        log.info(
+            "%d layers of experts are shared by %d ranks each, equal to %.1g",
+            len(before),
+            settings.expert_parallel,
+            gap,
+        )
+    return engine
 
 
 def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:

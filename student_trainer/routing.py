@@ -43,6 +43,10 @@ FAMILIES: Final = frozenset(
 `num_experts`, choose by one topk over [S, E], and return (logits, weights, ids)."""
 
 
+SHARED: Final = "TokenChoiceTopKRouter"
+"""DeepSpeed AutoEP's router of experts that ranks share, in place of any family's: (weights, ids, counts)."""
+
+
 @dataclass(frozen=True)
 class Router:
     """What chooses the experts of one layer."""
@@ -65,7 +69,7 @@ def routers(model: nn.Module) -> tuple[Router, ...]:
     found, others, blocks = [], [], 0
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if kind in FAMILIES:
+        if kind in FAMILIES or kind == SHARED:
             found.append(Router(name, module, int(module.num_experts), int(module.top_k)))
         elif kind.endswith(("Router", "Gate", "Gating")):
             others.append(f"{kind} at {name}")
@@ -196,7 +200,7 @@ class _Replay:
                 f"{mode.answers} calls of topk, not by one: train this family without replay"
             )
         self.unused.discard(router.name)
-        weights_SK = result[1]
+        weights_SK = result[0 if type(router.module).__name__ == SHARED else 1]
         if weights_SK.requires_grad:
             weights_SK.register_hook(self._in_time)
         return result

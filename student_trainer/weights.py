@@ -1,7 +1,8 @@
 """The student's weights in checkpoint coordinates: this rank's flat shards, whole tensors, a folder, digests.
 
 Under ZeRO-3 rank r holds of every parameter the flat elements [r·k, (r+1)·k), k = shard length, padded at the
-end: published shards need no gather. Names and shapes are what `save_pretrained` writes, a tied tensor once;
+end: published shards need no gather. Of experts that ranks share (`expert_shards`), r counts the ranks that
+hold the same ones. Names and shapes are what `save_pretrained` writes, a tied tensor once;
 a parameter that fuses several checkpoint tensors is cut where they meet (`layout`).
 """
 
@@ -11,7 +12,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from student_trainer.expert_shards import Part, assembled, parts
 from student_trainer.ranks import Ranks, all_done
 from sync.delta.codec import Bits
 from sync.errors import ConfigError
@@ -49,10 +51,14 @@ class Weights:
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
             raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
-        shapes = {name: shape_of(parameter) for name, parameter in self.parameters.items()}
+        self._parts = parts(model)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, parameter in self.parameters.items():
+            part = self._parts.get(name)
+            shapes |= {name: shape_of(parameter)} if part is None else {part.source: part.shape}
         alone = {name: [Piece(name, shape, 0)] for name, shape in shapes.items()}
         self.pieces = alone if self.adapters else layout(model, shapes)
-        """Parameter → the checkpoint tensors in it."""
+        """Parameter of the transformers model → the checkpoint tensors in it."""
         self._held = {name: list(self._slices(name)) for name in self.parameters}
         self.slices = [part for held in self._held.values() for part, _ in held]
 
@@ -63,13 +69,24 @@ class Weights:
 
     def _slices(self, name: str) -> Iterator[tuple[Slice, int]]:
         """What this rank holds of each tensor in a parameter, and where it begins in the rank's shard."""
-        length, kind = _local(self.parameters[name]).numel(), DTYPES[self.parameters[name].dtype]
-        first = self._ranks.rank * length
-        for piece in self.pieces[name]:
+        parameter = self.parameters[name]
+        length, kind = _local(parameter).numel(), DTYPES[parameter.dtype]
+        first = getattr(parameter, "ds_zero_partition_rank", self._ranks.rank) * length
+        last = min(first + length, math.prod(shape_of(parameter)))
+        for piece in self._pieces_in(name):
             start = min(max(first - piece.start, 0), piece.count)
-            end = min(max(first + length - piece.start, start), piece.count)
+            end = min(max(last - piece.start, start), piece.count)
             held = Slice(piece.name, piece.shape, kind, start, end - start)
             yield held, max(piece.start + start - first, 0)
+
+    def _pieces_in(self, name: str) -> Iterator[Piece]:
+        """The checkpoint tensors of a parameter; of other ranks' experts before it or behind it."""
+        if (part := self._parts.get(name)) is None:
+            yield from self.pieces[name]
+            return
+        for piece in self.pieces[part.source]:
+            if (start := part.start(piece.start, piece.count)) is not None:
+                yield replace(piece, start=start)
 
     def snapshot(self) -> dict[str, Bits]:
         """Copies of this rank's slices as flat bits, by tensor, where the shards lie. No collective.
@@ -81,12 +98,22 @@ class Weights:
         return {part.name: copy_of(shard[at : at + part.count]) for shard, part, at in held}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in order: a copy in host memory on rank 0, else empty. Collective: use it up."""
+        """Every parameter of the transformers model: a copy in host memory on rank 0, else empty.
+
+        Collective: use it up.
+        """
+        shared: dict[str, list[tuple[nn.Parameter, Part]]] = {}
         for name, parameter in self.parameters.items():
+            part = self._parts.get(name)
+            if part is not None and part.group is not None:
+                shared.setdefault(part.source, []).append((parameter, part))
+                continue
             with _gathered(parameter):
                 own = parameter.detach() if self._ranks.rank == 0 else parameter.detach()[:0]
                 tensor = own.to("cpu", copy=True)
-            yield name, tensor
+            yield name if part is None else part.source, tensor
+        for source, held in shared.items():
+            yield source, assembled(_wholes(held), self._ranks.rank == 0)
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Every checkpoint tensor: whole, in host memory, on rank 0, else empty. Collective: use it up."""
@@ -164,6 +191,13 @@ def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     return GatheredParameters([parameter])
+
+
+def _wholes(held: Iterable[tuple[nn.Parameter, Part]]) -> Iterator[tuple[Tensor, Part]]:
+    """Each parameter gathered while it is looked at. Collective: use it up."""
+    for parameter, part in held:
+        with _gathered(parameter):
+            yield parameter.detach(), part
 
 
 # --- where checkpoint tensors lie in parameters ------------------------------------------------------------

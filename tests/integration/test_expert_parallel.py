@@ -1,0 +1,145 @@
+"""Experts shared by two ranks under the real deepspeed launcher, against two ranks that gather them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from launched_trainer import (
+    STOP,
+    VOCAB,
+    Running,
+    StubController,
+    folder_digests,
+    settings,
+    until,
+    words,
+)
+from safetensors.torch import load_file
+
+from sync.settings import DirectoryStoreConfig
+from sync.stores import open_store
+from sync.subscribe import Mirror
+from sync.wire import FinalDigests, Published, StepReport, Stop, Version
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+SIZE: dict[str, Any] = {"vocab_size": VOCAB + 2, "hidden_size": 32, "num_hidden_layers": 3}
+SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZE |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None, "num_experts_per_tok": 2}
+NAMED = SIZE | {"num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 24}
+GROUPS = SIZE | {"n_routed_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 40}
+GROUPS |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": NAMED | {"head_dim": 8, "norm_topk_prob": False, "mlp_only_layers": [1]},
+    "Qwen2Moe": NAMED | {"shared_expert_intermediate_size": 20, "norm_topk_prob": True},
+    "Mixtral": SIZE | {"num_local_experts": 4, "intermediate_size": 24},
+    "Olmoe": NAMED,
+    "DeepseekV3": GROUPS | LATENT | {"num_key_value_heads": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each of CONFIGS, in fp32."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("models")
+    for kind, fields in CONFIGS.items():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields))
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder / kind)
+        words().save_pretrained(folder / kind)
+    return folder
+
+
+SGD: dict[str, Any] = {
+    "optimizer": {"type": "SGD"},
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+}
+"""In fp32, without clipping: a step is the gradient times the rate."""
+
+
+class Trained(NamedTuple):
+    run_dir: Path
+    stub: StubController
+    log: str
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_gradients_of_shared_experts_are_those_of_gathered_ones(
+    kind: str, models: Path, tmp_path: Path
+) -> None:
+    norms, folders, sgd = [], [], tmp_path / "sgd.json"
+    sgd.write_text(json.dumps(SGD))
+    for size in (1, 2):
+        trainer = {"expert_parallel": size, "lr": 30.0, "deepspeed": str(sgd), "overrides": {}}
+        with closing(StubController(until(1, STOP))) as stub:
+            more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
+            config = settings(models, tmp_path / str(size), stub.url, kind, **more)
+            with Running(config) as running:
+                assert running.end() == 0, running.log
+            (report,) = stub.told(StepReport)
+        norms.append(report.metrics["grad_norm"])
+        folders.append(load_file(config.run_dir / "final/model.safetensors"))
+    start = load_file(models / kind / "model.safetensors")
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    gathered, shared = ({name: one[name] - start[name] for name in one} for one in folders)
+    assert gathered.keys() == shared.keys()
+    for name, wanted in gathered.items():
+        assert float((shared[name] - wanted).norm() / wanted.norm().clamp(min=1e-9)) < 1e-5, name
+
+
+def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path, tmp_path: Path) -> None:
+    """Every version comes from the shards of the experts' owners; Adam, clipping and bf16."""
+
+    def trained(folder: str, size: int, start: Version, parent: Version | None, code: int = 0) -> Trained:
+        stop = Stop(reason="enough", checkpoint=True)
+        with closing(StubController(until(4, stop), start, parent)) as stub:
+            trainer = {"checkpoint_every": 2, "keep_checkpoints": 9, "expert_parallel": size}
+            more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
+            more["checkpoint"] = None if parent is None else str(parent)
+            config = settings(models, tmp_path / folder, stub.url, "Qwen2Moe", **more)
+            with Running(config) as running:
+                assert running.end() == code, running.log
+            return Trained(config.run_dir, stub, running.log)
+
+    whole = trained("run", 2, Version(0, 0), None)
+    (final,) = whole.stub.told(FinalDigests)
+    assert final.digests == folder_digests(whole.run_dir / "final")
+    start = load_file(models / "Qwen2Moe/model.safetensors")
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in start.items()}
+    store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
+    with Mirror(tmp_path / "mirror", store, "test") as mirror:
+        for version in whole.stub.told(Published):
+            mirror.promote(mirror.stage(version.version).version)
+            assert mirror.path is not None
+            published = load_file(mirror.path / "model.safetensors")
+            assert published.keys() == rounded.keys()
+            if version.version.step == 0:
+                assert all(torch.equal(published[name], one) for name, one in rounded.items())
+        assert folder_digests(mirror.path) == final.digests
+    changed = [name for name in rounded if not torch.equal(published[name], rounded[name])]
+    assert {f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in range(4)} <= set(changed)
+    theirs, ours = (read_config(folder) for folder in (models / "Qwen2Moe", whole.run_dir / "final"))
+    assert ours | {"dtype": None} == theirs | {"dtype": None}
+
+    resumed = trained("run", 2, Version(1, 2), Version(0, 2))
+    assert resumed.stub.told(FinalDigests)[0].digests == final.digests
+    refused = trained("run", 1, Version(2, 2), Version(0, 2), code=1)
+    assert "is of 2 ranks with trainer.expert_parallel = 2, this run has 2 with 1" in refused.log

@@ -1,0 +1,79 @@
+"""Small models with experts of every family whose routes can be replayed, and what is measured of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from student_trainer.routing import SHARED, routers
+
+EXPERTS, CHOSEN, VOCAB = 8, 2, 32
+BASE = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+BASE |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+GROUPED = BASE | {"num_key_value_heads": 1}
+NAMED = GROUPED | {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 12}
+LOCAL = GROUPED | {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "intermediate_size": 12}
+GROUPS = {"n_routed_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 12}
+GROUPS |= {"intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 1}
+GROUPS["routed_scaling_factor"] = 1.7
+LATENT = BASE | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 8, "num_key_value_heads": 2, "head_dim": 8}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Moe", NAMED | {"shared_expert_intermediate_size": 12}),
+    "qwen3": ("Qwen3Moe", NAMED | {"norm_topk_prob": True, "head_dim": 8, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", LOCAL),
+    "olmoe": ("Olmoe", NAMED | {"intermediate_size": 12}),
+    "gpt-oss": ("GptOss", LOCAL | {"head_dim": 8}),
+    "deepseek-v3": ("DeepseekV3", LATENT | GROUPS | {"norm_topk_prob": True}),
+    "deepseek-v2": ("DeepseekV2", LATENT | GROUPS | {"topk_method": "greedy"}),
+    "deepseek-v2 groups": ("DeepseekV2", LATENT | GROUPS | {"topk_method": "group_limited_greedy"}),
+    "glm4": ("Glm4Moe", GROUPED | GROUPS | {"head_dim": 8, "n_group": 1, "norm_topk_prob": True}),
+}
+TOKENS_RL = torch.arange(22).reshape(2, 11).mul(7).remainder(VOCAB)
+
+
+def untrained(kind: str, fields: dict[str, Any]) -> Any:
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields))
+
+
+def build(family: str, checkpointing: bool = False) -> Any:
+    """Weights so large that another expert is another function."""
+    torch.manual_seed(0)
+    model = untrained(*CONFIGS[family])
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def loss_of(model: Any) -> Tensor:
+    logits_RLV = model(input_ids=TOKENS_RL, use_cache=False).logits
+    return logits_RLV.double().log_softmax(-1)[:, :-1].gather(2, TOKENS_RL[:, 1:, None]).mean()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def live_routes(model: Any) -> Tensor:
+    """[S, M, K]: what the routers choose by themselves."""
+    chosen: list[Tensor] = []
+    hooks = []
+    for router in routers(model):
+        place = 1 if type(router.module).__name__ == SHARED else 2
+        hooks.append(
+            router.module.register_forward_hook(lambda _, __, result, at=place: chosen.append(result[at]))
+        )
+    with torch.no_grad():
+        model(input_ids=TOKENS_RL, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1)

@@ -1,0 +1,261 @@
+"""Experts that ranks share: what is refused, the check of replaced layers, shards, replay.
+
+AutoEP's layers are made here without a launcher; tests/integration/test_expert_parallel.py has the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from routed_models import CHOSEN, EXPERTS, build, gradients, live_routes, loss_of
+from torch import Tensor
+
+from student_trainer import expert_parallel
+from student_trainer.config import TrainerSettings
+from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.engine import Student
+from student_trainer.expert_check import LIMITS, check_experts, originals
+from student_trainer.expert_shards import Part, parts
+from student_trainer.head import HeadShape
+from student_trainer.ranks import Ranks
+from student_trainer.routing import replayed, routers
+from student_trainer.weights import Weights
+from sync.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+JSONS = Path(__file__).parents[3] / "configs/deepspeed"
+ALONE = Ranks(0, 1, torch.device("cpu"))
+SHARED_FAMILIES = ["deepseek-v3", "mixtral", "olmoe", "qwen2", "qwen3"]
+every_shared = pytest.mark.parametrize("family", SHARED_FAMILIES)
+
+
+def settings(size: int = 2, json: str = "zero3_cpu.json", **more: Any) -> TrainerSettings:
+    return TrainerSettings(deepspeed=JSONS / json, expert_parallel=size, **more)
+
+
+def by_pattern(count: str) -> dict[str, Any]:
+    """A section for a family that AutoEP has no preset for, and we have none either."""
+    pattern = r"model\.model\.layers\.\d+\.mlp"
+    return {"enabled": True, "autoep_size": 2, "moe_layer_pattern": pattern, "num_experts_attr": count}
+
+
+def section_of(student: Student) -> dict[str, Any]:
+    return expert_parallel.section(settings(), student.config.model_type)
+
+
+def replace_layers(student: Student, section: dict[str, Any], size: int = 1, rank: int = 0) -> None:
+    """What deepspeed.initialize does with the layers of one rank; with size 1 they run without peers."""
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+
+    auto = AutoEP(student, parse_autoep_config(section | {"autoep_size": size}))
+    auto.replace_moe_layers(auto.ep_parser(), size, rank)
+
+
+def student_of(family: str) -> Student:
+    return Student(build(family), HeadShape(31), 8)
+
+
+# --- what is refused before anything is loaded -------------------------------------------------------------
+
+
+def problems(model: Any, world: int | None = 4, **more: Any) -> list[str]:
+    return list(expert_parallel.problems(settings(**more), SimpleNamespace(**model), world))
+
+
+def test_what_cannot_be_shared_is_named() -> None:
+    qwen = {"model_type": "qwen3_moe", "num_experts": 6}
+    assert problems(qwen) == problems(qwen, None) == []
+    assert problems({"model_type": "qwen3"}, size=1) == []
+    assert "is 4 and the trainer has 6 ranks: it must divide" in problems(qwen, 6, size=4)[0]
+    assert "has 6 experts a layer" in problems(qwen, 4, size=4)[0]
+    assert "is 2 and trainer.lora is set" in problems(qwen, lora={})[0]
+    for model in ("glm4_moe", "gpt_oss", "deepseek_v2", "qwen3"):
+        (problem,) = problems({"model_type": model})
+        assert f"the student is a {model}: DeepSpeed's AutoEP computes deepseek_v3, mixtral" in problem
+
+
+@pytest.mark.parametrize(
+    ("size", "json", "overrides", "match"),
+    [
+        (
+            1,
+            "zero3_cpu.json",
+            {"expert_parallel.enabled": True},
+            "trainer.expert_parallel decides this alone",
+        ),
+        (2, "zero3_cpu.json", {"expert_parallel.top_k": 2}, "trainer.expert_parallel decides this alone"),
+        (
+            2,
+            "zero3_offload.json",
+            {},
+            "zero_optimization.offload_param is set and trainer.expert_parallel",
+        ),
+    ],
+)
+def test_a_section_of_ones_own_and_offload_are_refused(
+    size: int, json: str, overrides: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        deepspeed_config(settings(size, json, overrides=overrides))
+    assert deepspeed_config(settings(2))["zero_optimization"]["stage"] == 3
+
+
+# --- replaced layers against the original ones ------------------------------------------------------------
+
+
+@every_shared
+def test_replaced_layers_compute_what_the_original_ones_do(family: str) -> None:
+    student = student_of(family)
+    before = originals(student, section_of(student), 0)
+    assert len(before) == {"qwen3": 2, "deepseek-v3": 2}.get(family, 3)
+    replace_layers(student, section_of(student))
+    assert check_experts(before, student, student, ALONE) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("family", "count"), [("glm4", "n_routed_experts"), ("deepseek-v2", "n_routed_experts")]
+)
+def test_a_family_that_autoep_misunderstands_is_found(family: str, count: str) -> None:
+    student = student_of(family)
+    before = originals(student, by_pattern(count), 0)
+    replace_layers(student, by_pattern(count))
+    with pytest.raises(
+        ConfigError, match=r"model\.model\.layers\.\d\.mlp .* computes otherwise than without"
+    ):
+        check_experts(before, student, student, ALONE)
+
+
+def test_experts_that_autoep_refuses_are_named() -> None:
+    section = by_pattern("num_local_experts") | {"router_pattern": "router"}
+    with pytest.raises(ConfigError, match="clamp their SwiGLU"):
+        originals(student_of("gpt-oss"), section, 0)
+
+
+@pytest.mark.parametrize("what", ["a scale", "an expert", "normalisation", "nothing replaced"])
+def test_a_replaced_layer_that_differs_in_one_thing_is_found(what: str) -> None:
+    student = student_of("qwen3")
+    before = originals(student, section_of(student), 0)
+    if what != "nothing replaced":
+        replace_layers(student, section_of(student))
+        layer: Any = student.get_submodule("model.model.layers.2.mlp")
+        if what == "a scale":
+            layer.router.route_scale *= 1 + 1e-4
+        elif what == "an expert":
+            layer.experts.w3.data[5] *= 1 + 1e-3
+        else:
+            layer.router.route_norm = False
+    wanted = (
+        "left model.model.layers.0.mlp as it was" if what == "nothing replaced" else r"layers\.2\.mlp with"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        check_experts(before, student, student, ALONE)
+
+
+def test_bf16_has_a_limit_that_rounding_keeps_and_another_function_does_not() -> None:
+    quantile, limit = LIMITS[torch.bfloat16]
+    student = student_of("mixtral").to(torch.bfloat16)
+    student.model.set_experts_implementation("eager")
+    before = originals(student, section_of(student) | {"use_grouped_mm": False}, 0)
+    replace_layers(student, section_of(student) | {"use_grouped_mm": False})
+    assert check_experts(before, student, student, ALONE) < limit / 5
+    for layer in student.modules():
+        if getattr(layer, "_is_autoep_layer", False):
+            layer.router.route_norm = False  # type: ignore[union-attr, assignment]
+    with pytest.raises(ConfigError, match=f"limit {limit:g}"):
+        check_experts(before, student, student, ALONE)
+    assert quantile == 0.5
+
+
+# --- shards -----------------------------------------------------------------------------------------------
+
+
+def test_gate_and_up_of_an_expert_are_found_in_their_parameters() -> None:
+    """6 experts of 2 + 2 rows and 3 columns; this rank has experts 2 and 3."""
+    gate = Part("p", (6, 4, 3), (2, 2, 3), 2, 0, object())
+    up = Part("p", (6, 4, 3), (2, 2, 3), 2, 2, object())
+    assert [gate.start(12 * expert, 6) for expert in range(6)] == [-12, -6, 0, 6, 12, 18]
+    assert [gate.start(12 * expert + 6, 6) for expert in range(6)] == [None] * 6
+    assert [up.start(12 * expert + 6, 6) for expert in range(6)] == [-12, -6, 0, 6, 12, 18]
+    assert Part("p", (6, 3), (6, 3)).start(5, 2) == 5
+    with pytest.raises(ValueError, match="spans more than one expert's gate or up"):
+        gate.start(0, 12)
+
+
+def partitioned(student: Student, rank: int) -> Iterator[Ranks]:
+    """Shards of rank `rank` of four, two of which share the experts: padded, as ZeRO-3 cuts them."""
+    shared = parts(student.model)
+    for name, parameter in student.model.named_parameters():
+        part = shared.get(name)
+        position, count = (rank // 2, 2) if part is not None and part.group is not None else (rank, 4)
+        length = -(-parameter.numel() // count)
+        padding = length * count - parameter.numel()
+        flat = torch.nn.functional.pad(parameter.detach().flatten(), (0, padding), value=9.0)
+        parameter.ds_tensor, parameter.ds_shape = flat.split(length)[position], parameter.shape  # type: ignore[attr-defined]
+        parameter.ds_zero_partition_rank = position  # type: ignore[attr-defined]
+    yield Ranks(rank, 4, torch.device("cpu"))
+
+
+@every_shared
+def test_shards_of_four_ranks_tile_the_saved_checkpoint_bit_for_bit(family: str) -> None:
+    plain = Weights(student_of(family).model, ALONE)
+    wanted = plain.snapshot()
+    seen = {name: np.zeros(len(flat), int) for name, flat in wanted.items()}
+    for rank in range(4):
+        student = student_of(family)
+        replace_layers(student, section_of(student), 2, rank % 2)
+        for layer in student.modules():
+            if getattr(layer, "_is_autoep_layer", False):
+                layer.ep_group = object()  # type: ignore[assignment]
+        for ranks in partitioned(student, rank):
+            weights = Weights(student.model, ranks)
+            assert weights.fingerprint == plain.fingerprint
+            held = weights.snapshot()
+            for part in weights.slices:
+                there = slice(part.start, part.start + part.count)
+                seen[part.name][there] += 1
+                assert np.array_equal(held[part.name], wanted[part.name][there]), part.name
+    assert all((count == 1).all() for count in seen.values())
+
+
+# --- routing replay ---------------------------------------------------------------------------------------
+
+
+def through(model: Any, routes_SMK: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    with replayed(routers(model), routes_SMK):
+        loss = loss_of(model)
+        loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@every_shared
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_routes_replayed_in_replaced_routers(family: str, checkpointing: bool) -> None:
+    plain, student = build(family), Student(build(family, checkpointing), HeadShape(31), 8)
+    own_SMK = live_routes(plain)
+    replace_layers(student, section_of(student))
+    model = student.model
+    routed = routers(model)
+    assert [(one.experts, one.chosen) for one in routed] == [(EXPERTS, CHOSEN)] * own_SMK.shape[1]
+    assert torch.equal(live_routes(model).sort(-1).values, own_SMK.sort(-1).values)
+    live = loss_of(model)
+    live.backward()
+    expected = gradients(model)
+    again, found = through(model, live_routes(model))
+    assert torch.equal(again, live)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+    others_SMK = (own_SMK + 3) % EXPERTS
+    (theirs, grown), (ours, found) = through(plain, others_SMK), through(model, others_SMK)
+    assert abs(float(theirs - live.detach())) > 1e-3, "other experts, another function"
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+    for name, part in parts(model).items():
+        if name.endswith("router.gate.weight"):
+            torch.testing.assert_close(found[name], grown[part.source], rtol=1e-4, atol=1e-6)
