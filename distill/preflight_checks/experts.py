@@ -1,4 +1,5 @@
-"""Students with experts: what their configuration says of routing, and whether it can be replayed.
+"""Students with experts: what their configuration says of routing, whether it can be replayed, and whether
+ranks can share the experts.
 
 The trainer's own code finds the routers in the model (`student_trainer.routing`); this knows the same without
 loading it.
@@ -11,6 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from distill.config import RunConfig
 from distill.prompts.sources import text_config
+from student_trainer import expert_parallel
+from student_trainer.launch import read_hosts
 from sync.wire import Routing
 
 COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -64,7 +67,21 @@ def routing_of(config: RunConfig) -> Routing | None:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Why routing cannot be replayed as it is asked for."""
+    """Why experts cannot be shared, or routing replayed, as it is asked for."""
+    if config.trainer.expert_parallel > 1:
+        yield from expert_parallel.problems(config.trainer, text_config(config.student), _ranks(config))
+    yield from _unreplayed(config)
+
+
+def _ranks(config: RunConfig) -> int | None:
+    """Of the trainer; None: started by hand."""
+    if config.controller.trainer == "external":
+        return None
+    hostfile = config.trainer.hostfile
+    return config.trainer.ranks * (1 if hostfile is None else len(read_hosts(hostfile)))
+
+
+def _unreplayed(config: RunConfig) -> Iterator[str]:
     if not config.rollout.routing_replay:
         return
     asked, model = "rollout.routing_replay is true and ", text_config(config.student)
