@@ -13,9 +13,10 @@ Of a checkpoint of another number of ranks, every rank cuts its shards out of th
 
     rank q of n holds of a parameter its flat elements [q·k, (q+1)·k), k = ⌈elements / n⌉, padded with zeros
 
-They are mapped and decoded without running any code of theirs. What comes out is the state that a rank of the
-new number would have saved. (DeepSpeed's universal checkpoint loses optimizer states other than `exp_avg` and
-`exp_avg_sq`, and settings of parameter groups, and writes a second checkpoint to disk.)
+where q and n count, of experts that ranks share, the ranks that hold the same ones. The files are mapped and
+decoded without running any code of theirs. What comes out is the state that a rank of the new number would
+have saved. (DeepSpeed's universal checkpoint loses optimizer states other than `exp_avg` and `exp_avg_sq`,
+and settings of parameter groups, and writes a second checkpoint to disk.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import errno
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial as bind
 from pathlib import Path
@@ -145,8 +146,7 @@ def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
 def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks, expert_parallel: int = 1) -> files.Index:
     """Bring a fresh engine to a checkpoint that `find` accepted; its index. Collective.
 
-    Raises DataError for a checkpoint of another model, and where experts are or were shared and the ranks are
-    not those that wrote it.
+    Raises DataError for a checkpoint of another model, or where other numbers of ranks share the experts.
     """
     index, _ = files.index(path)
     assert index is not None
@@ -155,17 +155,16 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks, expert_paralle
             f"checkpoint {path} is of model {index.fingerprint[:12]}, this run has {fingerprint[:12]}: "
             "start it with the same student"
         )
-    wrote, have = (index.world_size, index.expert_parallel), (ranks.world_size, expert_parallel)
-    if wrote != have and max(index.expert_parallel, expert_parallel) > 1:
+    if index.expert_parallel != expert_parallel:
         raise DataError(
-            f"checkpoint {path} is of {wrote[0]} ranks with trainer.expert_parallel = {wrote[1]}, this run "
-            f"has {have[0]} with {have[1]}: shards of shared experts are not cut anew, resume as it was saved"
+            f"checkpoint {path} was saved with trainer.expert_parallel = {index.expert_parallel}, this run "
+            f"has {expert_parallel}: resume with the same, the number of ranks may be another"
         )
     if index.world_size == ranks.world_size:
         engine.load_checkpoint(str(path), tag=_TAG)
     else:
         log.info("%s is of %d ranks, this run has %d", path, index.world_size, ranks.world_size)
-        restore(engine, path / _TAG, index.world_size, ranks)
+        restore(engine, path / _TAG, index.world_size, ranks, expert_parallel)
     return index
 
 
@@ -206,17 +205,22 @@ class Place(NamedTuple):
     group: int
     offset: int
     numel: int
+    shared: int = 1
+    """n ranks that share the experts in it: rank r, r + n, r + 2n, … have the same ones"""
 
 
-def restore(engine: Any, folder: Path, saved: int, ranks: Ranks) -> None:
+def restore(engine: Any, folder: Path, saved: int, ranks: Ranks, expert_parallel: int = 1) -> None:
     """Bring a fresh engine to the checkpoint of `saved` ranks in `folder`. Collective.
 
-    Raises DataError for an optimizer state that is not one value for each element.
+    `expert_parallel`: ranks that share experts, then as now. Raises DataError for an optimizer state that is
+    not one value for each element.
     """
     shards = [_read(folder, rank, "optim_states")["optimizer_state_dict"] for rank in range(saved)]
     common = _read(folder, min(ranks.rank, saved - 1), "model_states")
-    places = layout(common["param_shapes"], saved)
     zero = engine.optimizer
+    family = {name: getattr(one, "ds_zero_placement_family", "") for one, name in zero.param_names.items()}
+    shared = {name: expert_parallel for name, kind in family.items() if kind == "autoep_expert"}
+    places = layout(common["param_shapes"], saved, shared)
     zero.checkpoint_event_prologue()
     groups = [[places[zero.param_names[parameter]] for parameter in group] for group in zero.fp16_groups]
     state = rebuild(shards, groups, list(zero.sub_group_to_group_id.values()), ranks)
@@ -226,15 +230,20 @@ def restore(engine: Any, folder: Path, saved: int, ranks: Ranks) -> None:
         setattr(engine, name, common[name])
 
 
-def layout(shapes: Sequence[dict[str, Any]], saved: int) -> dict[str, Place]:
-    """Place of every parameter, from the names and shapes of each flat group in order."""
+def layout(
+    shapes: Sequence[dict[str, Any]], saved: int, shared: Mapping[str, int] | None = None
+) -> dict[str, Place]:
+    """Place of every parameter, from the names and shapes of each flat group in order.
+
+    `shared`: parameter of shared experts → `Place.shared`; its shape is that of one rank's experts.
+    """
     places = {}
     for group, names in enumerate(shapes):
         offset = 0
         for name, shape in names.items():
             numel = torch.Size(shape).numel()
-            places[name] = Place(group, offset, numel)
-            offset += -(-numel // saved)
+            places[name] = Place(group, offset, numel, (shared or {}).get(name, 1))
+            offset += -(-numel // (saved // places[name].shared))
     return places
 
 
@@ -252,15 +261,24 @@ def rebuild(
     ]
     state, flat = {}, []
     for index, places in enumerate(groups):
-        masters = [[shard["fp32_flat_groups"][place.group] for shard in shards] for place in places]
-        old = [[optimizer["state"][place.group] for optimizer in optimizers] for place in places]
+        masters = [
+            [shards[r]["fp32_flat_groups"][p.group] for r in _holders(p, shards, ranks)] for p in places
+        ]
+        old = [[optimizers[r]["state"][p.group] for r in _holders(p, shards, ranks)] for p in places]
         flat.append(_joined(masters, places, ranks))
         state[index] = {
             name: _state([[values[name] for values in piece] for piece in old], places, masters, ranks)
             for name in old[0][0]
         }
     optimizer = {"state": state, "param_groups": settings}
-    return {**shards[0], "optimizer_state_dict": optimizer, "fp32_flat_groups": flat}
+    # which ranks hold which experts, which DeepSpeed compares where it is stated
+    rest = {name: value for name, value in shards[0].items() if name != "ds_zero_partition_groups"}
+    return {**rest, "optimizer_state_dict": optimizer, "fp32_flat_groups": flat}
+
+
+def _holders(place: Place, shards: Sequence[Any], ranks: Ranks) -> range:
+    """The old ranks that hold what this rank holds of a parameter, in the order of its flat elements."""
+    return range(ranks.rank % place.shared, len(shards), place.shared)
 
 
 def _state(
@@ -282,7 +300,8 @@ def _state(
 def _joined(pieces: Sequence[Sequence[Tensor]], places: Sequence[Place], ranks: Ranks) -> Tensor:
     """This rank's shards of a group, one behind the other; `pieces`: by parameter and old rank."""
     pairs = zip(pieces, places, strict=True)
-    return torch.cat([cut(piece, place, ranks.rank, ranks.world_size) for piece, place in pairs])
+    rank, size = ranks.rank, ranks.world_size
+    return torch.cat([cut(one, place, rank // place.shared, size // place.shared) for one, place in pairs])
 
 
 def cut(pieces: Sequence[Tensor], place: Place, rank: int, world_size: int) -> Tensor:

@@ -86,6 +86,8 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
     if not optimizer.get("type"):
         yield "there is no optimizer section with a type: name one, such as AdamW"
     if settings.expert_parallel > 1:
+        if config.get("use_data_before_expert_parallelism"):
+            yield "use_data_before_expert_parallelism is set: neighbouring ranks share experts, leave it out"
         for name in ("offload_param", "offload_optimizer"):
             if _table(zero, name).get("device") in ("cpu", "nvme"):
                 yield (

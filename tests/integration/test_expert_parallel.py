@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from launched_trainer import (
     STOP,
     VOCAB,
     Running,
+    Share,
     StubController,
     folder_digests,
     settings,
@@ -24,7 +28,18 @@ from safetensors.torch import load_file
 from sync.settings import DirectoryStoreConfig
 from sync.stores import open_store
 from sync.subscribe import Mirror
-from sync.wire import FinalDigests, Published, StepReport, Stop, Version
+from sync.wire import (
+    FinalDigests,
+    Message,
+    Published,
+    Rows,
+    StepReport,
+    Stop,
+    TrainBatch,
+    Version,
+    pack,
+    unpack,
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -81,20 +96,63 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+def routed(share: Share) -> Share:
+    """`share` with recorded experts for every token but the last of a row, in the two layers of Qwen3Moe."""
+
+    def give(version: Version, rank: int, world_size: int) -> Message:
+        batch = share(version, rank, world_size)
+        if not isinstance(batch, TrainBatch):
+            return batch
+        return msgspec.structs.replace(batch, micro_batches=[with_routes(one) for one in batch.micro_batches])
+
+    return give
+
+
+def with_routes(rows: Rows) -> Rows:
+    lens = (unpack(rows.prompt_lens) + unpack(rows.completion_lens) - 1).astype(np.int32)
+    if not lens.size:
+        return rows
+    every = np.broadcast_to(np.arange(4, dtype=np.uint8), (int(lens.sum()), 2, 4))
+    chosen = np.random.default_rng(int(lens.sum())).permuted(every, axis=-1)[..., :2]
+    return msgspec.structs.replace(rows, routes=pack(np.ascontiguousarray(chosen)), route_lens=pack(lens))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "more", "change"),
+    [
+        ("Qwen3Moe", 2, {}, None),
+        ("Qwen2Moe", 2, {}, None),
+        ("Mixtral", 2, {"activation_checkpointing": True, "packing": "padded"}, None),
+        ("Olmoe", 2, {}, None),
+        ("DeepseekV3", 2, {}, None),
+        ("Qwen3Moe", 4, {}, None),
+        ("Qwen3Moe", 2, {"activation_checkpointing": True}, routed),
+    ],
+    ids=["qwen3", "qwen2", "mixtral", "olmoe", "deepseek", "four ranks", "replayed"],
+)
 def test_gradients_of_shared_experts_are_those_of_gathered_ones(
-    kind: str, models: Path, tmp_path: Path
+    kind: str,
+    ranks: int,
+    more: dict[str, Any],
+    change: Callable[[Share], Share] | None,
+    models: Path,
+    tmp_path: Path,
 ) -> None:
     norms, folders, sgd = [], [], tmp_path / "sgd.json"
     sgd.write_text(json.dumps(SGD))
+    share = until(1, STOP) if change is None else change(until(1, STOP))
     for size in (1, 2):
         trainer = {"expert_parallel": size, "lr": 30.0, "deepspeed": str(sgd), "overrides": {}}
-        with closing(StubController(until(1, STOP))) as stub:
-            more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
-            config = settings(models, tmp_path / str(size), stub.url, kind, **more)
+        trainer |= {"ranks": ranks, **more} if size == 2 else {}
+        with closing(StubController(share)) as stub:
+            objective = {"type": "topk", "k": 4}
+            config = settings(
+                models, tmp_path / str(size), stub.url, kind, objective=objective, trainer=trainer
+            )
             with Running(config) as running:
                 assert running.end() == 0, running.log
             (report,) = stub.told(StepReport)
+            assert stub.told(FinalDigests)[0].digests == folder_digests(config.run_dir / "final")
         norms.append(report.metrics["grad_norm"])
         folders.append(load_file(config.run_dir / "final/model.safetensors"))
     start = load_file(models / kind / "model.safetensors")
@@ -108,18 +166,20 @@ def test_gradients_of_shared_experts_are_those_of_gathered_ones(
 def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path, tmp_path: Path) -> None:
     """Every version comes from the shards of the experts' owners; Adam, clipping and bf16."""
 
-    def trained(folder: str, size: int, start: Version, parent: Version | None, code: int = 0) -> Trained:
+    def trained(
+        start: Version, parent: Version | None, size: int = 2, ranks: int = 2, steps: int = 4, code: int = 0
+    ) -> Trained:
         stop = Stop(reason="enough", checkpoint=True)
-        with closing(StubController(until(4, stop), start, parent)) as stub:
-            trainer = {"checkpoint_every": 2, "keep_checkpoints": 9, "expert_parallel": size}
+        with closing(StubController(until(steps, stop), start, parent)) as stub:
+            trainer = {"checkpoint_every": 2, "keep_checkpoints": 9, "expert_parallel": size, "ranks": ranks}
             more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
             more["checkpoint"] = None if parent is None else str(parent)
-            config = settings(models, tmp_path / folder, stub.url, "Qwen2Moe", **more)
+            config = settings(models, tmp_path / "run", stub.url, "Qwen2Moe", **more)
             with Running(config) as running:
                 assert running.end() == code, running.log
             return Trained(config.run_dir, stub, running.log)
 
-    whole = trained("run", 2, Version(0, 0), None)
+    whole = trained(Version(0, 0), None)
     (final,) = whole.stub.told(FinalDigests)
     assert final.digests == folder_digests(whole.run_dir / "final")
     start = load_file(models / "Qwen2Moe/model.safetensors")
@@ -139,7 +199,12 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
     theirs, ours = (read_config(folder) for folder in (models / "Qwen2Moe", whole.run_dir / "final"))
     assert ours | {"dtype": None} == theirs | {"dtype": None}
 
-    resumed = trained("run", 2, Version(1, 2), Version(0, 2))
+    resumed = trained(Version(1, 2), Version(0, 2))
     assert resumed.stub.told(FinalDigests)[0].digests == final.digests
-    refused = trained("run", 1, Version(2, 2), Version(0, 2), code=1)
-    assert "is of 2 ranks with trainer.expert_parallel = 2, this run has 2 with 1" in refused.log
+    wider = trained(Version(2, 2), Version(0, 2), ranks=4, steps=2)
+    assert "is of 2 ranks, this run has 4" in wider.log
+    back = trained(Version(3, 2), Version(2, 2))
+    assert "is of 4 ranks, this run has 2" in back.log
+    assert back.stub.told(FinalDigests)[0].digests == final.digests
+    refused = trained(Version(4, 2), Version(0, 2), size=1, code=1)
+    assert "was saved with trainer.expert_parallel = 2, this run has 1" in refused.log

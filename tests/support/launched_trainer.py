@@ -170,8 +170,9 @@ def rows(step: int, indices: range, full: bool) -> Rows:
 
 
 def shares(full: bool) -> Callable[[Version, int, int], TrainBatch]:
-    """Six rollouts a step. Two ranks get two micro-batches each (3 + 2, 1 + 0), one rank gets one."""
+    """Six rollouts a step. Two ranks get two micro-batches each (3 + 2, 1 + 0), one rank or four get one."""
     cuts = {1: [[range(6)]], 2: [[range(3), range(3, 5)], [range(5, 6), range(0)]]}
+    cuts[4] = [[range(2)], [range(2, 5)], [range(0)], [range(5, 6)]]
 
     def share(version: Version, rank: int, world_size: int) -> TrainBatch:
         denominator = sum(2 + (version.step + index) % 5 for index in range(6))

@@ -92,3 +92,37 @@ def test_a_state_that_cannot_be_cut_is_refused() -> None:
     places = layout(SHAPES, 2)
     with pytest.raises(DataError, match="resume on as many ranks"):
         rebuild(shards, [[places["a"]]], [0], Ranks(0, 1, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (6, 2), (2, 6), (4, 6)])
+def test_shared_experts_come_to_the_ranks_that_hold_the_same_ones_now(old: int, new: int) -> None:
+    """Two ranks share the experts `x`: those of even and of odd ranks are others; `a` lies over all ranks."""
+    shapes = [{"a": (3, 5)}, {"x": (7,)}]
+    experts = [torch.arange(7.0) + 10, torch.arange(7.0) + 20]
+
+    def held(rank: int, size: int, more: float) -> list[Tensor]:
+        own = split(experts[rank % 2] + more, size // 2)[rank // 2]
+        return [split(torch.arange(15.0) + more, size)[rank], own]
+
+    shards = []
+    for rank in range(old):
+        state = {i: {"exp_avg": moment} for i, moment in enumerate(held(rank, old, 100.0))}
+        optimizer = {"state": state, "param_groups": [{"params": [0]}, {"params": [1]}]}
+        shards.append({"fp32_flat_groups": held(rank, old, 0.0), "optimizer_state_dict": optimizer})
+        shards[-1]["ds_zero_partition_groups"] = ["of the old ranks"]
+    places = layout(shapes, old, {"x": 2})
+    assert places["x"] == Place(1, 0, 7, 2)
+    for rank in range(new):
+        groups = [[places["a"]], [places["x"]]]
+        state = rebuild(shards, groups, [0, 1], Ranks(rank, new, torch.device("cpu")))
+        assert "ds_zero_partition_groups" not in state
+        moments = state["optimizer_state_dict"]["state"]
+        for index, (master, moment) in enumerate(
+            zip(held(rank, new, 0.0), held(rank, new, 100.0), strict=True)
+        ):
+            assert torch.equal(state["fp32_flat_groups"][index], master.clamp(min=0))
+            assert torch.equal(moments[index]["exp_avg"], moment.clamp(min=0))
+
+
+def test_parameters_behind_shared_experts_in_a_flat_group_are_found() -> None:
+    assert layout([{"x": (7,), "a": (9,)}], 4, {"x": 2})["a"] == Place(0, 4, 9)
