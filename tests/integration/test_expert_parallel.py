@@ -208,3 +208,18 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
     assert back.stub.told(FinalDigests)[0].digests == final.digests
     refused = trained(Version(4, 2), Version(0, 2), size=1, code=1)
     assert "was saved with trainer.expert_parallel = 2, this run has 1" in refused.log
+
+
+def test_a_family_that_cannot_be_shared_is_refused_by_every_rank(tmp_path: Path) -> None:
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    sizes = {name: value for name, value in GROUPS.items() if name not in LATENT} | {"n_group": 1}
+    Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, head_dim=8)).save_pretrained(tmp_path / "glm")
+    words().save_pretrained(tmp_path / "glm")
+    with closing(StubController(until(1, STOP))) as stub:
+        config = settings(tmp_path, tmp_path / "run", stub.url, "glm", trainer={"expert_parallel": 2})
+        with Running(config) as running:
+            assert running.end() == 1
+            assert "the student is a glm4_moe: DeepSpeed's AutoEP computes deepseek_v3" in running.log
+            assert "Traceback" not in running.log
+    assert stub.events == []
