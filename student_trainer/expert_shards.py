@@ -89,6 +89,9 @@ def _of_layer(prefix: str, layer: Any, family: Any) -> dict[str, Part]:
         ("experts.w2", DOWN, down, 0),
     ):
         found[name] = Part(prefix + source, shape, shapes[name], first, row, group)
+    if (bias := layer.router.e_score_correction_bias) is not None:
+        name, shape = "e_score_correction_bias", tuple(bias.shape)
+        found[f"router.{name}"] = Part(f"{prefix}gate.{name}", shape, shape)
     if others := shapes.keys() - found.keys():
         raise ValueError(f"{prefix}{sorted(others)[0]} of DeepSpeed's AutoEP is not known here")
     return {prefix + name: part for name, part in found.items()}

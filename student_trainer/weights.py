@@ -47,7 +47,9 @@ class Weights:
         self._model, self._ranks = model, ranks
         self.adapters = hasattr(model, "peft_config")
         """Only adapters are trained and published, named as peft names them in its folder."""
-        self.parameters = trained_parameters(model)
+        self.parameters: dict[str, Tensor] = {**trained_parameters(model)}
+        if not self.adapters:
+            self.parameters |= fixed_tensors(model)
         wrong = {name: p.dtype for name, p in self.parameters.items() if p.dtype not in DTYPES}
         if wrong:
             raise ConfigError(f"{wrong} cannot be published: train in bf16 or fp32")
@@ -102,7 +104,7 @@ class Weights:
 
         Collective: use it up.
         """
-        shared: dict[str, list[tuple[nn.Parameter, Part]]] = {}
+        shared: dict[str, list[tuple[Tensor, Part]]] = {}
         for name, parameter in self.parameters.items():
             part = self._parts.get(name)
             if part is not None and part.group is not None:
@@ -161,7 +163,18 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace(_ADAPTER, "."): parameter for name, parameter in named if parameter.requires_grad}
 
 
-def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of the checkpoint that no gradient reaches, whole on every rank: persistent buffers, such as
+    the correction of scores in DeepSeek-V3's routers."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and buffer.is_floating_point()
+    }
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
     """Whole shape, partitioned or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -178,13 +191,13 @@ def bits(flat: Tensor) -> np.ndarray:
     return wide.numpy().view(BITS[DTYPES[host.dtype]])
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
+def _local(parameter: Tensor) -> Tensor:
     """Flat elements that this rank holds, padding included."""
     shard = getattr(parameter, "ds_tensor", None)
     return parameter.detach().flatten() if shard is None else shard
 
 
-def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
+def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
     """The parameter whole on every rank, for reading."""
     if not hasattr(parameter, "ds_tensor"):
         return contextlib.nullcontext()
@@ -193,7 +206,7 @@ def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]
     return GatheredParameters([parameter])
 
 
-def _wholes(held: Iterable[tuple[nn.Parameter, Part]]) -> Iterator[tuple[Tensor, Part]]:
+def _wholes(held: Iterable[tuple[Tensor, Part]]) -> Iterator[tuple[Tensor, Part]]:
     """Each parameter gathered while it is looked at. Collective: use it up."""
     for parameter, part in held:
         with _gathered(parameter):

@@ -73,6 +73,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
         model.save_pretrained(folder / kind)
         words().save_pretrained(folder / kind)
     return folder
@@ -157,8 +160,8 @@ def test_gradients_of_shared_experts_are_those_of_gathered_ones(
         folders.append(load_file(config.run_dir / "final/model.safetensors"))
     start = load_file(models / kind / "model.safetensors")
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-    gathered, shared = ({name: one[name] - start[name] for name in one} for one in folders)
-    assert gathered.keys() == shared.keys()
+    gathered, shared = ({name: one[name] - start[name] for name in start} for one in folders)
+    assert start.keys() == gathered.keys() == shared.keys()
     for name, wanted in gathered.items():
         assert float((shared[name] - wanted).norm() / wanted.norm().clamp(min=1e-9)) < 1e-5, name
 

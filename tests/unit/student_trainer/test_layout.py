@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from routed_models import CONFIGS, build
 
 from student_trainer.engine import Student
 from student_trainer.head import HeadShape
@@ -78,6 +79,21 @@ def test_shards_of_fused_experts_are_the_bits_of_the_saved_folder(
             place(held[part.name], part, shards[part.name])
     assert saved.keys() == held.keys()
     assert all(np.array_equal(saved[name], held[name]) for name in saved)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_saved_folder_of_every_family_with_experts_is_what_transformers_saves(
+    family: str, tmp_path: Path
+) -> None:
+    """The correction of scores in a router too, which is no parameter."""
+    model = build(family)
+    weights = Weights(model, Ranks(0, 1, torch.device("cpu")))
+    weights.save_folder(tmp_path / "ours", NoTokenizer())
+    model.save_pretrained(tmp_path / "theirs")
+    assert checkpoint.digests(tmp_path / "ours") == checkpoint.digests(tmp_path / "theirs")
+    assert checkpoint.digests(tmp_path / "ours") == weights.digests()
+    if family in ("deepseek-v3", "glm4"):
+        assert "model.layers.1.mlp.gate.e_score_correction_bias" in weights.digests()
 
 
 def partition(model: Any, world: int) -> None:
