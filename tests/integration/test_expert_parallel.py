@@ -143,19 +143,22 @@ def test_gradients_of_shared_experts_are_those_of_gathered_ones(
 ) -> None:
     norms, folders, sgd = [], [], tmp_path / "sgd.json"
     sgd.write_text(json.dumps(SGD))
+    transport = "broadcast" if kind == "Olmoe" else "snapshot"
     share = until(1, STOP) if change is None else change(until(1, STOP))
     for size in (1, 2):
         trainer = {"expert_parallel": size, "lr": 30.0, "deepspeed": str(sgd), "overrides": {}}
         trainer |= {"ranks": ranks, **more} if size == 2 else {}
         with closing(StubController(share)) as stub:
-            objective = {"type": "topk", "k": 4}
-            config = settings(
-                models, tmp_path / str(size), stub.url, kind, objective=objective, trainer=trainer
-            )
+            given: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
+            given["weights"] = {"transport": transport}
+            config = settings(models, tmp_path / str(size), stub.url, kind, **given)
             with Running(config) as running:
                 assert running.end() == 0, running.log
             (report,) = stub.told(StepReport)
-            assert stub.told(FinalDigests)[0].digests == folder_digests(config.run_dir / "final")
+            (final,) = stub.told(FinalDigests)
+            assert final.digests == folder_digests(config.run_dir / "final")
+            if transport == "broadcast":
+                assert stub.receptions[-1].result().digests == final.digests
         norms.append(report.metrics["grad_norm"])
         folders.append(load_file(config.run_dir / "final/model.safetensors"))
     start = load_file(models / kind / "model.safetensors")
