@@ -8,7 +8,7 @@ loading it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from distill.config import RunConfig
 from distill.prompts.sources import text_config
@@ -20,25 +20,16 @@ COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of transformers' configurations that count the experts of a layer."""
 
 
-class Family(NamedTuple):
-    """Where a family's configuration says how it routes."""
-
-    experts: str
-    """Field that counts the experts of a layer."""
-    dense: str = ""
-    """Field that counts the first layers without experts; "": Qwen's two fields, or none."""
-
-
-FAMILIES: Final = {
-    "deepseek_v2": Family("n_routed_experts", "first_k_dense_replace"),
-    "deepseek_v3": Family("n_routed_experts", "first_k_dense_replace"),
-    "glm4_moe": Family("n_routed_experts", "first_k_dense_replace"),
-    "gpt_oss": Family("num_local_experts"),
-    "mixtral": Family("num_local_experts"),
-    "olmoe": Family("num_experts"),
-    "qwen2_moe": Family("num_experts"),
-    "qwen3_moe": Family("num_experts"),
-}
+FAMILIES: Final = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 """transformers' `model_type` of those that can be replayed."""
 
 
@@ -49,16 +40,17 @@ def has_experts(model: Any) -> bool:
 
 def routing(model: Any) -> Routing | None:
     """How transformers' config routes; None: it is of no family in FAMILIES."""
-    if (family := FAMILIES.get(model.model_type)) is None:
+    if model.model_type not in FAMILIES:
         return None
-    dense = getattr(model, family.dense) if family.dense else 0
-    every, without = getattr(model, "decoder_sparse_step", 1), getattr(model, "mlp_only_layers", None) or ()
+    dense, every = getattr(model, "first_k_dense_replace", 0), getattr(model, "decoder_sparse_step", 1)
+    without = getattr(model, "mlp_only_layers", None) or ()
+    experts = next(count for name in COUNTS if (count := getattr(model, name, None)))
     layers = [
         layer
         for layer in range(model.num_hidden_layers)
         if layer >= dense and layer not in without and (layer + 1) % every == 0
     ]
-    return Routing(len(layers), model.num_experts_per_tok, getattr(model, family.experts))
+    return Routing(len(layers), model.num_experts_per_tok, experts)
 
 
 def routing_of(config: RunConfig) -> Routing | None:

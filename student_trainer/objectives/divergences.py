@@ -108,12 +108,6 @@ def mask_log_mass(logp_NV: Tensor, mask_NK: Tensor) -> Tensor:
     return torch.where(some_N, logp_NK.logsumexp(1), 0.0)
 
 
-def sampled_logp(logp_NV: Tensor, targets: Targets) -> Tensor:
-    """log p(y) [N] within the sampling mask: what log μ(y) is compared with."""
-    logp_N = at(logp_NV, targets.token_N)
-    return logp_N if targets.mask_NK is None else logp_N - mask_log_mass(logp_NV, targets.mask_NK)
-
-
 def within_mask(logp_NV: Tensor, targets: Targets) -> tuple[Tensor, Targets]:
     """Student and teacher as distributions over the sampling mask M of each token, of which y ~ μ is one.
 

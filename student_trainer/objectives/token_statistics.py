@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from student_trainer.objectives.divergences import Targets, at, mask_log_mass, own, ratio, sampled_logp
+from student_trainer.objectives.divergences import Targets, at, mask_log_mass, own, ratio
 
 COUNTS: Final = ("rows", "tokens", "truncated", "age", "filled", "slots", "rescored")
 """Sums that a micro-batch brings along: R, C, rows cut off at the token limit, Σ over tokens of the trained
@@ -50,7 +50,11 @@ _OVERLAP_TOKENS = 64
 @torch.no_grad()
 def token_sums(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
     """Sums (scalars) over the chunk, named as in STATS, and `rho_max`. N must not be 0."""
-    logp_N = sampled_logp(logp_NV, targets)
+    logp_N, masked = at(logp_NV, targets.token_N), dict[str, Tensor]()
+    if targets.mask_NK is not None:
+        mass_N, some_N = mask_log_mass(logp_NV, targets.mask_NK), (targets.mask_NK >= 0).any(1)
+        logp_N = logp_N - mass_N
+        masked = {"mask_mass": torch.where(some_N, mass_N.exp(), 0.0).sum(), "mask_tokens": some_N.sum()}
     rho_N, own_N = ratio(logp_N, targets.behavior_logp_N), own(targets)
     mismatch_N = rho_N - 1.0 - (logp_N - targets.behavior_logp_N)
     rho_N = torch.where(own_N, rho_N, 0.0)
@@ -62,11 +66,8 @@ def token_sums(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
         "rho_max": rho_N.max(),
         "fresh_kl": torch.where(targets.fresh_N, mismatch_N, 0.0).sum(),
         "fresh_tokens": targets.fresh_N.sum(),
+        **masked,
     }
-    if targets.mask_NK is not None:
-        masked_N = (targets.mask_NK >= 0).any(1)
-        mass_N = torch.where(masked_N, mask_log_mass(logp_NV, targets.mask_NK).exp(), 0.0)
-        sums |= {"mask_mass": mass_N.sum(), "mask_tokens": masked_N.sum()}
     if targets.support_NK is not None and targets.support_logp_NK is not None:
         sums |= _support(logp_NV, targets, targets.support_NK, targets.support_logp_NK)
     entropy_N, logq_NV = targets.teacher_entropy_N, targets.teacher_logp_NV

@@ -28,7 +28,6 @@ from sync.errors import ConfigError
 from sync.replica.routing import RouteRecord
 from sync.replica.swap import Source, Swap
 from sync.replica.vllm_compat import initial_weights, leave_out_padding, load_adapter, load_weights
-from sync.replica.vllm_routing import record_routes
 from sync.snapshots.checkpoint import read_folder
 from sync.wire import BroadcastTicket
 
@@ -180,6 +179,8 @@ class WorkerExtension:
         {"layers": M, "chosen": K, "experts": E}, or {"error": why this engine cannot}; {} of all workers but
         the first: those of a tensor-parallel replica choose alike.
         """
+        from sync.replica.vllm_routing import record_routes  # only students with experts need it
+
         if self.rank > 0:
             return {}
         try:

@@ -98,7 +98,7 @@ class _Routes:
         if problem := completions.sampling_problem(wanted.sampling):
             raise WireError(problem)
         adapter = await self._following(request).adapter()
-        if wanted.sampling.routes:
+        if wanted.sampling.routes and self._routes is None:
             await self._record_routes(request)
         generation = Generation(request.app.state.engine_client, wanted, adapter, self._routes)
 
@@ -112,18 +112,17 @@ class _Routes:
         return run
 
     async def _record_routes(self, request: Request) -> None:
-        """From now on; again changes nothing. Raises WireError when this engine cannot."""
+        """From now on. Raises WireError when this engine cannot."""
         engine = request.app.state.engine_client
         answers = await vllm_compat.call_workers(engine, "distill_record_routes")
         if problem := answers[0].get("error"):
             raise WireError(problem)
-        if self._routes is None:
 
-            async def take(requests: list[str]) -> list[dict[str, Any] | None]:
-                found, *_ = await vllm_compat.call_workers(engine, "distill_routes", requests)
-                return found
+        async def take(requests: list[str]) -> list[dict[str, Any] | None]:
+            found, *_ = await vllm_compat.call_workers(engine, "distill_routes", requests)
+            return found
 
-            self._routes = routing.RouteQueue(take)
+        self._routes = self._routes or routing.RouteQueue(take)  # another request may have been faster
 
     async def _update(self, request: Request) -> Response:
         return reply(await self._following(request).update(await read_message(request, wire.UpdateRequest)))
