@@ -37,7 +37,7 @@ class Ready(NamedTuple):
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a TOML file, with overrides such as "run.steps=10" over it.
+    """The configuration in a TOML file, or of a run's folder, with overrides such as "run.steps=10" over it.
 
     Its secrets are kept out of everything that this process logs. Raises ConfigError with a line for every
     key that cannot be used.

@@ -31,6 +31,7 @@ from distill.events import ErrorBudget, Events
 from distill.interfaces import Components, Hooks
 from distill.metrics.summary import digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
+from distill.registry import Gangs, Registry
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.episodes import Episodes
@@ -76,6 +77,7 @@ class Controller:
         self.pool = ReplicaPool(run_log.state, config.weights, stall, budget, bus)
         for name, engine in parts.replicas.items():
             self.pool.add(name, engine)
+        self.registry = Registry(run.name, parts.expected, self.pool, parts.connect)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
         self.dispatcher = Dispatcher(run_log, self.pool, config, checks, timeline, bus)
         self.episodes = Episodes(parts, config, run_log.state.is_too_old, timeline, budget, bus)
@@ -100,7 +102,8 @@ class Controller:
         self._step: dict[str, float] = {}
         """Figures of the newest step that this process was told of."""
         self._socket = listen(config.controller.host, config.controller.port, token)
-        self._app = application(self.session, self.pool, parts, self.figures, token)
+        gangs = Gangs(run.name, config.trainer.nodes)
+        self._app = application(self.session, self.registry, gangs, parts, self.figures, token)
         self._checkpoint_saved, self._left, self._interrupted = asyncio.Event(), False, False
         self._stop_reason: str | None = None
         self._failure: str | None = None
@@ -146,6 +149,7 @@ class Controller:
     def _tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [
             self.pool.run(),
+            self.registry.run(),
             self.dispatcher.run(),
             self.generation.run(),
             self.episodes.run(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from distill.prompts.stream import Prompt, PromptStream
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.journal import Journal
 from sync import wire
+from sync.address import Address
 from sync.claims import Claim
 from sync.wire import (
     EvalReport,
@@ -127,8 +128,10 @@ class Components:
     prompts: PromptStream
     journal: Journal
     want: Want  # what the objective needs from the teacher
-    connect: Callable[[str], ReplicaEngine] | None = None
-    """A replica by its URL; None: none can join while the run goes on."""
+    connect: Callable[[Address], ReplicaEngine] | None = None
+    """A replica by its address; None: none can join while the run goes on."""
+    expected: Mapping[str, Address] = field(default_factory=dict)
+    """Servers of the configuration that register, by name; the clients above hold the same addresses."""
     student_topk: int = 0  # ids per position that the objective needs from the replicas
     routing: Routing | None = None  # of a student whose routes are recorded; None: they are not
     vocab_size: int = ANY_ID  # of the student's tokenizer: every id is below it

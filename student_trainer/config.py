@@ -31,7 +31,10 @@ class TrainerSettings(Settings):
     """What a user sets in [trainer]."""
 
     ranks: int = Field(2, ge=1)
-    """Processes on this machine; with `hostfile`, processes on each host."""
+    """Processes on this machine; with `nodes` or `hostfile`, processes on each machine."""
+    nodes: int = Field(1, ge=1)
+    """Machines with ranks, which meet through the controller; for machines that it starts by ssh see
+    `hostfile`."""
     hostfile: Path | None = None
     """DeepSpeed hostfile, one `NAME slots=N` a line; None: this machine alone."""
     launcher_args: list[str] = []

@@ -8,6 +8,8 @@ signal, to this process or to its group, reaches the ranks only, which unblock i
 their step, save a checkpoint and exit 0, and so does the launcher. They leave when the launcher is killed
 (`LAUNCHER` is its process id): its child, their parent, stays.
 
+On several machines that meet through the controller each runs this (`student_trainer.gang`).
+
 With a hostfile the launcher's own behaviour stays: ranks stop when the controller sends Stop. It starts them
 over ssh and passes only the environment variables of a list, on a command line that every user of those
 machines can read. Settings travel that way; secrets do not.
@@ -36,9 +38,10 @@ import psutil
 from student_trainer.config import TrainerConfig, TrainerSettings
 from sync import secrets
 from sync.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
-from sync.errors import ConfigError
+from sync.errors import ConfigError, DistillError
 from sync.own_code import CODE_VARIABLE
 from sync.server import ON_LOOPBACK
+from sync.settings import read_settings
 
 log = logging.getLogger(__name__)
 TITLE: Final = "distill trainer"
@@ -47,6 +50,8 @@ LAUNCHER: Final = "STUDENT_TRAINER_LAUNCHER"  # its process id; not set with a h
 RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
 """Variable with the file at which the ranks of one machine meet, in a folder that only this user can enter.
 Not set with a hostfile: they meet at a port, chosen anew at every start."""
+GANG: Final = "--gang"
+"""First argument of a launcher whose machines meet through the controller; this one's index follows."""
 _ENVIRONMENT_FILE: Final = "DS_ENV_FILE"  # of the deepspeed launcher: variables for the ranks
 _INHERITED: Final = (
     "OMP_WAIT_POLICY",
@@ -63,18 +68,26 @@ _PR_SET_PDEATHSIG: Final = 1
 _STOPPING: Final = {signal.SIGTERM, signal.SIGINT}
 
 
-def command(config: TrainerConfig, path: Path) -> tuple[list[str], dict[str, str]]:
+def command(config: TrainerConfig, path: Path, node: int = 0) -> tuple[list[str], dict[str, str]]:
     """(arguments, whole environment) that start every rank with the configuration at `path`.
 
-    Raises ConfigError for a hostfile that would not work.
+    With trainer.nodes: every rank of machine `node`. Raises ConfigError for a hostfile that would not work.
     """
     settings = config.trainer
     argv = [sys.executable, "-m", "student_trainer.launch"]
-    argv += ["--hostfile", str(settings.hostfile or os.devnull), *_placement(settings)]
+    if settings.nodes > 1 and settings.hostfile is not None:
+        raise ConfigError(
+            f"trainer.nodes is {settings.nodes} and trainer.hostfile is {settings.hostfile}: machines meet "
+            "through the controller, or are started by ssh; leave one out"
+        )
+    if settings.nodes > 1:
+        argv += [GANG, str(node)]
+    else:
+        argv += ["--hostfile", str(settings.hostfile or os.devnull), *_placement(settings)]
     argv += ["--log_level", "warning", *settings.launcher_args]
     argv += ["--module", "student_trainer", "--config", str(path)]
     given = secrets.environment(config.model_dump(mode="json"))
-    on_loopback = ON_LOOPBACK if settings.hostfile is None else {}
+    on_loopback = ON_LOOPBACK if settings.hostfile is None and settings.nodes == 1 else {}
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _fixed(settings) | on_loopback
     environment |= settings.env | given
     if settings.hostfile is not None:
@@ -127,6 +140,11 @@ def read_hosts(hostfile: Path) -> set[str]:
     except OSError as error:
         raise ConfigError(f"trainer.hostfile {hostfile} cannot be read: {error.strerror}") from None
     return {words[0] for words in lines if words}
+
+
+def machines(settings: TrainerSettings) -> int:
+    """How many have ranks. Raises ConfigError."""
+    return settings.nodes if settings.hostfile is None else len(read_hosts(settings.hostfile))
 
 
 def names_others(hostfile: Path) -> bool:
@@ -248,18 +266,52 @@ def _forward() -> None:
 def main() -> None:
     """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
     arguments = sys.argv[1:]
+    if arguments[0] == GANG:
+        _launch_gang(int(arguments[1]), arguments[2:])
+        return
     if arguments[arguments.index("--hostfile") + 1] != os.devnull:
         with socket.socket() as probe:
             probe.bind(("", 0))  # a port that is free now, for the ranks to meet at
             port = str(probe.getsockname()[1])
         _launch(["--master_port", port, *arguments])
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-    os.environ[LAUNCHER] = str(os.getpid())
-    threading.Thread(target=_forward, name="signals", daemon=True).start()
+    _catch_for_ranks()
     with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
         os.environ[RENDEZVOUS] = f"file://{folder}/store"
         _launch(arguments)
+
+
+def _catch_for_ranks() -> None:
+    """Leave stop signals to the ranks."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    os.environ[LAUNCHER] = str(os.getpid())
+    threading.Thread(target=_forward, name="signals", daemon=True).start()
+
+
+def _launch_gang(index: int, arguments: list[str]) -> None:
+    """Meet the other machines, then launch this one's ranks; exits with 1 when the gang ends under them."""
+    from student_trainer.gang import Member
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s gang %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        config = read_settings(TrainerConfig, Path(arguments[arguments.index("--config") + 1]))
+        member = Member(config, index)
+        gang = member.meet()
+    except DistillError as error:
+        log.error("%s", error)
+        sys.exit(1)
+    _catch_for_ranks()
+    os.environ.update({name: os.environ.get(name, value) for name, value in member.interface().items()})
+
+    def end() -> None:
+        for rank in ranks_of(os.getpid()):
+            rank.kill()
+
+    member.stay(end)
+    with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
+        _launch([*member.launcher_arguments(gang, Path(folder)), *arguments])
+    member.leave()
 
 
 def _launch(arguments: list[str]) -> None:

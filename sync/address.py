@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -44,6 +45,37 @@ def _in_settings(url: str) -> str:
 
 Url = Annotated[str, AfterValidator(_in_settings)]
 """A field of a configuration that names a server."""
+
+
+class Address:
+    """Where one server is: a URL that stays, or the one that it registered last and may change."""
+
+    def __init__(self, name: str, url: str | None = None) -> None:
+        """`url`: None until it registers. Raises ConfigError for a URL where no server can be."""
+        self.name = name
+        self.url = None if url is None else checked_url(url).rstrip("/")
+
+    def __str__(self) -> str:
+        return self.url or f"{self.name} (not registered)"
+
+
+Place = str | Address
+"""Where a server is: its URL, or an address that registers."""
+
+
+def own_address(url: str) -> str:
+    """The address by which this machine reaches the server at `url`, and others of its network reach it.
+
+    Raises ConfigError when there is no way to that server.
+    """
+    parts = httpx.URL(checked_url(url))
+    try:
+        family, *_, there = socket.getaddrinfo(parts.host, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"{url} cannot be reached from this machine ({error}): give another URL") from None
 
 
 def is_loopback(host: str) -> bool:

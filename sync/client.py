@@ -1,7 +1,8 @@
 """Clients of one process over HTTP: requests with retries, bounded answers, connections.
 
 A request is POST (or GET without a body); a refusal is JSON `{"error": text}` with a 4xx status: 429 with
-Retry-After when the peer is full, 421 when it serves another run (`sync.claims`). An answer is read up to a
+Retry-After when the peer is full, 421 when it serves another run (`sync.claims`), 410 to a server that was
+replaced. An answer is read up to a
 limit and never decompressed: a few kilobytes of gzip can stand for gigabytes. The server's half is
 `sync.server`.
 """
@@ -21,12 +22,14 @@ from typing import Final, NamedTuple, TypeVar
 import aiohttp
 import httpx
 
-from sync.address import checked_url
+from sync.address import Address, Place, checked_url
 from sync.claims import MISDIRECTED, MODEL_HEADER, Claim
-from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
+from sync.errors import ConfigError, Overloaded, RemoteError, Replaced, Unreachable, WireError, WrongServer
 from sync.retry import retrying, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 
+GONE: Final = 410
+"""Status of a refusal: another process has registered in the place of the one that asks."""
 MAX_ANSWER: Final = 1 << 32
 """Bytes of an answer: a rank's share of a batch with hidden states, or the head of a large teacher."""
 MAX_REFUSAL: Final = 1 << 16
@@ -78,7 +81,7 @@ class _Answer(NamedTuple):
             except ValueError:
                 retry_after = 1.0
             raise Overloaded(message, retry_after)
-        raise (WrongServer if self.status == MISDIRECTED else RemoteError)(message)
+        raise {MISDIRECTED: WrongServer, GONE: Replaced}.get(self.status, RemoteError)(message)
 
     def only(self) -> bytes:
         """As `body`, for callers that retry elsewhere: any 5xx raises Unreachable."""
@@ -166,21 +169,26 @@ def _tls() -> ssl.SSLContext:
 class Peer:
     """Asynchronous client of one process. Use inside `async with`, or call `aclose()`.
 
-    Raises ConfigError when made with a URL where no server can be.
+    Raises ConfigError when made with a URL where no server can be. One whose Address has no URL yet is not
+    reached, as one that does not answer.
     `call` retries with backoff what is safe to retry (no connection, 502-504, 429 as told) until `timeout`
     seconds have passed in all, then raises Unreachable (Overloaded for 429).
     """
 
     def __init__(
-        self, url: str, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
+        self,
+        place: Place,
+        token: str | None = None,
+        timeout: float = 60.0,
+        claim: Claim | None = None,
     ) -> None:
         """`claim`: the run that requests are made for; None: they name none."""
-        self.url = checked_url(url).rstrip("/")
+        self._address = place if isinstance(place, Address) else Address(place, place)
         self.timeout = timeout
         self.model: str | None = None
         """What a teacher's answers must be of (`TeacherInfo.fingerprint`); None: anything."""
         self._claim = claim or Claim()
-        if token and httpx.URL(self.url).userinfo:
+        if token and httpx.URL(self._address.url or "").userinfo:
             raise ConfigError(
                 "a server's URL holds a user's name, and there is a bearer token: a request carries one of "
                 "both, so leave the name and its password out"
@@ -188,6 +196,16 @@ class Peer:
         self._headers = _headers(token)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
+
+    @property
+    def url(self) -> str:
+        """Where it is now, for people and as a key; its name while it has not registered."""
+        return str(self._address)
+
+    @property
+    def placed(self) -> bool:
+        """Whether it has a URL now."""
+        return self._address.url is not None
 
     async def __aenter__(self) -> Peer:
         return self
@@ -210,21 +228,24 @@ class Peer:
         """
         if self._closed:
             raise Unreachable(f"the client of {self.url} is closed")
+        if (url := self._address.url) is None:
+            raise aiohttp.ClientConnectionError(
+                f"{self._address.name} has not registered with the controller"
+            )
         if self._session is None:
-            tls = _tls() if self.url.startswith("https:") else True
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=tls),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
         connect = min(5.0, self.timeout if timeout is None else timeout)
         limits = aiohttp.ClientTimeout(total=None, connect=connect, sock_connect=connect, sock_read=timeout)
         data = io.BytesIO(content) if content and len(content) > LARGE_BODY else content
-        method = "GET" if content is None else "POST"
+        method, tls = "GET" if content is None else "POST", _tls() if url.startswith("https:") else True
         async with asyncio.timeout(timeout) as limit:
             async with self._session.request(
-                method, self.url + path, data=data, headers=headers, allow_redirects=False, timeout=limits
+                method, url + path, data=data, headers=headers, allow_redirects=False, timeout=limits, ssl=tls
             ) as response:
                 limit.reschedule(None)
                 yield response

@@ -6,7 +6,8 @@ DistillError(ValueError)     root: always "value, rule, remedy" in one message
 ├── WireError                a message of another schema, or one that is not a message
 ├── RemoteError              a peer answered that it cannot do what was asked
 │   ├── Overloaded           the peer is full; `retry_after` seconds says when to come back
-│   └── WrongServer          the peer serves another run, or another model
+│   ├── WrongServer          the peer serves another run, or another model
+│   └── Replaced             another process has registered in this one's place
 ├── Unreachable              a peer is really gone, after all retries
 ├── StoreError               a store cannot be read or written
 │   └── AlreadyPublished     another writer was first under this name
@@ -50,6 +51,10 @@ class Overloaded(RemoteError):
 
 class WrongServer(RemoteError):
     """A peer serves another run, or scores with another model, than the one that asks."""
+
+
+class Replaced(RemoteError):
+    """Another process has registered in this one's place, which must leave."""
 
 
 class Unreachable(DistillError):

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from msgspec.structs import replace
 
 from sync import wire
+from sync.address import Place
 from sync.claims import Claim
 from sync.client import Peer, agreed
 from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError, WrongServer
@@ -83,7 +84,7 @@ class TeacherClient:
     def __init__(
         self,
         name: str,
-        urls: Sequence[str],
+        urls: Sequence[Place],
         token: str | None = None,
         claim: Claim | None = None,
         request_tokens: int = 65536,
@@ -174,7 +175,10 @@ class TeacherClient:
     def servers(self) -> wire.TeacherServers:
         """Where the replicas in use are, and which model was checked."""
         used = [one.peer for one in self._replicas if not one.excluded] or [self._replicas[0].peer]
-        return wire.TeacherServers(urls=[peer.url for peer in used], fingerprint=self._replicas[0].peer.model)
+        urls = [peer.url for peer in used if peer.placed]
+        if not urls:
+            raise Unreachable(f"no process of teacher {self.name!r} has registered with the controller")
+        return wire.TeacherServers(urls=urls, fingerprint=self._replicas[0].peer.model)
 
     def answered_by(self, id: str) -> str:
         """URL of the replica that answered last for this id; the teacher's name where none has."""

@@ -14,7 +14,6 @@ from reference import parsed
 
 from distill.config import RunConfig
 from distill.config.loading import load
-from distill.launch.single_role import check_all_joined
 from student_trainer.config import TrainerConfig
 from sync.settings import ReplicaConfig, Settings
 
@@ -99,7 +98,6 @@ def test_the_slurm_example_starts_every_role(tmp_path: Path, monkeypatch: pytest
     checked = [check_command(words) for words in started]
     assert sorted(name for name, _ in checked) == ROLES
     for _, config in checked:
-        check_all_joined(config)
         assert config.student.urls == ["http://node0:8100", "http://node1:8101"]
         assert config.run.folder == tmp_path / "runs"
     (control,) = (words for words in started if words[1] == "control")
@@ -124,7 +122,6 @@ def test_the_kubernetes_example_starts_every_role(tmp_path: Path) -> None:
             assert "DISTILL_TOKEN" in [variable["name"] for variable in container["env"]]
     assert sorted(started) == ROLES
     assert config is not None
-    check_all_joined(config)
     services = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "Service"}
     assert services.keys() == {"student", "teacher", "evaluator", "controller"}
     ports = {"teacher": config.teachers["teacher"].port, "controller": config.controller.port}

@@ -12,20 +12,21 @@ from distill.cli.main import app
 FUNCTIONS = "Config DistillError evaluate load_config load_run plan preflight run"
 COMMANDS = (
     "audit bench chaos chat compare control environment evaluate evaluator export init plan preflight "
-    "quickstart replicas report run samples student sync teacher trace train version"
+    "quickstart report run samples servers student sync teacher trace train version"
 )
 MESSAGES = (
     "Audience BatchRequest BroadcastMembers CheckpointSaved CompletionsReply CompletionsRequest "
     "EnvironmentInfo EpisodeBegin EpisodeContinue EpisodeEnd EpisodeFailed EpisodeOver "
-    "EvalReport EvalRequest FinalDigests "
+    "EvalReport EvalRequest FinalDigests Gang GangJoins "
     "GenerateFailed GenerateRequest Generated Head Heartbeat Ok ProbeReply ProbeRequest Published "
-    "ReplicaJoins ReplicaLeaves ReplicaState Replicas ScoreReply ScoreRequest ScoresRelease StepReport Stop "
+    "ReplicaState ScoreReply ScoreRequest ScoresRelease ServerLease ServerLeaves ServerRegisters Servers "
+    "StepReport Stop "
     "TeacherGenerateReply TeacherGenerateRequest TeacherInfo TeacherServers TrainBatch TrainerHello "
     "TrainerWelcome Turn UpdateReply UpdateRequest Wait"
 )
 ERRORS = (
-    "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError SnapshotError "
-    "StoreError Unreachable WireError WrongServer"
+    "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError Replaced "
+    "SnapshotError StoreError Unreachable WireError WrongServer"
 )
 
 

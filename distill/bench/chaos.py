@@ -35,7 +35,8 @@ from distill.bench.faults import CUT, MALFORMED, keep, mount
 from distill.bench.kill_target import CONTROLLER, DEEPSPEED, ENGINE_OF, KillTarget, kind_of
 from distill.bench.runner import Figures, markdown
 from distill.config.loading import load
-from distill.launch.roles import EVALUATOR, TRAINER
+from distill.launch.placement import TRAINER
+from distill.launch.roles import EVALUATOR
 from distill.run_log.audit import VIOLATIONS, AuditReport, audit
 from sync.errors import ConfigError, DistillError
 from sync.jsonl import JsonLines

@@ -22,7 +22,8 @@ import psutil
 
 from distill.bench.faults import FAULTS, fill, free
 from distill.launch.guardian import guarded_role
-from distill.launch.roles import EVALUATOR, TRAINER
+from distill.launch.placement import TRAINER
+from distill.launch.roles import EVALUATOR
 from distill.launch.supervise import last_lines
 from student_trainer.launch import ranks_of
 from sync.errors import DistillError

@@ -84,7 +84,7 @@ def run(model: str, **setting: Any) -> Figures:
         try:
             loop.run(stack.enter_async_context(serving(children, Path(folder))))
             _pin({min(cores)})
-            urls = {child.name: child.url or "" for child in children}
+            urls = {child.name: str(child.url) for child in children}
             found = {"setting": it._asdict(), "load": os.getloadavg(), **_speeds(it, loop, stack, urls)}
             return found | loop.run(_attacked(it, urls["transformers"]))
         finally:

@@ -35,7 +35,7 @@ from sync.secrets import redact_process
 if TYPE_CHECKING:
     from distill.config import RunConfig
     from distill.metrics.results import Summary
-    from sync.wire import Message
+    from sync.wire import ServerLeaves, ServerRegisters
 
 HELP = {"help_option_names": ["-h", "--help"]}
 Order = Literal["newest", "worst", "longest", "truncated"]
@@ -56,9 +56,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-replicas = typer.Typer(help="List, add and remove student replicas of a live run.", no_args_is_help=True)
+servers = typer.Typer(help="List, add and remove servers of a live run.", no_args_is_help=True)
 app.add_typer(cli_sync.app, name="sync", rich_help_panel=RESULTS)
-app.add_typer(replicas, name="replicas", rich_help_panel=ROLES)
+app.add_typer(servers, name="servers", rich_help_panel=ROLES)
 app.add_typer(cli_bench.app, name="bench", rich_help_panel=TESTS)
 
 
@@ -180,60 +180,63 @@ def _show(console: Console, config: RunConfig, summary: Summary) -> None:
 
 @app.command(rich_help_panel=ROLES)
 def control(config: Config, overrides: Overrides, resume: Resume = False, json_file: JsonFile = None) -> None:
-    """Run the controller alone; every other role is reached by the URLs in its configuration."""
-    from distill.launch.single_role import check_all_joined
-
-    settings = api.load_config(config, overrides)
-    check_all_joined(settings)
-    _run(settings, resume, json_file)
+    """Run the controller alone; other roles are reached by URLs of the configuration, or register."""
+    outside = 'cluster.type="external"', 'controller.trainer="external"'
+    _run(api.load_config(config, [*overrides, *outside]), resume, json_file)
 
 
 for role in cli_roles.COMMANDS:
     app.command(rich_help_panel=ROLES)(role)
 
 
-@replicas.command("ls")
-def list_replicas(controller: Controller) -> None:
-    """List name, phase, version, completions in flight and URL of every replica."""
-    _replicas(controller, "", None)
+@servers.command("ls")
+def list_servers(controller: Controller) -> None:
+    """List every server: name and URL; of replicas phase, version and completions in flight."""
+    _servers(controller, None)
 
 
-@replicas.command("add")
-def add_replica(
-    url: Annotated[str, typer.Argument(help="URL that `distill student` serves.", metavar="URL")],
+@servers.command("add")
+def add_server(
+    url: Annotated[str, typer.Argument(help="URL of a replica that runs already.", metavar="URL")],
     controller: Controller,
     name: Annotated[str, typer.Option(help="Name; default: the next free student-N.")] = "",
 ) -> None:
-    """Add a replica; it loads the newest version before it gets prompts."""
-    from sync.wire import ReplicaJoins
+    """Add a replica that does not register by itself; it loads the newest version before it gets prompts."""
+    from sync.wire import ServerRegisters
 
-    _replicas(controller, "/join", ReplicaJoins(url=url, name=name or None))
+    _servers(controller, ServerRegisters(run=None, url=url, name=name or None))
 
 
-@replicas.command("remove")
-def remove_replica(
-    name: Annotated[str, typer.Argument(help="Name that `distill replicas ls` shows.", metavar="NAME")],
+@servers.command("remove")
+def remove_server(
+    name: Annotated[str, typer.Argument(help="Name that `distill servers ls` shows.", metavar="NAME")],
     controller: Controller,
 ) -> None:
-    """Remove a replica; its unfinished prompts are requeued, its process keeps running."""
-    from sync.wire import ReplicaLeaves
+    """Remove a replica: its unfinished prompts are requeued; one that registered by itself ends."""
+    from sync.wire import ServerLeaves
 
-    _replicas(controller, "/leave", ReplicaLeaves(name=name))
+    _servers(controller, ServerLeaves(name=name))
 
 
-def _replicas(controller: str, action: str, body: Message | None) -> None:
+def _servers(controller: str, body: ServerRegisters | ServerLeaves | None) -> None:
     from sync.address import token_from_environment
     from sync.client import BlockingPeer
-    from sync.wire import Replicas
+    from sync.wire import ServerLease, ServerLeaves, Servers
 
     peer = BlockingPeer(controller, token_from_environment(), timeout=30.0)
     try:
-        found = peer.call(f"/v1/replicas{action}", body, Replicas)
+        if body is not None:
+            leaves = isinstance(body, ServerLeaves)
+            path, kind = ("/v1/servers/leave", Servers) if leaves else ("/v1/servers", ServerLease)
+            peer.call(path, body, kind)
+        found = peer.call("/v1/servers", None, Servers)
     finally:
         peer.close()
-    for one in found.replicas:
-        version = one.version or "the model folder"
-        typer.echo(f"{one.name:<12} {one.phase:<11} {version!s:<16} {one.in_flight:>5} in flight  {one.url}")
+    for one in found.servers:
+        version = (
+            f"{one.version or 'the model folder'!s:<16} {one.in_flight:>5} in flight" if one.phase else ""
+        )
+        typer.echo(f"{one.name:<18} {one.phase or '':<11} {version:<32} {one.url or 'not registered'}")
 
 
 # --- results

@@ -19,10 +19,11 @@ from sync.secrets import redact
 EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
 
 
-def _checked(controller: str) -> str:
-    from sync.address import checked_url
+def checked_url(url: str, option: str) -> str:
+    """`url` itself. Raises ConfigError when no server can be there."""
+    from sync import address
 
-    return checked_url(controller, "--controller")
+    return address.checked_url(url, option)
 
 
 Config = Annotated[Path, typer.Argument(help="TOML file of the run.", metavar="CONFIG")]
@@ -43,7 +44,12 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE too.")
 ]
 Controller = Annotated[
-    str, typer.Option(help="URL of the run's controller.", metavar="URL", callback=lambda url: _checked(url))
+    str,
+    typer.Option(
+        help="URL of the run's controller.",
+        metavar="URL",
+        callback=lambda url: checked_url(url, "--controller"),
+    ),
 ]
 
 

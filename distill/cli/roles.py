@@ -1,60 +1,110 @@
-"""`distill student | teacher | environment | evaluator | train`: one role in this process."""
+"""`distill student | teacher | environment | evaluator | train`: one role in this process.
+
+CONFIG is the run's file, or its folder: what `distill run` and `distill control` keep there says where the
+controller is.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from distill import api
-from distill.cli.options import Config, Controller, Index, Overrides
+from distill.cli.options import Index, Overrides, checked_url
+from sync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distill.config import RunConfig
+    from distill.launch.single_role import Joining
+
+Source = Annotated[Path, typer.Argument(help="TOML file of the run, or the run's folder.", metavar="CONFIG")]
+Join = Annotated[
+    str,
+    typer.Option(
+        "--controller",
+        help="URL of the run's controller, to register with; default: what the run's folder says, and for a "
+        "file none: then the controller's file needs this server's URL.",
+        metavar="URL",
+        callback=lambda url: checked_url(url, "--controller") if url else "",
+    ),
+]
+Name = Annotated[str, typer.Option(help="NAME of its section, if there are several.")]
 
 
-def student(config: Config, overrides: Overrides, index: Index = 0) -> None:
-    """Serve one student replica; put its URL into student.urls of the controller's file."""
+def student(
+    config: Source,
+    overrides: Overrides,
+    controller: Join = "",
+    index: Index = 0,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="Serve evaluation.replica, for evaluations alone.")
+    ] = False,
+) -> None:
+    """Serve one student replica. An index beyond student.replicas is a further replica of a live run."""
     from distill.launch import single_role
 
-    single_role.replace_process(single_role.serve_student(api.load_config(config, overrides), index))
+    settings, joining = _joining(config, overrides, controller)
+    if evaluation:
+        single_role.serve(settings, single_role.serve_evaluation_replica(settings), joining)
+    single_role.serve(settings, single_role.serve_student(settings, index), joining)
 
 
 def teacher(
-    config: Config,
-    overrides: Overrides,
-    name: Annotated[str, typer.Option(help="NAME of its section teachers.NAME, if there are several.")] = "",
-    index: Index = 0,
+    config: Source, overrides: Overrides, controller: Join = "", name: Name = "", index: Index = 0
 ) -> None:
-    """Serve one teacher; put its URL into teachers.NAME.urls of the controller's file."""
+    """Serve one process of a teacher."""
     from distill.launch import single_role
 
-    single_role.replace_process(single_role.serve_teacher(api.load_config(config, overrides), name, index))
+    settings, joining = _joining(config, overrides, controller)
+    single_role.serve(settings, single_role.serve_teacher(settings, name, index), joining)
 
 
 def environment(
-    config: Config,
-    overrides: Overrides,
-    name: Annotated[str, typer.Option(help="NAME of its section environments.NAME, if several.")] = "",
-    index: Index = 0,
+    config: Source, overrides: Overrides, controller: Join = "", name: Name = "", index: Index = 0
 ) -> None:
-    """Serve one environment; put its URL into environments.NAME.urls of the controller's file."""
+    """Serve one process of an environment."""
     from distill.launch import single_role
 
-    single_role.replace_process(
-        single_role.serve_environment(api.load_config(config, overrides), name, index)
-    )
+    settings, joining = _joining(config, overrides, controller)
+    single_role.serve(settings, single_role.serve_environment(settings, name, index), joining)
 
 
-def evaluator(config: Config, overrides: Overrides) -> None:
-    """Serve the evaluator; put its URL into evaluation.placement.urls of the controller's file."""
+def evaluator(config: Source, overrides: Overrides, controller: Join = "") -> None:
+    """Serve the evaluator."""
     from distill.launch import single_role
 
-    single_role.replace_process(single_role.serve_evaluator(api.load_config(config, overrides)))
+    settings, joining = _joining(config, overrides, controller)
+    single_role.serve(settings, single_role.serve_evaluator(settings, joining), joining)
 
 
-def train(config: Config, overrides: Overrides, controller: Controller) -> None:
-    """Run the trainer for a controller whose file sets controller.trainer = "external"."""
+def train(
+    config: Source,
+    overrides: Overrides,
+    controller: Join = "",
+    node: Annotated[
+        int,
+        typer.Option(
+            help="Which of trainer.nodes this machine is.",
+            envvar=["DISTILL_NODE_INDEX", "SLURM_PROCID", "JOB_COMPLETION_INDEX"],
+        ),
+    ] = 0,
+) -> None:
+    """Run the trainer's ranks of one machine, for a live run or one with controller.trainer = "external"."""
     from distill.launch import single_role
 
-    single_role.replace_process(single_role.train(api.load_config(config, overrides), controller))
+    settings, joining = _joining(config, overrides, controller)
+    if joining is None:
+        raise ConfigError(f"{config} does not say where the controller is: give its URL with --controller")
+    single_role.replace_process(single_role.train(settings, joining.controller(), node))
+
+
+def _joining(source: Path, overrides: list[str], controller: str) -> tuple[RunConfig, Joining | None]:
+    from distill.launch.single_role import joining
+
+    folder = source.absolute() if source.is_dir() else None
+    return joining(api.load_config(source, overrides), folder, controller or None)
 
 
 COMMANDS: Final = (student, teacher, environment, evaluator, train)

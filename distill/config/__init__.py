@@ -7,17 +7,19 @@ A section stands beside the code that reads it; this module holds the controller
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from distill.config.cluster import ClusterConfig, LocalCluster
 from distill.config.evaluation import EvaluationConfig
 from distill.config.prompts import PromptsConfig
 from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
-from sync.address import Url
+from sync.address import Place, Url
 from sync.settings import ModelSource, Placement, ReplicaConfig, Settings, WeightsConfig
 from teacher_service.config import TeacherConfig
 
@@ -261,7 +263,17 @@ class ControllerConfig(Settings):
     url: Url | None = None
     """URL at which the trainer reaches it; None: http://host:port."""
     trainer: Literal["launch", "external"] = "launch"
-    """launch: start the trainer here. external: it is started elsewhere with `distill train`."""
+    """launch: start the trainer. external: it is started elsewhere with `distill train`."""
+
+
+def process_names(label: str, count: int) -> list[str]:
+    """Names of the processes of the teacher or environment called `label`."""
+    return [label] if count == 1 else [f"{label}-{index}" for index in range(count)]
+
+
+def places_of(names: Sequence[str], urls: Sequence[str], at: Mapping[str, Place]) -> list[Place]:
+    """Where the processes `names` of one section are: its `urls`, else `at` their names."""
+    return [*urls] or [at[name] for name in names if name in at]
 
 
 class RunConfig(Settings):
@@ -282,10 +294,27 @@ class RunConfig(Settings):
     preflight: PreflightConfig = PreflightConfig()
     tracking: TrackingConfig = TrackingConfig()
     controller: ControllerConfig = ControllerConfig()
+    cluster: ClusterConfig = LocalCluster()
 
     @property
     def run_dir(self) -> Path:
         return self.run.folder / self.run.name
+
+    def processes(self) -> dict[str, list[str]]:
+        """Section of each server that has no `urls` → the names of its processes; without the trainer."""
+        student, evaluation = self.student, self.evaluation
+        found = {} if student.urls else {"student": [f"student-{i}" for i in range(student.replicas)]}
+        for name, teacher in self.teachers.items():
+            if not teacher.urls:
+                found[f"teachers.{name}"] = process_names(f"teacher-{name}", teacher.replicas)
+        for name, environment in self.environments.items():
+            if not environment.urls:
+                found[f"environments.{name}"] = process_names(f"environment-{name}", environment.processes)
+        if evaluation is not None and evaluation.replica is not None and not evaluation.replica.urls:
+            found["evaluation.replica"] = ["evaluation-replica"]
+        if evaluation is not None and not evaluation.placement.urls:
+            found["evaluation.placement"] = ["evaluator"]
+        return found
 
     def subscriber(self, process: str) -> ReplicaConfig:
         """What `process` needs to follow the run's versions into a mirror of its own."""

@@ -36,14 +36,14 @@ RENAMED: Final = {
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in `path` with overrides such as "run.steps=10" over it.
+    """The configuration in a TOML file, or of a run's folder, with overrides such as "run.steps=10" over it.
 
     An override that gives a section another `type` drops the keys which only the old type knows, and logs
     them. `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and
     come back absolute; `run.code_folder` is the file's folder unless it is set. Raises ConfigError.
     """
     try:
-        raw = tomllib.loads(path.read_text())
+        raw = _of_run_dir(path) if path.is_dir() else tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(
             f"configuration {path} cannot be read ({error.strerror}): name an existing TOML file"
@@ -63,16 +63,21 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def load_run_dir(run_dir: Path) -> RunConfig:
     """The configuration that a run's folder was made with. Raises ConfigError when it holds none."""
+    return validate(_of_run_dir(run_dir), str(run_dir / "config.json"))
+
+
+def _of_run_dir(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        raw: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name the folder of a run") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
+    raw = secrets.filled(raw)  # with those of a role that a launcher started
     raw["run"]["folder"] = str(run_dir.absolute().parent)
     raw.pop("content", None)
-    return validate(raw, str(path))
+    return raw
 
 
 def validate(raw: Mapping[str, Any], source: str) -> RunConfig:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from distill.environments.episode import EnvironmentAnswer, FinishReason
+from sync.address import Place
 from sync.claims import Claim
 from sync.client import Peer, agreed
 from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
@@ -63,7 +64,7 @@ class EnvironmentClient:
     def __init__(
         self,
         name: str,
-        urls: Sequence[str],
+        urls: Sequence[Place],
         token: str | None = None,
         claim: Claim | None = None,
         timeout: float = 60.0,

@@ -89,8 +89,10 @@ class Evaluator:
         teachers: Mapping[str, TeacherClient],
         connect: Callable[[str], ReplicaEngine],
         environments: Mapping[str, Environment] = MappingProxyType({}),
+        replica: ReplicaEngine | None = None,
     ) -> None:
-        """`connect`: a client of the replica at a URL. Step 0 is the student that `config` names."""
+        """`connect`: a client of the replica at a URL. `replica`: the evaluator's own; None: those that it is
+        told to ask. Step 0 is the student that `config` names."""
         self._config, self._weights, self._teachers, self._connect = config, weights, teachers, connect
         self._settings = config.evaluation or EvaluationConfig()
         if self._settings.threads is not None:
@@ -101,8 +103,7 @@ class Evaluator:
         self._sets = open_sets(config, open_prompts(config, self._tokenizer, context), self._tokenizer)
         self._playing = Playing(config, environments, context, self._vocab)
         self._route = Router(config.teachers).route
-        own = self._settings.replica
-        self._own = connect(own.urls[0]) if own is not None else None
+        self._own = replica
         self._pools: dict[str, RewardPool] = {}
         """By set; kept for the next evaluation, since workers take a second to start."""
         self._spent: dict[Version, float] = {}

@@ -28,6 +28,7 @@ from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
 from distill.run_log.validation import report_problem
+from sync.address import Place
 from sync.claims import Claim
 from sync.client import Peer
 from sync.errors import RemoteError, Unreachable, WireError, WrongServer
@@ -225,12 +226,12 @@ class HttpEvaluator:
 
     def __init__(
         self,
-        url: str,
+        place: Place,
         token: str | None = None,
         stall_timeout_seconds: float = STALL_SECONDS,
         claim: Claim | None = None,
     ) -> None:
-        self._peer, self._stall_timeout_seconds = Peer(url, token, claim=claim), stall_timeout_seconds
+        self._peer, self._stall_timeout_seconds = Peer(place, token, claim=claim), stall_timeout_seconds
 
     async def evaluate(self, version: Version) -> EvalReport:
         """Evaluate a version whose completions are there; otherwise as `complete`."""

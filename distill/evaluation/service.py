@@ -2,10 +2,10 @@
 
     python -m distill.evaluation.service --config runs/NAME/roles/evaluator.json --port PORT
 
-The file is a RunConfig as JSON, with the URLs of teachers and environments. Routes: POST /v1/completions
-(CompletionsRequest → CompletionsReply), POST /v1/evaluate (EvalRequest → EvalReport), POST /v1/probe
-(ProbeRequest → ProbeReply), GET /health once the prompts are read, and GET /metrics (Prometheus). Evaluations
-and probes run one at a time, completions beside them.
+The file is a RunConfig as JSON; --controller says where teachers, environments and its own replica are, if it
+does not. Routes: POST /v1/completions (CompletionsRequest → CompletionsReply), POST /v1/evaluate (EvalRequest
+→ EvalReport), POST /v1/probe (ProbeRequest → ProbeReply), GET /health once the prompts are read, and
+GET /metrics (Prometheus). Evaluations and probes run one at a time, completions beside them.
 Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 
@@ -19,7 +19,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -33,10 +33,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from distill.aio import cancel
-from distill.config import RunConfig
+from distill.config import RunConfig, places_of
 from distill.evaluation.schedule import score
+from distill.registry import expected_servers, follow
 from distill.rollout.replica_client import HttpReplica
-from sync.address import token_from_environment
+from sync.address import Place, token_from_environment
 from sync.claims import Claim
 from sync.durable import write_json
 from sync.errors import DistillError
@@ -197,8 +198,11 @@ def keep_best(folder: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def serve(config: RunConfig, host: str, port: int) -> None:
-    """Load everything, then answer on host:port until SIGTERM or SIGINT."""
+def serve(config: RunConfig, host: str, port: int, controller: str | None = None) -> None:
+    """Load everything, then answer on host:port until SIGTERM or SIGINT.
+
+    `controller`: the URL that says where servers without `urls` are.
+    """
     token = token_from_environment()
     check_bind(host, token)
     import setproctitle
@@ -211,15 +215,27 @@ def serve(config: RunConfig, host: str, port: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     claim = Claim(RunIdentity(config.run.name))
     weights = Subscriber(config.subscriber("evaluator"), claim)
+    at, names = expected_servers(config), config.processes()
+    if controller is not None:
+        follow(lambda: controller, token, at)
+
+    def places(section: str, urls: Sequence[str]) -> list[Place]:
+        return places_of(names.get(section, ()), urls, at)
+
     teachers = {
-        name: TeacherClient(name, one.urls, token, claim=claim) for name, one in config.teachers.items()
+        name: TeacherClient(name, places(f"teachers.{name}", one.urls), token, claim=claim)
+        for name, one in config.teachers.items()
     }
     environments = {
-        name: EnvironmentClient(name, one.urls, token, claim, one.call_timeout_seconds)
+        name: EnvironmentClient(
+            name, places(f"environments.{name}", one.urls), token, claim, one.call_timeout_seconds
+        )
         for name, one in config.environments.items()
     }
     connect = partial(HttpReplica, token=token, claim=claim)
-    evaluator = Evaluator(config, weights, teachers, connect, environments)
+    own = config.evaluation.replica if config.evaluation else None
+    replica = connect(places("evaluation.replica", own.urls)[0]) if own is not None else None
+    evaluator = Evaluator(config, weights, teachers, connect, environments, replica)
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
     served = Served(evaluator.complete, keeper, partial(probe, config, teachers))
     serve_app(app(served, token, claim), host, port, grace=5)
@@ -233,6 +249,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="a RunConfig as JSON")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--controller", help="URL that says where servers without urls are")
     options = parser.parse_args()
     redact_process()
     logging.basicConfig(
@@ -242,7 +259,7 @@ def main() -> int:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request
     try:
-        serve(read_settings(RunConfig, options.config), options.host, options.port)
+        serve(read_settings(RunConfig, options.config), options.host, options.port, options.controller)
     except DistillError as error:
         log.error("%s", error)
         return 2

@@ -82,7 +82,7 @@ async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]
         (url,) = plan.replicas.values()
         names = list(settings.sets)
         say("generating completions")
-        request = CompletionsRequest(version=version, replica=url, sets=names)
+        request = CompletionsRequest(version=version, replica=str(url), sets=names)
         if (lost := (await evaluator.complete(request)).lost) is not None:
             raise Unreachable(lost)
         say("scoring completions")

@@ -11,26 +11,27 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.aio import look_seconds
-from distill.config import RunConfig
+from distill.config import RunConfig, places_of
 from distill.environments.config import EnvironmentService
 from distill.launch import replica_command
+from distill.launch.placement import TRAINER
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
-from sync.address import TOKEN_VARIABLE, is_loopback, token_from_environment
+from sync.address import TOKEN_VARIABLE, Address, Place, is_loopback, token_from_environment
 from sync.errors import ConfigError
 from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
 from sync.settings import ModelSource, Placement, Settings
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
-TRAINER, EVALUATOR, EVALUATION_REPLICA = "trainer", "evaluator", "evaluation-replica"
+EVALUATOR, EVALUATION_REPLICA = "evaluator", "evaluation-replica"
 CONTROLLER = "controller"
 Relay = Callable[[str, str], str]
 """(role, its URL) → the URL through which its clients reach it."""
@@ -83,29 +84,48 @@ class Ports:
 class Plan:
     """Where the servers of a run are, and which processes this launcher starts for them."""
 
-    replicas: dict[str, str] = field(default_factory=dict)
-    """Name → URL."""
-    teachers: dict[str, list[str]] = field(default_factory=dict)
-    """Name → a URL for each of its processes."""
-    environments: dict[str, list[str]] = field(default_factory=dict)
+    replicas: dict[str, Place] = field(default_factory=dict)
+    teachers: dict[str, list[Place]] = field(default_factory=dict)
+    """Name → of each of its processes."""
+    environments: dict[str, list[Place]] = field(default_factory=dict)
     """As `teachers`."""
-    evaluator: str | None = None
+    evaluator: Place | None = None
     children: list[ChildSpec] = field(default_factory=list)
+    expected: Mapping[str, Address] = field(default_factory=dict)
+    """Those of the addresses that register, by the name of their process."""
 
     def through(self, relay: Relay) -> Plan:
         """The same servers, those started here behind relays."""
-        urls = {child.url: relay(child.name, child.url) for child in self.children if child.url}
+        urls: dict[Place, Place] = {
+            child.url: relay(child.name, str(child.url)) for child in self.children if child.url
+        }
 
-        def moved(served: Mapping[str, list[str]]) -> dict[str, list[str]]:
+        def moved(served: Mapping[str, list[Place]]) -> dict[str, list[Place]]:
             return {name: [urls.get(url, url) for url in all_] for name, all_ in served.items()}
 
         return Plan(
             {name: urls.get(url, url) for name, url in self.replicas.items()},
             moved(self.teachers),
             moved(self.environments),
-            urls.get(self.evaluator or "", self.evaluator),
+            urls.get(self.evaluator, self.evaluator) if self.evaluator else None,
             self.children,
         )
+
+
+def plan_of(config: RunConfig, places: Mapping[str, Place]) -> Plan:
+    """Where all servers are: by `urls`, else at `places`, by the names of their processes."""
+    names = config.processes()
+
+    def of(section: str, urls: Sequence[str]) -> list[Place]:
+        return places_of(names.get(section, ()), urls, places)
+
+    evaluation = config.evaluation
+    return Plan(
+        {f"student-{i}": place for i, place in enumerate(of("student", config.student.urls))},
+        {name: of(f"teachers.{name}", one.urls) for name, one in config.teachers.items()},
+        {name: of(f"environments.{name}", one.urls) for name, one in config.environments.items()},
+        next(iter(of("evaluation.placement", evaluation.placement.urls)), None) if evaluation else None,
+    )
 
 
 def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
@@ -113,41 +133,38 @@ def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
 
     Raises ConfigError for ports in use and for placements that do not fit.
     """
-    plan, place, evaluation = Plan(), config.student, config.evaluation
-    students = [] if place.urls else [student_child(config, i, ports) for i in range(place.replicas)]
-    plan.replicas = {f"student-{i}": url for i, url in enumerate(place.urls or _urls(students))}
-    plan.children += students
-    for name, teacher in config.teachers.items():
-        here = (
-            [] if teacher.urls else [teacher_child(config, name, i, ports) for i in range(teacher.replicas)]
-        )
-        plan.teachers[name] = teacher.urls or _urls(here)
-        plan.children += here
-    for name, one in config.environments.items():
-        own_ = [] if one.urls else [environment_child(config, name, i, ports) for i in range(one.processes)]
-        plan.environments[name] = one.urls or _urls(own_)
-        plan.children += own_
-    if evaluation is not None and evaluation.placement.urls:
-        plan.evaluator = evaluation.placement.urls[0]
-    elif evaluation is not None:
-        own = evaluation.replica
-        if own is not None and not own.urls:
-            plan.children.append(evaluation_replica(config, own, ports))
-            own = own.model_copy(update={"urls": [plan.children[-1].url]})
-        child = evaluator_child(_with_urls(config, plan, own), ports)
-        plan.evaluator = child.url
-        plan.children.append(child)
-    plan.children = [_in_run(child, config, token) for child in plan.children]
+    here = config.processes()
+    children = [student_child(config, i, ports) for i in range(len(here.get("student", ())))]
+    for name in config.teachers:
+        names = here.get(f"teachers.{name}", ())
+        children += [teacher_child(config, name, i, ports) for i in range(len(names))]
+    for name in config.environments:
+        names = here.get(f"environments.{name}", ())
+        children += [environment_child(config, name, i, ports) for i in range(len(names))]
+    if "evaluation.replica" in here:
+        children.append(evaluation_replica(config, ports))
+    places: dict[str, Place] = {one.name: one.url for one in children if one.url}
+    if "evaluation.placement" in here:
+        children.append(evaluator_child(with_urls(config, places), ports))
+        places[EVALUATOR] = children[-1].url or ""
+    plan = plan_of(config, places)
+    plan.children = [_in_run(child, config, token) for child in children]
     return plan
 
 
-def _with_urls(config: RunConfig, plan: Plan, own: Placement | None) -> RunConfig:
+def with_urls(config: RunConfig, places: Mapping[str, Place]) -> RunConfig:
     """What the evaluator is started with: teachers, environments, and its own replica, where they are."""
     assert config.evaluation is not None, "there is an evaluator"
+    plan, own = plan_of(config, places), config.evaluation.replica
 
-    def reached(served: Mapping[str, Placement], urls: Mapping[str, list[str]]) -> dict[str, Placement]:
-        return {name: one.model_copy(update={"urls": urls[name]}) for name, one in served.items()}
+    def reached(served: Mapping[str, Placement], there: Mapping[str, list[Place]]) -> dict[str, Placement]:
+        return {
+            name: one.model_copy(update={"urls": [str(place) for place in there[name]]})
+            for name, one in served.items()
+        }
 
+    if own is not None and not own.urls:
+        own = own.model_copy(update={"urls": [str(places[EVALUATION_REPLICA])]})
     update = {
         "teachers": reached(config.teachers, plan.teachers),
         "environments": reached(config.environments, plan.environments),
@@ -156,13 +173,10 @@ def _with_urls(config: RunConfig, plan: Plan, own: Placement | None) -> RunConfi
     return config.model_copy(update=update)
 
 
-def _urls(children: list[ChildSpec]) -> list[str]:
-    return [child.url for child in children if child.url]
-
-
 def token_of(config: RunConfig) -> str | None:
-    """The bearer token of a run: the environment's, else a new one when every role is on this machine."""
-    return token_from_environment() or (secrets.token_urlsafe(32) if _is_local(config) else None)
+    """The bearer token of a run: the environment's, else a new one when every role is started by it."""
+    own = _is_local(config) or config.cluster.type in ("slurm", "ray")
+    return token_from_environment() or (secrets.token_urlsafe(32) if own else None)
 
 
 def _is_local(config: RunConfig) -> bool:
@@ -172,6 +186,7 @@ def _is_local(config: RunConfig) -> bool:
         placements += [one for one in (config.evaluation.placement, config.evaluation.replica) if one]
     hosts = [placement.host for placement in placements] + [config.controller.host]
     external = config.controller.trainer == "external" or config.trainer.hostfile is not None
+    external |= config.cluster.type != "local"
     return not external and not any(p.urls for p in placements) and all(map(is_loopback, hosts))
 
 
@@ -194,8 +209,10 @@ def student_child(config: RunConfig, index: int, ports: Ports) -> ChildSpec:
     return ChildSpec(name, argv, env, url=url_of(place.host, port))
 
 
-def evaluation_replica(config: RunConfig, place: Placement, ports: Ports) -> ChildSpec:
+def evaluation_replica(config: RunConfig, ports: Ports) -> ChildSpec:
     """The replica that generates for evaluations alone: as the student's, in a place of its own."""
+    place = config.evaluation.replica if config.evaluation else None
+    assert place is not None, "it is configured"
     name, update = EVALUATION_REPLICA, {**dict(place), "env": {**config.student.env, **place.env}}
     student_there = config.student.model_copy(update=update)
     port, settings = _port(place, 0, "evaluation.replica", ports), config.subscriber(name)
@@ -250,12 +267,13 @@ def _packages(folder: Path) -> Path:
     return packages
 
 
-def evaluator_child(config: RunConfig, ports: Ports) -> ChildSpec:
-    """The evaluator."""
+def evaluator_child(config: RunConfig, ports: Ports, controller: str | None = None) -> ChildSpec:
+    """The evaluator; `controller`: says where the servers without `urls` are."""
     assert config.evaluation is not None, "there is one only with an evaluation"
     path, place = write_role(config.run_dir, EVALUATOR, config), config.evaluation.placement
     child = _server("distill.evaluation.service", path, place, 0, "evaluation.placement", EVALUATOR, ports)
-    return replace(child, env={**child.env, **_secrets(config)})
+    argv = child.argv if controller is None else [*child.argv, "--controller", controller]
+    return replace(child, argv=argv, env={**child.env, **_secrets(config)})
 
 
 def _server(
@@ -283,8 +301,8 @@ def trainer_child(config: RunConfig, controller_url: str, token: str | None) -> 
     return _in_run(trainer_process(config, controller_url), config, token)
 
 
-def trainer_process(config: RunConfig, controller_url: str) -> ChildSpec:
-    """The deepspeed launcher of all ranks; exit status 0 is its orderly end."""
+def trainer_process(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
+    """The deepspeed launcher of the ranks on machine `node`; exit status 0 is its orderly end."""
     settings = TrainerConfig(
         run=config.run.name,
         run_dir=config.run_dir,
@@ -298,7 +316,7 @@ def trainer_process(config: RunConfig, controller_url: str) -> ChildSpec:
         seed=config.run.seed,
         heartbeat_seconds=look_seconds(config.run.health_timeout_seconds),
     )
-    argv, env = trainer_launch.command(settings, write_role(config.run_dir, TRAINER, settings))
+    argv, env = trainer_launch.command(settings, write_role(config.run_dir, TRAINER, settings), node)
     return ChildSpec(TRAINER, argv, env, ends=True)
 
 

@@ -30,8 +30,9 @@ from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
-from distill.launch import roles
-from distill.launch.roles import TRAINER, Plan, Ports, plan_servers, token_of, trainer_child
+from distill.launch import cluster, roles
+from distill.launch.placement import TRAINER
+from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.card import write_card
@@ -47,6 +48,7 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
 from distill.prompts.stream import PromptStream
+from distill.registry import CONTROLLER_FILE
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal
 from student_trainer.objectives.config import needs, student_topk
@@ -92,11 +94,17 @@ async def run(
         say(line)
     machine.check_room(config, machine.estimate(config))
     token = token_of(config)
-    with RunFolder.open(config, resume) as folder, Ports() as ports:
+    with cluster.opened(config) as engine, RunFolder.open(config, resume) as folder, Ports() as ports:
         for line in folder.keep(config, content(config, split)):
             say(f"resumed with {line}")
         keep_position(split.train, folder.path)
-        plan = plan_servers(config, token, ports).through(relay)
+        if engine is not None:
+            config = cluster.reachable(config, engine)
+            plan = cluster.plan(config, engine, folder.keep_token(token), say)
+        elif config.cluster.type == "external":
+            plan = cluster.registered(config)
+        else:
+            plan = plan_servers(config, token, ports).through(relay)
         launcher = _Launcher(config, folder, plan, split, token, console, relay)
         figures = await launcher.run()
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
@@ -164,6 +172,7 @@ class _Launcher:
         relay: roles.Relay,
     ) -> None:
         self._config, self._folder, self._token, self._split = config, folder, token, split
+        self._expected = plan.expected
         self._joined, self.stopped_by = False, ""
         self._stop_deadline = float("inf")
         self._roll_back_to: list[Version | None] = []
@@ -183,20 +192,20 @@ class _Launcher:
         self._clients = connect(config, plan, token, self._claim)
         self._controller = Controller(config, self._components(), self._hooks(), token)
         self._controller.withhold()
-        children = list(plan.children)
+        write_json(folder.path / CONTROLLER_FILE, {"url": self._controller.url})
+        children = {child.name: child for child in plan.children}
         if config.controller.trainer == "launch":
-            children.append(
-                replace(
-                    trainer_child(config, relay(roles.CONTROLLER, self._controller.url), token),
-                    joined=lambda: self._joined,
-                    prepare=self._before_trainer,
-                    died=self._controller.heartbeats.forget,
-                    left=self._controller.trainer_left,
-                )
+            url = relay(roles.CONTROLLER, self._controller.url)
+            children[TRAINER] = replace(
+                children.get(TRAINER) or trainer_child(config, url, token),
+                joined=lambda: self._joined,
+                prepare=self._before_trainer,
+                died=self._controller.heartbeats.forget,
+                left=self._controller.trainer_left,
             )
-        children = [replace(one, died=partial(self._died, one)) for one in children]
+        specs = [replace(one, died=partial(self._died, one)) for one in children.values()]
         restarts, health = config.run.restarts, config.run.health_timeout_seconds
-        self._supervisor = Supervisor(children, folder.logs, restarts, health_seconds=health)
+        self._supervisor = Supervisor(specs, folder.logs, restarts, health_seconds=health)
 
     async def run(self) -> dict[str, Any]:
         """The controller's figures."""
@@ -330,7 +339,8 @@ class _Launcher:
             prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
             journal=Journal(self._folder.path / "journal", config.buffer.fsync),
             want=needs(config.objective, config.rollout.temperature),
-            connect=lambda url: HttpReplica(url, self._token, self._claim),
+            connect=lambda address: HttpReplica(address, self._token, self._claim),
+            expected=self._expected,
             student_topk=student_topk(config.objective),
             routing=routing_of(config),
             vocab_size=split.vocab_size,

@@ -26,9 +26,13 @@ from distill.prompts.stream import PromptSource
 from student_trainer.checkpoint_files import saved
 from student_trainer.deepspeed_json import deepspeed_config
 from sync import durable, secrets
+from sync.address import TOKEN_FILE_VARIABLE
 from sync.errors import ConfigError
 from sync.settings import Settings
 from sync.wire import Version
+
+TOKEN_FILE: Final = "token"
+"""In the folder of a run on a cluster: the bearer token, mode 600."""
 
 
 class RunFolder:
@@ -82,6 +86,12 @@ class RunFolder:
                 durable.write_json(self.path / f"config.{number}.json", kept, mode=0o600)
         durable.write_json(path, record, mode=0o600)
         return lines
+
+    def keep_token(self, token: str | None) -> dict[str, str]:
+        """Write the bearer token for roles on other machines: the variable that names its file."""
+        path = self.path / TOKEN_FILE
+        durable.write(path, f"{token}\n".encode(), mode=0o600)
+        return {TOKEN_FILE_VARIABLE: str(path)}
 
     def fullest(self) -> tuple[Path, int]:
         """The part of the folder on the fullest disk, and the free bytes there."""
@@ -143,15 +153,15 @@ def _take_lock(path: Path) -> IO[str]:
 _TAKES_EFFECT: Final = {
     "run": "folder code_folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers "
     "restarts share_gpus min_free_disk_gib",
-    "student": "trust_remote_code urls host port devices env replicas dtype engine_args",
-    "teachers.*": "trust_remote_code urls host port devices env engine engine_url replicas dtype device "
+    "student": "trust_remote_code urls host port devices gpus env replicas dtype engine_args",
+    "teachers.*": "trust_remote_code urls host port devices gpus env engine engine_url replicas dtype device "
     "attention max_length batch_tokens head_chunk queue_tokens keep_memory_gib keep_disk_gib keep_folder "
     "wire_dtype engine_args threads idle_unload_seconds",
-    "environments.*": "urls host port devices env python processes max_episodes call_timeout_seconds "
+    "environments.*": "urls host port devices gpus env python processes max_episodes call_timeout_seconds "
     "episode_timeout_seconds threads",
     "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
     "on_max_tokens max_attempts",
-    "trainer": "ranks hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
+    "trainer": "ranks nodes hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
     "packing activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
     "keep_checkpoints threads init_timeout_seconds",
     "evaluation": "every sets batch_tokens metric patience replica threads device placement",
@@ -183,7 +193,9 @@ DECISIONS: Final = {
     **{f"{part}.{name}": "takes effect" for part, names in _TAKES_EFFECT.items() for name in names.split()},
     **{f"{part}.{name}": "same content" for part, names in _SAME_CONTENT.items() for name in names.split()},
     **{key: f"refused: {reason}" for key, reason in _REFUSED.items()},
-    **dict.fromkeys(("buffer", "guard", "weights", "preflight", "tracking", "controller"), "takes effect"),
+    **dict.fromkeys(
+        ("buffer", "guard", "weights", "preflight", "tracking", "controller", "cluster"), "takes effect"
+    ),
     "evaluation": "same content",
 }
 """Key, or section, → what a resume does with a change of it. The nearest key decides, so that a key which is

@@ -1,23 +1,34 @@
-"""A role on its own, joined to a controller by URLs: `distill student`, `teacher`, `environment` and others.
+"""A role on its own: `distill student`, `teacher`, `environment`, `evaluator` and `train`.
 
-Each function prepares one process; `replace_process` becomes it.
+Each function prepares one process. A server that is told where the controller is registers there (`serve`);
+without that, the process becomes the server (`replace_process`), for a controller whose file has its URL.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-from collections.abc import Mapping
-from typing import NoReturn
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 from distill.config import RunConfig
+from distill.launch import announce
 from distill.launch.roles import (
     Ports,
     environment_child,
+    evaluation_replica,
     evaluator_child,
     student_child,
     teacher_child,
     trainer_process,
+    url_of,
 )
+from distill.launch.run_folder import TOKEN_FILE
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import (
     check_following,
@@ -29,11 +40,71 @@ from distill.preflight_checks.checks import (
 from distill.preflight_checks.environments import check_environment
 from distill.preflight_checks.machine import runs_vllm
 from distill.preflight_checks.objective import with_objective
-from sync.address import token_from_environment
+from distill.registry import controller_url
+from sync.address import (
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    is_loopback,
+    own_address,
+    token_from_environment,
+)
 from sync.errors import ConfigError
 from sync.own_code import use_folder
 from sync.server import check_bind
 from sync.settings import Placement
+
+P = TypeVar("P", bound=Placement)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How a role finds the controller of its run."""
+
+    controller: Callable[[], str]
+    """Its URL now. Raises ConfigError."""
+
+
+def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[RunConfig, Joining | None]:
+    """The configuration for a server that registers: it listens where the controller's network reaches it.
+
+    `folder`: of the run, when the role was given that; its token is used unless there is another. Raises
+    ConfigError when neither it nor `url` says where the controller is; without both, nothing registers.
+    """
+    if folder is None and url is None:
+        return config, None
+    if folder is not None and (folder / TOKEN_FILE).is_file() and not os.environ.get(TOKEN_VARIABLE):
+        os.environ.setdefault(TOKEN_FILE_VARIABLE, str(folder / TOKEN_FILE))
+    run_dir = folder or config.run_dir
+    found = Joining(lambda: url or controller_url(run_dir))
+    host = own_address(found.controller())
+
+    def moved(place: P) -> P:
+        return place.model_copy(update={"host": host}) if is_loopback(place.host) else place
+
+    evaluation = config.evaluation
+    if evaluation is not None:
+        own = evaluation.replica and moved(evaluation.replica)
+        evaluation = evaluation.model_copy(update={"placement": moved(evaluation.placement), "replica": own})
+    update = {
+        "student": moved(config.student),
+        "teachers": {name: moved(one) for name, one in config.teachers.items()},
+        "environments": {name: moved(one) for name, one in config.environments.items()},
+        "evaluation": evaluation,
+    }
+    return config.model_copy(update=update), found
+
+
+def serve(config: RunConfig, child: ChildSpec, joining: Joining | None) -> NoReturn:
+    """Become the server, or run and register it until it ends; leaves with its exit status."""
+    if joining is None:
+        replace_process(child)
+    url = urlsplit(str(child.url))
+    place = url_of(own_address(joining.controller()), url.port or 0)
+    run, token = config.run, token_from_environment()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(
+        asyncio.run(announce.serve(child, place, run.name, joining.controller, token, run.grace_seconds))
+    )
 
 
 def replace_process(child: ChildSpec) -> NoReturn:
@@ -78,7 +149,17 @@ def _named(name: str, kind: str, sections: Mapping[str, Placement]) -> str:
     return name
 
 
-def serve_evaluator(config: RunConfig) -> ChildSpec:
+def serve_evaluation_replica(config: RunConfig) -> ChildSpec:
+    """The replica that generates for evaluations alone."""
+    if config.evaluation is None or config.evaluation.replica is None:
+        raise ConfigError("evaluation.replica is not set in this configuration: there is nothing to serve")
+    use_folder(config.run.code_folder)
+    check_model(config.student, "student", runs_vllm=True)
+    check_secrets(config)
+    return evaluation_replica(config, _ports(config.evaluation.replica))
+
+
+def serve_evaluator(config: RunConfig, joining: Joining | None = None) -> ChildSpec:
     """The evaluator, listening as [evaluation.placement] says."""
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
@@ -87,9 +168,13 @@ def serve_evaluator(config: RunConfig) -> ChildSpec:
     missing = _unreached(config)
     if (own := config.evaluation.replica) is not None and not own.urls:
         missing.append("evaluation.replica.urls")
-    if missing:
-        raise ConfigError(f"the evaluator asks the other servers and starts none: set {', '.join(missing)}")
-    return evaluator_child(with_objective(config).config, _ports(config.evaluation.placement))
+    if missing and joining is None:
+        raise ConfigError(
+            f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say where "
+            "the controller is, with which they register (--controller, or the run's folder)"
+        )
+    ports = _ports(config.evaluation.placement)
+    return evaluator_child(with_objective(config).config, ports, joining.controller() if joining else None)
 
 
 def _unreached(config: RunConfig) -> list[str]:
@@ -102,26 +187,19 @@ def _unreached(config: RunConfig) -> list[str]:
     ]
 
 
-def train(config: RunConfig, controller_url: str) -> ChildSpec:
-    """The deepspeed launcher of all ranks, talking to the controller at that URL."""
+def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
+    """The deepspeed launcher of this machine's ranks, talking to the controller at that URL.
+
+    `node`: which of trainer.nodes this machine is. Raises ConfigError.
+    """
+    if not 0 <= node < config.trainer.nodes:
+        raise ConfigError(
+            f"--node {node}: trainer.nodes is {config.trainer.nodes}, and machines count from 0"
+        )
     use_folder(config.run.code_folder)
     check_model(config.student, "student")
     check_secrets(config)
-    return trainer_process(with_objective(config).config, controller_url)
-
-
-def check_all_joined(config: RunConfig) -> None:
-    """Raise ConfigError unless every role of the controller's configuration is reached by URL."""
-    missing = [] if config.student.urls else ["student.urls"]
-    missing += _unreached(config)
-    if config.evaluation is not None and not config.evaluation.placement.urls:
-        missing.append("evaluation.placement.urls (or evaluation = false)")
-    if config.controller.trainer != "external":
-        missing.append('controller.trainer = "external"')
-    if missing:
-        raise ConfigError(
-            f"`distill control` starts no other role: set {', '.join(missing)}, or use `distill run`"
-        )
+    return trainer_process(with_objective(config).config, controller_url, node)
 
 
 def _ports(place: Placement) -> Ports:

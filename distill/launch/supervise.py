@@ -33,6 +33,7 @@ import psutil
 
 from distill.aio import cancel, until_stalled
 from distill.launch.guardian import MODULE, adopt_orphans, kill_adopted
+from sync.address import Place
 from sync.client import Peer
 from sync.errors import DistillError, how_it_ended
 from sync.retry import Backoff
@@ -67,8 +68,8 @@ class ChildSpec:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     """Over this process's environment."""
-    url: str | None = None
-    """Healthy when GET /health answers 200; None: see `joined`."""
+    url: Place | None = None
+    """Healthy when GET /health answers 200 there; None: see `joined`."""
     joined: Callable[[], bool] = lambda: True
     """Whether a child without a server has reported for work."""
     prepare: Callable[[], None] = _nothing

@@ -11,7 +11,7 @@ from distill.metrics.summary import threads
 from distill.planning.hardware import CPU, Device
 from distill.preflight_checks.devices import HERE, Use
 from distill.preflight_checks.machine import runs_vllm
-from student_trainer.launch import read_hosts
+from student_trainer.launch import machines
 from sync.errors import ConfigError
 
 Place = tuple[str, str]
@@ -51,8 +51,7 @@ _ELSEWHERE = "each trainer node"
 
 
 def _hosts(config: RunConfig) -> int:
-    hostfile = config.trainer.hostfile
-    return 1 if hostfile is None else len(read_hosts(hostfile))
+    return machines(config.trainer)
 
 
 def _on_gpus(config: RunConfig, uses: Sequence[Use]) -> list[Role]:

@@ -194,10 +194,12 @@ def _reach(config: RunConfig) -> Iterator[str]:
     controller, hostfile = config.controller, config.trainer.hostfile
     place = urlsplit(controller.url).hostname if controller.url else controller.host
     external = controller.trainer == "external" and not is_loopback(place or "")
-    elsewhere = external or (hostfile is not None and names_others(hostfile))
+    elsewhere = external or config.trainer.nodes > 1 or (hostfile is not None and names_others(hostfile))
     if not elsewhere or not config.buffer.by_reference(bulk_bytes(config)):
         return
     for name, teacher in config.teachers.items():
+        if not teacher.urls and config.cluster.type != "local":
+            continue  # it registers where others reach it
         hosts = [urlsplit(url).hostname or "" for url in teacher.urls] or [teacher.host]
         for host in (host for host in hosts if is_loopback(host) or host in ("0.0.0.0", "::")):
             yield (

@@ -27,7 +27,7 @@ from distill.preflight_checks.machine import GIB, count_parameters, installed_fo
 from distill.preflight_checks.objective import precision
 from distill.prompts.sources import student_limit, text_config
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.launch import read_hosts
+from student_trainer.launch import machines
 from student_trainer.objectives.config import needs
 from sync.errors import ConfigError
 from sync.settings import ModelSource, Placement
@@ -206,7 +206,7 @@ def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
             )
             yield Use(process, "evaluation.replica.devices", host, used, terms, share)
     trainer = config.trainer
-    elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None
+    elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None or trainer.nodes > 1
     if trainer.devices is not None:
         names = _names(trainer.devices)
     elif elsewhere:
@@ -299,8 +299,7 @@ def _rank(config: RunConfig) -> dict[str, float]:
     accumulated = {"fp32": 4}.get(json.get("data_types", {}).get("grad_accum_dtype"), item)
     on_gpu = {name: f"offload_{name}" not in zero for name in ("param", "optimizer")}
     trained = parameters if trainer.lora is None else 0
-    hosts = 1 if trainer.hostfile is None else len(read_hosts(trainer.hostfile))
-    ranks, live = trainer.ranks * hosts, int(zero.get("stage3_max_live_parameters", 1e9))
+    ranks, live = trainer.ranks * machines(trainer), int(zero.get("stage3_max_live_parameters", 1e9))
     width, inner, layers = model.hidden_size, _inner(model), model.num_hidden_layers
     layer = 16.0 * width + 4 * inner  # numbers that a layer keeps of a token for its backward pass
     kept = layers * width + layer if trainer.activation_checkpointing else layers * layer

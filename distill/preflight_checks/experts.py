@@ -13,7 +13,7 @@ from typing import Any, Final
 from distill.config import RunConfig
 from distill.prompts.sources import text_config
 from student_trainer import expert_parallel
-from student_trainer.launch import read_hosts
+from student_trainer.launch import machines
 from sync.wire import Routing
 
 COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -69,8 +69,7 @@ def _ranks(config: RunConfig) -> int | None:
     """Of the trainer; None: started by hand."""
     if config.controller.trainer == "external":
         return None
-    hostfile = config.trainer.hostfile
-    return config.trainer.ranks * (1 if hostfile is None else len(read_hosts(hostfile)))
+    return config.trainer.ranks * machines(config.trainer)
 
 
 def _unreplayed(config: RunConfig) -> Iterator[str]:

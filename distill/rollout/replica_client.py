@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol, cast
 
 from sync import wire
+from sync.address import Place
 from sync.claims import Claim
 from sync.client import Peer
 from sync.wire import Generated, GenerateFailed, GenerateRequest
@@ -34,8 +35,8 @@ class ReplicaEngine(Protocol):
 class HttpReplica:
     """A replica behind a URL."""
 
-    def __init__(self, url: str, token: str | None = None, claim: Claim | None = None) -> None:
-        self._peer = Peer(url, token, claim=claim)
+    def __init__(self, place: Place, token: str | None = None, claim: Claim | None = None) -> None:
+        self._peer = Peer(place, token, claim=claim)
 
     @property
     def url(self) -> str:

@@ -13,7 +13,6 @@ has no other.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from contextlib import suppress
@@ -27,7 +26,7 @@ from distill.run_log.state import RunState
 from sync.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
 from sync.retry import Backoff
 from sync.settings import WeightsConfig
-from sync.wire import BroadcastTicket, Replicas, ReplicaStatus, UpdateReply, UpdateRequest, Version, checks
+from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version, checks
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ class Replica:
 
     def __init__(self, name: str, engine: ReplicaEngine, founding: bool = False) -> None:
         self.name, self.engine = name, engine
-        self.server = f"replica {name} at {engine.url}"
         self.founding = founding  # it belongs to the run's configuration
         self.phase = Phase.ABSENT
         self.version: Version | None = None  # what it serves; None: the folder it was started with
@@ -58,6 +56,11 @@ class Replica:
         self.held = False  # out of dispatch for an evaluation; see hold.py
         self.excluded = False  # it gave too many bad answers: it is sent nothing any more
         self.busy = asyncio.Lock()  # held during an update
+
+    @property
+    def server(self) -> str:
+        """It, for people and for the count of its bad answers."""
+        return f"replica {self.name} at {self.engine.url}"
 
 
 class ReplicaPool:
@@ -108,8 +111,8 @@ class ReplicaPool:
         self._lose(replica)
         await replica.engine.aclose()
 
-    async def join(self, url: str, engine: ReplicaEngine, name: str | None) -> None:
-        """Let a replica join by request, whether it answers already or not; `name` None: give it one.
+    async def join(self, engine: ReplicaEngine, name: str) -> None:
+        """Let a replica join by request, whether it answers already or not.
 
         Nothing of it is on record: a controller that starts again has the replicas of its configuration.
         Raises RemoteError for a name or URL that is taken, and for a replica of another run.
@@ -119,25 +122,16 @@ class ReplicaPool:
                 if await engine.alive():
                     await engine.state()
             for member in self.replicas.values():
-                if member.engine.url == url or member.name == name:
+                if member.engine.url == engine.url or member.name == name:
                     raise RemoteError(f"replica {member.name} is a member already: remove it first")
         except RemoteError:
             await engine.aclose()
             raise
-        free = (one for i in itertools.count() if (one := f"student-{i}") not in self.replicas)
-        self.add(name or next(free), engine)
+        self.add(name, engine)
 
     def has(self, replica: Replica) -> bool:
         """Whether it is a member that was not excluded."""
         return self.replicas.get(replica.name) is replica and not replica.excluded
-
-    def listing(self) -> Replicas:
-        """The members, in the order of joining."""
-        members = (
-            ReplicaStatus(one.name, one.engine.url, one.phase.value, one.version, one.in_flight)
-            for one in self.replicas.values()
-        )
-        return Replicas(replicas=list(members))
 
     def serving(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.phase is Phase.SERVING]

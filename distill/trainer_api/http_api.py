@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -17,11 +17,21 @@ from starlette.routing import Route
 
 from distill.interfaces import Components
 from distill.metrics.prometheus import Figures
-from distill.rollout.replica_pool import ReplicaPool
+from distill.registry import Gangs, Registry
 from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
-from sync.address import url_problem
-from sync.errors import ConfigError, DistillError, Overloaded, RemoteError, Unreachable, WireError
+from sync.claims import MISDIRECTED
+from sync.client import GONE
+from sync.errors import (
+    ConfigError,
+    DistillError,
+    Overloaded,
+    RemoteError,
+    Replaced,
+    Unreachable,
+    WireError,
+    WrongServer,
+)
 from sync.server import (
     KEEP_ALIVE_SECONDS,
     RunGuard,
@@ -36,19 +46,26 @@ from sync.server import (
 )
 from sync.wire import Message, checks
 
+_STATUS: Final[Mapping[type[DistillError], int]] = {
+    WireError: 400,
+    Replaced: GONE,
+    WrongServer: MISDIRECTED,
+    Unreachable: 503,
+}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def application(
     session: TrainerSession,
-    pool: ReplicaPool,
+    registry: Registry,
+    gangs: Gangs,
     parts: Components,
     figures: Callable[[], dict[str, float]],
     token: str | None,
 ) -> Starlette:
     """The ASGI application. `figures` by name, for Prometheus; `token` None: no guard."""
-    teachers, registry = parts.teachers, process_registry()
-    registry.register(Figures(figures))
+    teachers, metrics = parts.teachers, process_registry()
+    metrics.register(Figures(figures))
     heads: dict[str, bytes] = {}
 
     async def batch(request: Request) -> Response:
@@ -82,7 +99,7 @@ def application(
         return PlainTextResponse("ok")
 
     async def prometheus(_: Request) -> Response:
-        return exposition(registry)
+        return exposition(metrics)
 
     return Starlette(
         routes=[
@@ -92,7 +109,7 @@ def application(
             Route("/v1/broadcasts/{group}", answered(broadcast)),
             Route("/v1/teachers/{name}/head", answered(head)),
             Route("/v1/teachers/{name}", answered(servers)),
-            *_replica_routes(pool, parts),
+            *_server_routes(registry, gangs),
             Route("/health", health),
             Route("/metrics", prometheus),
         ],
@@ -100,27 +117,17 @@ def application(
     )
 
 
-def _replica_routes(pool: ReplicaPool, parts: Components) -> list[Route]:
-    """Which replicas the run has, and how they join and leave while it goes on."""
+def _server_routes(registry: Registry, gangs: Gangs) -> list[Route]:
+    """Which servers and trainer machines the run has, and how they join and leave while it goes on."""
 
-    async def replicas(_: Request) -> Response:
-        return reply(pool.listing())
-
-    async def join(wanted: wire.ReplicaJoins) -> wire.Replicas:
-        url = wanted.url.rstrip("/")
-        if parts.connect is None or url_problem(url):
-            raise RemoteError(f"replica {url!r} cannot join: give its URL, http://host:port")
-        await pool.join(url, parts.connect(url), wanted.name)
-        return pool.listing()
-
-    async def leave(wanted: wire.ReplicaLeaves) -> wire.Replicas:
-        await pool.remove(wanted.name)
-        return pool.listing()
+    async def listing(_: Request) -> Response:
+        return reply(registry.listing())
 
     return [
-        Route("/v1/replicas", answered(replicas)),
-        Route("/v1/replicas/join", _messages(wire.ReplicaJoins, join), methods=["POST"]),
-        Route("/v1/replicas/leave", _messages(wire.ReplicaLeaves, leave), methods=["POST"]),
+        Route("/v1/gang", _messages(wire.GangJoins, gangs.join), methods=["POST"]),
+        Route("/v1/servers", answered(listing)),
+        Route("/v1/servers", _messages(wire.ServerRegisters, registry.register), methods=["POST"]),
+        Route("/v1/servers/leave", _messages(wire.ServerLeaves, registry.leave), methods=["POST"]),
     ]
 
 
@@ -134,7 +141,7 @@ def _messages(kind: Any, answer: Callable[[Any], Awaitable[Message]]) -> Handler
 
 
 def answered(handler: Handler) -> Handler:
-    """Expected errors as refusals: 400 a bad message, 409 never, 429 not yet, 503 the controller leaves."""
+    """Expected errors as refusals: 400 a bad message, 409 never, 410 replaced, 429 not yet, 503 ask again."""
 
     async def guarded(request: Request) -> Response:
         try:
@@ -144,8 +151,7 @@ def answered(handler: Handler) -> Handler:
         except Overloaded as error:
             return refuse(429, str(error), error.retry_after)
         except DistillError as error:
-            status = 400 if isinstance(error, WireError) else 503 if isinstance(error, Unreachable) else 409
-            return refuse(status, str(error))
+            return refuse(_STATUS.get(type(error), 409), str(error))
 
     return guarded
 

@@ -11,7 +11,9 @@ Producer → consumer
                                    CheckpointSaved, FinalDigests
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, TeacherServers, Audience,
                                    BroadcastMembers
-    people → controller            ReplicaJoins, ReplicaLeaves;  controller → people  Replicas
+    server, people → controller    ServerRegisters, ServerLeaves
+    controller → server            ServerLease;  → people, evaluator  Servers
+    trainer machine → controller   GangJoins;  controller → trainer machine  Gang
     controller → evaluator         CompletionsRequest, EvalRequest, ProbeRequest
     evaluator → controller         CompletionsReply, EvalReport, ProbeReply
     controller, evaluator → environment    EpisodeBegin, EpisodeContinue, EpisodeEnd
@@ -28,5 +30,6 @@ from sync.wire.base import *  # noqa: F403
 from sync.wire.environment import *  # noqa: F403
 from sync.wire.evaluator import *  # noqa: F403
 from sync.wire.replica import *  # noqa: F403
+from sync.wire.servers import *  # noqa: F403
 from sync.wire.teacher import *  # noqa: F403
 from sync.wire.trainer import *  # noqa: F403

@@ -191,38 +191,3 @@ class ReplicaState(Message, frozen=True):
     """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: not asked for."""
     tokens: Count | None = None
     """Tokens generated since the engine started, unfinished completions included; None: no statistics."""
-
-
-# --- people: replicas that join and leave ---------------------------------------------------------------
-
-
-class ReplicaJoins(Message, frozen=True):
-    """A student replica that is to serve this run from now on; answered with the Replicas there are then."""
-
-    url: str
-    name: str | None = None
-    """None: the next free "student-N"."""
-
-
-class ReplicaLeaves(Message, frozen=True):
-    """A replica that is to serve this run no more; answered with the Replicas that remain."""
-
-    name: str
-
-
-class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One replica as the controller sees it."""
-
-    name: str
-    url: str
-    phase: Literal["absent", "catching_up", "serving"]
-    version: Version | None
-    """None: the folder it was started with."""
-    in_flight: int
-    """Completions it works on."""
-
-
-class Replicas(Message, frozen=True):
-    """The student replicas of a run."""
-
-    replicas: list[ReplicaStatus]

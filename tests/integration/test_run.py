@@ -35,6 +35,7 @@ from ports import free_port
 
 from distill.cli.verify_engines import prove
 from distill.config import StudentConfig
+from distill.launch.announce import EXIT_REPLACED
 from distill.metrics.page import ROWS
 from distill.metrics.summary import digest_of_all
 from distill.prompts.stream import group_of
@@ -46,7 +47,7 @@ from sync.address import TOKEN_VARIABLE
 from sync.client import BlockingPeer
 from sync.snapshots.checkpoint import read_folder
 from sync.snapshots.checkpoint import tensor_digest as digest
-from sync.wire import ReplicaLeaves, Replicas, Version, unpack
+from sync.wire import Servers, Version, unpack
 
 pytestmark = [
     pytest.mark.engine,
@@ -319,23 +320,21 @@ def marked(score_hidden: str) -> list[psutil.Process]:
 # --- tests ------------------------------------------------------------------------------------------------
 
 
-def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leave(
+def test_each_role_alone_registers_with_a_token_while_replicas_join_and_leave(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Completions of a prompt are trained in groups, against their mean reward; late ones by freshness."""
+    """No URL but the controller's is written; the trainer's two machines are two launchers that meet there.
+
+    Completions of a prompt are trained in groups, against their mean reward; late ones by freshness.
+    """
     run, env = Run(tmp_path, models, "qwen3", BOTH_ENDS), {TOKEN_VARIABLE: "a token of the tests"}
     monkeypatch.setenv(TOKEN_VARIABLE, env[TOKEN_VARIABLE])
-    student, spare, teacher, evaluator, controller = (free_port() for _ in range(5))
-    joined = [
-        f"student.port={student}",
-        f'student.urls=["http://127.0.0.1:{student}"]',
-        f"teachers.teacher.port={teacher}",
-        f'teachers.teacher.urls=["http://127.0.0.1:{teacher}"]',
-        f"evaluation.placement.port={evaluator}",
-        f'evaluation.placement.urls=["http://127.0.0.1:{evaluator}"]',
-        "evaluation.prompts=4",
+    controller, spare = free_port(), free_port()
+    keys = [
         f"controller.port={controller}",
-        "controller.trainer=external",
+        "evaluation.prompts=4",
+        "trainer.ranks=1",
+        "trainer.nodes=2",
         f"run.steps={MANY}",
         "rollout.per_prompt=2",
         "rollout.completion_timeout_seconds=60",
@@ -343,44 +342,54 @@ def test_each_role_alone_joined_by_urls_and_a_token_while_replicas_join_and_leav
         'buffer.late={type="freshness", hard_limit=9, half_life=2}',
         'objective={type="topk", k=4, task={baseline="group"}}',
     ]
-    second = [*joined, f"student.port={spare - 1}"]
-    url = ("--controller", f"http://127.0.0.1:{controller}")
+    there = ("--controller", f"http://127.0.0.1:{controller}")
+    peer = BlockingPeer(there[1], env[TOKEN_VARIABLE])
     with contextlib.ExitStack() as roles:
-        servers = [
-            roles.enter_context(run.command(name, *joined, env=env))
-            for name in ("student", "teacher", "evaluator")
-        ]
-        servers.append(roles.enter_context(run.command("student", *second, more=("--index", "1"), env=env)))
-        wait_for(lambda: healthy(spare), servers[-1])  # so that it can join while the run is young
-        trainer = roles.enter_context(run.command("train", *joined, more=url, env=env))
-        control = roles.enter_context(run.command("control", *joined, env=env))
+
+        def start(name: str, *more: str) -> Command:
+            return roles.enter_context(run.command(name, *keys, more=(*there, *more), env=env))
+
+        servers = {name: start(name) for name in ("teacher", "evaluator")}
+        servers["student-0"] = start("student")
+        second = "--index", "1"  # told of no controller: it is added by its URL, while the run is young
+        late = run.command("student", *keys, f"student.port={spare - 1}", more=second, env=env)
+        servers["student-1"] = roles.enter_context(late)
+        wait_for(lambda: healthy(spare), servers["student-1"])
+        trainers = [start("train", "--node", str(node)) for node in range(2)]
+        control = roles.enter_context(run.command("control", *keys, env=env))
         wait_for(lambda: run.steps() >= 2, control)  # version 1 was out before that was reported
-        with Command(tmp_path / "add.log", "replicas", "add", f"http://127.0.0.1:{spare}", *url) as adding:
+        with Command(tmp_path / "add.log", "servers", "add", f"http://127.0.0.1:{spare}", *there) as adding:
             assert adding.end() == 0, adding.said
-        peer = BlockingPeer(url[1], env[TOKEN_VARIABLE])
         wait_for(lambda: phases(peer) == {"student-0": "serving", "student-1": "serving"}, control)
-        peer.call("/v1/replicas/leave", ReplicaLeaves(name="student-0"), Replicas)
+        urls = {one.name: one.url for one in peer.call("/v1/servers", None, Servers).servers}
+        assert urls.keys() == {"student-0", "student-1", "teacher-teacher", "evaluator"}
         assert run.steps() < MANY, "the replica left when the run was over"
-        assert control.end() == 0, control.said + trainer.said
-        assert trainer.end() == 0, trainer.said
+        with Command(tmp_path / "remove.log", "servers", "remove", "student-0", *there) as removing:
+            assert removing.end() == 0, removing.said
+        assert servers.pop("student-0").end() == EXIT_REPLACED
+        assert control.end() == 0, control.said + trainers[0].said
+        for trainer in trainers:
+            assert trainer.end() == 0, trainer.said
         peer.close()
         check_result(run, run.summary(), ("student-1",), MANY)
         assert run.summary()["after"]["completions"] == 4
         check_policies(run)
-        check_that_no_other_run_gets_them(run, joined, spare, env)
-        for server in servers:
+        student, teacher, evaluator = (urls[name] for name in ("student-1", "teacher-teacher", "evaluator"))
+        placed = [f'student.urls=["{student}"]', f'teachers.teacher.urls=["{teacher}"]']
+        placed.append(f'evaluation.placement.urls=["{evaluator}"]')
+        check_that_no_other_run_gets_them(run, [*keys, *placed], str(student), env)
+        for server in servers.values():
             assert server.process.poll() is None, server.said
             server.process.terminate()
-        for server in servers:
-            assert server.end() in (0, -signal.SIGTERM), server.said
+        for server in servers.values():
+            assert server.end() in (0, -signal.SIGTERM, 128 + signal.SIGTERM), server.said
     assert left_behind(str(tmp_path)) == []
 
 
 def check_that_no_other_run_gets_them(
-    run: Run, joined: Sequence[str], replica: int, env: Mapping[str, str]
+    run: Run, joined: Sequence[str], left: str, env: Mapping[str, str]
 ) -> None:
     """A new run of the same name, with URLs of servers that the last one left up, ends with their names."""
-    left = f"http://127.0.0.1:{replica}"
     nobody = f"http://127.0.0.1:{free_port()}"
     mine = rf"it serves run 'run' \(id {run.summary()['run']['id']}, model \w+\) and was asked for run 'run'"
     alone, probed = ("evaluation=false",), ("--engines",)
@@ -401,7 +410,8 @@ def check_that_no_other_run_gets_them(
 
 
 def phases(peer: BlockingPeer) -> dict[str, str]:
-    return {one.name: one.phase for one in peer.call("/v1/replicas", None, Replicas).replicas}
+    servers = peer.call("/v1/servers", None, Servers).servers
+    return {one.name: one.phase for one in servers if one.phase}
 
 
 def check_policies(run: Run) -> None:

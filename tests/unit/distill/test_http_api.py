@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
 import threading
 import time
@@ -21,6 +20,7 @@ from distill.controller import Controller
 from distill.interfaces import Hooks
 from distill.trainer_api.http_api import answered, listen
 from student_trainer.controller_client import ControllerClient
+from sync.address import Address
 from sync.client import BlockingPeer
 from sync.errors import ConfigError, RemoteError
 from sync.wire import (
@@ -32,10 +32,11 @@ from sync.wire import (
     Message,
     Ok,
     Published,
-    ReplicaJoins,
-    ReplicaLeaves,
-    Replicas,
     RunIdentity,
+    ServerLease,
+    ServerLeaves,
+    ServerRegisters,
+    Servers,
     StepReport,
     Stop,
     TeacherServers,
@@ -261,9 +262,9 @@ async def test_a_request_that_is_cut_off_by_the_end_is_told_so() -> None:
 async def test_replicas_join_and_leave_a_run_that_goes_on(controller, config) -> None:
     made: dict[str, MemoryReplica] = {}
 
-    def connect(url: str) -> MemoryReplica:
-        made[url] = MemoryReplica(seed=1, url=url, token_seconds=0.001)
-        return made[url]
+    def connect(address: Address) -> MemoryReplica:
+        made[str(address)] = MemoryReplica(seed=1, url=str(address), token_seconds=0.001)
+        return made[str(address)]
 
     first = MemoryReplica(token_seconds=0.001)
     run = controller(config(run={"steps": 1000}), token=TOKEN, connect=connect, replicas={"student-0": first})
@@ -272,22 +273,24 @@ async def test_replicas_join_and_leave_a_run_that_goes_on(controller, config) ->
     async with asyncio.timeout(120):
         while len(trainer.batches) < 3:
             await trainer.stepped.wait()
-        joined = await client.call("/v1/replicas/join", ReplicaJoins(url="http://b:1/"), Replicas)
-        assert [(one.name, one.url) for one in joined.replicas] == [
+        lease = await client.call("/v1/servers", ServerRegisters(run=None, url="http://b:1/"), ServerLease)
+        assert lease == ServerLease(name="student-1", seconds=0)
+        joined = await client.call("/v1/servers", None, Servers)
+        assert [(one.name, one.url) for one in joined.servers] == [
             ("student-0", "memory"),
             ("student-1", "http://b:1"),
         ]
         while made["http://b:1"].generated < 20:
             await trainer.stepped.wait()
         assert made["http://b:1"].updates[0].step >= 3  # the newest version before the first prompt
-        left = await client.call("/v1/replicas/leave", ReplicaLeaves(name="student-0"), Replicas)
-        assert [one.name for one in left.replicas] == ["student-1"]
+        left = await client.call("/v1/servers/leave", ServerLeaves(name="student-0"), Servers)
+        assert [one.name for one in left.servers] == ["student-1"]
         written, reached = first.generated, len(trainer.batches)
         while len(trainer.batches) < reached + 5:
             await trainer.stepped.wait()
         assert first.generated <= written + 1
-        listed = await client.call("/v1/replicas", None, Replicas)
-        assert [(one.phase, one.version is not None) for one in listed.replicas] == [("serving", True)]
+        listed = await client.call("/v1/servers", None, Servers)
+        assert [(one.phase, one.version is not None) for one in listed.servers] == [("serving", True)]
         run.request_stop("enough")
         await training
         summary = await task
@@ -300,21 +303,42 @@ async def test_replicas_join_and_leave_a_run_that_goes_on(controller, config) ->
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("join", ReplicaJoins(url="b:1"), r"'b:1' cannot join: give its URL, http://host:port"),
-        ("join", ReplicaJoins(url="http://b:80a0"), r"'http://b:80a0' cannot join: give its URL"),
-        ("join", ReplicaJoins(url="http://"), r"'http:' cannot join: give its URL"),
-        ("join", ReplicaJoins(url="http://a:1/"), "replica r0 is a member already: remove it first"),
-        ("join", ReplicaJoins(url="http://c:1", name="r0"), "replica r0 is a member already"),
-        ("leave", ReplicaLeaves(name="zz"), "no replica 'zz': there are r0"),
+        (
+            "",
+            ServerRegisters(run=None, url="b:1"),
+            r"'b:1' cannot register: it is not a server's URL: write http://",
+        ),
+        (
+            "",
+            ServerRegisters(run=None, url="http://b:80a0"),
+            r"'http://b:80a0' cannot register: it is not a server's",
+        ),
+        ("", ServerRegisters(run=None, url="http://"), r"'http:' cannot register: it is not a server's URL"),
+        (
+            "",
+            ServerRegisters(run=None, url="http://a:1/"),
+            "replica student-7 is a member already: remove it first",
+        ),
+        (
+            "",
+            ServerRegisters(run=None, url="http://c:1", name="student-7"),
+            "replica student-7 is a member already",
+        ),
+        (
+            "",
+            ServerRegisters(run=None, url="http://c:1", name="zz"),
+            "no server 'zz' is expected to register",
+        ),
+        ("/leave", ServerLeaves(name="zz"), "no replica 'zz': there are student-7"),
     ],
 )
 async def test_a_replica_that_cannot_join_or_leave_is_named(controller, path, body, message) -> None:
-    connect = functools.partial(MemoryReplica, 0)
-    run = controller(token=TOKEN, connect=connect, replicas={"r0": MemoryReplica(url="http://a:1")})
+    replicas = {"student-7": MemoryReplica(url="http://a:1")}
+    run = controller(token=TOKEN, connect=lambda there: MemoryReplica(url=str(there)), replicas=replicas)
     task, client = asyncio.create_task(run.run()), Remote(run)
     with pytest.raises(RemoteError, match=message):
-        await client.call(f"/v1/replicas/{path}", body, Replicas)
-    assert (await client.get("/v1/replicas")).status_code == 401
+        await client.call(f"/v1/servers{path}", body, Servers)
+    assert (await client.get("/v1/servers")).status_code == 401
     client.peer.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -322,19 +346,19 @@ async def test_a_replica_that_cannot_join_or_leave_is_named(controller, path, bo
 
 async def test_the_command_lists_adds_and_removes(controller, monkeypatch) -> None:
     monkeypatch.setenv("DISTILL_TOKEN", TOKEN)
-    run = controller(token=TOKEN, connect=lambda url: MemoryReplica(url=url))
+    run = controller(token=TOKEN, connect=lambda there: MemoryReplica(url=str(there)))
     task = asyncio.create_task(run.run())
 
     async def command(*words: str) -> str:
-        arguments = ["replicas", *words, "--controller", run.url]
+        arguments = ["servers", *words, "--controller", run.url]
         result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
         assert result.exit_code == 0, result.exception
         return result.output
 
     assert "r0 " in await command("ls")
-    assert "spare" in await command("add", "http://b:1", "--name", "spare")
+    assert "student-9" in await command("add", "http://b:1", "--name", "student-9")
     output = await command("remove", "r0")
-    assert "spare" in output
+    assert "student-9" in output
     assert "r0 " not in output
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -41,10 +41,11 @@ from sync.wire import (
     EvalRequest,
     Generated,
     GenerateRequest,
-    ReplicaJoins,
-    Replicas,
     ReplicaState,
     RunIdentity,
+    ServerLease,
+    ServerRegisters,
+    Servers,
     TrainerHello,
     TrainerWelcome,
     UpdateRequest,
@@ -223,11 +224,13 @@ async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> N
     async with replica(MemoryReplica(), Claim(OTHER)) as url:
         claim = Claim()
         run = controller(
-            config(run={"steps": 1000}), connect=lambda url: HttpReplica(url, claim=claim), claim=claim
+            config(run={"steps": 1000}), connect=lambda there: HttpReplica(there, claim=claim), claim=claim
         )
         task, client = asyncio.create_task(run.run()), BlockingPeer(run.url)
         with pytest.raises(RemoteError, match=r"it serves run 'test' \(id 0123"):
-            await asyncio.to_thread(client.call, "/v1/replicas/join", ReplicaJoins(url=url), Replicas)
+            await asyncio.to_thread(
+                client.call, "/v1/servers", ServerRegisters(run=None, url=url), ServerLease
+            )
         assert list(run.pool.replicas) == ["r0"]
         client.close()
         task.cancel()
@@ -263,7 +266,7 @@ async def test_a_trainer_that_talks_to_the_controller_of_another_run_is_refused(
     run = controller()
     task, client = asyncio.create_task(run.run()), BlockingPeer(run.url, claim=Claim(OTHER))
     with pytest.raises(WrongServer, match=rf"it serves run 'test' \(id {run.run_log.run.id}\)"):
-        await asyncio.to_thread(client.call, "/v1/replicas", None, Replicas)
+        await asyncio.to_thread(client.call, "/v1/servers", None, Servers)
     client.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

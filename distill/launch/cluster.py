@@ -1,0 +1,110 @@
+"""The seam between a run and the engine that starts its processes: here, by srun, or by Ray.
+
+A launcher supervises local children, always. On a cluster each child is a client of the engine (`srun …`, or
+`python -m distill.launch.ray_role …`) that starts the role's command on the machines it was placed on, shows
+its output, passes on TERM, ends with its exit status, and takes everything down when it is killed itself. So
+there is one supervisor, whatever the engine. The role's command is the one that a user types, with the run's
+folder; its server registers with the controller.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from distill.config import RunConfig
+from distill.config.cluster import ExternalCluster, LocalCluster
+from distill.launch.placement import TRAINER, Need, Node, lines, needs, place
+from distill.launch.roles import Plan, plan_of
+from distill.launch.supervise import ChildSpec
+from distill.registry import expected_servers
+from sync import secrets
+from sync.address import is_loopback
+
+
+class Cluster(Protocol):
+    """An engine, for as long as a run lasts."""
+
+    host: str
+    """Address of this machine that the others reach."""
+
+    def nodes(self) -> list[Node]:
+        """The machines that a run may use, the controller's first. Raises ConfigError."""
+        ...
+
+    def client(
+        self, need: Need, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
+    ) -> list[str]:
+        """The command that runs `argv` on `nodes`, once on each, with `env` over their environment.
+
+        With several machines it ends when one of them does, and ends the others. `env` is in its own
+        environment too, and may hold secrets: none of it goes on a command line.
+        """
+        ...
+
+
+def opened(config: RunConfig) -> AbstractContextManager[Cluster | None]:
+    """The engine of a configuration; None: it has none, its processes are here or register. Raises
+    ConfigError."""
+    match config.cluster:
+        case LocalCluster() | ExternalCluster():
+            return nullcontext()
+    raise NotImplementedError(config.cluster.type)
+
+
+def reachable(config: RunConfig, engine: Cluster) -> RunConfig:
+    """With a controller that the engine's machines reach, unless it has an address of its own."""
+    if not is_loopback(config.controller.host):
+        return config
+    return config.model_copy(
+        update={"controller": config.controller.model_copy(update={"host": engine.host})}
+    )
+
+
+def registered(config: RunConfig) -> Plan:
+    """Servers by `urls`, else as they will register; starts none."""
+    expected = expected_servers(config)
+    plan = plan_of(config, expected)
+    plan.expected = expected
+    return plan
+
+
+def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callable[[str], None]) -> Plan:
+    """The same, with a client of the engine for every process; `say` gets a line for each machine.
+
+    `env`: of every role, over what its machine has. Raises ConfigError for what does not fit.
+    """
+    nodes = engine.nodes()
+    wanted = {need.name: need for need in needs(config, any(node.gpus for node in nodes))}
+    where = place(wanted.values(), nodes)
+    for line in lines(where, wanted.values()):
+        say(line)
+    env = {**env, **secrets.environment(config.model_dump(mode="json"))}
+    found = registered(config)
+    for name, words in _commands(config):
+        argv = [sys.executable, "-m", "distill.cli.main", *words]
+        client = engine.client(wanted[name], where[name], argv, env)
+        found.children.append(ChildSpec(name, client, env, found.expected.get(name), ends=name == TRAINER))
+    return found
+
+
+def _commands(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+    """Process → the words of its `distill` command."""
+    folder = str(config.run_dir)
+    for section, names in config.processes().items():
+        kind, _, name = section.partition(".")
+        for index, process in enumerate(names):
+            place = ["--index", str(index)]
+            match kind:
+                case "student":
+                    yield process, ["student", folder, *place]
+                case "teachers" | "environments":
+                    yield process, [kind.removesuffix("s"), folder, "--name", name, *place]
+                case _ if name == "replica":
+                    yield process, ["student", folder, "--evaluation"]
+                case _:
+                    yield process, ["evaluator", folder]
+    if config.controller.trainer == "launch":
+        yield TRAINER, ["train", folder]

@@ -1,0 +1,112 @@
+"""Which machines of a cluster each process of a run gets: computed once, before anything starts.
+
+Processes that need the most GPUs are placed first, each on the machine with the fewest left that still holds
+it; a GPU belongs to one process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from distill.config import RunConfig
+from sync.errors import ConfigError
+from sync.settings import Placement
+
+TRAINER: Final = "trainer"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of a cluster."""
+
+    name: str
+    """As its engine calls it."""
+    gpus: int
+    cpus: int
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one process of a run takes on each of its machines."""
+
+    name: str
+    """The process's, such as "student-0"."""
+    gpus: int = 0
+    nodes: int = 1
+    """Machines: above 1 for the trainer alone."""
+
+
+Placed = Mapping[str, Sequence[Node]]
+"""Process → its machines."""
+
+
+def needs(config: RunConfig, gpus: bool) -> list[Need]:
+    """Every process that a run starts; `gpus`: whether the cluster's machines have any."""
+    student, evaluation = config.student, config.evaluation
+    engine = _parallel(student.flags())
+    places: dict[str, tuple[Placement, int]] = {"student": (student, engine)}
+    for name, teacher in config.teachers.items():
+        own = 0 if teacher.engine_url else _parallel(teacher.engine_args)
+        places[f"teachers.{name}"] = teacher, own
+    for name, environment in config.environments.items():
+        places[f"environments.{name}"] = environment, 0
+    if evaluation is not None:
+        places["evaluation.placement"] = evaluation.placement, 1
+        places["evaluation.replica"] = evaluation.replica or Placement(), engine
+    found = []
+    for section, names in config.processes().items():
+        place, default = places[section]
+        count = place.gpus if place.gpus is not None else default * gpus
+        found += [Need(name, count) for name in names]
+    if config.controller.trainer == "launch":
+        found.append(Need(TRAINER, config.trainer.ranks * gpus, config.trainer.nodes))
+    return found
+
+
+def _parallel(arguments: Mapping[str, object]) -> int:
+    """GPUs of one vLLM engine with these arguments."""
+    named = {key.lstrip("-").replace("_", "-"): value for key, value in arguments.items()}
+    return int(str(named.get("tensor-parallel-size", 1))) * int(str(named.get("pipeline-parallel-size", 1)))
+
+
+def place(wanted: Iterable[Need], nodes: Sequence[Node]) -> dict[str, list[Node]]:
+    """A machine for every process. Raises ConfigError, naming what does not fit.
+
+    Processes without GPUs go where the fewest processes are.
+    """
+    free = {node.name: node.gpus for node in nodes}
+    load = dict.fromkeys(free, 0)
+    placed: dict[str, list[Node]] = {}
+    for need in sorted(wanted, key=lambda one: (-one.gpus * one.nodes, -one.gpus)):
+        fitting = sorted(
+            (node for node in nodes if free[node.name] >= need.gpus),
+            key=lambda node: (free[node.name] if need.gpus else 0, load[node.name]),
+        )
+        if len(fitting) < need.nodes:
+            left = ", ".join(f"{name} {count}" for name, count in free.items())
+            many = (
+                f"{need.nodes} machines with {need.gpus} GPUs each" if need.nodes > 1 else f"{need.gpus} GPUs"
+            )
+            raise ConfigError(
+                f"{need.name} needs {many}, and the machines have left: {left}. Add machines, or take less "
+                "(replicas, gpus, trainer.ranks, trainer.nodes)"
+            )
+        placed[need.name] = fitting[: need.nodes]
+        for node in placed[need.name]:
+            free[node.name] -= need.gpus
+            load[node.name] += 1
+    return placed
+
+
+def lines(placed: Placed, wanted: Iterable[Need]) -> list[str]:
+    """The placement for people, a line for each machine."""
+    gpus = {need.name: need.gpus for need in wanted}
+    by_node: dict[str, list[str]] = {}
+    for process, nodes in placed.items():
+        for node in nodes:
+            by_node.setdefault(node.name, []).append(
+                f"{process} ({gpus[process]} GPUs)" if gpus[process] else process
+            )
+    return [f"{node}: {', '.join(sorted(names))}" for node, names in sorted(by_node.items())]

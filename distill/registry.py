@@ -1,0 +1,255 @@
+"""Where the servers of a run are, and which machines its trainer has, as they told the controller.
+
+    never seen ──registers──▶ has the name ──renews──▶ … ──lease ends, or it leaves──▶ forgotten
+                                    └── a process that was never seen registers ──▶ lost it: 410, it exits
+
+Nothing of it is on record: a controller that starts anew is told again within seconds. Whether a server works
+is judged by those that call it; the end of a lease only forgets its URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from distill.config import RunConfig
+from distill.rollout.replica_client import ReplicaEngine
+from distill.rollout.replica_pool import ReplicaPool
+from sync.address import Address, url_problem
+from sync.client import BlockingPeer
+from sync.errors import ConfigError, DistillError, RemoteError, Replaced, WrongServer
+from sync.wire import (
+    Gang,
+    GangJoins,
+    ServerLease,
+    ServerLeaves,
+    ServerRegisters,
+    Servers,
+    ServerStatus,
+)
+
+log = logging.getLogger(__name__)
+LEASE_SECONDS: Final = 15.0
+"""A process renews at a third of it."""
+FOLLOW_SECONDS: Final = 2.0
+CONTROLLER_FILE: Final = "controller.json"
+"""In a run's folder: {"url": where its controller is}."""
+
+
+@dataclass
+class _Holder:
+    """Who has a name, or had it. Times are monotonic."""
+
+    address: Address
+    expected: bool
+    """A server of the configuration; else a replica that joined."""
+    boot: str | None = None
+    expires: float = math.inf
+
+
+class Registry:
+    """The controller's. `run()` for its whole length."""
+
+    def __init__(
+        self,
+        run: str,
+        expected: Mapping[str, Address],
+        pool: ReplicaPool,
+        connect: Callable[[Address], ReplicaEngine] | None,
+    ) -> None:
+        """`expected`: servers of the configuration that have no fixed URL. `connect`: a client of a replica;
+        None: none can join while the run goes on."""
+        self._run, self._pool, self._connect = run, pool, connect
+        self._holders = {name: _Holder(address, expected=True) for name, address in expected.items()}
+        self._lost: set[tuple[str, str | None]] = set()
+        """(name, boot) of processes that had it."""
+
+    async def register(self, wanted: ServerRegisters) -> ServerLease:
+        """Note where a server is. Raises Replaced, and RemoteError for what cannot join."""
+        url = wanted.url.rstrip("/")
+        _check_run(wanted.run or self._run, self._run)
+        if problem := url_problem(url):
+            raise RemoteError(f"server {wanted.name or ''} at {url!r} cannot register: it is {problem}")
+        name = wanted.name or self._free_name()
+        holder = self._holders.get(name)
+        if (name, wanted.boot) in self._lost:
+            place = f"is at {holder.address}" if holder else "was removed"
+            raise Replaced(f"{name} {place}: this process has lost the name to another, or to a person")
+        if holder is None:
+            holder = await self._joined(name, url)
+        elif holder.boot is not None and holder.boot != wanted.boot:
+            if wanted.boot is None:
+                raise RemoteError(f"{name} is at {holder.address} already: remove it first")
+            self._lost.add((name, holder.boot))
+        if holder.address.url != url:
+            log.info("%s is at %s", name, url)
+        seconds = 0.0 if wanted.boot is None else LEASE_SECONDS
+        holder.boot, holder.address.url = wanted.boot, url
+        holder.expires = time.monotonic() + seconds if seconds else math.inf
+        return ServerLease(name=name, seconds=seconds)
+
+    def _free_name(self) -> str:
+        names = (f"student-{index}" for index in itertools.count())
+        return next(name for name in names if name not in self._holders and name not in self._pool.replicas)
+
+    async def _joined(self, name: str, url: str) -> _Holder:
+        """A further replica, in the pool."""
+        if not name.startswith("student-") or self._connect is None:
+            expected = ", ".join(one for one, holder in self._holders.items() if holder.expected) or "none"
+            raise RemoteError(
+                f"no server {name!r} is expected to register: expected are {expected}, and replicas student-N"
+            )
+        address = Address(name, url)
+        await self._pool.join(self._connect(address), name)
+        holder = self._holders[name] = _Holder(address, expected=False)
+        return holder
+
+    async def leave(self, wanted: ServerLeaves) -> Servers:
+        """Forget a server, for good when people say so; the others. Raises RemoteError when there is none."""
+        name, holder = wanted.name, self._holders.get(wanted.name)
+        if wanted.boot is None:
+            if holder is not None and holder.boot is not None:
+                self._lost.add((name, holder.boot))
+            if holder is None or name in self._pool.replicas:
+                await self._pool.remove(name)
+                self._holders.pop(name, None)
+        if name in self._holders and wanted.boot in (None, self._holders[name].boot):
+            await self._forget(name, self._holders[name])
+        return self.listing()
+
+    async def _forget(self, name: str, holder: _Holder) -> None:
+        """What it registered; a replica that is not in the configuration leaves the run."""
+        holder.boot, holder.expires, holder.address.url = None, math.inf, None
+        if not holder.expected:
+            del self._holders[name]
+            if name in self._pool.replicas:
+                await self._pool.remove(name)
+
+    def listing(self) -> Servers:
+        """Every replica, and every other server that registers."""
+        replicas = [
+            ServerStatus(
+                one.name,
+                None if name in self._holders and self._holders[name].address.url is None else one.engine.url,
+                one.phase.value,
+                one.version,
+                one.in_flight,
+            )
+            for name, one in self._pool.replicas.items()
+        ]
+        others = [
+            ServerStatus(name, holder.address.url)
+            for name, holder in self._holders.items()
+            if name not in self._pool.replicas
+        ]
+        return Servers(servers=replicas + others)
+
+    async def run(self) -> None:
+        """Forget who does not renew."""
+        while True:
+            await asyncio.sleep(LEASE_SECONDS / 5)
+            await self.expire()
+
+    async def expire(self) -> None:
+        """Forget whose lease is over."""
+        for name, holder in [*self._holders.items()]:
+            if time.monotonic() > holder.expires:
+                log.warning("%s at %s has not renewed its registration", name, holder.address)
+                await self._forget(name, holder)
+
+
+class Gangs:
+    """The trainer's machines: when all are there, all are told where to meet.
+
+    One that is replaced, or does not renew, ends the gang: the others are refused, end too, and join anew.
+    """
+
+    def __init__(self, run: str, nodes: int) -> None:
+        self._run, self._nodes = run, nodes
+        self._members: dict[int, GangJoins] = {}
+        self._expires: dict[int, float] = {}
+        self._met = False
+        self._lost: set[str] = set()
+
+    async def join(self, wanted: GangJoins) -> Gang:
+        """Raises Replaced when the gang of this process has ended, RemoteError for a machine too many."""
+        _check_run(wanted.run, self._run)
+        if wanted.of != self._nodes or wanted.index >= wanted.of:
+            raise RemoteError(
+                f"machine {wanted.index} of {wanted.of} cannot join: trainer.nodes is {self._nodes} here, "
+                "and machines count from 0"
+            )
+        now = time.monotonic()
+        gone = [index for index, expires in self._expires.items() if now > expires]
+        before = self._members.get(wanted.index)
+        if before is not None and before.boot != wanted.boot and wanted.boot not in self._lost:
+            gone.append(wanted.index)
+        if gone and self._met:
+            log.warning("the trainer's gang has lost machine %s: all join anew", ", ".join(map(str, gone)))
+            gone, self._met = list(self._members), False
+        for index in gone:
+            self._lost.add(self._members.pop(index).boot)
+            del self._expires[index]
+        if wanted.boot in self._lost:
+            raise Replaced(f"the trainer's gang of machine {wanted.index} has ended: start it again")
+        self._members[wanted.index] = wanted
+        self._expires[wanted.index] = math.inf if wanted.ended else now + LEASE_SECONDS
+        self._met = self._met or len(self._members) == self._nodes
+        first = self._members.get(0)
+        return Gang(
+            address=first.address if first and self._met else None,
+            port=first.port if first else 0,
+            missing=[index for index in range(self._nodes) if index not in self._members],
+            lease_seconds=LEASE_SECONDS,
+        )
+
+
+def _check_run(asking: str, run: str) -> None:
+    """Raise WrongServer for a process of another run."""
+    if asking != run:
+        raise WrongServer(f"this is the controller of run {run!r}, and a process of run {asking!r} registers")
+
+
+def expected_servers(config: RunConfig) -> dict[str, Address]:
+    """An address that registers for every server without `urls`."""
+    return {name: Address(name) for names in config.processes().values() for name in names}
+
+
+def controller_url(run_dir: Path) -> str:
+    """Where a run's controller is, or was when it last started. Raises ConfigError."""
+    path = run_dir / CONTROLLER_FILE
+    try:
+        return str(json.loads(path.read_text())["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{path} does not say where the controller is: start `distill run` or `distill control` first, "
+            "or give its URL with --controller"
+        ) from None
+
+
+def follow(controller: Callable[[], str], token: str | None, addresses: Mapping[str, Address]) -> None:
+    """Keep addresses as the controller knows them, in a thread that lasts as long as the process."""
+
+    def ask() -> None:
+        connect = functools.cache(lambda url: BlockingPeer(url, token, timeout=10.0))
+        while True:
+            try:
+                peer = connect(controller())
+                for one in peer.call("/v1/servers", None, Servers).servers:
+                    if one.name in addresses:
+                        addresses[one.name].url = one.url
+            except DistillError as error:
+                log.warning("the controller does not say where servers are: %s", error)
+            time.sleep(FOLLOW_SECONDS)
+
+    threading.Thread(target=ask, name="servers", daemon=True).start()

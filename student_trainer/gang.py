@@ -1,0 +1,122 @@
+"""The trainer on several machines, without ssh: their launchers meet through the controller.
+
+    python -m student_trainer.launch --gang 1 …    on machine 1 of trainer.nodes
+
+Each machine tells the controller its address and a free port, and is told those of machine 0 once all are
+there. It renews that; when a machine is gone, or was started again, the controller refuses the others, whose
+ranks could wait for it for long: they are killed, and the gang is started again as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import psutil
+from msgspec.structs import replace
+
+from student_trainer.config import TrainerConfig
+from sync.address import own_address, token_from_environment
+from sync.client import BlockingPeer
+from sync.errors import DistillError, RemoteError, Unreachable
+from sync.wire import Gang, GangJoins
+
+log = logging.getLogger(__name__)
+RETRY_SECONDS: Final = 1.0
+
+
+class Member:
+    """This machine in the gang of its run."""
+
+    def __init__(self, config: TrainerConfig, index: int) -> None:
+        """Raises ConfigError when the controller's machine cannot be reached from here."""
+        self.address = own_address(config.controller_url)
+        with socket.socket() as probe:
+            probe.bind((self.address, 0))
+            port = int(probe.getsockname()[1])
+        self._joins = GangJoins(
+            run=config.run,
+            index=index,
+            of=config.trainer.nodes,
+            address=self.address,
+            port=port,
+            boot=secrets.token_hex(16),
+        )
+        self._peer = BlockingPeer(config.controller_url, token_from_environment(), 10.0)
+        self._settings, self._limit = config.trainer, config.trainer.init_timeout_seconds
+
+    def meet(self) -> Gang:
+        """Where all ranks meet, once every machine is there.
+
+        Raises Unreachable when machines are missing for trainer.init_timeout_seconds, RemoteError when this
+        one is refused.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                gang, problem = self._told(), ""
+            except Unreachable as error:
+                gang, problem = None, str(error)
+            if gang is not None and gang.address is not None:
+                return gang
+            if time.monotonic() - began > self._limit:
+                missing = problem or f"machines {gang and gang.missing} of the trainer have not joined"
+                raise Unreachable(f"{missing} for trainer.init_timeout_seconds = {self._limit:g} s")
+            time.sleep(RETRY_SECONDS)
+
+    def _told(self) -> Gang:
+        return self._peer.call("/v1/gang", self._joins, Gang)
+
+    def stay(self, ended: Callable[[], None]) -> None:
+        """Renew from a thread; `ended` is called once the gang is no more."""
+
+        def renew() -> None:
+            while True:
+                try:
+                    time.sleep(self._told().lease_seconds / 3)
+                except RemoteError as error:
+                    log.error("%s", error)
+                    ended()
+                    return
+                except DistillError as error:  # the controller is away, as ranks will find out
+                    log.warning("%s", error)
+                    time.sleep(RETRY_SECONDS)
+
+        threading.Thread(target=renew, name="gang", daemon=True).start()
+
+    def leave(self) -> None:
+        """This machine's ranks ended well: the others are not to miss it."""
+        try:
+            self._peer.call("/v1/gang", replace(self._joins, ended=True), Gang, 2.0)
+        except DistillError as error:  # it ends too
+            log.info("%s", error)
+
+    def launcher_arguments(self, gang: Gang, folder: Path) -> list[str]:
+        """Those of deepspeed's launcher for this machine's ranks; writes a hostfile to `folder`."""
+        index, count, ranks = self._joins.index, self._joins.of, self._settings.ranks
+        hostfile = folder / "hostfile"
+        hostfile.write_text("".join(f"node-{i} slots={1 << 10}\n" for i in range(count)))
+        visible = self._settings.devices or os.environ.get("CUDA_VISIBLE_DEVICES")
+        own = visible.split(",")[:ranks] if visible else [str(i) for i in range(ranks)]
+        slots = [own if i == index else [str(rank) for rank in range(ranks)] for i in range(count)]
+        include = "@".join(f"node-{i}:{','.join(names)}" for i, names in enumerate(slots))
+        return [
+            *("--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(index), "--include", include),
+            *("--master_addr", str(gang.address), "--master_port", str(gang.port)),
+        ]
+
+    def interface(self) -> dict[str, str]:
+        """Variables that keep gloo and NCCL on the network of this machine's address."""
+        names = [
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(one.address == self.address for one in addresses)
+        ]
+        return {key: names[0] for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if names}

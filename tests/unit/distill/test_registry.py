@@ -1,0 +1,278 @@
+"""Who is where: registration, leases and the rule of boots; announcers and real processes below them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from in_memory import MemoryReplica
+from ports import free_port
+
+from distill import registry
+from distill.config.loading import load
+from distill.launch import announce
+from distill.launch.single_role import joining
+from distill.registry import Gangs
+from sync.address import Address, own_address
+from sync.client import Peer
+from sync.errors import ConfigError, RemoteError, Replaced, Unreachable, WrongServer
+from sync.wire import GangJoins, ServerLease, ServerLeaves, ServerRegisters, Servers
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that have passed, as the registry sees them."""
+    now = [0.0]
+    monkeypatch.setattr(registry.time, "monotonic", lambda: now[0])
+    return now
+
+
+def says(url: str, boot: str | None, name: str = "teacher-t") -> ServerRegisters:
+    return ServerRegisters(run="test", url=url, name=name, boot=boot)
+
+
+def gang(index: int, boot: str, ended: bool = False, of: int = 2) -> GangJoins:
+    return GangJoins(
+        run="test", index=index, of=of, address=f"10.0.0.{index}", port=1000 + index, boot=boot, ended=ended
+    )
+
+
+async def test_a_new_process_takes_the_name_and_the_old_one_must_leave(controller) -> None:
+    teacher = Address("teacher-t")
+    run = controller(expected={"teacher-t": teacher})
+    there = run.registry
+    assert str(teacher) == "teacher-t (not registered)"
+    lease = await there.register(says("http://a:1/", "first"))
+    assert lease == ServerLease(name="teacher-t", seconds=registry.LEASE_SECONDS)
+    assert teacher.url == "http://a:1"
+    await there.register(says("http://b:1", "second"))
+    assert teacher.url == "http://b:1"
+    with pytest.raises(Replaced, match=r"teacher-t is at http://b:1: this process has lost the name"):
+        await there.register(says("http://a:1", "first"))
+    await there.register(says("http://b:2", "second"))  # it may move
+    assert teacher.url == "http://b:2"
+    with pytest.raises(WrongServer, match="controller of run 'test', and a process of run 'other' registers"):
+        await there.register(ServerRegisters(run="other", url="http://a:1", name="teacher-t", boot="x"))
+    with pytest.raises(RemoteError, match="remove it first"):
+        await there.register(says("http://c:1", None))
+    run.close()
+
+
+async def test_a_lease_that_ends_forgets_the_url_and_its_process_may_come_back(controller, clock) -> None:
+    teacher = Address("teacher-t")
+    run = controller(connect=lambda there: MemoryReplica(url=str(there)), expected={"teacher-t": teacher})
+    await run.registry.register(says("http://a:1", "first"))
+    await run.registry.register(says("http://c:1", "third", "student-5"))
+    assert "student-5" in run.pool.replicas
+    clock[0] = registry.LEASE_SECONDS - 0.1
+    await run.registry.expire()
+    assert teacher.url == "http://a:1"
+    clock[0] = registry.LEASE_SECONDS + 0.1
+    await run.registry.expire()
+    assert teacher.url is None
+    assert "student-5" not in run.pool.replicas
+    await run.registry.register(says("http://a:1", "first"))
+    await run.registry.leave(ServerLeaves(name="teacher-t", boot="another"))
+    assert teacher.url == "http://a:1"
+    await run.registry.leave(ServerLeaves(name="teacher-t", boot="first"))
+    assert teacher.url is None
+    run.close()
+
+
+async def test_a_replica_that_a_person_removes_does_not_come_back(controller) -> None:
+    run = controller(connect=lambda there: MemoryReplica(url=str(there)), expected={})
+    await run.registry.register(says("http://c:1", "one", "student-5"))
+    left = await run.registry.leave(ServerLeaves(name="student-5"))
+    assert "student-5" not in [one.name for one in left.servers]
+    with pytest.raises(Replaced, match="student-5 was removed"):
+        await run.registry.register(says("http://c:1", "one", "student-5"))
+    await run.registry.register(says("http://c:2", "two", "student-5"))
+    assert "student-5" in run.pool.replicas
+    run.close()
+
+
+async def test_a_gang_meets_when_all_are_there_and_ends_as_a_whole(clock) -> None:
+    gangs = Gangs("test", 2)
+    first = await gangs.join(gang(0, "a"))
+    assert (first.address, first.missing) == (None, [1])
+    met = await gangs.join(gang(1, "b"))
+    assert (met.address, met.port, met.missing) == ("10.0.0.0", 1000, [])
+    assert (await gangs.join(gang(0, "a"))).address == "10.0.0.0"
+    again = await gangs.join(gang(1, "c"))  # machine 1 was started again
+    assert (again.address, again.missing) == (None, [0])
+    with pytest.raises(Replaced, match="the trainer's gang of machine 0 has ended"):
+        await gangs.join(gang(0, "a"))
+    assert (await gangs.join(gang(0, "d"))).address == "10.0.0.0"
+    clock[0] += registry.LEASE_SECONDS - 1
+    await gangs.join(gang(0, "d"))
+    clock[0] += 2  # machine 1 is silent
+    with pytest.raises(Replaced):
+        await gangs.join(gang(0, "d"))
+    with pytest.raises(RemoteError, match=r"machine 0 of 3 cannot join: trainer\.nodes is 2"):
+        await gangs.join(gang(0, "e", of=3))
+
+
+async def test_a_machine_whose_ranks_ended_well_is_not_missed(clock) -> None:
+    gangs = Gangs("test", 2)
+    for index, boot in enumerate("ab"):
+        await gangs.join(gang(index, boot))
+    await gangs.join(gang(1, "b", ended=True))
+    clock[0] += 0.9 * registry.LEASE_SECONDS
+    await gangs.join(gang(0, "a"))
+    clock[0] += 0.9 * registry.LEASE_SECONDS
+    assert (await gangs.join(gang(0, "a"))).address == "10.0.0.0"
+
+
+async def test_a_peer_follows_its_address() -> None:
+    address = Address("evaluator")
+    async with Peer(address, timeout=0.3) as peer:
+        assert not await peer.alive()
+        with pytest.raises(Unreachable, match="evaluator has not registered with the controller"):
+            await peer.call("/v1/servers", None, Servers)
+        assert peer.url == "evaluator (not registered)"
+        address.url = "http://127.0.0.1:9"
+        with pytest.raises(Unreachable, match=r"http://127\.0\.0\.1:9/x did not answer"):
+            await peer.call("/x", None, Servers)
+
+
+# --- announcers ---------------------------------------------------------------------------------------------
+
+SERVER = """
+import http.server, subprocess, sys
+subprocess.Popen(["sleep", "1000"])
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    log_message = lambda *_: None
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+ANNOUNCER = """
+import asyncio, sys
+from functools import partial
+from pathlib import Path
+from distill.launch.announce import serve
+from distill.launch.supervise import ChildSpec
+from distill.registry import controller_url
+port, folder, script = sys.argv[1:]
+there = partial(controller_url, Path(folder))
+child = ChildSpec("teacher-t", [sys.executable, "-c", script, port])
+sys.exit(asyncio.run(serve(child, f"http://127.0.0.1:{port}", "test", there, None, 5.0)))
+"""
+
+
+@pytest.fixture
+def announced() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Announcers that a test starts; whatever is left of them is killed."""
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+def start(started: list[subprocess.Popen[bytes]], port: int, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", ANNOUNCER, str(port), str(folder), SERVER]
+    started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}))
+    return started[-1]
+
+
+def tell(folder: Path, url: str) -> None:
+    """What a launcher writes into the run's folder."""
+    (folder / "controller.json").write_text(json.dumps({"url": url}))
+
+
+def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+async def until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.05)
+
+
+async def test_announcers_register_renew_and_take_their_servers_with_them(
+    controller, announced, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
+    address = Address("teacher-t")
+    run = controller(expected={"teacher-t": address})
+    task = asyncio.create_task(run.run())
+    tell(tmp_path, run.url)
+    first, second, third = (free_port() for _ in range(3))
+
+    one = start(announced, first, tmp_path)
+    await until(lambda: address.url == f"http://127.0.0.1:{first}")
+    await asyncio.sleep(2.0)
+    assert address.url is not None, "it renews"
+
+    below = family(one)
+    assert len(below) == 3  # guardian, server, its child
+    two = start(announced, second, tmp_path)
+    await until(lambda: address.url == f"http://127.0.0.1:{second}")
+    assert await asyncio.to_thread(one.wait, 30) == announce.EXIT_REPLACED
+    assert not [process for process in below if process.is_running()]
+
+    below = family(two)
+    two.kill()
+    await until(lambda: not [process for process in below if process.is_running()])
+    await until(lambda: address.url is None)
+
+    three = start(announced, third, tmp_path)
+    await until(lambda: address.url == f"http://127.0.0.1:{third}")
+    three.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(three.wait, 30) == 128 + signal.SIGTERM
+    assert address.url is None, "it has left"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_controller_that_starts_elsewhere_is_told_again(
+    controller, announced, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
+    port, found = free_port(), []
+    for _ in range(2):
+        address = Address("teacher-t")
+        run = controller(expected={"teacher-t": address})
+        task = asyncio.create_task(run.run())
+        tell(tmp_path, run.url)
+        if not announced:
+            start(announced, port, tmp_path)
+        await until(lambda there=address: there.url == f"http://127.0.0.1:{port}")
+        found.append(run.url)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert len({*found}) == 2
+
+
+# --- how a role finds the controller -----------------------------------------------------------------------
+
+
+def test_a_role_listens_where_its_controller_reaches_it(tmp_path: Path) -> None:
+    config = load(ROOT / "configs/quickstart.toml")
+    assert joining(config, None, None) == (config, None)
+    moved, found = joining(config, None, "http://127.0.0.1:8400")
+    assert found is not None
+    assert found.controller() == "http://127.0.0.1:8400"
+    assert moved.student.host == own_address("http://127.0.0.1:8400") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"controller\.json does not say where the controller is"):
+        joining(config, tmp_path, None)
+    (tmp_path / "controller.json").write_text('{"url": "http://127.0.0.1:1"}')
+    found = joining(config, tmp_path, None)[1]
+    assert found is not None
+    assert found.controller() == "http://127.0.0.1:1"
+    (tmp_path / "controller.json").write_text('{"url": "http://127.0.0.1:2"}')  # it was started elsewhere
+    assert found.controller() == "http://127.0.0.1:2"
