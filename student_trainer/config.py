@@ -68,7 +68,8 @@ class TrainerSettings(Settings):
     """Positions whose full-vocabulary logits are in memory at once."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Tokens of one forward pass of one rank, prompts included, and padding with packing = "padded"; a longer
-    row gets a pass of its own."""
+    row gets a pass of its own. Ranks that share rows have as many each, and their rows may be longer by as
+    much."""
     checkpoint_every: int = Field(0, ge=0)
     """Optimizer steps between checkpoints; 0: `checkpoint_minutes` alone decides."""
     checkpoint_minutes: float = Field(15.0, ge=0)
@@ -84,6 +85,12 @@ class TrainerSettings(Settings):
     and no rank gathers all of them. Divides the ranks and the experts. For students of the families
     qwen3_moe, qwen2_moe, mixtral, olmoe and deepseek_v3, without `lora` and offload; the trainer compares
     every layer with the original before it trains. 1: ZeRO-3 gathers experts like all other weights."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Neighbouring ranks that train on the same rows, each computing its part of every row's positions, and
+    attention for its part of the heads (DeepSpeed's Ulysses): for rows that are too long for one rank.
+    Divides the ranks and the student's attention heads. For attention "sdpa" and "eager", and students that
+    see other positions by attention alone; the trainer compares split rows with whole ones before it trains.
+    1: every rank has whole rows."""
     threads: int | None = Field(None, ge=1)
     """torch's threads per rank; None: its default."""
     init_timeout_seconds: float = Field(600.0, gt=0)

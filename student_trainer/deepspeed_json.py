@@ -96,6 +96,7 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
                 )
     decided_by = {
         "expert_parallel": (None, "trainer.expert_parallel"),
+        "sequence_parallel_size": (None, "trainer.sequence_parallel"),
         "gradient_accumulation_steps": (1, "rollout.batch"),
         "train_micro_batch_size_per_gpu": (1, "trainer.micro_batch_tokens"),
         "train_batch_size": (None, "rollout.batch"),

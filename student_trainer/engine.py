@@ -13,21 +13,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from student_trainer import checkpoint, expert_parallel
+from student_trainer import checkpoint, expert_parallel, sequence_parallel
 from student_trainer.checkpoint_files import Index
 from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.expert_check import Originals, check_experts, originals
 from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project, token_logp
+from student_trainer.model_check import check_head, check_rows, plain
 from student_trainer.objectives.divergences import Targets, future_credit
 from student_trainer.ranks import Ranks
 from student_trainer.routing import Router, replayed, routers
-from student_trainer.step import laid_out, train_step
-from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, computing, pack_rows
+from student_trainer.sequence_split import SequenceGroup, SplitRows, join, split_rows
+from student_trainer.step import train_step
+from student_trainer.varlen import PackedRows, pack_rows
 from student_trainer.weights import Weights
 from sync.errors import ConfigError
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version
@@ -62,6 +63,7 @@ class Learner:
             fingerprint=self.weights.fingerprint,
             run=config.run,
             run_id=None if found is None else found.run_id,
+            sequence_parallel=config.trainer.sequence_parallel,
         )
 
     def begin(self, welcome: TrainerWelcome, loss: Loss) -> None:
@@ -129,15 +131,21 @@ class Head(nn.Module):
         self.bias: nn.Parameter | None = getattr(layer, "bias", None)
         self.shape, self.chunk = shape, chunk
 
-    def forward(self, hidden_CH: Tensor, targets: Targets | None, loss: Loss | None) -> Any:
-        """Loss sum and statistics (see head.chunked_loss); without targets, the raw projection [C, V]."""
+    def forward(
+        self, hidden_CH: Tensor, targets: Targets | None, loss: Loss | None, rows: SplitRows | None = None
+    ) -> Any:
+        """Loss sum and statistics (see head.chunked_loss); without targets, the raw projection [C, V].
+
+        `rows`: where the tokens lie whose rows other ranks have parts of.
+        """
         head = HeadWeights(self.weight, self.bias, self.shape)
         if targets is None or loss is None:
             return project(hidden_CH, self.weight, self.bias)
         if loss.discount is not None and targets.row_N is not None:
             logp_C = token_logp(hidden_CH.detach(), head, targets.token_N, self.chunk)
             factor_C = loss.discount.factor(logp_C, targets)
-            future_C = future_credit(logp_C - targets.teacher_logp_N, factor_C, targets.row_N)
+            credited = logp_C - targets.teacher_logp_N, factor_C, targets.row_N
+            future_C = future_credit(*credited) if rows is None else rows.future_credit(*credited)
             targets = replace(targets, future_N=future_C)
         return chunked_loss(hidden_CH, head, targets, loss, self.chunk)
 
@@ -145,10 +153,20 @@ class Head(nn.Module):
 class Student(nn.Module):
     """Hidden states of the model, then the loss in chunks."""
 
-    def __init__(self, model: nn.Module, shape: HeadShape, chunk: int, varlen: bool = False) -> None:
-        """`varlen`: whether rows come end to end, for which `varlen.pack_rows` has prepared the model."""
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: HeadShape,
+        chunk: int,
+        varlen: bool = False,
+        group: SequenceGroup | None = None,
+    ) -> None:
+        """`varlen`: whether rows come end to end, for which `varlen.pack_rows` has prepared the model.
+
+        `group`: the ranks that rows are split over, for which `sequence_split.split_rows` has.
+        """
         super().__init__()
-        self.model, self.varlen = model, varlen
+        self.model, self.varlen, self.group = model, varlen, group
         self.head = Head(plain(model).get_output_embeddings(), shape, chunk)
 
     @property
@@ -172,19 +190,19 @@ class Student(nn.Module):
         positions_C: Tensor,
         targets: Targets | None = None,
         loss: Loss | None = None,
-        packed: PackedRows | None = None,
+        layout: PackedRows | SplitRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Loss sum over the C positions and statistics (see head.chunked_loss).
 
-        `packed`: the rows that lie end to end in the only one, R = 1.
+        `layout`: the rows that lie end to end in the only one, R = 1, or those of which this is a part.
         Without targets: log p [C, V] at temperature 1, ours and the model's own, for `check_head`.
         """
         base = plain(self.model).base_model
-        more = {} if packed is None else packed.arguments(tokens_RL.device)
+        more = {} if layout is None else layout.arguments(tokens_RL.device)
         hidden_RLH = base(input_ids=tokens_RL, use_cache=False, **more).last_hidden_state
         hidden_CH = hidden_RLH.flatten(0, 1).index_select(0, positions_C)
         if targets is not None:
-            total, stats = self.head(hidden_CH, targets, loss)
+            total, stats = self.head(hidden_CH, targets, loss, layout if self.group else None)
             return total, stats
         shape = replace(self.head.shape, temperature=1.0)
         theirs_RLV = self.model(input_ids=tokens_RL, use_cache=False, **more).logits
@@ -193,78 +211,12 @@ class Student(nn.Module):
         return ours_CV, theirs_CV.float().log_softmax(1)
 
 
-def plain(model: nn.Module) -> Any:
-    """The transformers model inside, without peft's wrapping."""
-    get_base = getattr(model, "get_base_model", None)
-    return get_base() if callable(get_base) else model
-
-
 def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:
     """How this family of models turns its head's output into logits, from its transformers configuration."""
     scale = getattr(config, "logit_scale", None)
     if scale is None:
         scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return HeadShape(vocab, float(scale), getattr(config, "final_logit_softcapping", None), temperature)
-
-
-@torch.no_grad()
-def check_head(student: Student, run: nn.Module, device: torch.device) -> float:
-    """Largest difference in nats between our log-probabilities and the model's own on 12 tokens.
-
-    `run` is what to call in the student's place: the student itself, or the engine that wraps it. Raises
-    ConfigError for a difference that the model's precision does not explain: the family's head does something
-    that `head_shape` does not cover, and every objective would be wrong.
-    """
-    tokens_RL = torch.arange(12, device=device).remainder(student.head.shape.vocab).reshape(1, 12)
-    run.eval()
-    ours_CV, theirs_CV = run(tokens_RL, torch.arange(12, device=device))
-    run.train()
-    difference = float((ours_CV - theirs_CV).abs().max())
-    precise = student.head.weight.dtype == torch.float32
-    limit = 1e-4 if precise else 2.0**-6 * max(1.0, float(theirs_CV.abs().max()))
-    if not difference <= limit:
-        raise ConfigError(
-            f"{type(plain(student.model)).__name__}: our head differs from the model's own logits by "
-            f"{difference:.3g} nats (limit {limit:.3g}): this model family's head is not supported"
-        )
-    return difference
-
-
-@torch.no_grad()
-def check_rows(student: Student, run: nn.Module, device: torch.device) -> float:
-    """How far the log-probabilities of three rows of one micro-batch are from those of each row alone.
-
-    Alone by transformers' plainest attention, "eager". Of a token: the norm of the difference between centred
-    log-probabilities, as a share of their norm. Of a row: the median, as rounding may send a token to another
-    expert. Of all: the largest. Raises ConfigError where the model's precision does not explain it, or a
-    layer was not told of packed rows: they would see each other.
-    """
-    length_R = np.array([5, 7, 6])
-    flat = (7 * np.arange(length_R.sum()) + 3) % student.head.shape.vocab
-    laid, begin_R = laid_out(flat, length_R, student.varlen)
-    places = np.arange(len(flat)) + np.repeat(begin_R - (length_R.cumsum() - length_R), length_R)
-    packed = PackedRows(tuple(length_R.tolist())) if student.varlen else None
-    tokens_RL, place_S, flat_S = (torch.from_numpy(one).to(device) for one in (laid, places, flat))
-    model = plain(student.model)
-    run.eval()
-    together_SV, _ = run(tokens_RL, place_S, None, None, packed)
-    with computing(model, "eager"):
-        rows = flat_S.split(length_R.tolist())
-        alone_SV = torch.cat([run(row[None], torch.arange(len(row), device=device))[0] for row in rows])
-    run.train()
-    together_SV, alone_SV = (one - one.mean(1, keepdim=True) for one in (together_SV, alone_SV))
-    gap_S = (together_SV - alone_SV).norm(dim=1) / alone_SV.norm(dim=1).clamp(min=1e-6)
-    gap = max(float(part.median()) for part in gap_S.split(length_R.tolist()))
-    limit = 1e-4 if student.head.weight.dtype == torch.float32 else 0.2
-    own, layers = model.config._attn_implementation, model.config.get_text_config().num_hidden_layers
-    if packed and own in IMPLEMENTATIONS.values() and len(packed.modules) < layers:
-        problem = f"{layers - len(packed.modules)} of {layers} layers do not keep rows apart"
-    elif not gap <= limit:
-        problem = f"rows together and rows alone differ by {gap:.3g} of their logits (limit {limit:g})"
-    else:
-        return gap
-    remedy = 'trainer.packing = "padded"' if packed else 'trainer.attention = "eager"'
-    raise ConfigError(f"{type(model).__name__} with attention {own!r}: {problem}: set {remedy}")
 
 
 # --- loading ------------------------------------------------------------------------------------------------
@@ -294,8 +246,10 @@ def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
             f"{source.path}: the tokenizer has {vocab} ids, the model {text.vocab_size} rows: "
             "resize the model's embeddings, or give it its own tokenizer"
         )
+    if problem := next(sequence_parallel.problems(settings, text, ranks.world_size), None):
+        raise ConfigError(problem)
     shape, varlen = head_shape(text, vocab, config.temperature), settings.packing == "varlen"
-    student = Student(model, shape, settings.head_chunk, varlen)
+    student = Student(model, shape, settings.head_chunk, varlen, join(settings, ranks))
     engine = _initialized(student, ds_config, settings, ranks)
     engine.partitioning = partitioning  # transformers has only a weak reference
     return engine, student, tokenizer
@@ -336,7 +290,9 @@ def _pretrained(config: TrainerConfig, dtype: torch.dtype) -> Any:
         attn_implementation=settings.attention,
         dtype=dtype,
     )
-    if settings.packing == "varlen":
+    if settings.sequence_parallel > 1:
+        split_rows(model, settings.attention)
+    elif settings.packing == "varlen":
         pack_rows(model, settings.attention)
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

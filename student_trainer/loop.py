@@ -31,6 +31,7 @@ from student_trainer.launch import TITLE, catch_stop_signals
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, student_topk, teacher_temperature
 from student_trainer.ranks import Ranks, all_done, meeting_point
+from student_trainer.sequence_parallel import counts_rows
 from student_trainer.step import in_loss, loss_of
 from student_trainer.teacher_scores import TeacherScores
 from student_trainer.transports import Publishing, open_transport
@@ -226,9 +227,13 @@ def outcome_of(answer: TrainBatch | Wait | wire.Stop) -> Outcome:
 
 
 def record(trainer: Trainer, batch: TrainBatch) -> None:
-    """Write the step into the ledger on every rank, before it is reported. Collective."""
-    ids = [id for rows in batch.micro_batches for id in rows.ids]
-    tokens = sum(int(in_loss(rows).sum()) for rows in batch.micro_batches)
+    """Write the step into the ledger on every rank, before it is reported. Collective.
+
+    Of ranks that train on the same rows the first names them.
+    """
+    named = batch.micro_batches if counts_rows(trainer.config.trainer, trainer.ranks.rank) else []
+    ids = [id for rows in named for id in rows.ids]
+    tokens = sum(int(in_loss(rows).sum()) for rows in named)
     checksum = trainer.learner.weights.checksum()
     write = partial(trainer.ledger.record, trainer.version.step, ids, checksum, tokens)
     all_done(trainer.ranks, "the ledger", write)

@@ -23,7 +23,8 @@ from student_trainer.objectives.config import ObjectiveConfig
 from student_trainer.objectives.divergences import Targets, build, discount
 from student_trainer.objectives.token_statistics import COUNTS, MEANS, STATS
 from student_trainer.ranks import Ranks
-from student_trainer.routing import placed
+from student_trainer.routing import LIVE, placed
+from student_trainer.sequence_split import SequenceGroup, SplitRows, split
 from student_trainer.varlen import PackedRows
 from sync.errors import DataError
 from sync.wire import Rows, TrainBatch, unpack
@@ -47,20 +48,22 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
 
     Loss sums are divided by the step's denominator, whatever the micro-batches, ranks and padding; DeepSpeed
     averages gradients over the ranks, hence the factor. A rank without rows runs a zero-weight forward
-    pass, so that collectives stay aligned.
+    pass, so that collectives stay aligned. Ranks of a group share rows: each has the loss of its positions.
     DeepSpeed leaves out the update of a step whose gradient is not finite; `skipped` is 1 then.
     """
     scale, student = ranks.world_size / batch.denominator, engine.module
-    rewards = rewards_of(batch, ranks) if loss.task else None
+    rewards = rewards_of(batch, ranks, student.group) if loss.task else None
     parts: list[tuple[Tensor, dict[str, float]]] = []
     for index, rows in enumerate(batch.micro_batches):
         micro = collate(rows, batch.version.step, student.head.shape.vocab, student.varlen)
-        targets = weighted(micro.targets, rows, loss, rewards, batch.denominator)
-        targets = targets.each(lambda values: values.to(ranks.device))
+        micro = replace(micro, targets=weighted(micro.targets, rows, loss, rewards, batch.denominator))
+        if student.group is not None:
+            micro = divided(micro, student.group)
+        targets = micro.targets.each(lambda values: values.to(ranks.device))
         engine.set_gradient_accumulation_boundary(index + 1 == len(batch.micro_batches))
         tokens_RL, positions_C = micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device)
         with student.routed(micro.routes_SMK):
-            total, part = engine(tokens_RL, positions_C, targets, loss, micro.packed)
+            total, part = engine(tokens_RL, positions_C, targets, loss, micro.layout)
             engine.backward(total * scale)
         parts.append((part.double().cpu(), micro.counts))
     engine.step()
@@ -86,15 +89,15 @@ class MicroBatch:
     """One forward pass of one rank; made by `collate`, consumed by the student (`engine.Student`)."""
 
     tokens_RL: Tensor
-    """int64; at least one row, so that a rank without rows runs the same collectives; R = 1 where `packed`"""
+    """int64; at least one row, so that a rank without rows runs the same collectives; R = 1 where packed"""
     positions_C: Tensor
     """int64: place in R · L of the hidden state that predicts each completion token"""
     targets: Targets
     """of all C completion tokens"""
     counts: dict[str, float]
     """the sums named in `token_statistics.COUNTS`, and `age_max`"""
-    packed: PackedRows | None = None
-    """the rows that lie end to end; None: they are padded"""
+    layout: PackedRows | SplitRows | None = None
+    """rows that lie end to end, or over several ranks; None: they are padded, and whole"""
     routes_SMK: Tensor | None = None
     """experts of the S = R · L places in each of M layers, see `routing.placed`; None: the routers choose"""
 
@@ -146,6 +149,20 @@ def collate(rows: Rows, step: int, vocab: int, varlen: bool = False) -> MicroBat
         packed,
         _routes_SMK(rows, begin_R, length_R, tokens_RL.size),
     )
+
+
+def divided(micro: MicroBatch, group: SequenceGroup) -> MicroBatch:
+    """What one rank of the group computes of a micro-batch; its first rank alone counts the rows."""
+    assert not isinstance(micro.layout, SplitRows)
+    shape = micro.tokens_RL.shape
+    tokens_RL, positions_C, layout = split(group, micro.tokens_RL, micro.positions_C, micro.layout)
+    counts = dict.fromkeys(micro.counts, 0.0) if group.rank else {**micro.counts}
+    counts["slots"] = tokens_RL.numel()
+    routes_SMK = micro.routes_SMK
+    if routes_SMK is not None:
+        routes_SMK = layout.part(routes_SMK.unflatten(0, shape), LIVE).flatten(0, 1)
+    targets = micro.targets.each(itemgetter(layout.index_C))
+    return MicroBatch(tokens_RL, positions_C, targets, counts, layout, routes_SMK)
 
 
 def laid_out(flat: np.ndarray, length_R: np.ndarray, varlen: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -224,13 +241,13 @@ class Rewards:
     """M: supervised tokens of rollouts with a reward"""
 
 
-def rewards_of(batch: TrainBatch, ranks: Ranks) -> Rewards:
-    """Rewards of the whole step, from this rank's share of it. Collective.
+def rewards_of(batch: TrainBatch, ranks: Ranks, group: SequenceGroup | None = None) -> Rewards:
+    """Rewards of the whole step, from this rank's share of it; of a group's, its first rank's. Collective.
 
     Raises DataError when no rollout has a reward, or one is not finite.
     """
     own = np.zeros(3)
-    for rows in batch.micro_batches:
+    for rows in batch.micro_batches if group is None or group.rank == 0 else []:
         if rows.reward is not None:
             reward_R, student_R = unpack(rows.reward), np.ones(rows.reward.shape[0], bool)
             if rows.by_teacher is not None:

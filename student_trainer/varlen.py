@@ -32,7 +32,7 @@ NEUTRAL: Final = frozenset(
     + ["position_ids", "return_dict", "use_cache"]
 )
 """Arguments of an attention function that change nothing of what it computes."""
-_REMEDY: Final = 'set trainer.packing = "padded"'
+_REMEDY: Final = 'set trainer.packing = "padded", and trainer.sequence_parallel = 1 where it is more'
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,16 @@ class PackedRows:
     modules: set[int] = field(default_factory=set)
     """`id` of every module that computed its attention row by row; filled by the functions of this file."""
 
+    def positions(self) -> Tensor:
+        """int64 [1, S]: place of every token in its row."""
+        return torch.cat([torch.arange(length) for length in self.lengths])[None]
+
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """What the model takes besides token ids; its layers hand all of it on to the attention function."""
-        position_1S = torch.cat([torch.arange(length) for length in self.lengths])[None]
         begins = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         longest = max(self.lengths)
         return {
-            "position_ids": position_1S.to(device),
+            "position_ids": self.positions().to(device),
             "packed_rows": self,
             "cu_seq_lens_q": begins,
             "cu_seq_lens_k": begins,
@@ -71,7 +74,7 @@ def pack_rows(model: Any, attention: str) -> None:
     """Have `model` keep packed rows apart, with `attention` as in trainer.attention.
 
     Raises ConfigError for a family whose layers see other tokens by more than attention, or by an attention
-    that transformers cannot replace. Whether the rest is right, `engine.check_rows` finds with numbers.
+    that transformers cannot replace. `model_check.check_rows` compares the rest with rows alone.
     """
     if kinds := unpackable(model.config.get_text_config()):
         raise _refused(

@@ -133,7 +133,7 @@ def train(learner: Student, parts: Sequence[MicroBatch], spec: Loss) -> float:
     learner.zero_grad()
     total = 0.0
     for micro in parts:
-        loss, _ = learner(micro.tokens_RL, micro.positions_C, micro.targets, spec, micro.packed)
+        loss, _ = learner(micro.tokens_RL, micro.positions_C, micro.targets, spec, micro.layout)
         loss.backward()
         total += float(loss.detach())
     return total

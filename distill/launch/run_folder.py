@@ -162,8 +162,8 @@ _TAKES_EFFECT: Final = {
     "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
     "on_max_tokens max_attempts",
     "trainer": "ranks nodes hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
-    "packing activation_checkpointing head_chunk micro_batch_tokens checkpoint_every checkpoint_minutes "
-    "keep_checkpoints threads init_timeout_seconds",
+    "packing activation_checkpointing head_chunk micro_batch_tokens sequence_parallel checkpoint_every "
+    "checkpoint_minutes keep_checkpoints threads init_timeout_seconds",
     "evaluation": "every sets batch_tokens metric patience replica threads device placement",
     "prompts": "reward_timeout_seconds",
     "content": "deepspeed",

@@ -20,6 +20,7 @@ from distill.preflight_checks import environments, experts, objective
 from distill.preflight_checks.devices import check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import PromptSplit, data_sources, open_prompts, text_config
+from student_trainer import sequence_parallel
 from student_trainer.config import unpackable
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import names_others
@@ -252,6 +253,9 @@ def _packing(config: RunConfig) -> Iterator[str]:
             f"student.path {config.student.path} has layers of the kind {', '.join(kinds)}, through which "
             'rows laid end to end would see each other: set trainer.packing = "padded"'
         )
+    if config.trainer.sequence_parallel > 1:
+        ranks = experts.trainer_ranks(config)
+        yield from sequence_parallel.problems(config.trainer, text_config(config.student), ranks)
 
 
 def _teachers(config: RunConfig) -> Iterator[str]:

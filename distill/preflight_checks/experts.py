@@ -61,11 +61,13 @@ def routing_of(config: RunConfig) -> Routing | None:
 def problems(config: RunConfig) -> Iterator[str]:
     """Why experts cannot be shared, or routing replayed, as it is asked for."""
     if config.trainer.expert_parallel > 1:
-        yield from expert_parallel.problems(config.trainer, text_config(config.student), _ranks(config))
+        yield from expert_parallel.problems(
+            config.trainer, text_config(config.student), trainer_ranks(config)
+        )
     yield from _unreplayed(config)
 
 
-def _ranks(config: RunConfig) -> int | None:
+def trainer_ranks(config: RunConfig) -> int | None:
     """Of the trainer; None: started by hand."""
     if config.controller.trainer == "external":
         return None

@@ -43,7 +43,7 @@ class TrainerSession:
         self.broadcasts = broadcasts
         self._run_log, self._shape, self._steps = run_log, shape, steps
         self._events, self._changed = events, Signal()
-        self._world_size = 1
+        self._world_size, self._sharing = 1, 1  # ranks, and how many of them are given the same rows
         self._shares: dict[int, list[bytes]] = {}  # step → encoded shares, of the newest steps
         self._encoding = asyncio.Lock()
         self._stop: Stop | None = None
@@ -83,7 +83,8 @@ class TrainerSession:
         without = None if retreat is None else retreat.without
         record = await self._run_log.open_lineage(at, hello.fingerprint, without, hello.world_size)
         self._retreat = None
-        self._world_size, self._shares, self._handed_out, self.live = hello.world_size, {}, -1, True
+        self._world_size, self._sharing = hello.world_size, hello.sequence_parallel
+        self._shares, self._handed_out, self.live = {}, -1, True
         self.ready, self.requested, self.final = record.branch - 1, record.start - 1, None
         logger.info(
             "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
@@ -97,6 +98,11 @@ class TrainerSession:
 
     def _check_hello(self, hello: wire.TrainerHello) -> None:
         state, run, at = self._run_log.state, self.run, hello.checkpoint
+        if hello.world_size % hello.sequence_parallel:
+            raise RemoteError(
+                f"{hello.sequence_parallel} ranks are to share rows and the trainer has {hello.world_size}: "
+                "trainer.sequence_parallel must divide the ranks"
+            )
         if hello.run != run.name or hello.run_id not in (None, run.id):
             raise RemoteError(
                 f"this controller serves {run}, the trainer is of run {hello.run!r} and its checkpoint of id "
@@ -145,7 +151,7 @@ class TrainerSession:
                 if step not in self._shares:
                     await self.prepare(step)
                     continue
-                share = self._shares[step][request.rank]
+                share = self._shares[step][request.rank // self._sharing]
                 if step > self._handed_out:
                     self._handed_out = step
                     self._run_log.write(HandedOut(request.version))
@@ -176,7 +182,10 @@ class TrainerSession:
         Nothing is kept of it when a new lineage was opened meanwhile.
         """
         async with self._encoding:
-            state, world_size = self._run_log.state, self._world_size
+            state, groups = self._run_log.state, self._world_size // self._sharing
+            # each of the ranks that share rows computes `micro_batch_tokens` of them
+            tokens = self._shape.micro_batch_tokens * self._sharing
+            shape = replace(self._shape, micro_batch_tokens=tokens)
             formed, lineage = state.batch_of(step), state.lineage
             if formed is None or lineage is None:
                 raise RemoteError(
@@ -187,7 +196,7 @@ class TrainerSession:
 
             def encoded() -> list[bytes]:
                 batch.rollouts = self._run_log.rollouts(batch)
-                return [wire.encode(share) for share in pack_batch(batch, world_size, self._shape, step_of)]
+                return [wire.encode(share) for share in pack_batch(batch, groups, shape, step_of)]
 
             if step not in self._shares:
                 shares = await asyncio.to_thread(encoded)

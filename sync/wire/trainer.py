@@ -23,6 +23,8 @@ class TrainerHello(Message, frozen=True):
     """Name of the run that it was configured for."""
     run_id: str | None = None
     """`RunIdentity.id` of the run that saved the checkpoint; None: there is none, or it does not say."""
+    sequence_parallel: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    """Neighbouring ranks that are given the same rows; divides `world_size`."""
 
 
 class TrainerWelcome(Message, frozen=True):

@@ -8,8 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 from launched_trainer import (
@@ -23,26 +21,19 @@ from launched_trainer import (
     until,
     words,
 )
-from plain_step import ALONE, PlainEngine
+from one_process import RATE, SGD, by_one_process, routed
 from safetensors.torch import load_file
 
-from student_trainer.engine import Student, head_shape
-from student_trainer.objectives.config import TopK
-from student_trainer.step import loss_of, train_step
 from sync.settings import DirectoryStoreConfig
 from sync.stores import open_store
 from sync.subscribe import Mirror
 from sync.wire import (
     FinalDigests,
-    Message,
     Published,
-    Rows,
     StepReport,
     Stop,
     TrainBatch,
     Version,
-    pack,
-    unpack,
 )
 
 pytestmark = [
@@ -85,18 +76,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SGD: dict[str, Any] = {
-    "optimizer": {"type": "SGD"},
-    "zero_allow_untested_optimizer": True,
-    "gradient_clipping": 1e9,
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
-}
-"""In fp32, without clipping: a step is the gradient times the rate."""
-
-
-RATE = 30.0
-
-
 class Trained(NamedTuple):
     run_dir: Path
     stub: StubController
@@ -105,40 +84,6 @@ class Trained(NamedTuple):
 
 def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
-
-
-def routed(share: Share) -> Share:
-    """`share` with recorded experts for every token but the last of a row, in the two layers of Qwen3Moe."""
-
-    def give(version: Version, rank: int, world_size: int) -> Message:
-        batch = share(version, rank, world_size)
-        if not isinstance(batch, TrainBatch):
-            return batch
-        return msgspec.structs.replace(batch, micro_batches=[with_routes(one) for one in batch.micro_batches])
-
-    return give
-
-
-def with_routes(rows: Rows) -> Rows:
-    """Of a row the same ones, whatever it is trained beside."""
-    lens = (unpack(rows.prompt_lens) + unpack(rows.completion_lens) - 1).astype(np.int32)
-    if not lens.size:
-        return rows
-    draws = [np.random.default_rng(int(id.rpartition("r")[2])) for id in rows.ids]
-    every = [np.broadcast_to(np.arange(4, dtype=np.uint8), (count, 2, 4)) for count in lens]
-    chosen = [draw.permuted(one, axis=-1)[..., :2] for draw, one in zip(draws, every, strict=True)]
-    return msgspec.structs.replace(rows, routes=pack(np.concatenate(chosen)), route_lens=pack(lens))
-
-
-def by_one_process(folder: Path, batch: TrainBatch, into: Path) -> float:
-    """Take the step of `batch` without DeepSpeed and save the model; the gradient's norm."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    engine: Any = PlainEngine(Student(model, head_shape(model.config, VOCAB, 1.0), 64), RATE)
-    metrics = train_step(engine, batch, loss_of(TopK(k=4), ["only"]), ALONE)
-    model.save_pretrained(into)
-    return metrics["grad_norm"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +111,7 @@ def test_gradients_of_shared_experts_are_those_of_one_process(
     share = until(1, STOP) if change is None else change(until(1, STOP))
     whole = share(Version(0, 0), 0, 1)
     assert isinstance(whole, TrainBatch)
-    norm = by_one_process(models / kind, whole, alone)
+    norm = by_one_process(models / kind, whole, alone)["grad_norm"]
     trainer = {
         "expert_parallel": 2,
         "lr": RATE,

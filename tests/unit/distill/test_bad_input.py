@@ -295,6 +295,19 @@ def test_experts_that_ranks_cannot_share_are_refused(distill: Distill, models: P
     assert "3 ranks" not in external
 
 
+def test_rows_that_ranks_cannot_share_are_refused(distill: Distill) -> None:
+    message = distill(
+        "trainer.sequence_parallel=16", "trainer.ranks=3", "trainer.attention=flash_attention_2"
+    )
+    for problem in (
+        "the trainer has 3 ranks: it must divide",
+        "heads are exchanged for",
+        "attention heads: it",
+    ):
+        assert problem in message
+        assert "trainer.sequence_parallel is 16 and " in message
+
+
 def test_a_student_whose_rows_cannot_lie_end_to_end_is_refused(
     distill: Distill, models: Path, tmp_path: Path
 ) -> None:

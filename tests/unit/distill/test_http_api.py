@@ -20,6 +20,7 @@ from distill.controller import Controller
 from distill.interfaces import Hooks
 from distill.trainer_api.http_api import answered, listen
 from student_trainer.controller_client import ControllerClient
+from sync import wire
 from sync.address import Address
 from sync.client import BlockingPeer
 from sync.errors import ConfigError, RemoteError
@@ -60,8 +61,16 @@ def until(condition, seconds=20.0):
 ANSWER = cast(type[TrainBatch], TrainBatch | Wait | Stop)
 
 
-def hello(world_size: int = 1, checkpoint: Version | None = None, model: str = "model") -> TrainerHello:
-    return TrainerHello(world_size=world_size, checkpoint=checkpoint, fingerprint=model, run="test")
+def hello(
+    world_size: int = 1, checkpoint: Version | None = None, model: str = "model", sharing: int = 1
+) -> TrainerHello:
+    return TrainerHello(
+        world_size=world_size,
+        checkpoint=checkpoint,
+        fingerprint=model,
+        run="test",
+        sequence_parallel=sharing,
+    )
 
 
 def request(version: Version, rank: int = 0, world_size: int = 1) -> BatchRequest:
@@ -204,6 +213,30 @@ async def test_another_model_and_a_strange_checkpoint_are_refused(remote) -> Non
     await remote.call("/v1/hello", hello(), TrainerWelcome)
     with pytest.raises(RemoteError, match="is not the run's model"):
         await remote.call("/v1/hello", hello(model="other"), TrainerWelcome)
+
+
+@pytest.mark.parametrize(("ranks", "sharing"), [(1, 1), (4, 2), (2, 2)])
+async def test_ranks_that_share_rows_get_the_same_of_as_many_more_tokens(
+    controller, config, ranks: int, sharing: int
+) -> None:
+    run = controller(config(run={"steps": 1}, trainer={"micro_batch_tokens": 24}))
+    task = asyncio.create_task(run.run())
+    await run.session.hello(hello(ranks, sharing=sharing))
+    shares = [await run.session.batch(request(Version(0, 0), rank, ranks)) for rank in range(ranks)]
+    assert [shares[rank // sharing * sharing] for rank in range(ranks)] == shares
+    parts = [wire.decode(share, TrainBatch).micro_batches for share in shares[::sharing]]
+    ids = [id for share in parts for rows in share for id in rows.ids]
+    assert sorted(ids) == sorted(one.id for one in run.run_log.state.batch_of(0).rollouts)
+    sizes = [rows.tokens.shape[0] for share in parts for rows in share]
+    assert max(sizes) <= 24 * sharing
+    assert (max(sizes) > 24) == (sharing > 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_ranks_that_cannot_share_rows_are_refused(remote) -> None:
+    with pytest.raises(RemoteError, match=r"2 ranks are to share rows and the trainer has 3: trainer\.seq"):
+        await remote.call("/v1/hello", hello(3, sharing=2), TrainerWelcome)
 
 
 async def test_a_teachers_head_is_passed_through(remote) -> None:

@@ -92,6 +92,16 @@ def test_the_ledger_counts_the_tokens_in_the_loss(tmp_path: Path) -> None:
     assert read(story.folder)[0].tokens == {1: 4 + 2}
 
 
+def test_of_ranks_that_share_rows_the_first_names_them(tmp_path: Path) -> None:
+    story = Story(tmp_path, [batch(0)])
+    settings = story.trainer.config.trainer.model_copy(update={"sequence_parallel": 2})
+    story.trainer.config = story.trainer.config.model_copy(update={"trainer": settings})
+    story.trainer.ranks = Ranks(1, 1, torch.device("cpu"))
+    train(story.trainer)
+    found = read(story.folder)[0]
+    assert (found.steps, found.tokens) == ({1: []}, {1: 0})
+
+
 def test_versions_between_two_publications_are_not_published(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(step) for step in range(5)], publish_every=2)
     train(story.trainer)

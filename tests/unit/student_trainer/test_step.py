@@ -10,8 +10,9 @@ import torch
 from plain_step import ALONE, VOCAB, PlainEngine, student
 
 from distill.metrics.names import FIGURES
-from student_trainer.engine import Student, check_head
+from student_trainer.engine import Student
 from student_trainer.head import HeadShape, HeadWeights, Loss
+from student_trainer.model_check import check_head
 from student_trainer.objectives.config import (
     SFT,
     Full,
@@ -22,6 +23,7 @@ from student_trainer.objectives.config import (
     TopK,
 )
 from student_trainer.step import collate, loss_of, train_step
+from student_trainer.varlen import PackedRows
 from sync.errors import ConfigError, DataError
 from sync.wire import Rows, TrainBatch, Version, pack
 
@@ -197,9 +199,8 @@ def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
 def test_rows_laid_end_to_end_keep_their_places() -> None:
     rows = scored_rows(student(1), [1, 2, 5])
     padded, packed = collate(rows, 3, VOCAB), collate(rows, 3, VOCAB, varlen=True)
-    assert padded.packed is None
-    assert packed.packed is not None
-    assert packed.packed.lengths == (7, 11, 6)
+    assert padded.layout is None
+    assert packed.layout == PackedRows((7, 11, 6))
     assert packed.tokens_RL.tolist() == [np.frombuffer(rows.tokens.data, np.int32).tolist()]
     assert packed.positions_C.tolist() == [2, 3, 4, 5, 10, 11, 12, 13, 14, 15, 16, 21, 22]
     before = packed.tokens_RL.flatten()[packed.positions_C + 1]

@@ -11,8 +11,9 @@ import torch
 from memory_store import MemoryStore
 
 from student_trainer.config import LoRAConfig
-from student_trainer.engine import Student, check_head, with_adapters
+from student_trainer.engine import Student, with_adapters
 from student_trainer.head import HeadShape
+from student_trainer.model_check import check_head
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, copy_of
 from sync.publish import Publisher

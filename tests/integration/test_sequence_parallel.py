@@ -1,0 +1,129 @@
+"""Ranks that share rows under the real deepspeed launcher and ZeRO-3, against one process with whole rows."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attention_families import model
+from launched_trainer import (
+    STOP,
+    VOCAB,
+    Running,
+    Share,
+    StubController,
+    folder_digests,
+    settings,
+    until,
+    words,
+)
+from one_process import RATE, SGD, by_one_process, routed
+from safetensors.torch import load_file
+
+from student_trainer import ledger
+from student_trainer.config import TrainerConfig
+from student_trainer.objectives.config import TopK
+from sync.settings import DirectoryStoreConfig
+from sync.stores import open_store
+from sync.subscribe import Mirror
+from sync.wire import FinalDigests, Published, StepReport, Stop, TrainBatch, TrainerHello, Version
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+OBJECTIVE = {"type": "topk", "k": 4, "discount": 0.7}
+"""Credit crosses the boundary between two ranks."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("Qwen3", "Gemma3", "Qwen3Moe"):
+        more = {"vocab_size": VOCAB + 2, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": None}
+        model(family, **more).save_pretrained(folder / family)
+        words().save_pretrained(folder / family)
+    return folder
+
+
+def sharing(share: Share, size: int) -> Share:
+    """As the controller gives them: neighbouring ranks get the same rows."""
+    return lambda version, rank, world: share(version, rank // size, world // size)
+
+
+def trained(config: TrainerConfig, stub: StubController) -> Path:
+    with Running(config) as running:
+        assert running.end() == 0, running.log
+    return config.run_dir / "final"
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "more"),
+    [
+        ("Qwen3", 2, {"activation_checkpointing": True}),
+        ("Gemma3", 2, {"activation_checkpointing": True, "packing": "padded"}),
+        ("Qwen3Moe", 4, {"activation_checkpointing": True, "expert_parallel": 2}),
+    ],
+    ids=["packed", "windows, padded", "four ranks share experts too, replayed"],
+)
+def test_loss_and_gradients_are_those_of_one_process(
+    family: str, ranks: int, more: dict[str, Any], models: Path, tmp_path: Path
+) -> None:
+    sgd, alone = tmp_path / "sgd.json", tmp_path / "alone"
+    sgd.write_text(json.dumps(SGD))
+    share = until(1, STOP) if "expert_parallel" not in more else routed(until(1, STOP))
+    whole = share(Version(0, 0), 0, 1)
+    assert isinstance(whole, TrainBatch)
+    expected = by_one_process(models / family, whole, alone, TopK(k=4, discount=0.7))
+    trainer = {"sequence_parallel": 2, "ranks": ranks, "lr": RATE, "deepspeed": str(sgd), "overrides": {}}
+    with closing(StubController(sharing(share, 2))) as stub:
+        config = settings(
+            models, tmp_path / "run", stub.url, family, objective=OBJECTIVE, trainer=trainer | more
+        )
+        final = trained(config, stub)
+        (report,) = stub.told(StepReport)
+    del expected["lr"], expected["tokens_per_slot"]
+    assert {name: report.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    start, one, shared = (
+        load_file(folder / "model.safetensors") for folder in (models / family, alone, final)
+    )
+    assert start.keys() == one.keys() == shared.keys()
+    for name, before in start.items():
+        wanted, found = one[name] - before, shared[name] - before
+        assert float((found - wanted).norm() / wanted.norm().clamp(min=1e-9)) < 1e-5, name
+
+
+def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(
+    models: Path, tmp_path: Path
+) -> None:
+    """Adam and bf16; a start that trains nothing must publish the very weights of the checkpoint."""
+    run_dir, stop = tmp_path / "run", Stop(reason="enough", checkpoint=True)
+
+    def start(ranks: int, size: int, at: Version, parent: Version | None) -> StubController:
+        with closing(StubController(sharing(until(2, stop), size), at, parent)) as stub:
+            trainer = {"sequence_parallel": size, "ranks": ranks, "keep_checkpoints": 9}
+            given: dict[str, Any] = {"objective": OBJECTIVE, "trainer": trainer}
+            trained(settings(models, run_dir, stub.url, "Qwen3", **given), stub)
+            return stub
+
+    first = start(2, 2, Version(0, 0), None)
+    (hello,) = first.told(TrainerHello)
+    assert (hello.world_size, hello.sequence_parallel) == (2, 2)
+    (final,) = first.told(FinalDigests)
+    store = open_store(DirectoryStoreConfig(), run_dir / "store")
+    with Mirror(tmp_path / "mirror", store, "test") as mirror:
+        for published in first.told(Published):
+            mirror.promote(mirror.stage(published.version).version)
+        assert mirror.path is not None
+        assert folder_digests(mirror.path) == folder_digests(run_dir / "final") == final.digests
+    lineage = ledger.read(run_dir / "ledger")[0]
+    assert lineage.steps == {step + 1: [f"s{step}-r{row}" for row in range(6)] for step in range(2)}
+    batches = [until(2, stop)(Version(0, step), 0, 1) for step in range(2)]
+    assert [lineage.tokens[1], lineage.tokens[2]] == [batch.denominator for batch in batches]
+    assert {rank: len(ids) for rank, (ids, _) in lineage.shown[2].items()} == {0: 6, 1: 0}
+    again = start(1, 1, Version(1, 2), Version(0, 2))
+    assert again.told(TrainerHello)[0].checkpoint == Version(0, 2)
+    assert again.told(FinalDigests)[0].digests == final.digests
