@@ -63,11 +63,14 @@ def reachable(config: RunConfig, engine: Cluster) -> RunConfig:
     )
 
 
-def registered(config: RunConfig) -> Plan:
-    """Servers by `urls`, else as they will register; starts none."""
+def registered(config: RunConfig, say: Callable[[str], None]) -> Plan:
+    """Servers by `urls`, else as they will register; starts none. `say` gets a line with their names."""
     expected = expected_servers(config)
     plan = plan_of(config, expected)
     plan.expected = expected
+    machines = [f"{config.trainer.nodes} x distill train"] if config.controller.trainer == "external" else []
+    if names := [*expected, *machines]:
+        say(f"expected to register within {config.run.start_seconds:g} s: {', '.join(names)}")
     return plan
 
 
@@ -82,7 +85,7 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
     for line in lines(where, wanted.values()):
         say(line)
     env = {**env, **secrets.environment(config.model_dump(mode="json"))}
-    found = registered(config)
+    found = registered(config, say)
     for name, words in _commands(config):
         argv = [sys.executable, "-m", "distill.cli.main", *words]
         client = engine.client(wanted[name], where[name], argv, env)

@@ -102,7 +102,7 @@ async def run(
             config = cluster.reachable(config, engine)
             plan = cluster.plan(config, engine, folder.keep_token(token), say)
         elif config.cluster.type == "external":
-            plan = cluster.registered(config)
+            plan = cluster.registered(config, say)
         else:
             plan = plan_servers(config, token, ports).through(relay)
         launcher = _Launcher(config, folder, plan, split, token, console, relay)

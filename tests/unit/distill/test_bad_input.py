@@ -42,14 +42,16 @@ def distill(
     ours = [f"student.path={models / 'student'}", f"teachers.sorter.path={models / 'teacher'}"]
     ours += [f"run.folder={tmp_path / 'runs'}"]
 
-    def command(*overrides: str, name: str = "run", status: int = 2, more: tuple[str, ...] = ()) -> str:
+    def command(
+        *overrides: str, name: str = "run", status: int = 2, more: tuple[str, ...] = (), writes: bool = False
+    ) -> str:
         settings = [word for override in [*ours, *overrides] for word in ("--set", override)]
         with pytest.raises(SystemExit) as leaving:
             main([name, "configs/quickstart.toml", *settings, *more])
         captured = capsys.readouterr()
         assert leaving.value.code == status, captured
         assert "Traceback" not in captured.err
-        assert not list(tmp_path.glob("runs/*/journal/*"))
+        assert writes or not list(tmp_path.glob("runs/*/journal/*"))
         return captured.err if status else captured.out
 
     return command
@@ -414,9 +416,9 @@ def test_a_role_alone_names_a_missing_model(distill: Distill, tmp_path: Path, ro
     )
 
 
-def test_control_names_what_is_not_joined(distill: Distill) -> None:
-    message = distill(name="control")
-    assert "set student.urls, teachers.sorter.urls, evaluation.placement.urls" in message
+def test_control_names_what_has_not_registered(distill: Distill) -> None:
+    message = distill("run.start_seconds=1", name="control", status=1, writes=True)
+    assert "teacher-sorter has not registered with the controller" in message
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -470,6 +472,6 @@ def test_a_controller_at_no_servers_url_is_refused(
     expected = f"--controller '{url}' is not a server's URL"
     assert expected in distill(name="train", more=("--controller", url))
     with pytest.raises(SystemExit) as leaving:
-        main(["replicas", "ls", "--controller", url])
+        main(["servers", "ls", "--controller", url])
     assert leaving.value.code == 2
     assert expected in capsys.readouterr().err
