@@ -6,11 +6,13 @@ STAMP := $(VENV)/.installed
 GPU := .venv-gpu
 DOCS := .venv-docs
 ENVIRONMENTS := .venv-environments
+TRITON := .venv-triton
+PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-faults test-runs test-engines test-distill test-packages coverage mutants gpu-check environments docs setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-distill test-packages coverage mutants gpu-check v2-runner environments docs setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
@@ -44,6 +46,20 @@ $(GPU)/.installed: requirements/gpu.lock requirements/install.py pyproject.toml
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/cpu.lock \
 		pytest pytest-asyncio pytest-timeout hypothesis hatchling editables
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+v2-runner: $(TRITON)/.installed  ## vLLM's second model runner, which GPUs run, on a CPU by Triton's interpreter
+	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 \
+		$(TRITON)/bin/python -m pytest -v --durations=10 -k "not whole_run" tests/v2_runner \
+		tests/integration/test_replica.py tests/integration/test_lora.py
+
+$(TRITON)/.installed: $(STAMP) $(wildcard tests/support/interpreted_triton/*.toml tests/support/interpreted_triton/*/*.py)
+	test -x $(TRITON)/bin/python || $(PYTHON) -m venv $(TRITON)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PACKAGES))')" \
+		> $$($(TRITON)/bin/python -c $(PACKAGES))/ordinary.pth
+	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--force-reinstall tests/support/interpreted_triton
 	touch $@
 
 environments: $(ENVIRONMENTS)/.installed  ## what environments of the verifiers library need, apart from .venv
@@ -88,4 +104,4 @@ lock:  ## resolve requirements/*.lock anew
 	$(COMPILE) requirements/environments.in --output-file requirements/environments.lock
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(ENVIRONMENTS) .cache runs site
+	rm -rf $(VENV) $(DOCS) $(ENVIRONMENTS) $(TRITON) .cache runs site

@@ -174,6 +174,8 @@ class ReplicaConfig(Settings):
     """Rank of the adapters that this replica follows; None: it follows whole checkpoints."""
     routes: bool = False
     """It is to record the experts of its tokens."""
+    keeps_cache: bool = False
+    """Its KV cache outlives a swap of weights (`WeightsConfig.kv_on_swap`)."""
     timeout_seconds: float = Field(300.0, gt=0)
     """A broadcast that takes longer has failed."""
 

@@ -99,7 +99,7 @@ class RolloutConfig(Settings):
     `top_k`."""
     routing_replay: bool = False
     """For a student with experts: replicas record the experts of every token, and the trainer's routers take
-    them (docs/objectives.md). Replicas then run vLLM's first model runner, not compiled."""
+    them (docs/objectives.md). Replicas on CPUs, or with kv_on_swap = "keep", are then not compiled."""
     stop_token_ids: list[int] = []
     """Token ids that end a completion besides the model's own."""
     request_size: int = Field(16, ge=1)
@@ -325,5 +325,6 @@ class RunConfig(Settings):
             mirror=self.run_dir / "mirrors" / process,
             lora_rank=self.trainer.lora.rank if self.trainer.lora else None,
             routes=self.rollout.routing_replay,
+            keeps_cache=self.weights.kv_on_swap == "keep",
             timeout_seconds=self.weights.timeout_seconds,
         )

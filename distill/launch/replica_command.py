@@ -35,8 +35,9 @@ _DATA_PARALLEL: Final = (
     "makes engines of which one alone reports whether it loaded a version: set student.replicas instead, "
     "with an entry of student.devices for each"
 )
-_HARMFUL_ON_CPU: Final = {
-    "enable-return-routed-experts": "needs the second model runner, which runs on GPUs: leave it out"
+_SECOND_RUNNER_ALONE: Final = {
+    "enable-return-routed-experts": "needs vLLM's second model runner, and this replica runs the first, as "
+    "all without Triton do: leave it out"
 }
 _DEFAULTS: Final[dict[str, Any]] = {
     "max-logprobs": -1,
@@ -58,11 +59,15 @@ _CPU_ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_RECORDING: Final[dict[str, Any]] = {"enforce-eager": True, "enable-prefix-caching": False}
-"""Flags of a replica that records routes: a compiled pass tells nobody what it chose, and what is read from
-the cache is not routed again."""
-_FIRST_RUNNER: Final = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""The one whose routes can be recorded; vLLM prefers its second where Triton is."""
+_NATIVE_ROUTES: Final[dict[str, Any]] = {"enable-return-routed-experts": True, "enable-prefix-caching": True}
+"""Flags of a replica whose engine records routes itself. It needs a prefix cache, which requests that ask for
+routes do not read."""
+_OWN_ROUTES: Final[dict[str, Any]] = {"enforce-eager": True, "enable-prefix-caching": False}
+"""Flags of a replica whose routes we record: a compiled pass tells nobody what it chose, and what is read
+from the cache is not routed again."""
+_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
+"""Variable of vLLM: "0" is its first model runner, whose routes we can record, "1" its second, which records
+them itself. vLLM prefers the second where Triton is."""
 _EAGER: Final = {"TORCHDYNAMO_DISABLE": "1"}
 """Without it vLLM compiles helpers of its sampler even with --enforce-eager: 6 s of each start on a CPU."""
 
@@ -77,18 +82,20 @@ def command(
     """
     check_bind(host, token_from_environment())
     cpu, user = runs_on_cpu(), config.flags()
-    ours = _OURS | _adapters(replica.lora_rank) | (_RECORDING if replica.routes else {})
-    _refuse_reserved(user, ours, cpu)
+    second = config.env.get(_RUNNER, "0" if cpu else "1") != "0"
+    routes, runner = _routes(second and not replica.keeps_cache) if replica.routes else ({}, {})
+    ours = _OURS | _adapters(replica.lora_rank) | routes
+    _refuse_reserved(user, ours, {} if second else _SECOND_RUNNER_ALONE)
     arguments: dict[str, Any] = {
         "model": config.path,
         "dtype": config.dtype,
         "host": host,
         "port": port,
         "seed": index,
-        **ours,
         **_DEFAULTS,
         **(_CPU_DEFAULTS if cpu else {}),
         **user,
+        **ours,
     }
     if config.revision is not None:
         for name in ("revision", "tokenizer-revision", "code-revision"):
@@ -103,7 +110,7 @@ def command(
         **_ENVIRONMENT,
         **(_CPU_ENVIRONMENT if cpu else {}),
         **(_EAGER if cpu and arguments["enforce-eager"] is True else {}),
-        **(_FIRST_RUNNER if replica.routes else {}),
+        **runner,
         **replica.environment(),
         **visible_devices(config, index, f"student-{index}"),
         **config.env,
@@ -132,6 +139,11 @@ def flags(name: str, value: Any) -> list[str]:
     return [f"--{name}={value}"]
 
 
+def _routes(native: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Flags and variables of a replica that is to record routes; `native`: its engine does."""
+    return (_NATIVE_ROUTES, {}) if native else (_OWN_ROUTES, {_RUNNER: "0"})
+
+
 def _adapters(rank: int | None) -> dict[str, Any]:
     """Flags of a replica that serves adapters of `rank`: one at a time, through our update route alone."""
     if rank is None:
@@ -145,12 +157,13 @@ def _adapters(rank: int | None) -> dict[str, Any]:
     }
 
 
-def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any], cpu: bool) -> None:
+def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any], more: dict[str, str]) -> None:
+    """`more`: flags that are harmful besides those of `_HARMFUL`."""
     fixed = {name: f"has a field of its own: set student.{key} instead" for name, key in _FIELDS.items()}
     for name, value in ours.items():
         if user.get(name, value) != value:
             fixed[name] = f"must stay {value!r} for weights and log-probabilities to be right: leave it out"
-    harmful = _HARMFUL | (_HARMFUL_ON_CPU if cpu else {})
+    harmful = _HARMFUL | more
     for name, value in user.items():
         if name.startswith(("data-parallel", "dp")) and value not in (1, False):
             harmful[name] = _DATA_PARALLEL

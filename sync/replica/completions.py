@@ -51,6 +51,8 @@ class Completion(NamedTuple):
     versions: list[tuple[str, int, int]]
     """Label, start and end of contiguous spans over the T tokens."""
     finish_reason: str | None
+    routes: np.ndarray | None = None
+    """[P + T - 1, layers of the model, experts of a token]; None: the engine does not record them itself"""
 
 
 def prompt_problem(prompt: GeneratePrompt, limits: Limits) -> str | None:

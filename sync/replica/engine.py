@@ -176,13 +176,16 @@ class WorkerExtension:
     def distill_record_routes(self) -> dict[str, Any]:
         """Record the experts of every token from now on; again changes nothing. Call it before any request.
 
-        {"layers": M, "chosen": K, "experts": E}, or {"error": why this engine cannot}; {} of all workers but
-        the first: those of a tensor-parallel replica choose alike.
+        {"layers": M, "chosen": K, "experts": E}, or {"error": why this engine cannot}; where it records them
+        itself, "native" lists the layers that have experts. {} of all workers but the first: those of a
+        tensor-parallel replica choose alike.
         """
-        from sync.replica.vllm_routing import record_routes  # only students with experts need it
+        from sync.replica.vllm_routing import native_routes, record_routes  # only for students with experts
 
         if self.rank > 0:
             return {}
+        if native := native_routes(self.model_runner, self.vllm_config):
+            return {"native": native.layers, **native.shape._asdict()}
         try:
             if self.distill_record is None:
                 self.distill_record = record_routes(self.model_runner, self.vllm_config)

@@ -56,7 +56,7 @@ class _Routes:
         self._app, self._config, self._claim = app, config, claim
         self._updater: Updater | None = None
         self._generations: set[Generation] = set()
-        self._routes: routing.RouteQueue | None = None
+        self._routes: routing.RouteSource | None = None
         """None: no request has asked for routes so far."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,9 +114,12 @@ class _Routes:
     async def _record_routes(self, request: Request) -> None:
         """From now on. Raises WireError when this engine cannot."""
         engine = request.app.state.engine_client
-        answers = await vllm_compat.call_workers(engine, "distill_record_routes")
-        if problem := answers[0].get("error"):
+        answer, *_ = await vllm_compat.call_workers(engine, "distill_record_routes")
+        if problem := answer.get("error"):
             raise WireError(problem)
+        if (layers := answer.pop("native", None)) is not None:
+            self._routes = routing.NativeRoutes(wire.Routing(**answer), layers)
+            return
 
         async def take(requests: list[str]) -> list[dict[str, Any] | None]:
             found, *_ = await vllm_compat.call_workers(engine, "distill_routes", requests)
@@ -154,7 +157,7 @@ class Generation:
         engine: Any,
         request: wire.GenerateRequest,
         adapter: Any | None = None,
-        routes: routing.RouteQueue | None = None,
+        routes: routing.RouteSource | None = None,
     ) -> None:
         """`adapter`: of `Updater.adapter`. `routes`: where `Sampling.routes` asks for them."""
         self._engine, self._request, self._adapter, self._routes = engine, request, adapter, routes
@@ -204,7 +207,7 @@ class Generation:
         if sampling.routes and self._routes is not None and completion.token_ids.size:
             token_ids = np.concatenate([np.array(prompt.token_ids, np.int32), completion.token_ids])
             try:
-                routes = routing.routes_of(await self._routes.take(request_id), token_ids)
+                routes = await self._routes.routes(request_id, token_ids, completion.routes)
             except DataError as error:
                 return wire.GenerateFailed(id=prompt.id, error=str(error), unusable=True)
         return completions.generated(prompt.id, completion, sampling, routes)

@@ -1,5 +1,6 @@
 """The experts that a mixture-of-experts student was sampled through, by request and position. No engine is
-imported here; `vllm_routing` fills the record inside one.
+imported here: one that records routes itself gives them with its completions (`NativeRoutes`); inside of
+another, `vllm_routing` fills our record (`RouteRecord`).
 
 The route of position j is the one of the forward pass that read token j and sampled token j + 1, so the last
 token of a completion has none. In a prompt it is that of its first pass. Later passes over the same tokens,
@@ -15,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -154,6 +155,35 @@ def routes_of(message: dict[str, Any] | None, token_ids: np.ndarray) -> np.ndarr
     return routes_NMK[:count]
 
 
+# --- API process ----------------------------------------------------------------------------------------
+
+
+class RouteSource(Protocol):
+    """Where the routes of finished completions are."""
+
+    async def routes(self, request: str, token_ids: np.ndarray, native: np.ndarray | None) -> np.ndarray:
+        """Routes u1 or i4 [P + T - 1, M, K] of `request`, a sequence of `token_ids` i4 [P + T], of which the
+        engine gave `native`. Raises DataError when there are none, or not for every position."""
+
+
+class NativeRoutes(NamedTuple):
+    """Of an engine that records them itself: for all layers of the model, those without experts too."""
+
+    shape: Routing
+    layers: list[int]
+    """The M that have experts."""
+
+    async def routes(self, request: str, token_ids: np.ndarray, native: np.ndarray | None) -> np.ndarray:
+        """See `RouteSource`."""
+        if native is None or native.shape[::2] != (len(token_ids) - 1, self.shape.chosen):
+            raise DataError(
+                f"the engine gave {0 if native is None else native.shape} routes of a sequence of "
+                f"{len(token_ids)} tokens, of which all but the last have {self.shape.chosen} a layer: this "
+                "version of vLLM is not supported"
+            )
+        return native[:, self.layers].astype(self.shape.dtype)
+
+
 @dataclass
 class _Call:
     """One call to the worker, that is to be made or under way."""
@@ -171,6 +201,10 @@ class RouteQueue:
         self._take = take
         self._next: _Call | None = None
         self._busy = asyncio.Lock()
+
+    async def routes(self, request: str, token_ids: np.ndarray, native: np.ndarray | None) -> np.ndarray:
+        """See `RouteSource`; raises what the call raises, too."""
+        return routes_of(await self.take(request), token_ids)
 
     async def take(self, request: str) -> dict[str, Any] | None:
         """Of a request whose completion was given out. Raises what the call raises."""

@@ -175,6 +175,7 @@ def sampling_params(sampling: Sampling, vocab_size: int, seed: int | None = None
         output_kind=RequestOutputKind.FINAL_ONLY,
         flat_logprobs=True,
         skip_clone=True,
+        skip_reading_prefix_cache=sampling.routes,  # else a prefix has the routes of another's pass, or none
     )
 
 
@@ -220,6 +221,7 @@ async def complete(
         ids=np.array(flat.token_ids if shape[0] else [], np.int32).reshape(shape),
         versions=[(span.version, span.start, span.end) for span in output.weight_versions or []],
         finish_reason=TIMED_OUT if timed_out else output.finish_reason,
+        routes=output.routed_experts,
     )
 
 

@@ -1,8 +1,9 @@
-"""Beside `vllm_compat`, every touch of vLLM 0.32 that recording routes needs; all of it in a worker.
+"""Beside `vllm_compat`, every touch of vLLM 0.32 that routes need; all of it in a worker.
 
-`MoERunner.router.set_capture_fn` with `_quant_method`, and of the V1 model runner `_model_forward`,
-`_update_states`, `query_start_loc` and `input_batch.req_ids`.
-tests/integration/test_replica_routing.py exercises it against the pinned version.
+Where the engine records them itself (`enable-return-routed-experts`, the V2 model runner), it is
+`MoERunner.layer_id`. Where we do, `MoERunner.router.set_capture_fn` with `_quant_method`, and of the V1 model
+runner `_model_forward`, `_update_states`, `query_start_loc` and `input_batch.req_ids`.
+tests/v2_runner and tests/integration/test_replica_routing.py exercise it against the pinned version.
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from sync.errors import ConfigError
-from sync.replica.routing import RouteRecord
+from sync.replica.routing import NativeRoutes, RouteRecord
 from sync.wire import Routing
+
+
+def native_routes(runner: Any, config: VllmConfig) -> NativeRoutes | None:
+    """What is needed to read the routes that this engine records itself; None: it does not."""
+    if not config.aux_output_config.enable_return_routed_experts:
+        return None
+    model, layers = config.model_config, [layer.layer_id for layer in _layers(runner)]
+    return NativeRoutes(
+        Routing(len(layers), model.get_num_experts_per_tok(), model.get_num_experts()), layers
+    )
 
 
 def record_routes(runner: Any, config: VllmConfig) -> RouteRecord:
@@ -51,9 +62,6 @@ def _problem(runner: Any, config: VllmConfig) -> str | None:
     wrong = {
         "prefix caching is on, and what a request reads from the cache has no routes: set "
         "enable-prefix-caching = false": config.cache_config.enable_prefix_caching,
-        "vLLM's own enable-return-routed-experts takes their place: leave it out": (
-            config.aux_output_config.enable_return_routed_experts
-        ),
         "the model is compiled, which was not tried: set enforce-eager = true": (
             config.compilation_config.mode != CompilationMode.NONE
         ),

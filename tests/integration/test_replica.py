@@ -16,6 +16,7 @@ from vllm_replica import (
     TOKEN,
     VOCABULARY,
     Server,
+    Versions,
     generate,
     more_tokens,
     prompt_logprobs,
@@ -29,11 +30,8 @@ from distill.launch.supervise import first_error
 from student_trainer.objectives.divergences import mask_log_mass
 from sync.broadcast import BroadcastSender
 from sync.errors import ConfigError, RemoteError, Unreachable
-from sync.publish import Publisher, Slice
-from sync.settings import DirectoryStoreConfig
 from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import meta_of
-from sync.stores import open_store
 from sync.wire import (
     Audience,
     BroadcastTicket,
@@ -42,7 +40,6 @@ from sync.wire import (
     GeneratePrompt,
     GenerateRequest,
     ReplicaState,
-    RunIdentity,
     Sampling,
     UpdateReply,
     Version,
@@ -69,29 +66,6 @@ def scale_projection(source: Path, target: Path, factor: float) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] *= factor
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
-
-
-class Versions:
-    """Steps 1, 2, … of lineage 1 in a directory store; step i holds the weights of folder i - 1."""
-
-    def __init__(self, store: Path, folders: list[Path]) -> None:
-        self.folders, self.store_path = folders, store
-        places = checkpoint.tensors(folders[0])
-        slices = [
-            Slice(name, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int)))
-            for name, at in places.items()
-        ]
-        publisher = Publisher(
-            open_store(DirectoryStoreConfig(), store),
-            RunIdentity("tests", model=checkpoint.fingerprint(folders[0])),
-            slices,
-        )
-        for step, folder in enumerate(folders, 1):
-            bits = checkpoint.bits(checkpoint.tensors(folder))
-            if step == 1:
-                publisher.anchor(Version(1, step), None, folder, bits)
-            else:
-                publisher.delta(Version(1, step), bits)
 
 
 @pytest.fixture(scope="module")

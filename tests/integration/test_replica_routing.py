@@ -13,6 +13,7 @@ import pytest
 import route_recorder
 import torch
 from route_recorder import COMPLETION, PROMPT, SEQUENCES
+from routed_models import chosen
 from vllm_replica import save_model
 
 from student_trainer.routing import placed, replayed, routers
@@ -51,20 +52,6 @@ def model_of(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def chosen(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """[P + T - 1, M, K] as transformers routes, each row in order of the ids."""
-    rows: list[torch.Tensor] = []
-    hooks = [
-        router.module.register_forward_hook(lambda _, __, result: rows.append(result[2]))
-        for router in routers(model)
-    ]
-    with torch.no_grad():
-        model(torch.from_numpy(tokens[None, :-1]))
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(rows, 1).sort(-1).values.numpy()
 
 
 def test_recorded_routes_are_those_of_transformers_at_every_position(
@@ -138,7 +125,6 @@ def engine(**changed: Any) -> tuple[Any, Any]:
     runner = SimpleNamespace(model=torch.nn.Linear(1, 1), _model_forward=None, query_start_loc=None)
     parts: dict[str, dict[str, Any]] = {
         "cache_config": {"enable_prefix_caching": False},
-        "aux_output_config": {"enable_return_routed_experts": False},
         "compilation_config": {"mode": CompilationMode.NONE},
         "parallel_config": {"pipeline_parallel_size": 1, "data_parallel_size": 1},
         "model_config": {"supports_multimodal_inputs": False},
@@ -158,7 +144,6 @@ def engine(**changed: Any) -> tuple[Any, Any]:
     [
         ({}, "no mixture-of-experts layer"),
         ({"enable_prefix_caching": True}, "set enable-prefix-caching = false"),
-        ({"enable_return_routed_experts": True}, "enable-return-routed-experts takes their place"),
         ({"mode": 3}, "set enforce-eager = true"),
         ({"speculative_config": object()}, "speculative decoding was not tried"),
         ({"pipeline_parallel_size": 2}, "set pipeline-parallel-size = 1"),

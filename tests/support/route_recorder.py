@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "onpolicy_distill",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",

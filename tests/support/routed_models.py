@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -63,7 +64,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def live_routes(model: Any) -> Tensor:
+def live_routes(model: Any, tokens_RL: Tensor = TOKENS_RL) -> Tensor:
     """[S, M, K]: what the routers choose by themselves."""
     chosen: list[Tensor] = []
     hooks = []
@@ -73,7 +74,12 @@ def live_routes(model: Any) -> Tensor:
             router.module.register_forward_hook(lambda _, __, result, at=place: chosen.append(result[at]))
         )
     with torch.no_grad():
-        model(input_ids=TOKENS_RL, use_cache=False)
+        model(input_ids=tokens_RL, use_cache=False)
     for hook in hooks:
         hook.remove()
     return torch.stack(chosen, 1)
+
+
+def chosen(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """[P + T - 1, M, K] of a sequence of P + T tokens, each row in order of the ids."""
+    return live_routes(model, torch.from_numpy(tokens[None, :-1]).long()).sort(-1).values.numpy()

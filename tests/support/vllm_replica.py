@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -21,13 +22,17 @@ from distill.config import StudentConfig
 from distill.launch.replica_command import command
 from sync.address import TOKEN_VARIABLE
 from sync.client import Peer
-from sync.settings import ReplicaConfig
+from sync.publish import Publisher, Slice
+from sync.settings import DirectoryStoreConfig, ReplicaConfig
+from sync.snapshots import checkpoint
+from sync.stores import open_store
 from sync.wire import (
     Generated,
     GenerateFailed,
     GeneratePrompt,
     GenerateRequest,
     ReplicaState,
+    RunIdentity,
     Sampling,
     UpdateReply,
     UpdateRequest,
@@ -73,19 +78,52 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: i
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
 
 
+class Versions:
+    """Steps 1, 2, … of lineage 1 in a directory store; step i holds the weights of folder i - 1."""
+
+    def __init__(self, store: Path, folders: list[Path]) -> None:
+        self.folders, self.store_path = folders, store
+        places = checkpoint.tensors(folders[0])
+        slices = [
+            Slice(name, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int)))
+            for name, at in places.items()
+        ]
+        publisher = Publisher(
+            open_store(DirectoryStoreConfig(), store),
+            RunIdentity("tests", model=checkpoint.fingerprint(folders[0])),
+            slices,
+        )
+        for step, folder in enumerate(folders, 1):
+            bits = checkpoint.bits(checkpoint.tensors(folder))
+            if step == 1:
+                publisher.anchor(Version(1, step), None, folder, bits)
+            else:
+                publisher.delta(Version(1, step), bits)
+
+
 class Server:
     """A vLLM server process whose attention finds a processor with AMX, and what tests need of it."""
 
-    def __init__(self, model: Path, work: Path, index: int, lora_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        work: Path,
+        index: int,
+        lora_rank: int | None = None,
+        routes: bool = False,
+        **student: Any,
+    ) -> None:
+        """`student`: further fields of its [student]."""
         port = free_port()
         engine_args = {"enforce-eager": True, "max-model-len": CONTEXT}
-        config = StudentConfig(path=str(model), engine_args=engine_args)
+        config = StudentConfig(path=str(model), engine_args=engine_args, **student)
         replica = ReplicaConfig(
             run="tests",
             store_path=work / "store",
             mirror=work / f"mirror-{index}",
             timeout_seconds=20,
             lora_rank=lora_rank,
+            routes=routes,
         )
         line, environment = command(config, replica, index, "127.0.0.1", port)
         self.mirror, self.store = replica.mirror, replica.store_path

@@ -161,21 +161,43 @@ def test_the_count_that_the_stall_watchdog_reads_cannot_be_turned_off():
 @pytest.mark.parametrize("key", ["enable-return-routed-experts", "enable_return_routed_experts"])
 def test_routes_of_experts_are_refused_where_no_model_runner_returns_them(cpu, key):
     if cpu:
-        with pytest.raises(ConfigError, match=r"routed-experts'.* runs on GPUs: leave it out"):
+        with pytest.raises(ConfigError, match=r"routed-experts'.* without Triton do: leave it out"):
             built(engine_args={key: True})
     else:
         assert "--enable-return-routed-experts" in built(engine_args={key: True})[0]
     assert "--no-enable-return-routed-experts" in built(engine_args={key: False})[0]
 
 
-def test_a_replica_that_records_routes_computes_where_they_can_be_recorded(cpu):
-    recording = REPLICA.model_copy(update={"routes": True})
-    same = StudentConfig(path="m", engine_args={"enforce-eager": True})
-    words, environment = command(same, recording, 0, "127.0.0.1", 8000)
-    assert {"--enforce-eager", "--no-enable-prefix-caching"} <= {*words}
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    for name, value in (("enforce-eager", False), ("enable-prefix-caching", True)):
-        other = StudentConfig(path="m", engine_args={name: value})
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+ROUTED = REPLICA.model_copy(update={"routes": True})
+
+
+@pytest.mark.parametrize(
+    ("env", "keeps_cache", "native"),
+    [({}, False, None), ({}, True, False), ({RUNNER: "1"}, False, True), ({RUNNER: "0"}, False, False)],
+)
+def test_routes_are_recorded_by_the_engine_where_its_second_runner_runs_and_no_cache_outlives_a_swap(
+    cpu, env, keeps_cache, native
+):
+    native = not cpu if native is None else native
+    replica = ROUTED.model_copy(update={"keeps_cache": keeps_cache})
+    words, environment = command(StudentConfig(path="m", env=env), replica, 0, "127.0.0.1", 8000)
+    if native:
+        assert {"--enable-return-routed-experts", "--enable-prefix-caching"} <= {*words}
+        assert ("--enforce-eager" in words) == cpu
+        assert environment.get(RUNNER) == env.get(RUNNER)
+    else:
+        assert {"--enforce-eager", "--no-enable-prefix-caching"} <= {*words}
+        assert "--enable-return-routed-experts" not in words
+        assert environment[RUNNER] == "0"
+    for name in ("enable-prefix-caching", *(() if native else ("enforce-eager",))):
+        value = not native if name == "enable-prefix-caching" else False
+        other = StudentConfig(path="m", env=env, engine_args={name: value})
         with pytest.raises(ConfigError, match=f"'{name}' must stay {not value}"):
-            command(other, recording, 0, "127.0.0.1", 8000)
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in command(same, REPLICA, 0, "127.0.0.1", 8000)[1]
+            command(other, replica, 0, "127.0.0.1", 8000)
+
+
+def test_a_replica_without_routes_runs_the_model_runner_that_vllm_prefers(cpu):
+    words, environment = built()
+    assert RUNNER not in environment
+    assert not any("routed-experts" in word for word in words)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sync.errors import DataError
-from sync.replica.routing import KEPT_SECONDS, RouteQueue, RouteRecord, routes_of
+from sync.replica.routing import KEPT_SECONDS, NativeRoutes, RouteQueue, RouteRecord, routes_of
 from sync.wire import Routing
 
 SHAPE = Routing(layers=3, chosen=2, experts=8)
@@ -180,3 +180,21 @@ async def test_a_call_that_fails_is_told_to_all_that_wait_for_it_and_to_no_other
     failed = await asyncio.gather(queue.take("bad"), queue.take("beside"), return_exceptions=True)
     assert [str(error) for error in failed] == ["the engine is gone"] * 2
     assert await queue.take("next") == {}
+
+
+# --- an engine that records by itself --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (300, np.int32)])
+async def test_native_routes_are_those_of_the_layers_with_experts(experts: int, dtype: Any) -> None:
+    source = NativeRoutes(Routing(2, 3, experts), [1, 3])
+    native = np.random.default_rng(0).integers(0, experts, (6, 4, 3)).astype(np.uint16)
+    routes = await source.routes("a", np.arange(7), native)
+    assert routes.dtype == dtype
+    np.testing.assert_array_equal(routes, native[:, [1, 3]])
+
+
+@pytest.mark.parametrize("native", [None, np.zeros((5, 4, 2)), np.zeros((7, 4, 2)), np.zeros((6, 4, 3))])
+async def test_native_routes_of_other_tokens_or_experts_are_refused(native: np.ndarray | None) -> None:
+    with pytest.raises(DataError, match=r"gave .* routes of a sequence of 7 tokens"):
+        await NativeRoutes(SHAPE, [0, 1, 3]).routes("a", np.arange(7), native)

@@ -1,0 +1,161 @@
+"""A vLLM engine on its second model runner, in a process of its own: what vLLM itself gives of routes,
+sampling masks and prompt log-probabilities of a tiny mixture of experts, beside what we make of it.
+
+    python native_outputs.py FOLDER READ.npz OUT.npz
+
+READ.npz is what route_recorder.py wrote; the engine reads its sequences as prompts. Prompts come in chunks,
+completions are preempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+from route_recorder import COMPLETION, ENVIRONMENT, PROMPT, SEQUENCES
+
+VOCABULARY = 64
+CUTS: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 7},
+    "top_p": {"top_k": 24, "top_p": 0.8},
+    "min_p": {"top_k": 40, "min_p": 0.05, "temperature": 0.7},
+}
+"""Ways to sample; `top_k` has to bound every one."""
+GATHERED, FIRST_GATHERED = 5, 9
+"""Ids that are asked for at each position of a prompt, and the first position where they are."""
+
+
+class Observed:
+    """An engine of which every last output is kept."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.outputs: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, prompt: Any, params: Any, request: str, **options: Any) -> AsyncIterator[Any]:
+        async for output in self._engine.generate(prompt, params, request, **options):
+            self.outputs[request] = output
+            yield output
+
+
+def start(folder: str) -> Observed:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return Observed(
+        AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=folder,
+                dtype="float32",
+                enforce_eager=True,
+                distributed_executor_backend="uni",
+                max_model_len=128,
+                max_num_seqs=SEQUENCES,
+                max_num_batched_tokens=24,
+                block_size=32,
+                num_gpu_blocks_override=15,
+                enable_prefix_caching=True,
+                gpu_memory_utilization=0.2,
+                max_logprobs=-1,
+                logprobs_mode="processed_logprobs",
+                enable_return_routed_experts=True,
+                return_sampling_mask=True,
+            )
+        )
+    )
+
+
+async def complete(engine: Observed, name: str, prompt: list[int], tokens: int, **cut: Any) -> dict[str, Any]:
+    """Arrays of one completion: `native_…` are vLLM's own."""
+    from sync.replica import completions, vllm_compat
+    from sync.wire import Generated, Sampling, unpack
+
+    sampling = Sampling(max_tokens=tokens, mask=True, **{"top_k": VOCABULARY, **cut})
+    params = vllm_compat.sampling_params(sampling, VOCABULARY)
+    completion = await vllm_compat.complete(engine, prompt, params, name)
+    answer = completions.generated(name, completion, sampling)
+    assert isinstance(answer, Generated), answer
+    assert answer.mask is not None
+    output = engine.outputs[name]
+    native = output.outputs[0]
+    masks = [list(ids) for ids in native.sampling_mask.token_ids]
+    arrays = {
+        "tokens": [*prompt, *completion.token_ids.tolist()],
+        "logp": unpack(answer.logprob),
+        "mask_sizes": unpack(answer.mask.sizes),
+        "mask_ids": unpack(answer.mask.ids),
+        "native_mask_sizes": [len(ids) for ids in masks],
+        "native_mask_ids": [one for ids in masks for one in ids],
+        "native_routes": native.routed_experts,
+        "cached": output.num_cached_tokens,
+    }
+    return {f"{name}/{key}": value for key, value in arrays.items()}
+
+
+async def gather(engine: Observed, prompt: list[int]) -> dict[str, Any]:
+    """Log-probabilities of given ids at every position of a prompt."""
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import SamplingParams
+
+    ids = np.random.default_rng(1).integers(0, VOCABULARY, (len(prompt) - 1 - FIRST_GATHERED, GATHERED))
+    params = SamplingParams(
+        max_tokens=1,
+        top_k=VOCABULARY,
+        detokenize=False,
+        prompt_logprob_token_ids=ids,
+        prompt_logprob_start=FIRST_GATHERED,
+    )
+    async for _ in engine.generate(tokens_input(prompt), params, "gathered"):
+        pass
+    found = engine.outputs["gathered"].prompt_token_id_logprobs
+    return {"gathered/tokens": prompt, "gathered/ids": ids, "gathered/logp": np.array(found)}
+
+
+def preemptions() -> int:
+    from prometheus_client import REGISTRY
+
+    counted = REGISTRY.restricted_registry(["vllm:num_preemptions_total"]).collect()
+    return int(sum(one.value for metric in counted for one in metric.samples if one.name.endswith("_total")))
+
+
+async def everything(folder: str, read: dict[str, np.ndarray]) -> dict[str, Any]:
+    engine = start(folder)
+    assert engine.vllm_config.use_v2_model_runner
+    found: dict[str, Any] = {}
+
+    async def together(*asked: Any) -> None:
+        for arrays in await asyncio.gather(*asked):
+            found.update(arrays)
+
+    prompts = [read[f"first-{index}/tokens"].tolist() for index in range(SEQUENCES)]
+    await together(*(complete(engine, f"read-{i}", one, 1) for i, one in enumerate(prompts)))
+    found |= await complete(engine, "again", prompts[-1], 1)  # others may have left the cache
+    g = np.random.default_rng(2)
+    prompts = [g.integers(0, VOCABULARY, PROMPT).tolist() for _ in range(SEQUENCES)]
+    before = preemptions()
+    await together(*(complete(engine, f"own-{i}", one, COMPLETION) for i, one in enumerate(prompts)))
+    found["preempted"] = preemptions() - before
+    for name, cut in CUTS.items():
+        await together(
+            *(complete(engine, f"{name}-{i}", one, 12, **cut) for i, one in enumerate(prompts[:3]))
+        )
+    found |= await gather(engine, read["first-0/tokens"].tolist())
+    engine.shutdown()
+    return found
+
+
+def main(folder: str, read: str, out: str) -> None:
+    np.savez(out, **asyncio.run(everything(folder, dict(np.load(read)))))
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT | {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    os.environ.pop("VLLM_PLUGINS")
+    main(*sys.argv[1:])

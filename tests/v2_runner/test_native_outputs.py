@@ -1,0 +1,133 @@
+"""What vLLM's second model runner gives by itself is what ours gives on the first one, and transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import native_outputs
+import numpy as np
+import pytest
+import route_recorder
+import torch
+from native_outputs import CUTS, FIRST_GATHERED
+from route_recorder import COMPLETION, PROMPT, SEQUENCES
+from routed_models import chosen
+from vllm_replica import save_model
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: make v2-runner"),
+]
+EXPERTS, CHOSEN = 16, 4
+ROUNDING = 1e-4
+"""Nats between vLLM and transformers in fp32; seen: 1.2e-6."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("native") / "student"
+    more = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 32}
+    save_model("Qwen3Moe", 0, folder, norm_topk_prob=True, **more)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def outputs(script: Any, *words: Path) -> dict[str, np.ndarray]:
+    """What a script of tests/support writes to the last of these paths."""
+    line = [sys.executable, script.__file__, *map(str, words)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return dict(np.load(words[-1]))
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> dict[str, np.ndarray]:
+    """By our record, on the first model runner."""
+    return outputs(route_recorder, folder, folder, folder.parent / "recorded.npz")
+
+
+@pytest.fixture(scope="module")
+def native(folder: Path, recorded: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return outputs(native_outputs, folder, folder.parent / "recorded.npz", folder.parent / "native.npz")
+
+
+def logp_TV(model: Any, tokens: np.ndarray, prompt: int, temperature: float = 1.0) -> torch.Tensor:
+    """Of transformers, at every position of a completion."""
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens[None])).logits[0] / temperature
+    return logits.log_softmax(-1)[prompt - 1 : -1]
+
+
+def test_native_routes_are_those_of_our_record_on_the_first_runner_and_of_transformers(
+    native: dict[str, np.ndarray], recorded: dict[str, np.ndarray], model: Any
+) -> None:
+    """The second runner reads, in parts, what the first one generated."""
+    for index in range(SEQUENCES):
+        tokens, ours = recorded[f"first-{index}/tokens"], recorded[f"first-{index}/routes"]
+        theirs = native[f"read-{index}/native_routes"]
+        assert len(tokens) == len(theirs) == PROMPT + COMPLETION > 2 * 24, "the token that it adds has none"
+        assert theirs.dtype == ours.dtype == np.uint8
+        np.testing.assert_array_equal(np.sort(theirs[:-1], -1), np.sort(ours, -1))
+        np.testing.assert_array_equal(np.sort(ours, -1), chosen(model, tokens))
+
+
+def test_native_routes_of_a_cached_prefix_are_those_of_the_pass_that_filled_it(
+    native: dict[str, np.ndarray],
+) -> None:
+    assert native["again/cached"] > 0
+    np.testing.assert_array_equal(
+        native["again/native_routes"], native[f"read-{SEQUENCES - 1}/native_routes"]
+    )
+
+
+def test_native_routes_survive_preemption(native: dict[str, np.ndarray], model: Any) -> None:
+    assert native["preempted"] > 0
+    for index in range(SEQUENCES):
+        tokens, routes = native[f"own-{index}/tokens"], native[f"own-{index}/native_routes"]
+        assert routes.shape == (PROMPT + COMPLETION - 1, 2, CHOSEN)
+        np.testing.assert_array_equal(np.sort(routes, -1), chosen(model, tokens))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_kept_ids_with_a_finite_log_probability_are_the_native_sampling_mask(
+    native: dict[str, np.ndarray], model: Any, cut: str
+) -> None:
+    sizes: set[int] = set()
+    for index in range(3):
+        held = {
+            key.partition("/")[2]: value for key, value in native.items() if key.startswith(f"{cut}-{index}/")
+        }
+        np.testing.assert_array_equal(held["mask_sizes"], held["native_mask_sizes"])
+        masks, theirs = (
+            np.split(held[f"{whose}mask_ids"], held["mask_sizes"].cumsum()[:-1]) for whose in ("", "native_")
+        )
+        expected_TV = logp_TV(model, held["tokens"], PROMPT, CUTS[cut].get("temperature", 1.0))
+        sampled = held["tokens"][PROMPT:]
+        for ids, native_ids, row_V, token, logp in zip(
+            masks, theirs, expected_TV, sampled, held["logp"], strict=True
+        ):
+            assert sorted(ids) == sorted(native_ids)
+            assert token in ids
+            assert abs(row_V[token] - row_V[ids.astype(np.int64)].logsumexp(0) - logp) < ROUNDING
+        sizes |= {*held["mask_sizes"].tolist()}
+    assert max(sizes) < native_outputs.VOCABULARY
+    assert sizes == {7} if cut == "top_k" else len(sizes) > 2
+
+
+def test_gathered_prompt_log_probabilities_are_those_of_transformers(
+    native: dict[str, np.ndarray], model: Any
+) -> None:
+    tokens, ids = native["gathered/tokens"], torch.from_numpy(native["gathered/ids"])
+    expected = logp_TV(model, tokens, FIRST_GATHERED + 1).gather(1, ids)
+    torch.testing.assert_close(torch.from_numpy(native["gathered/logp"]), expected, rtol=0, atol=ROUNDING)
