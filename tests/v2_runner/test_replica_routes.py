@@ -114,7 +114,7 @@ async def test_after_a_swap_earlier_tokens_keep_the_routes_that_sampled_from_the
     server: Server, folders: list[Path]
 ) -> None:
     async with server.peer() as peer:
-        flight = asyncio.create_task(generate(peer, PROMPTS, max_tokens=60, routes=True))
+        flight = asyncio.create_task(generate(peer, PROMPTS, max_tokens=120, routes=True))
         await more_tokens(peer, 40)
         with pytest.raises(RemoteError, match="would share prefixes between versions"):
             await update(peer, 2, kv_on_swap="keep")
