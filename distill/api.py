@@ -77,15 +77,17 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
     `engines`: start every server too, probe it and stop it. `say` gets a line for each finding as it is made.
     Raises ConfigError or DataError for what would keep the run from starting.
     """
+    from distill.launch.placement import planned
     from distill.launch.preflight import check_machine, run_preflight
     from distill.preflight_checks import checks, machine
     from sync.secrets import redact
 
     tell = say or (lambda line: None)
     with _alone("preflight"):
-        settings, split, lines = checks.check(config)
+        where, placed = planned(config)
+        settings, split, lines = checks.check(config, where)
         needed = machine.estimate(settings)
-        for line in [*lines, *machine.lines(settings, needed)]:
+        for line in [*placed, *lines, *machine.lines(settings, needed)]:
             tell(line)
         check_machine(settings)
         machine.check_room(settings, needed)
@@ -110,10 +112,13 @@ def plan(
     assumed ones. What does not fit is the result's `refusal`. Raises ConfigError for unknown devices, models
     that cannot be read and roles without known GPUs, DataError for a folder without a run's files.
     """
+    from distill.launch.placement import planned
     from distill.planning.forecast import forecast
 
     run_dir = None if measured is None else Path(measured)
-    return forecast(config, device, prompt_tokens, completion_tokens, run_dir)
+    where, lines = planned(config)
+    found = forecast(config, device, prompt_tokens, completion_tokens, run_dir, where)
+    return found._replace(machines=lines)
 
 
 def evaluate(

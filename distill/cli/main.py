@@ -15,6 +15,7 @@ from rich.table import Table
 from distill import api
 from distill.cli import bench as cli_bench
 from distill.cli import chat as cli_chat
+from distill.cli import kubernetes as cli_kubernetes
 from distill.cli import plan as cli_plan
 from distill.cli import roles as cli_roles
 from distill.cli import sync as cli_sync
@@ -187,6 +188,7 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
 
 for role in cli_roles.COMMANDS:
     app.command(rich_help_panel=ROLES)(role)
+app.command(rich_help_panel=ROLES)(cli_kubernetes.kubernetes)
 
 
 @servers.command("ls")

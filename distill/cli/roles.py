@@ -30,6 +30,10 @@ Join = Annotated[
         callback=lambda url: checked_url(url, "--controller") if url else "",
     ),
 ]
+Port = Annotated[
+    int,
+    typer.Option(min=0, max=65535, help="Port to listen on; default: that of its section, plus --index."),
+]
 Name = Annotated[str, typer.Option(help="NAME of its section, if there are several.")]
 
 
@@ -41,42 +45,53 @@ def student(
     evaluation: Annotated[
         bool, typer.Option("--evaluation", help="Serve evaluation.replica, for evaluations alone.")
     ] = False,
+    port: Port = 0,
 ) -> None:
     """Serve one student replica. An index beyond student.replicas is a further replica of a live run."""
     from distill.launch import single_role
 
     settings, joining = _joining(config, overrides, controller)
     if evaluation:
-        single_role.serve(settings, single_role.serve_evaluation_replica(settings), joining)
-    single_role.serve(settings, single_role.serve_student(settings, index), joining)
+        single_role.serve(settings, single_role.serve_evaluation_replica(settings, port), joining)
+    single_role.serve(settings, single_role.serve_student(settings, index, port), joining)
 
 
 def teacher(
-    config: Source, overrides: Overrides, controller: Join = "", name: Name = "", index: Index = 0
+    config: Source,
+    overrides: Overrides,
+    controller: Join = "",
+    name: Name = "",
+    index: Index = 0,
+    port: Port = 0,
 ) -> None:
     """Serve one process of a teacher."""
     from distill.launch import single_role
 
     settings, joining = _joining(config, overrides, controller)
-    single_role.serve(settings, single_role.serve_teacher(settings, name, index), joining)
+    single_role.serve(settings, single_role.serve_teacher(settings, name, index, port), joining)
 
 
 def environment(
-    config: Source, overrides: Overrides, controller: Join = "", name: Name = "", index: Index = 0
+    config: Source,
+    overrides: Overrides,
+    controller: Join = "",
+    name: Name = "",
+    index: Index = 0,
+    port: Port = 0,
 ) -> None:
     """Serve one process of an environment."""
     from distill.launch import single_role
 
     settings, joining = _joining(config, overrides, controller)
-    single_role.serve(settings, single_role.serve_environment(settings, name, index), joining)
+    single_role.serve(settings, single_role.serve_environment(settings, name, index, port), joining)
 
 
-def evaluator(config: Source, overrides: Overrides, controller: Join = "") -> None:
+def evaluator(config: Source, overrides: Overrides, controller: Join = "", port: Port = 0) -> None:
     """Serve the evaluator."""
     from distill.launch import single_role
 
     settings, joining = _joining(config, overrides, controller)
-    single_role.serve(settings, single_role.serve_evaluator(settings, joining), joining)
+    single_role.serve(settings, single_role.serve_evaluator(settings, joining, port), joining)
 
 
 def train(

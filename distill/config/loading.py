@@ -42,6 +42,18 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     them. `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and
     come back absolute; `run.code_folder` is the file's folder unless it is set. Raises ConfigError.
     """
+    return located(read(path, overrides), path)
+
+
+def located(raw: Mapping[str, Any], path: Path) -> RunConfig:
+    """What `read` found in `path`, checked. Raises ConfigError."""
+    if isinstance(run := raw.get("run"), Mapping):
+        raw = {**raw, "run": {"code_folder": path.parent, **run}}
+    return validate(raw, str(path))
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables of a file with overrides over it, not checked. Raises ConfigError."""
     try:
         raw = _of_run_dir(path) if path.is_dir() else tomllib.loads(path.read_text())
     except OSError as error:
@@ -56,9 +68,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         for line in lines:
             log.warning("--set %s: %s", secrets.redact(override), line)
         raw = merge(raw, over)
-    if isinstance(run := raw.get("run"), Mapping):
-        raw = {**raw, "run": {"code_folder": path.parent, **run}}
-    return validate(raw, str(path))
+    return raw
 
 
 def load_run_dir(run_dir: Path) -> RunConfig:

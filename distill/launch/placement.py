@@ -6,11 +6,16 @@ it; a GPU belongs to one process alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Final
 
 from distill.config import RunConfig
+from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster
+from distill.preflight_checks.devices import EACH_NODE, Where
+from distill.preflight_checks.machine import installed_for_cpu
 from sync.errors import ConfigError
 from sync.settings import Placement
 
@@ -110,3 +115,36 @@ def lines(placed: Placed, wanted: Iterable[Need]) -> list[str]:
                 f"{process} ({gpus[process]} GPUs)" if gpus[process] else process
             )
     return [f"{node}: {', '.join(sorted(names))}" for node, names in sorted(by_node.items())]
+
+
+def planned(config: RunConfig) -> tuple[Where | None, list[str]]:
+    """The GPUs of every process of a run on a cluster, and a line for each machine; None: all is here.
+
+    Raises ConfigError when the run does not fit. Where the machines are not known yet, each process has one
+    of its own.
+    """
+    cluster = config.cluster
+    if isinstance(cluster, LocalCluster):
+        return None, []
+    if isinstance(cluster, ExternalCluster | RayCluster):
+        with_trainer = config.controller.model_copy(update={"trainer": "launch"})
+        everyone = config.model_copy(update={"controller": with_trainer})
+        wanted = needs(everyone, gpus=not installed_for_cpu())
+        own = {need.name: [Node(f"the machine of {need.name}", need.gpus, 0)] for need in wanted}
+        return _gpus(wanted, own), []
+    nodes = [Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)]
+    wanted = needs(config, cluster.gpus_per_node > 0)
+    placed = place(wanted, nodes)
+    used, reserved = sum(need.gpus * need.nodes for need in wanted), cluster.nodes * cluster.gpus_per_node
+    return _gpus(wanted, placed), [*lines(placed, wanted), f"GPUs: {used} used of {reserved} reserved"]
+
+
+def _gpus(wanted: Iterable[Need], placed: Placed) -> dict[str, tuple[str, list[str]]]:
+    """Those of each process by number, machine by machine from 0 on."""
+    free: dict[str, Iterator[int]] = defaultdict(count)
+    where: dict[str, tuple[str, list[str]]] = {}
+    for need in wanted:
+        for node in placed[need.name]:
+            names = [str(number) for number in islice(free[node.name], need.gpus)]
+            where[need.name] = (node.name if need.nodes == 1 else EACH_NODE), names
+    return where

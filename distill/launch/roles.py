@@ -49,13 +49,15 @@ class Ports:
     SO_REUSEPORT (`sync.server.join_port`); for everybody else it is in use, also during a restart.
     """
 
-    def __init__(self, keep_through_exec: bool = False) -> None:
-        """`keep_through_exec`: hold them until the program ends that replaces this one."""
+    def __init__(self, keep_through_exec: bool = False, only: int = 0) -> None:
+        """`keep_through_exec`: hold them until the program ends that replaces this one. `only`: the one port
+        to take, whatever is asked for; 0: as asked."""
         self._held: list[socket.socket] = []
-        self._keep = keep_through_exec
+        self._keep, self._only = keep_through_exec, only
 
     def take(self, host: str, port: int, key: str) -> int:
         """`port`, or any free one for 0. Raises ConfigError, naming setting `key`, when it is in use."""
+        port = self._only or port
         try:
             held = bind_alone(host, port)
         except (OSError, OverflowError) as error:

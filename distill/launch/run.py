@@ -31,7 +31,7 @@ from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
 from distill.launch import cluster, roles
-from distill.launch.placement import TRAINER
+from distill.launch.placement import TRAINER, planned
 from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import ChildSpec, Supervisor
@@ -89,7 +89,7 @@ async def run(
     if resume and (done := _finished(config)):
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
-    config, split, lines = checks.check(config)
+    config, split, lines = checks.check(config, planned(config)[0])
     for line in lines:
         say(line)
     machine.check_room(config, machine.estimate(config))

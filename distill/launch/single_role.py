@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ from sync.own_code import use_folder
 from sync.server import check_bind
 from sync.settings import Placement
 
+log = logging.getLogger(__name__)
+RETRY_SECONDS = 2.0
 P = TypeVar("P", bound=Placement)
 
 
@@ -76,7 +79,7 @@ def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[Ru
         os.environ.setdefault(TOKEN_FILE_VARIABLE, str(folder / TOKEN_FILE))
     run_dir = folder or config.run_dir
     found = Joining(lambda: url or controller_url(run_dir))
-    host = own_address(found.controller())
+    host = _own_address(found.controller(), config.run.start_seconds)
 
     def moved(place: P) -> P:
         return place.model_copy(update={"host": host}) if is_loopback(place.host) else place
@@ -92,6 +95,19 @@ def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[Ru
         "evaluation": evaluation,
     }
     return config.model_copy(update=update), found
+
+
+def _own_address(url: str, seconds: float) -> str:
+    """As `own_address`; the name of a controller that is being started may be unknown for a while."""
+    began = time.monotonic()
+    while True:
+        try:
+            return own_address(url)
+        except ConfigError as error:
+            if time.monotonic() - began > seconds:
+                raise
+            log.warning("%s; asking again for run.start_seconds = %g s", error, seconds)
+            time.sleep(RETRY_SECONDS)
 
 
 def serve(config: RunConfig, child: ChildSpec, joining: Joining | None) -> NoReturn:
@@ -112,15 +128,15 @@ def replace_process(child: ChildSpec) -> NoReturn:
     os.execvpe(child.argv[0], list(child.argv), {**os.environ, **child.env})
 
 
-def serve_student(config: RunConfig, index: int) -> ChildSpec:
-    """Replica `index`, listening as [student] says."""
+def serve_student(config: RunConfig, index: int, port: int = 0) -> ChildSpec:
+    """Replica `index`, listening as [student] says; at `port` unless that is 0."""
     use_folder(config.run.code_folder)
     check_model(config.student, "student", runs_vllm=True)
     check_secrets(config)
-    return student_child(config, index, _ports(config.student))
+    return student_child(config, index, _ports(config.student, port))
 
 
-def serve_teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
+def serve_teacher(config: RunConfig, name: str, index: int, port: int = 0) -> ChildSpec:
     """Process `index` of teacher `name`; "" stands for the only one."""
     name = _named(name, "teacher", config.teachers)
     place = config.teachers[name]
@@ -129,16 +145,16 @@ def serve_teacher(config: RunConfig, name: str, index: int) -> ChildSpec:
     check_model(place, f"teachers.{name}", runs_vllm(place))
     if place.follow_student_every is not None:
         check_following(with_objective(config).config, name)
-    return teacher_child(config, name, index, _ports(place))
+    return teacher_child(config, name, index, _ports(place, port))
 
 
-def serve_environment(config: RunConfig, name: str, index: int) -> ChildSpec:
+def serve_environment(config: RunConfig, name: str, index: int, port: int = 0) -> ChildSpec:
     """Process `index` of environment `name`; "" stands for the only one."""
     name = _named(name, "environment", config.environments)
     use_folder(config.run.code_folder)
     check_model(config.student, "student")
     refuse(check_environment(config, name))
-    return environment_child(config, name, index, _ports(config.environments[name]))
+    return environment_child(config, name, index, _ports(config.environments[name], port))
 
 
 def _named(name: str, kind: str, sections: Mapping[str, Placement]) -> str:
@@ -149,17 +165,17 @@ def _named(name: str, kind: str, sections: Mapping[str, Placement]) -> str:
     return name
 
 
-def serve_evaluation_replica(config: RunConfig) -> ChildSpec:
+def serve_evaluation_replica(config: RunConfig, port: int = 0) -> ChildSpec:
     """The replica that generates for evaluations alone."""
     if config.evaluation is None or config.evaluation.replica is None:
         raise ConfigError("evaluation.replica is not set in this configuration: there is nothing to serve")
     use_folder(config.run.code_folder)
     check_model(config.student, "student", runs_vllm=True)
     check_secrets(config)
-    return evaluation_replica(config, _ports(config.evaluation.replica))
+    return evaluation_replica(config, _ports(config.evaluation.replica, port))
 
 
-def serve_evaluator(config: RunConfig, joining: Joining | None = None) -> ChildSpec:
+def serve_evaluator(config: RunConfig, joining: Joining | None = None, port: int = 0) -> ChildSpec:
     """The evaluator, listening as [evaluation.placement] says."""
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
@@ -173,7 +189,7 @@ def serve_evaluator(config: RunConfig, joining: Joining | None = None) -> ChildS
             f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say where "
             "the controller is, with which they register (--controller, or the run's folder)"
         )
-    ports = _ports(config.evaluation.placement)
+    ports = _ports(config.evaluation.placement, port)
     return evaluator_child(with_objective(config).config, ports, joining.controller() if joining else None)
 
 
@@ -202,7 +218,7 @@ def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
     return trainer_process(with_objective(config).config, controller_url, node)
 
 
-def _ports(place: Placement) -> Ports:
+def _ports(place: Placement, port: int) -> Ports:
     """Ports that the process which replaces this one goes on holding."""
     check_bind(place.host, token_from_environment())
-    return Ports(keep_through_exec=True)
+    return Ports(keep_through_exec=True, only=port)

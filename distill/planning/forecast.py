@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from distill.planning.estimate import Calibration, Plan, step_seconds
 from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
 from distill.planning.measured import Measured, calibrate, measure
 from distill.planning.roles import find_roles
-from distill.preflight_checks.devices import Use, check_devices, gpus, uses, visible
+from distill.preflight_checks.devices import Use, Where, check_devices, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
 from sync.errors import ConfigError
@@ -32,10 +32,13 @@ class Forecast(NamedTuple):
     """Why the preflight refuses the placement; None: it fits."""
     measured: tuple[Measured, Plan] | None
     """The run that replaced assumed speeds, and the plan of its own configuration without them."""
+    machines: Sequence[str] = ()
+    """Of a cluster: a line for each, with its processes."""
 
     @property
     def lines(self) -> Iterator[str]:
         """What `distill plan` prints."""
+        yield from self.machines
         yield from table.lines(self.plan, self.device, self.memory, self.measured is not None)
         yield from table.comparison(*self.measured) if self.measured else ()
 
@@ -47,6 +50,7 @@ class Forecast(NamedTuple):
             **asdict(self.plan),
             "bottleneck": self.plan.slowest[0].role,
             "advice": table.split(self.plan),
+            "machines": [*self.machines],
             "memory": [{"process": use.process, **asdict(use)} for use in self.memory],
             "measured": run._asdict() | {"lengths": asdict(run.lengths)} if run else None,
         }
@@ -57,13 +61,19 @@ class _Placed(NamedTuple):
     """With its objective chosen."""
     device: Device
     uses: list[Use]
+    where: Where | None
 
 
 def forecast(
-    config: RunConfig, device: str, prompt: float | None, completion: float | None, measured: Path | None
+    config: RunConfig,
+    device: str,
+    prompt: float | None,
+    completion: float | None,
+    measured: Path | None,
+    where: Where | None = None,
 ) -> Forecast:
-    """As `distill.plan`."""
-    placed = _place(config, device)
+    """As `distill.plan`; `where`: the GPUs of processes on a cluster, None for this machine's."""
+    placed = _place(config, device, where)
     run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
     lengths = estimate.lengths_of(placed.config, prompt, completion, run.lengths if run else None)
     found = estimate.plan(placed.config, placed.device, placed.uses, lengths, calibration)
@@ -74,29 +84,29 @@ def forecast(
 def _refusal(placed: _Placed) -> str | None:
     try:
         if placed.uses:
-            check_devices(placed.config)
+            check_devices(placed.config, placed.where)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _place(config: RunConfig, name: str) -> _Placed:
+def _place(config: RunConfig, name: str, where: Where | None = None) -> _Placed:
     """Raises ConfigError for GPUs of an unknown kind."""
     config, sizes = with_objective(config).config, gpus()
     device = device_named(name) if name else None
     if device is not None and device.name == CPU:
-        return _Placed(config, device, [])
+        return _Placed(config, device, [], where)
     if config.preflight.gpu_gib is None and (device or sizes):
         gib = device.gib if device else min(sizes.values()) / GIB
         sized = config.preflight.model_copy(update={"gpu_gib": gib})
         config = config.model_copy(update={"preflight": sized})
-    found = list(uses(config, visible(sizes)))
+    found = list(uses(config, visible(sizes), where))
     if device is None and found and (device := device_here()) is None:
         raise ConfigError(
             f"{found[0].key} names GPUs and this machine has none: say which kind they are with --device "
             f"({', '.join(DEVICES)})"
         )
-    return _Placed(config, device or DEVICES[CPU], found)
+    return _Placed(config, device or DEVICES[CPU], found, where)
 
 
 def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibration]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distill.config import RunConfig
 from distill.metrics.summary import threads
 from distill.planning.hardware import CPU, Device
-from distill.preflight_checks.devices import HERE, Use
+from distill.preflight_checks.devices import EACH_NODE, HERE, Use
 from distill.preflight_checks.machine import runs_vllm
 from student_trainer.launch import machines
 from sync.errors import ConfigError
@@ -43,11 +43,8 @@ def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[s
 def gpus(config: RunConfig, uses: Sequence[Use]) -> int:
     """GPUs of the run, each counted once; those of every trainer node."""
     places = {(use.host, gpu) for use in uses for gpu in use.gpus}
-    there = sum(host == _ELSEWHERE for host, _ in places)
+    there = sum(host == EACH_NODE for host, _ in places)
     return len(places) + there * (_hosts(config) - 1)
-
-
-_ELSEWHERE = "each trainer node"
 
 
 def _hosts(config: RunConfig) -> int:

@@ -17,7 +17,7 @@ from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
 from distill.evaluation.sets import check_rewards, open_sets
 from distill.preflight_checks import environments, experts, objective
-from distill.preflight_checks.devices import check_devices
+from distill.preflight_checks.devices import Where, check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import PromptSplit, data_sources, open_prompts, text_config
 from student_trainer import sequence_parallel
@@ -54,8 +54,11 @@ class Checked(NamedTuple):
     """What was chosen and computed, in words."""
 
 
-def check(config: RunConfig) -> Checked:
-    """Check everything that can be known beforehand. Raises ConfigError or DataError."""
+def check(config: RunConfig, where: Where | None = None) -> Checked:
+    """Check everything that can be known beforehand. Raises ConfigError or DataError.
+
+    `where`: the GPUs of processes that are started elsewhere; None: all are started on this machine.
+    """
     use_folder(config.run.code_folder)
     _find_own_code(config)
     if not config.student.urls:
@@ -79,7 +82,7 @@ def check(config: RunConfig) -> Checked:
     router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer)
     refuse(_topk(config, vocab_size))
-    lines += check_devices(config)
+    lines += check_devices(config, where)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))
     refuse(_rewards(config, split))

@@ -40,6 +40,10 @@ WORKSPACE: Final = 2 * GIB
 VLLM_SHARE: Final = 0.92
 """vLLM's default of gpu-memory-utilization."""
 ITEM: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+Where = Mapping[str, tuple[str, Sequence[str]]]
+"""Process → its machine of a cluster and the GPUs that it has there; of a process that is missing, neither is
+known."""
+EACH_NODE: Final = "each trainer node"
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,15 @@ class Use:
         return f"{self.process} on {place}: {parts} = {_gib(self.bytes)}{share}"
 
 
-def check_devices(config: RunConfig) -> list[str]:
+def check_devices(config: RunConfig, where: Where | None = None) -> list[str]:
     """A line for every process on GPUs. Raises ConfigError for a GPU with two of them or too little memory.
 
-    On a machine without GPUs only what `devices` names is computed. The sizes are those of nvidia-smi, of
-    other machines those of preflight.gpu_gib; a GPU whose size is unknown is not compared with the sum.
+    `where`: of the processes that are not started on this machine; None: all are. On a machine without GPUs
+    only what `devices` names is computed. The sizes are those of nvidia-smi, of other machines those of
+    preflight.gpu_gib; a GPU whose size is unknown is not compared with the sum.
     """
     sizes = gpus()
-    found = list(uses(config, visible(sizes)))
+    found = list(uses(config, visible(sizes), where))
     by_gpu: dict[tuple[str, str], list[Use]] = defaultdict(list)
     for use in found:
         for gpu in use.gpus:
@@ -171,19 +176,23 @@ def _names(devices: str) -> list[str]:
 # --- who uses them
 
 
-def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
-    """Every process with GPUs; `inherited`: those of a process on this machine without `devices`."""
+def uses(config: RunConfig, inherited: Sequence[str], where: Where | None = None) -> Iterator[Use]:
+    """Every process with GPUs; `inherited`: those of a process on this machine without `devices`.
+
+    `where`: as for `check_devices`.
+    """
     student = config.student
-    for process, host, names in _places("student", student, student.replicas, inherited):
+    for process, host, names in _places("student", student, student.replicas, inherited, where):
         length = student_limit(config)
         terms, share, used = engine_memory(student, student.dtype, student.flags(), length, names)
         yield Use(process, "student.devices", host, used, terms, share)
     for name, teacher in config.teachers.items():
-        if teacher.urls and not _readable(teacher):
+        if (teacher.urls or where is not None) and not _readable(teacher):
             log.warning("memory of teacher %s is not computed: its path is not readable here", name)
             continue
         label = f"teacher-{name}"
-        places = _places(label, teacher, teacher.replicas, [] if teacher.device == "cpu" else inherited)
+        here = [] if teacher.device == "cpu" else inherited
+        places = _places(label, teacher, teacher.replicas, here, where)
         for process, host, names in places:
             if runs_vllm(teacher):
                 flags = {key.replace("_", "-"): value for key, value in teacher.engine_args.items()}
@@ -196,25 +205,27 @@ def uses(config: RunConfig, inherited: Sequence[str]) -> Iterator[Use]:
                 yield Use(process, f"teachers.{name}.devices", host, tuple(names), terms, unloads=idle)
     evaluation = config.evaluation
     if evaluation is not None and evaluation.device != "cpu":
-        for process, host, names in _places("evaluator", evaluation.placement, 1, inherited):
+        for process, host, names in _places("evaluator", evaluation.placement, 1, inherited, where):
             terms = {"student in float32": 4.0 * count_parameters(student), "work space": float(WORKSPACE)}
             yield Use(process, "evaluation.placement.devices", host, tuple(names[:1]), terms)
     if evaluation is not None and evaluation.replica is not None:
-        for process, host, names in _places("evaluation-replica", evaluation.replica, 1, inherited):
+        for process, host, names in _places("evaluation-replica", evaluation.replica, 1, inherited, where):
             terms, share, used = engine_memory(
                 student, student.dtype, student.flags(), student_limit(config), names
             )
             yield Use(process, "evaluation.replica.devices", host, used, terms, share)
     trainer = config.trainer
     elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None or trainer.nodes > 1
-    if trainer.devices is not None:
+    host = EACH_NODE if elsewhere else HERE
+    if where is not None:
+        host, names = _there("trainer", where)
+    elif trainer.devices is not None:
         names = _names(trainer.devices)
     elif elsewhere:
         names = [str(rank) for rank in range(trainer.ranks)] if config.preflight.gpu_gib else []
     else:
         names = [*inherited]
     if names:
-        host = "each trainer node" if elsewhere else HERE
         yield Use("trainer", "trainer.devices", host, tuple(names[: trainer.ranks]), _rank(config))
 
 
@@ -227,15 +238,23 @@ def _readable(source: ModelSource) -> bool:
 
 
 def _places(
-    label: str, place: Placement, replicas: int, inherited: Sequence[str]
+    label: str, place: Placement, replicas: int, inherited: Sequence[str], where: Where | None
 ) -> Iterator[tuple[str, str, list[str]]]:
     """(name, host, GPUs) of each process that has any; of those elsewhere, only what `devices` names."""
     hosts = [str(urlsplit(url).hostname) for url in place.urls] or [HERE] * replicas
     for index, host in enumerate(hosts):
+        process = label if len(hosts) == 1 and label != "student" else f"{label}-{index}"
         own = place.devices[index % len(place.devices)] if place.devices else None
         names = _names(own) if own is not None else [*inherited] if host == HERE else []
+        if where is not None and host == HERE:
+            host, names = _there(process, where)
         if names:
-            yield (label if len(hosts) == 1 and label != "student" else f"{label}-{index}"), host, names
+            yield process, host, names
+
+
+def _there(process: str, where: Where) -> tuple[str, list[str]]:
+    host, names = where.get(process, (HERE, ()))
+    return host, [*names]
 
 
 # --- what is in their memory

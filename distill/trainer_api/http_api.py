@@ -160,12 +160,16 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
     """A bound socket. Raises ConfigError when the port is taken, or the host is not safe without a token."""
     check_bind(host, token)
     try:
-        return bind_alone(host, port)
+        bound = bind_alone(host, port)
     except OSError as error:
         raise ConfigError(
             f"controller cannot listen on {host}:{port} ({error.strerror}): "
             "choose another controller.port, or 0 for any free one"
         ) from None
+    bound.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+    )  # its connections will not keep a successor out
+    return bound
 
 
 class _Server(uvicorn.Server):

@@ -406,3 +406,19 @@ def test_a_controller_that_is_away_says_nothing_about_replicas() -> None:
     peer = BlockingPeer("http://127.0.0.1:1", TOKEN)
     assert ControllerClient(peer).lost("0-1") is None
     peer.close()
+
+
+def test_a_controller_that_was_killed_is_followed_by_one_on_the_same_port() -> None:
+    """Its clients may not have noticed yet: their connections are half closed."""
+    first = listen("127.0.0.1", 0, None)
+    host, port = first.getsockname()
+    first.listen()
+    with socket.create_connection((host, port)) as client:
+        accepted, _ = first.accept()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            listen(host, port, None)
+        accepted.close()
+        first.close()
+        with listen(host, port, None) as second:
+            second.listen()
+            assert client.recv(1) == b""

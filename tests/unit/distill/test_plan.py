@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_config import make_config
 
+import distill
 from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.loading import load
@@ -316,3 +317,61 @@ def left(words: list[str]) -> object:
     with pytest.raises(SystemExit) as leaving:
         main(words)
     return leaving.value.code
+
+
+# --- clusters
+
+
+def on_slurm(model: str, nodes: int) -> RunConfig:
+    """The same without `devices`, two trainer machines, machines of four GPUs of 10 GiB."""
+    return on_gpus(
+        model,
+        student={"devices": []},
+        teachers={"t": {"path": model, "engine": "vllm", "engine_args": {"tensor_parallel_size": 2}}},
+        trainer={"devices": None, "ranks": 2, "nodes": 2},
+        cluster={"type": "slurm", "nodes": nodes, "gpus_per_node": 4, "cpus_per_node": 8},
+    )
+
+
+def test_on_slurm_roles_have_the_gpus_of_their_placement(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas of one GPU, a teacher of two, ranks on two machines: eight GPUs, none used twice."""
+    monkeypatch.setattr(devices, "gpus", lambda: {"0": 80.0 * GIB})  # here, on no node
+    config = on_slurm(model, nodes=2)
+    found = distill.plan(config, device="h100")
+    assert found.machines[-1] == "GPUs: 8 used of 8 reserved"
+    assert sum("trainer (2 GPUs)" in line for line in found.machines) == 2
+    assert found.refusal is None
+    assert found.plan.gpus == 8
+    assert {stage.role: stage.devices for stage in found.plan.stages} == {
+        "replicas": 2,
+        "teacher t": 2,
+        "trainer": 4,
+    }
+    alone = [(use.host, gpu) for use in found.memory for gpu in use.gpus if use.host != devices.EACH_NODE]
+    assert len(alone) == len(set(alone)) == 4
+    assert (*found.lines,)[: len(found.machines)] == (*found.machines,)
+    assert found.figures["machines"] == [*found.machines]
+
+
+def test_a_run_that_its_machines_do_not_hold_is_refused_by_the_plan(model: str) -> None:
+    with pytest.raises(ConfigError, match="trainer needs 2 machines with 2 GPUs each"):
+        distill.plan(on_slurm(model, nodes=1), device="h100")
+
+
+def test_ranks_of_all_machines_share_what_zero_shards(model: str) -> None:
+    def weights(nodes: int) -> float:
+        config = on_gpus(model, trainer={"nodes": nodes})
+        return next(use.terms["weights"] for use in devices.uses(config, []) if use.process == "trainer")
+
+    assert weights(2) == weights(1) / 2
+
+
+def test_processes_that_register_are_not_placed_on_the_controller_s_gpus(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: {"0": 80.0 * GIB})
+    monkeypatch.setattr(devices, "visible", list)
+    config = on_gpus(model, student={"devices": []})
+    with pytest.raises(ConfigError, match="GPU 0 is used by student-0"):
+        devices.check_devices(config)
+    assert devices.check_devices(config, {}) == []

@@ -16,6 +16,7 @@ import distill
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
+from distill.launch import placement
 from distill.launch.preflight import check_machine
 from distill.preflight_checks import checks, devices, machine
 from distill.preflight_checks.machine import GIB, count_parameters
@@ -50,7 +51,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "gpus", lambda: {str(i): H100 * GIB for i in range(8)})
-    monkeypatch.setattr(devices, "installed_for_cpu", lambda: False)
+    for module in (devices, placement):
+        monkeypatch.setattr(module, "installed_for_cpu", lambda: False)
     monkeypatch.setattr(machine, "_free", lambda path: (path, 100 << 40))
 
 
@@ -101,7 +103,8 @@ def test_a_shipped_configuration_passes_the_preflight(path: Path, models: Path, 
         trainer = given.trainer.model_copy(update={"deepspeed": ROOT / "configs/deepspeed/zero3_gpu.json"})
         run = given.run.model_copy(update={"share_gpus": True})
         given = given.model_copy(update={"student": student, "trainer": trainer, "run": run})
-    config, split, lines = checks.check(replaced(given, models, tmp_path))
+    own = replaced(given, models, tmp_path)
+    config, split, lines = checks.check(own, placement.planned(own)[0])
     check_machine(config)
     needed = machine.estimate(config)
     machine.check_room(config, needed)

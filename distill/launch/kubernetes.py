@@ -1,0 +1,199 @@
+"""A run on Kubernetes: its configuration as one YAML file.
+
+controller ◀── registers ── student, teacher-NAME, environment-NAME, evaluator     (pods answer /health)
+    ▲───────────────────── trainer, a pod for each machine
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, Final
+
+from distill.config import RunConfig
+from distill.config.loading import located, merge, read, validate
+from distill.config.toml import toml_text
+from distill.launch.carried import CONFIG_FOLDER, carried, texts
+from distill.launch.manifest import PORT, REMOTE, Manifest, Role, Target, reads_volume
+from distill.launch.placement import TRAINER, needs
+from distill.launch.roles import CONTROLLER
+from student_trainer.config import TrainerSettings
+from sync.errors import ConfigError
+from sync.settings import Placement, Settings
+
+LONGEST: Final = 63
+"""Characters of a name in DNS."""
+INDEX: Final = "$(JOB_COMPLETION_INDEX)"
+"""Which pod of its Job this is; Kubernetes puts the number there."""
+_FILE: Final = f"{CONFIG_FOLDER}/run.toml"
+_COMMANDS: Final = {
+    "student": ["student", "--index", INDEX],
+    "teachers": ["teacher", "--name", "{name}", "--index", INDEX],
+    "environments": ["environment", "--name", "{name}", "--index", INDEX],
+    "evaluation.replica": ["student", "--evaluation"],
+    "evaluation.placement": ["evaluator"],
+}
+"""Section → the command that serves it, and its options."""
+
+
+def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "FILE") -> str:
+    """The YAML of the run that a configuration file describes; `shown`: the file that it is written to.
+
+    Raises ConfigError, naming all that cannot go to Kubernetes.
+    """
+    raw = read(path, overrides)
+    config = located(raw, path)
+    name, folder = label(config.run.name), _folder(raw)
+    within, files, problems = carried(raw, config, folder)
+    if problems := [*_refusals(config, target, folder), *problems]:
+        raise ConfigError("\n".join([f"{path} cannot run on Kubernetes as it is:", *problems]))
+    url = f"http://{name}-{CONTROLLER}-0-0.{name}:{PORT}"
+    ours = {"host": "0.0.0.0", "port": PORT, "url": url, "trainer": "launch"}
+    within = merge(within, {"run": {"folder": str(folder)}, "controller": ours})
+    found = roles(validate(within, str(path)), target, url)
+    _check_names(name, found)
+    files = {"run.toml": toml_text(within), **files}
+    opening = _opening(name, shown, target, found, folder / config.run.name)
+    return opening + Manifest(name, config, target, folder).text(files, found)
+
+
+def label(name: str) -> str:
+    """A name as Kubernetes takes it: lower-case letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _folder(raw: Mapping[str, Any]) -> PurePosixPath:
+    """Where the volume is mounted: an absolute `run.folder`, else /runs."""
+    given = PurePosixPath(str(raw["run"].get("folder", "")))
+    return given if given.is_absolute() else PurePosixPath("/runs")
+
+
+def _refusals(config: RunConfig, target: Target, folder: PurePosixPath) -> Iterator[str]:
+    store = config.weights.store
+    if config.cluster.type not in ("local", "external"):
+        yield f'cluster.type is "{config.cluster.type}": leave [cluster] out, Kubernetes starts the processes'
+    if config.trainer.hostfile is not None:
+        yield "trainer.hostfile is for machines that are reached by ssh: set trainer.nodes instead"
+    if config.run.max_loaded_teachers is not None:
+        yield "run.max_loaded_teachers is for teachers that share a machine: every pod has GPUs of its own"
+    if config.run.share_gpus:
+        yield "run.share_gpus: a GPU belongs to one pod: leave it out"
+    if found := [key for key, place in _places(config) if place.devices]:
+        yield (
+            f"{', '.join(f'{key}.devices' for key in found)}: a pod sees its own GPUs alone: leave them out, "
+            "and set gpus where a process takes more than it would by itself (the trainer takes its ranks)"
+        )
+    if not target.keeps and reads_volume(config):
+        yield (
+            f'--volume none: replicas would not see the versions of weights.store.type = "{store.type}": '
+            f"name a volume, or set the type to one of {', '.join(REMOTE)}"
+        )
+
+    if not target.keeps and (there := _below(folder, config.model_dump(mode="json", exclude={"run"}))):
+        yield f"--volume none, and {', '.join(there)} would be on it: name a volume"
+
+
+def _places(config: RunConfig) -> Iterator[tuple[str, Placement | TrainerSettings]]:
+    yield "student", config.student
+    yield from ((f"teachers.{name}", one) for name, one in config.teachers.items())
+    yield from ((f"environments.{name}", one) for name, one in config.environments.items())
+    if config.evaluation is not None:
+        yield "evaluation.placement", config.evaluation.placement
+        if config.evaluation.replica is not None:
+            yield "evaluation.replica", config.evaluation.replica
+    yield "trainer", config.trainer
+
+
+def _check_names(name: str, found: Sequence[Role]) -> None:
+    """Raise ConfigError for names that are none in DNS, or that two roles would have."""
+    if not re.match(r"[a-z]", name):
+        raise ConfigError(
+            f"run.name becomes the name {name!r} on Kubernetes, which must begin with a letter: choose "
+            "another (--set run.name=…)"
+        )
+    names = [role.name for role in found]
+    if twice := sorted({one for one in names if names.count(one) > 1}):
+        raise ConfigError(f"two sections would be called {', '.join(twice)} on Kubernetes: rename one")
+    for role in found:
+        longest = f"{name}-{role.name}-0-{role.pods - 1}-abcde"
+        if len(longest) > LONGEST:
+            raise ConfigError(
+                f"pods of {role.name} would have names of {len(longest)} characters ({longest}), and DNS "
+                f"takes {LONGEST}: choose a shorter run.name (--set run.name=…) or section"
+            )
+
+
+# --- roles
+
+
+def roles(config: RunConfig, target: Target, url: str) -> list[Role]:
+    """Every role of a run, with its pods; `config`: as they read it, `url`: the controller's."""
+    wanted = {need.name: need for need in needs(config, target.gpus)}
+    found = [Role(CONTROLLER, ["control", _FILE], keeps=True)]
+    for section, names in config.processes().items():
+        kind, _, name = section.partition(".")
+        command, *options = _COMMANDS[kind] if kind in _COMMANDS else _COMMANDS[section]
+        words = [command, _FILE, "--controller", url, *(one.format(name=name) for one in options)]
+        itself = kind == "teachers" and config.teachers[name].follow_student_every is not None
+        found.append(
+            Role(
+                kind if kind == "student" else label(names[0] if len(names) == 1 else names[0][:-2]),
+                [*words, "--port", str(PORT)],
+                len(names),
+                wanted[names[0]].gpus,
+                keeps=section == "evaluation.placement",
+                follows=itself or kind in ("student", "evaluation"),
+                reads=bool(_below(config.run.folder, _read(config, kind, name))),
+            )
+        )
+    trainer = wanted[TRAINER]
+    words = ["train", _FILE, "--controller", url, "--node", INDEX]
+    found.append(Role(TRAINER, words, trainer.nodes, trainer.gpus, serves=False, keeps=True))
+    return found
+
+
+def _read(config: RunConfig, kind: str, name: str) -> list[Any]:
+    """The sections whose models and files a server reads."""
+    sections: list[Settings] = [config.student]
+    if kind == "teachers":
+        sections = [config.teachers[name]]
+    elif kind == "environments":
+        sections.append(config.environments[name])
+    return [section.model_dump(mode="json") for section in sections]
+
+
+def _below(folder: PurePath, tree: Any) -> list[str]:
+    """What tables name below the folder where the volume is mounted."""
+    return [text for text in texts(tree) if text.startswith(f"{folder}/")]
+
+
+# --- the file
+
+
+def _opening(name: str, shown: str, target: Target, found: Sequence[Role], run_dir: PurePosixPath) -> str:
+    """What to type, and what the file asks of the cluster."""
+    kubectl = f"kubectl -n {target.namespace}" if target.namespace else "kubectl"
+    controller, claim = f"job/{name}-{CONTROLLER}-0", target.volume or name
+    pods = ", ".join(f"{one.name} {one.pods}" + (f" x {one.gpus}" if one.gpus else "") for one in found)
+    gpus = sum(one.pods * one.gpus for one in found)
+    kept = f"the run's folder is {run_dir} of claim {claim}"
+    lost = "no volume: what a pod wrote, checkpoints and final/ too, ends with it"
+    removes = ", the volume with the run too" if target.keeps and target.volume is None else ""
+    lines = [
+        f"{kubectl} apply -f {shown}",
+        "    starts the run, or goes on with it; the cluster needs JobSet",
+        f"{kubectl} logs -f {controller}",
+        "    shows its progress",
+        f"{kubectl} exec {controller} -- sh -c 'kill 1'",
+        "    stops it: the trainer saves a checkpoint, all pods end",
+        f"{kubectl} delete jobset {name}",
+        "    removes its pods; needed before it is applied again",
+        f"{kubectl} delete -f {shown}",
+        f"    removes everything{removes}",
+        "",
+        f"Pods x GPUs of each: {pods}. GPUs in all: {gpus}.",
+        f"On disk: {kept if target.keeps else lost}.",
+        "This file holds the run's token: whoever reads it can use every server of the run.",
+    ]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
