@@ -8,11 +8,12 @@ DOCS := .venv-docs
 ENVIRONMENTS := .venv-environments
 TRITON := .venv-triton
 PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+RAY := .venv-ray
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-faults test-runs test-engines test-distill test-packages coverage mutants gpu-check v2-runner environments docs setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-distill test-packages test-cluster coverage mutants gpu-check v2-runner environments ray docs setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
@@ -28,6 +29,9 @@ test-distill: $(ENVIRONMENTS)/.installed
 test-packages: WHICH = tests/unit --ignore=tests/unit/distill
 test-faults test-runs test-engines test-distill test-packages: test-%: $(STAMP)
 	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(WHICH) | sed -u 's/^/$* | /'
+
+test-cluster: $(RAY)/.installed  ## roles and whole runs under Slurm and Ray, where they are there; not in `make test`
+	PYTHONUNBUFFERED=1 $(RAY)/bin/python -m pytest --durations=10 tests/cluster -v
 
 coverage: $(STAMP)  ## branch coverage of the tests that start no engine
 	$(BIN)/python -m pytest -q -m "not engine" --cov --cov-report=term:skip-covered
@@ -69,6 +73,15 @@ $(ENVIRONMENTS)/.installed: requirements/environments.lock requirements/install.
 	$(ENVIRONMENTS)/bin/python requirements/install.py requirements/environments.lock
 	touch $@
 
+ray: $(RAY)/.installed  ## .venv and Ray beside it
+
+$(RAY)/.installed: $(STAMP) requirements/ray.lock
+	test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ordinary.pth
+	$(RAY)/bin/python requirements/install.py requirements/ray.lock
+	touch $@
+
 docs: $(DOCS)/.installed  ## the documents as a site in site/; a broken link is an error
 	rm -rf site $(DOCS)/tree && mkdir $(DOCS)/tree && cp -r mkdocs.yml docs $(DOCS)/tree
 	cd $(DOCS)/tree && ../bin/zensical build --strict  # a copy: its cache would lie among the models of .cache
@@ -102,6 +115,7 @@ lock:  ## resolve requirements/*.lock anew
 		$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 	$(COMPILE) requirements/gpu.in --python-platform x86_64-manylinux_2_28 --output-file requirements/gpu.lock
 	$(COMPILE) requirements/environments.in --output-file requirements/environments.lock
+	$(COMPILE) requirements/ray.in --constraint requirements/cpu.lock --output-file requirements/ray.lock
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(ENVIRONMENTS) $(TRITON) .cache runs site
+	rm -rf $(VENV) $(DOCS) $(ENVIRONMENTS) $(TRITON) $(RAY) .cache runs site

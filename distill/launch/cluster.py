@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from distill.config import RunConfig
-from distill.config.cluster import ExternalCluster, LocalCluster
+from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster
 from distill.launch.placement import TRAINER, Need, Node, lines, needs, place
+from distill.launch.ray_cluster import Ray
 from distill.launch.roles import Plan, plan_of
 from distill.launch.supervise import ChildSpec
 from distill.registry import expected_servers
@@ -51,6 +52,8 @@ def opened(config: RunConfig) -> AbstractContextManager[Cluster | None]:
     match config.cluster:
         case LocalCluster() | ExternalCluster():
             return nullcontext()
+        case RayCluster():
+            return Ray(config.cluster)
     raise NotImplementedError(config.cluster.type)
 
 

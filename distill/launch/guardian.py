@@ -1,12 +1,13 @@
 """Guardian of one child process: whatever ends it or its parent, nothing of it stays behind.
 
-    python -m distill.launch.guardian NAME PIPE COMMAND …
+    python -m distill.launch.guardian NAME PIPE [--kill] COMMAND …
 
 The guardian leads a session of its own and adopts every orphan in it. NAME is the role's, for whoever lists
 processes. PIPE is a descriptor whose other end only the launcher holds.
 
     command ends          → kill what it left behind, exit with its status
-    PIPE closes           → the launcher is gone, even by SIGKILL: TERM the command, then kill everything
+    PIPE closes           → the launcher is gone, even by SIGKILL: TERM the command, then kill everything;
+                            with --kill, because the run goes on without it: kill everything at once
     a byte in PIPE        → kill everything at once
     the guardian is killed → the kernel kills the command; the rest falls to the launcher, which adopts it
 
@@ -33,6 +34,7 @@ from typing import Final
 import psutil
 
 MODULE: Final = "distill.launch.guardian"
+KILL: Final = "--kill"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 0.1
 ORPHAN_GRACE_SECONDS = 3.0
@@ -48,7 +50,8 @@ def prctl(option: int, value: int) -> None:
 
 def main() -> int:
     """Guard the command in this process's arguments; its exit status."""
-    pipe, command = int(sys.argv[2]), sys.argv[3:]
+    pipe, kill = int(sys.argv[2]), sys.argv[3] == KILL
+    command = sys.argv[4:] if kill else sys.argv[3:]
     os.set_inheritable(pipe, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -58,7 +61,7 @@ def main() -> int:
     child = os.fork()
     if child == 0:
         _become(command, ended, own)
-    status = _watch(child, pipe)
+    status = _watch(child, pipe, kill)
     kill_descendants()
     return status
 
@@ -77,11 +80,16 @@ def _become(command: list[str], ended: set[signal.Signals], guardian: int) -> No
         os._exit(127)
 
 
-def _watch(child: int, pipe: int) -> int:
-    """Exit status of the child, in the shell's way, or 128 + SIGKILL when the launcher went first."""
+def _watch(child: int, pipe: int, kill: bool) -> int:
+    """Exit status of the child, in the shell's way, or 128 + SIGKILL when the launcher went first.
+
+    `kill`: without a grace period then.
+    """
     deadline: float | None = None
     while (status := _reap(child)) is None:
         if deadline is None and select.select([pipe], [], [], POLL_SECONDS)[0]:
+            if kill:
+                return 128 + signal.SIGKILL
             # bytes stay in the pipe, for other guardians
             at_once = any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
             deadline = time.monotonic() + (0.0 if at_once else ORPHAN_GRACE_SECONDS)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import fcntl
 import heapq
 import os
-import shutil
 import struct
-import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Final
+
+import hosts
+from hosts import ip
 
 TUNSETIFF: Final = 0x400454CA
 TUN_WITHOUT_HEADER: Final = 0x1001
@@ -26,21 +27,7 @@ INTERFACE: Final = "lan0"
 
 def missing() -> str | None:
     """Why no such link can be made here; None: it can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "the command `ip` is missing (package iproute2)"
-    if not Path("/dev/net/tun").exists():
-        return "/dev/net/tun is missing"
-    probe = f"probe{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode != 0:
-        return "network namespaces may not be made here"
-    _ip("netns", "del", probe)
-    return None
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+    return hosts.missing() or (None if Path("/dev/net/tun").exists() else "/dev/net/tun is missing")
 
 
 class Host:
@@ -48,15 +35,15 @@ class Host:
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
-        _ip("netns", "add", name)
+        ip("netns", "add", name)
         self.device = os.open("/dev/net/tun", os.O_RDWR)
         interface = f"t{name}"[:15]
         request = struct.pack("16sH", interface.encode(), TUN_WITHOUT_HEADER)
         fcntl.ioctl(self.device, TUNSETIFF, request)
-        _ip("link", "set", interface, "netns", name, "name", INTERFACE)
-        _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
-        _ip("-n", name, "link", "set", INTERFACE, "mtu", str(MTU), "up")
+        ip("link", "set", interface, "netns", name, "name", INTERFACE)
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+        ip("-n", name, "link", "set", INTERFACE, "mtu", str(MTU), "up")
 
     def command(self, line: list[str]) -> list[str]:
         """`line` as it is run on this host."""
@@ -64,7 +51,7 @@ class Host:
 
     def close(self) -> None:
         os.close(self.device)
-        _ip("netns", "del", self.name)
+        ip("netns", "del", self.name)
 
 
 class SlowLink:

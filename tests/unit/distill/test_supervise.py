@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distill.launch import guardian
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
 from sync.errors import how_it_ended
 
@@ -327,6 +328,33 @@ def test_a_launcher_killed_without_warning_leaves_nobody(tmp_path: Path):
     launcher.kill()
     launcher.wait()
     until(lambda: not alive(processes))
+
+
+@pytest.mark.parametrize(("flags", "said"), [([], "asked\n"), ([guardian.KILL], "")])
+def test_a_guardian_whose_launcher_is_gone_asks_its_command_to_end_unless_it_is_to_kill(
+    flags: list[str], said: str
+):
+    code = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+        "print('up', flush=True)\nwhile True: time.sleep(1)"
+    )
+    read_end, write_end = os.pipe()
+    words = [sys.executable, "-P", "-m", guardian.MODULE, "name", str(read_end), *flags, sys.executable]
+    process = subprocess.Popen(
+        [*words, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(read_end,),
+        start_new_session=True,
+    )
+    os.close(read_end)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    processes = below(process.pid)
+    os.close(write_end)
+    assert process.communicate(timeout=60)[0] == said
+    assert process.returncode == 128 + signal.SIGKILL
+    assert not alive(processes)
 
 
 async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_session(tmp_path: Path):

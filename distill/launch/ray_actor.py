@@ -1,0 +1,109 @@
+"""What a Ray actor does on a machine: start one command below a guardian, and hand on its output and its end.
+
+A plain class; `distill.launch.ray_role` makes an actor of it. Its calls run in threads of the actor, so that
+`output` and `status` may wait while `terminate` comes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from distill.launch.guardian import KILL, MODULE
+
+CALLS = 8
+"""Of one actor at once."""
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Command:
+    """A role's command, as it is sent to a machine."""
+
+    name: str
+    """The role's, such as "student-0"."""
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    """Over the environment that the machine's Ray was started with."""
+    python: str
+    """Interpreter of the sender: where `argv` names it, the machine's own is taken."""
+    folder: str
+    """Working folder, where the machine has it; else that of its Ray."""
+
+
+class RoleActor:
+    """One command on one machine. Order of calls: `start`, then the others in any order."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+        self._stopping = False
+        self._lock = threading.Lock()
+
+    def start(self, command: Command) -> str:
+        """Start it, with the GPUs alone that Ray has given this actor; the machine's address."""
+        import ray
+
+        argv = [sys.executable if word == command.python else word for word in command.argv]
+        devices = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        env = {**machine_environment(), **command.env, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        read_end, self._pipe = os.pipe()
+        with self._lock:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, command.name, str(read_end), KILL, *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=command.folder if Path(command.folder).is_dir() else None,
+                pass_fds=(read_end,),
+                start_new_session=True,
+            )
+        os.close(read_end)
+        if self._stopping:
+            self.terminate()
+        return str(ray.util.get_node_ip_address())
+
+    def output(self) -> bytes:
+        """What it has written since the last call, waiting for some; empty: everything has ended."""
+        assert self._process is not None, "it was started"
+        assert self._process.stdout is not None, "it is a pipe"
+        return os.read(self._process.stdout.fileno(), _CHUNK_BYTES)
+
+    def status(self) -> int:
+        """Exit status, in the shell's way, when it has ended and nothing of it is left."""
+        assert self._process is not None, "it was started"
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    def terminate(self) -> None:
+        """Send SIGTERM to it, also when it is not there yet."""
+        self._stopping = True
+        with self._lock, suppress(ProcessLookupError):
+            if self._process is not None:
+                os.killpg(self._process.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill everything that there is of it."""
+        if self._process is not None:
+            os.write(self._pipe, b"k")
+
+
+def machine_environment() -> dict[str, str]:
+    """The environment that this machine's Ray was started with.
+
+    Without what Ray adds for its workers (such as OMP_NUM_THREADS=1), and without its token.
+    """
+    raylet = psutil.Process(os.getppid()).environ()
+    return {
+        name: value for name, value in raylet.items() if name in os.environ and not name.startswith("RAY_")
+    }

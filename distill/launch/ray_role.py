@@ -1,0 +1,235 @@
+"""Run a command on machines of a Ray cluster, as a local process that a launcher supervises:
+
+    python -m distill.launch.ray_role --address HOST:PORT --name NAME --nodes A[,B…] --gpus N -- COMMAND …
+
+    this client ──Ray──▶ an actor on each machine ──▶ guardian ──▶ COMMAND
+
+    COMMAND ends         → the client ends with its status; of several, with the first that is not 0
+    one of several ends  → the others are killed: at once, or after ORDERLY_SECONDS when its status is 0
+    SIGTERM, SIGINT      → SIGTERM to every COMMAND; the client waits for them
+    the client is killed → Ray ends the actors, and the guardians kill everything below them
+    a machine is lost    → the client ends with status LOST; started again, it takes another machine that fits
+
+No COMMAND is asked to leave in order but by the client's SIGTERM: a trainer would end the run.
+
+Values of the variables that --env names travel in calls to the actors, never on a command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from distill.launch.ray_actor import CALLS, Command, RoleActor
+from distill.launch.ray_nodes import NODE_LABEL, alive, connected
+from sync.errors import ConfigError
+from sync.secrets import redact_process
+
+NODE_INDEX_VARIABLE: Final = "DISTILL_NODE_INDEX"
+"""Tells a command that runs on several machines which one it is on."""
+LOST: Final = 128 + signal.SIGKILL
+"""Exit status when a machine or an actor is gone: a supervisor restarts what was killed."""
+ORDERLY_SECONDS: Final = 60.0
+"""For the others to end by themselves, when one of several has ended with status 0."""
+START_SECONDS: Final = 180.0
+"""For an actor to start, with its machine's Python."""
+PINNED_SECONDS: Final = 60.0
+"""For a machine to have its GPUs free; then any other will do."""
+_LOOK_SECONDS: Final = 1.0
+_WORKER = {"RAY_kill_child_processes_on_worker_exit": "false"}
+"""Else Ray kills a guardian with its actor, and what is below it stays."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The arguments of this program."""
+
+    name: str
+    address: str
+    nodes: list[str]
+    """Machines, as `ray_nodes` names them: wanted, one for each command."""
+    gpus: int
+    command: Command
+
+
+def parse(arguments: Sequence[str]) -> Order:
+    """Raises ConfigError for a variable that this process does not have."""
+    parser = argparse.ArgumentParser(prog="python -m distill.launch.ray_role")
+    parser.add_argument("--address", required=True, help="host:port of the Ray cluster")
+    parser.add_argument("--name", required=True, help="of the role")
+    parser.add_argument("--nodes", required=True, help="machines, joined by commas")
+    parser.add_argument("--gpus", type=int, default=0, help="on each machine")
+    parser.add_argument("--env", default="", help="names of variables that the command is given")
+    parser.add_argument("command", nargs="+", metavar="COMMAND")
+    options = parser.parse_args(arguments)
+    names = [name for name in options.env.split(",") if name]
+    if missing := [name for name in names if name not in os.environ]:
+        raise ConfigError(f"--env names {', '.join(missing)}, not set here: set it, or leave it out")
+    command = Command(
+        options.name,
+        options.command,
+        {name: os.environ[name] for name in names},
+        sys.executable,
+        os.getcwd(),
+    )
+    return Order(options.name, options.address, options.nodes.split(","), options.gpus, command)
+
+
+def say(text: str) -> None:
+    """A line of this client among the role's."""
+    sys.stdout.buffer.write(f"ray: {text}\n".encode())
+    sys.stdout.buffer.flush()
+
+
+async def reserve(ray: Any, order: Order) -> Any:
+    """A placement group with a bundle for each machine, on those that are wanted as far as they can be had.
+
+    Waits until the cluster has room.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    each = {"GPU": order.gpus} if order.gpus else {"CPU": 0.001}  # a bundle must ask for something
+    deadline = time.monotonic() + PINNED_SECONDS
+    while True:
+        pinned, why = _pins(ray, order, time.monotonic() > deadline)
+        if why:
+            say(f"{order.name} takes another machine: {why}")
+        free = [{NODE_LABEL: f"!in({','.join(pinned)})"} if pinned else {}] * (len(order.nodes) - len(pinned))
+        group = placement_group(
+            [each] * len(order.nodes),
+            strategy="STRICT_SPREAD",
+            bundle_label_selector=[*({NODE_LABEL: one} for one in pinned), *free],
+        )
+        while _pins(ray, order, time.monotonic() > deadline)[0] == pinned:
+            if await asyncio.to_thread(group.wait, _LOOK_SECONDS):
+                return group
+        remove_placement_group(group)
+
+
+def _pins(ray: Any, order: Order, late: bool) -> tuple[list[str], str]:
+    """Ids of those machines that are wanted and can be had, and why others cannot; `late`: none."""
+    if late:
+        return [], f"{', '.join(order.nodes)} has had no room for {PINNED_SECONDS:.0f} s"
+    machines = alive(ray)
+    gone = [name for name in order.nodes if name not in machines]
+    pinned = [machines[name]["NodeID"] for name in order.nodes if name in machines]
+    return pinned, f"{', '.join(gone)} is not in the cluster" if gone else ""
+
+
+class End(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    """Its exit status, or LOST."""
+    why: str = ""
+    """What else ended it; empty: itself."""
+
+
+class Remote:
+    """One command on one machine, and the actor that holds it."""
+
+    def __init__(self, ray: Any, group: Any, index: int, order: Order) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        several = {NODE_INDEX_VARIABLE: str(index)} if len(order.nodes) > 1 else {}
+        self._command = replace(order.command, env={**order.command.env, **several})
+        self._errors = ray.exceptions
+        paths = {name: value for name, value in order.command.env.items() if name == "PYTHONPATH"}
+        self._actor = (
+            ray.remote(RoleActor)
+            .options(
+                num_cpus=0,
+                num_gpus=order.gpus,
+                max_concurrency=CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+                runtime_env={"env_vars": _WORKER | paths},
+            )
+            .remote()
+        )
+
+    async def run(self) -> End:
+        """Start it and show what it writes, until it ends or is lost."""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                machine = await self._actor.start.remote(self._command)
+            say(f"{self._command.name} runs on {machine}")
+            while chunk := await self._output():
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+            return End(await self._actor.status.remote())
+        except self._errors.RayActorError as error:
+            said = str(error).strip().splitlines()[-1].strip().partition(". ")[0]
+            return End(LOST, f"is lost with its machine or its actor ({said})")
+        except TimeoutError:
+            return End(LOST, f"has no actor after {START_SECONDS:.0f} s")
+        except self._errors.RayError as error:
+            return End(1, f"cannot be started: {error}")
+
+    async def _output(self) -> bytes:
+        while True:
+            try:
+                return await self._actor.output.remote()
+            except self._errors.ActorUnavailableError:  # Ray has not given the machine up
+                await asyncio.sleep(_LOOK_SECONDS)
+
+    def terminate(self) -> None:
+        self._actor.terminate.remote()
+
+    def kill(self) -> None:
+        self._actor.kill.remote()
+
+
+async def drive(ray: Any, order: Order) -> End:
+    """Run the command on all its machines; the first end that is not in order, else the first."""
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None, "runs in a task"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, this.cancel)
+    try:
+        group = await reserve(ray, order)
+    except asyncio.CancelledError:
+        return End(128 + signal.SIGTERM)
+    remotes = [Remote(ray, group, index, order) for index in range(len(order.nodes))]
+
+    def terminate() -> None:
+        for one in remotes:
+            one.terminate()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, terminate)
+    running = [asyncio.create_task(one.run()) for one in remotes]
+    done, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    ends = [task.result() for task in done]
+    if left and not any(end.status for end in ends):
+        await asyncio.wait(left, timeout=ORDERLY_SECONDS)
+    for one, task in zip(remotes, running, strict=True):
+        if not task.done():
+            one.kill()
+    ends += await asyncio.gather(*left)
+    return next((end for end in ends if end.status), ends[0])
+
+
+def main() -> int:
+    """Exit status of the program."""
+    redact_process()
+    try:
+        order = parse(sys.argv[1:])
+        with connected(order.address) as ray:
+            end = asyncio.run(drive(ray, order))
+    except ConfigError as error:
+        say(str(error))
+        return 2
+    if end.why:
+        say(f"{order.name} {end.why}")  # last: Ray says much by itself
+    return end.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

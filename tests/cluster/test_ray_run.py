@@ -1,0 +1,96 @@
+"""The quickstart under Ray, every engine real: on three namespaces, one of which is lost, and on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import ray_hosts
+from ray_hosts import ROOT, RayHosts
+
+from distill.quickstart import source
+
+REASON = ray_hosts.missing()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.engine,
+    pytest.mark.run,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.timeout(900),
+]
+STEPS, LOST_AT = 60, 15
+ROLES = ("distill.cli", "distill.evaluation", "teacher_service", "student_trainer", "vllm", "distill.launch")
+
+
+def command(folder: Path, *settings: str) -> list[str]:
+    """`distill run` of the quickstart's file, in `folder`."""
+    path, ours = source(0)
+    over = [*ours, f"run.folder={folder}/runs", "run.name=on-ray", f"run.steps={STEPS}"]
+    over += ["evaluation.every=30", "evaluation.prompts=64", "trainer.checkpoint_every=10"]
+    over += ["tracking.wandb=disabled", "cluster.type=ray", *settings]
+    line = [sys.executable, "-P", "-m", "distill.cli.main", "run", str(path)]
+    return [*line, *(word for setting in over for word in ("--set", setting))]
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 400
+    while not condition():
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.2)
+
+
+def steps(folder: Path) -> int:
+    path = folder / "runs/on-ray/metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def check(folder: Path) -> None:
+    """The run is complete, and its records agree."""
+    summary = json.loads((folder / "runs/on-ray/summary.json").read_text())
+    assert (summary["completed"], summary["weights_identical"]) == (True, True)
+    assert summary["steps"] == STEPS
+    words = [sys.executable, "-P", "-m", "distill.cli.main", "audit", str(folder / "runs/on-ray")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_run_completes_although_a_machine_is_lost(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    with RayHosts(tmp_path, [0, 0, 0]) as cluster:
+        settings = [f"cluster.address={cluster.address}", "trainer.nodes=2", "trainer.ranks=1"]
+        words = cluster.command(cluster.hosts[0], command(tmp_path, *settings))
+        with log.open("wb") as output:
+            run = subprocess.Popen(words, env=cluster.environment, cwd=ROOT, stdout=output, stderr=output)
+        until(lambda: steps(tmp_path) >= LOST_AT, run, log)
+        there = [host.processes("student_trainer") for host in cluster.hosts]
+        assert sum(bool(found) for found in there) == 2, "the ranks are on two machines"
+        lost = next(index for index in (1, 2) if there[index])
+        cluster.kill(lost)
+        assert run.wait(600) == 0, log.read_text()[-4000:]
+        assert not cluster.hosts[lost].processes(), "what the lost machine ran is gone"
+        left = {word: host.processes(word) for host in cluster.hosts for word in ROLES}
+        assert not any(left.values()), left
+    assert "takes another machine" in (tmp_path / "runs/on-ray/logs/trainer.log").read_text()
+    check(tmp_path)
+
+
+def test_a_run_on_a_head_of_its_own(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (tmp_path / "run.log").open("wb") as output:
+        run = subprocess.Popen(command(tmp_path), env=environment, cwd=ROOT, stdout=output, stderr=output)
+    until(lambda: steps(tmp_path) >= LOST_AT, run, tmp_path / "run.log")
+    below = psutil.Process(run.pid).children(recursive=True)
+    assert any(process.name() == "raylet" for process in below)
+    assert run.wait(400) == 0, (tmp_path / "run.log").read_text()[-4000:]
+    assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    check(tmp_path)

@@ -1,0 +1,59 @@
+"""A Ray cluster without Ray: what is refused, and what a client's command line holds."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from distill.config.cluster import RayCluster
+from distill.launch.placement import Need, Node
+from distill.launch.ray_cluster import Ray
+from distill.launch.ray_role import parse
+from sync.errors import ConfigError
+
+CLUSTER = RayCluster(type="ray", address="10.0.0.1:6379", env=["OWN"])
+
+
+@pytest.fixture
+def _ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"onpolicy-distill\[ray\]"):
+        Ray(CLUSTER)
+
+
+@pytest.mark.usefixtures("_ray_is_there")
+def test_a_variable_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OWN", raising=False)
+    with pytest.raises(ConfigError, match=r"cluster\.env names OWN, not set here"):
+        Ray(CLUSTER)
+
+
+@pytest.mark.usefixtures("_ray_is_there")
+def test_a_client_names_variables_and_finds_their_values_in_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"OWN": "value 1", "HF_TOKEN": "value 2", "DISTILL_TOKEN_FILE": "value 3", "OTHER": "value 4"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    nodes = [Node("10.0.0.2", 8, 64), Node("10.0.0.3", 8, 64)]
+    line = Ray(CLUSTER).client(Need("trainer", 4, 2), nodes, ["distill", "train", "-x"], {"OTHER": "value 4"})
+    assert not any("value" in word for word in line)
+    order = parse(line[line.index("distill.launch.ray_role") + 1 :])
+    assert (order.name, order.address, order.gpus) == ("trainer", "10.0.0.1:6379", 4)
+    assert order.nodes == ["10.0.0.2", "10.0.0.3"]
+    assert order.command.argv == ["distill", "train", "-x"]
+    assert {name: order.command.env[name] for name in given} == given
+    assert not set(order.command.env) - set(given) - {name for name in order.command.env if "HF_" in name}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:ray"])
+def test_an_address_without_a_cluster_is_refused_at_once(address: str) -> None:
+    words = [sys.executable, "-P", "-m", "distill.launch.ray_nodes", address]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"cluster.address {address}: no Ray cluster is there" in done.stderr
