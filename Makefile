@@ -23,11 +23,12 @@ test: $(STAMP)  ## the whole test suite side by side: runs, runs with faults, en
 
 test-faults: WHICH = tests/integration -v -m faults
 test-runs: WHICH = tests/integration -v -m "run and not faults"
-test-engines: WHICH = tests/integration -v -m "not run"
+test-engines: WHICH = tests/integration -v -m "not run and not cluster"
+test-cluster: WHICH = tests/integration -v -m cluster
 test-distill: WHICH = tests/unit/distill tests/test_*.py
 test-distill: $(ENVIRONMENTS)/.installed
 test-packages: WHICH = tests/unit --ignore=tests/unit/distill
-test-faults test-runs test-engines test-distill test-packages: test-%: $(STAMP)
+test-faults test-runs test-engines test-distill test-packages test-cluster: test-%: $(STAMP)
 	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(WHICH) | sed -u 's/^/$* | /'
 
 test-cluster: $(RAY)/.installed  ## roles and whole runs under Slurm and Ray, where they are there; not in `make test`

@@ -18,6 +18,7 @@ from distill.cli import chat as cli_chat
 from distill.cli import kubernetes as cli_kubernetes
 from distill.cli import plan as cli_plan
 from distill.cli import roles as cli_roles
+from distill.cli import slurm as cli_slurm
 from distill.cli import sync as cli_sync
 from distill.cli.options import (
     Config,
@@ -239,6 +240,9 @@ def _servers(controller: str, body: ServerRegisters | ServerLeaves | None) -> No
             f"{one.version or 'the model folder'!s:<16} {one.in_flight:>5} in flight" if one.phase else ""
         )
         typer.echo(f"{one.name:<18} {one.phase or '':<11} {version:<32} {one.url or 'not registered'}")
+
+
+app.command(rich_help_panel=ROLES)(cli_slurm.slurm)
 
 
 # --- results

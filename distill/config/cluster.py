@@ -42,7 +42,7 @@ class SlurmCluster(Settings):
     """Preemptible partition for replicas in a job of their own, which may come and go; None: they are in the
     job itself."""
     sbatch: list[str] = []
-    """Further options of sbatch, such as ["--constraint=h100", "--qos=long"]."""
+    """Further options of sbatch for the job itself, such as ["--constraint=h100", "--qos=long"]."""
     setup: str = ""
     """Shell lines of the job before `distill run`, such as "module load cuda"."""
 

@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from distill.config import RunConfig
-from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster
+from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
 from distill.launch.placement import TRAINER, Need, Node, lines, needs, place
 from distill.launch.ray_cluster import Ray
 from distill.launch.roles import Plan, plan_of
+from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
 from distill.registry import expected_servers
 from sync import secrets
@@ -52,8 +53,10 @@ def opened(config: RunConfig) -> AbstractContextManager[Cluster | None]:
     match config.cluster:
         case LocalCluster() | ExternalCluster():
             return nullcontext()
-        case RayCluster():
-            return Ray(config.cluster)
+        case RayCluster() as settings:
+            return Ray(settings)
+        case SlurmCluster() as settings:
+            return nullcontext(Slurm(settings))
     raise NotImplementedError(config.cluster.type)
 
 
@@ -90,6 +93,8 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
     env = {**env, **secrets.environment(config.model_dump(mode="json"))}
     found = registered(config, say)
     for name, words in _commands(config):
+        if name not in wanted:
+            continue
         argv = [sys.executable, "-m", "distill.cli.main", *words]
         client = engine.client(wanted[name], where[name], argv, env)
         found.children.append(ChildSpec(name, client, env, found.expected.get(name), ends=name == TRAINER))

@@ -53,6 +53,16 @@ def main() -> int:
     pipe, kill = int(sys.argv[2]), sys.argv[3] == KILL
     command = sys.argv[4:] if kill else sys.argv[3:]
     os.set_inheritable(pipe, False)
+    status = _watch(spawn(command), pipe, kill)
+    kill_descendants()
+    return status
+
+
+def spawn(command: list[str]) -> int:
+    """Start a command that is killed with this process, which adopts its orphans; its process id.
+
+    Signals to end are for the command from now on: this process ignores them.
+    """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     for number in ended:
@@ -61,9 +71,7 @@ def main() -> int:
     child = os.fork()
     if child == 0:
         _become(command, ended, own)
-    status = _watch(child, pipe, kill)
-    kill_descendants()
-    return status
+    return child
 
 
 def _become(command: list[str], ended: set[signal.Signals], guardian: int) -> None:
@@ -86,7 +94,7 @@ def _watch(child: int, pipe: int, kill: bool) -> int:
     `kill`: without a grace period then.
     """
     deadline: float | None = None
-    while (status := _reap(child)) is None:
+    while (status := reap(child)) is None:
         if deadline is None and select.select([pipe], [], [], POLL_SECONDS)[0]:
             if kill:
                 return 128 + signal.SIGKILL
@@ -101,7 +109,7 @@ def _watch(child: int, pipe: int, kill: bool) -> int:
     return status
 
 
-def _reap(child: int) -> int | None:
+def reap(child: int) -> int | None:
     """Collect every process that ended; the child's status if it was among them."""
     while True:
         try:

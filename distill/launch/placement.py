@@ -13,7 +13,7 @@ from itertools import count, islice
 from typing import Final
 
 from distill.config import RunConfig
-from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster
+from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
 from distill.preflight_checks.devices import EACH_NODE, Where
 from distill.preflight_checks.machine import installed_for_cpu
 from sync.errors import ConfigError
@@ -48,7 +48,13 @@ Placed = Mapping[str, Sequence[Node]]
 
 
 def needs(config: RunConfig, gpus: bool) -> list[Need]:
-    """Every process that a run starts; `gpus`: whether the cluster's machines have any."""
+    """Every process that a run starts; `gpus`: whether the cluster's machines have any.
+
+    Replicas on a partition of their own are started by Slurm. Raises ConfigError for `devices`.
+    """
+    cluster = config.cluster
+    elsewhere = isinstance(cluster, SlurmCluster) and cluster.replica_partition is not None
+    engine_places = isinstance(cluster, SlurmCluster | RayCluster)
     student, evaluation = config.student, config.evaluation
     engine = _parallel(student.flags())
     places: dict[str, tuple[Placement, int]] = {"student": (student, engine)}
@@ -62,12 +68,26 @@ def needs(config: RunConfig, gpus: bool) -> list[Need]:
         places["evaluation.replica"] = evaluation.replica or Placement(), engine
     found = []
     for section, names in config.processes().items():
+        if section == "student" and elsewhere:
+            continue
         place, default = places[section]
+        if engine_places:
+            _check_free(section, place.devices)
         count = place.gpus if place.gpus is not None else default * gpus
         found += [Need(name, count) for name in names]
     if config.controller.trainer == "launch":
+        if engine_places:
+            _check_free("trainer", config.trainer.devices)
         found.append(Need(TRAINER, config.trainer.ranks * gpus, config.trainer.nodes))
     return found
+
+
+def _check_free(section: str, devices: Sequence[str] | str | None) -> None:
+    if devices:
+        raise ConfigError(
+            f"{section}.devices = {devices!r}: on a cluster its engine says which GPUs a process has; leave "
+            f"it out, {'trainer.ranks' if section == 'trainer' else f'{section}.gpus'} is how many"
+        )
 
 
 def _parallel(arguments: Mapping[str, object]) -> int:
@@ -128,15 +148,19 @@ def planned(config: RunConfig) -> tuple[Where | None, list[str]]:
         return None, []
     if isinstance(cluster, ExternalCluster | RayCluster):
         with_trainer = config.controller.model_copy(update={"trainer": "launch"})
-        everyone = config.model_copy(update={"controller": with_trainer})
-        wanted = needs(everyone, gpus=not installed_for_cpu())
+        with_all = config.model_copy(update={"controller": with_trainer})
+        wanted = needs(with_all, gpus=not installed_for_cpu())
         own = {need.name: [Node(f"the machine of {need.name}", need.gpus, 0)] for need in wanted}
         return _gpus(wanted, own), []
     nodes = [Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)]
     wanted = needs(config, cluster.gpus_per_node > 0)
     placed = place(wanted, nodes)
     used, reserved = sum(need.gpus * need.nodes for need in wanted), cluster.nodes * cluster.gpus_per_node
-    return _gpus(wanted, placed), [*lines(placed, wanted), f"GPUs: {used} used of {reserved} reserved"]
+    told = [*lines(placed, wanted), f"GPUs: {used} used of {reserved} reserved"]
+    in_one = config.model_copy(update={"cluster": cluster.model_copy(update={"replica_partition": None})})
+    everyone = needs(in_one, cluster.gpus_per_node > 0)
+    own = {need.name: [Node(f"the machine of {need.name}", need.gpus, 0)] for need in everyone}
+    return _gpus(everyone, {**own, **placed}), told
 
 
 def _gpus(wanted: Iterable[Need], placed: Placed) -> dict[str, tuple[str, list[str]]]:

@@ -50,7 +50,7 @@ class RunFolder:
         and `resume` is true), and when its disk is too full.
         """
         path = config.run_dir
-        existing = (path / "journal").is_dir() and any((path / "journal").iterdir())
+        existing = holds_run(path)
         if resume and not existing:
             raise ConfigError(f"run folder {path} holds no run to resume: leave --resume out")
         try:
@@ -121,6 +121,12 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether there is something to resume."""
+    journal = run_dir / "journal"
+    return journal.is_dir() and any(journal.iterdir())
 
 
 def write_role(run_dir: Path, name: str, settings: Settings) -> Path:

@@ -1,0 +1,112 @@
+"""The Slurm job that this process is in: its machines, and the command of a step on some of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from distill.config.cluster import SlurmCluster
+from distill.launch.placement import Need, Node
+from distill.launch.slurm import step
+from sync.address import own_address
+from sync.errors import ConfigError
+
+GANG_WAIT_SECONDS: Final = 10
+"""From the first orderly end among the machines of one process to the end of the others."""
+_COMMAND_SECONDS: Final = 60.0
+
+
+class Slurm:
+    """A `Cluster` inside an allocation."""
+
+    def __init__(self, settings: SlurmCluster, environment: Mapping[str, str] = os.environ) -> None:
+        """Raises ConfigError outside of a job, and in one with less than `settings` say."""
+        self._settings = settings
+        if not (listed := environment.get("SLURM_JOB_NODELIST")):
+            raise ConfigError(
+                'cluster.type is "slurm", and this process is in no Slurm job: submit one with '
+                "`distill slurm CONFIG --submit`, or start `distill run` inside salloc"
+            )
+        names = scontrol("show", "hostnames", listed).split()
+        if len(names) < settings.nodes:
+            raise ConfigError(
+                f"cluster.nodes = {settings.nodes}, and the job has {len(names)} ({listed}): ask for as many "
+                "with --nodes, or take less"
+            )
+        gpus = environment.get("SLURM_GPUS_ON_NODE", "0")
+        if "SLURMD_NODENAME" in environment and int(gpus) < settings.gpus_per_node:
+            raise ConfigError(
+                f"cluster.gpus_per_node = {settings.gpus_per_node}, and the job has {gpus} on this machine: "
+                f"ask for them with --gres=gpu:{settings.gpus_per_node}"
+            )
+        cpus = dict(zip(names, cpus_of(environment["SLURM_JOB_CPUS_PER_NODE"]), strict=True))
+        here = environment.get("SLURMD_NODENAME")
+        names.sort(key=lambda name: name != here)
+        self._nodes = [Node(name, settings.gpus_per_node, cpus[name]) for name in names]
+        self.host = own_address(f"http://{address_of(names[-1])}")
+
+    def nodes(self) -> list[Node]:
+        """The machines of the job, this one first."""
+        return self._nodes
+
+    def client(
+        self, need: Need, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
+    ) -> list[str]:
+        """A step of the job. Its environment is this command's, by srun: `env` is there already."""
+        ours = [sys.executable, "-P", "-m", step.MODULE]
+        return [*ours, step.LAUNCH, *self._srun(need, nodes), *ours, step.GUARD, *argv]
+
+    def _srun(self, need: Need, nodes: Sequence[Node]) -> list[str]:
+        """A step with GPUs has them, and its share of the CPUs, alone; one without shares all CPUs."""
+        of_each = self._settings.gpus_per_node
+        cpus = min(node.cpus for node in nodes)
+        if need.gpus:
+            share = cpus * need.gpus // of_each
+            taken = ["--exact", f"--gres=gpu:{need.gpus}"]
+            taken += [f"--cpus-per-task={share - share % 2 or 1}"]  # whole cores of two threads
+        else:
+            taken = ["--overlap", f"--cpus-per-task={cpus}", *(["--gres=none"] if of_each else [])]
+        return [
+            "srun",
+            f"--job-name={need.name}",
+            f"--nodelist={','.join(node.name for node in nodes)}",
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes)}",
+            *taken,
+            "--mem=0",  # the job's, together with the other steps
+            "--mpi=none",
+            "--export=ALL",
+            "--input=none",
+            "--unbuffered",
+            "--kill-on-bad-exit=1",
+            f"--wait={GANG_WAIT_SECONDS}",
+        ]
+
+
+def cpus_of(text: str) -> list[int]:
+    """CPUs of each machine from "64(x3),32", as SLURM_JOB_CPUS_PER_NODE has them."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(cpus) for cpus, times in found for _ in range(int(times or 1))]
+
+
+def address_of(node: str) -> str:
+    """Where Slurm reaches a machine. Raises ConfigError."""
+    found = re.search(r"NodeAddr=(\S+)", scontrol("--oneliner", "show", "node", node))
+    return found[1] if found else node
+
+
+def scontrol(*words: str) -> str:
+    """What `scontrol` says. Raises ConfigError with its complaint."""
+    command = ["scontrol", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True)
+    except FileNotFoundError:
+        raise ConfigError("scontrol is not on this machine: Slurm's commands must be in PATH") from None
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stderr", None) or error
+        raise ConfigError(f"{' '.join(command)} failed: {str(said).strip()}") from None
+    return done.stdout

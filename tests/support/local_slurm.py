@@ -1,0 +1,209 @@
+"""A real Slurm whose machines are all this one: munged, slurmctld and a slurmd for each node, on loopback.
+
+    python tests/support/local_slurm.py FOLDER
+
+prints `export SLURM_CONF=…` and keeps it until its standard input ends. It needs Debian's slurm-wlm and
+munge, and root, which makes the device files that stand for GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from ports import free_port
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
+UP_SECONDS = 30.0
+REQUEUE_SECONDS = 5
+"""How long a requeued job waits: the life of a credential, 120 s unless it is set."""
+
+
+def missing() -> str | None:
+    """What keeps a local Slurm from running here; None: nothing."""
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    if absent:
+        return f"no {', '.join(absent)}: apt-get install slurm-wlm munge"
+    return None if os.geteuid() == 0 else "not root: the devices that stand for GPUs cannot be made"
+
+
+@dataclass(frozen=True)
+class LocalSlurm:
+    """A cluster that is up. Every command needs `environment`."""
+
+    folder: Path
+    nodes: tuple[str, ...]
+    daemons: Mapping[str, subprocess.Popen[bytes]]
+    """Such as "node0", and "slurmctld"."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        ours = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        return {**{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}, **ours}
+
+    def call(self, *words: str) -> str:
+        """Standard output of a Slurm command. Raises CalledProcessError."""
+        return subprocess.run(
+            words, env=self.environment, check=True, timeout=60, capture_output=True, text=True
+        ).stdout.strip()
+
+    def state(self, job: str) -> str:
+        """Such as "RUNNING"; also of a job that ended, for Slurm's five minutes."""
+        fields = dict(
+            word.split("=", 1) for word in self.call("scontrol", "show", "job", job).split() if "=" in word
+        )
+        return fields["JobState"]
+
+    def steps(self, job: str) -> list[str]:
+        """Names of the steps that run, sorted."""
+        found = self.call("squeue", "--steps", "--noheader", "--format=%i %j", f"--jobs={job}")
+        pairs = (line.split() for line in found.splitlines())
+        return sorted(name for step, name in pairs if step.rsplit(".", 1)[-1].isdigit())
+
+
+@contextlib.contextmanager
+def local_slurm(folder: Path, nodes: int = 4, gpus: int = 2, cpus: int = 8) -> Iterator[LocalSlurm]:
+    """A cluster of so many nodes, each with so many pretended GPUs; nothing of it is left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)
+    names = tuple(f"node{index}" for index in range(nodes))
+    _write_configuration(folder, names, gpus, cpus)
+    commands = {
+        "munged": ["munged", "--foreground", "--force", *_munge_files(folder)],
+        "slurmctld": ["slurmctld", "-D", "-f", str(folder / "slurm.conf")],
+        **{name: ["slurmd", "-D", "-N", name, "-f", str(folder / "slurm.conf")] for name in names},
+    }
+    daemons: dict[str, subprocess.Popen[bytes]] = {}
+    cluster = LocalSlurm(folder, names, daemons)
+    try:
+        for name, command in commands.items():
+            with (folder / f"{name}.out").open("ab") as output:
+                daemons[name] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=cluster.environment,
+                    start_new_session=True,
+                )
+            if name == "munged":
+                _until(lambda: (folder / "munge.socket").exists(), "munged")
+        _until(lambda: _idle(cluster) == nodes, f"the nodes; see {folder}/*.log")
+        yield cluster
+    finally:
+        _end(cluster)
+
+
+def _write_configuration(folder: Path, names: tuple[str, ...], gpus: int, cpus: int) -> None:
+    controller, *ports = (free_port() for _ in range(1 + len(names)))
+    (folder / "state").mkdir(exist_ok=True)
+    (folder / "munge.key").write_bytes(secrets.token_bytes(128))
+    (folder / "munge.key").chmod(0o400)
+    for index in range(gpus):
+        os.mknod(folder / f"nvidia{index}", 0o20666, os.makedev(1, 3))
+    gres = f"Name=gpu File={folder}/nvidia[0-{gpus - 1}] Flags=nvidia_gpu_env\n" if gpus else ""
+    (folder / "gres.conf").write_text(gres)
+    memory = psutil.virtual_memory().total >> 20
+    has = f" Gres=gpu:{gpus}" if gpus else ""
+    lines = [
+        "ClusterName=local",
+        "SlurmctldHost=localhost(127.0.0.1)",
+        f"SlurmctldPort={controller}",
+        "SlurmUser=root",
+        "SlurmdUser=root",
+        "AuthType=auth/munge",
+        f"AuthInfo=socket={folder}/munge.socket,cred_expire={REQUEUE_SECONDS}",
+        f"StateSaveLocation={folder}/state",
+        f"SlurmdSpoolDir={folder}/spool-%n",
+        f"SlurmctldPidFile={folder}/slurmctld.pid",
+        f"SlurmdPidFile={folder}/slurmd-%n.pid",
+        f"SlurmctldLogFile={folder}/slurmctld.log",
+        f"SlurmdLogFile={folder}/slurmd-%n.log",
+        "ProctrackType=proctrack/linuxproc",
+        "TaskPlugin=task/none",
+        "MpiDefault=none",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_CPU_Memory",
+        "GresTypes=gpu",
+        "SlurmdParameters=config_overrides",
+        "SlurmctldParameters=preempt_send_user_signal",
+        "PreemptType=preempt/partition_prio",
+        "PreemptMode=REQUEUE",
+        "SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0",
+        "KillWait=5",
+        "SlurmdTimeout=20",
+        "ReturnToService=2",
+        "JobCompType=jobcomp/none",
+        *(
+            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cpus} "
+            f"RealMemory={memory}{has}"
+            for name, port in zip(names, ports, strict=True)
+        ),
+        "PartitionName=main Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF",
+        "PartitionName=spare Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=20",
+    ]
+    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+
+
+def _munge_files(folder: Path) -> list[str]:
+    files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    return [f"--{option}={folder}/munge.{end}" for option, end in files.items()]
+
+
+def _idle(cluster: LocalSlurm) -> int:
+    try:
+        return (
+            cluster.call("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T")
+            .split()
+            .count("idle")
+        )
+    except subprocess.CalledProcessError:  # the controller is not up yet
+        return 0
+
+
+def _until(condition: object, what: str, seconds: float = UP_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not up after {seconds:g} s: {what}")
+        time.sleep(0.2)
+
+
+def _end(cluster: LocalSlurm) -> None:
+    """Cancel every job, end the daemons, kill what has this cluster's configuration in its environment."""
+    with contextlib.suppress(subprocess.SubprocessError):
+        cluster.call("scancel", "--state=PENDING", "--user=root")
+        cluster.call("scancel", "--user=root")
+        with contextlib.suppress(TimeoutError):
+            _until(lambda: not cluster.call("squeue", "--noheader"), "the jobs' end", 15.0)
+    for daemon in reversed(cluster.daemons.values()):
+        daemon.send_signal(signal.SIGTERM)
+    for daemon in cluster.daemons.values():
+        try:
+            daemon.wait(10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == str(
+                cluster.folder / "slurm.conf"
+            ):
+                process.kill()
+
+
+if __name__ == "__main__":
+    with local_slurm(Path(sys.argv[1]).absolute()) as up:
+        sys.stdout.write(f"export SLURM_CONF={up.folder}/slurm.conf\n")
+        sys.stdout.flush()
+        sys.stdin.read()

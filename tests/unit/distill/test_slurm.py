@@ -1,0 +1,495 @@
+"""Command lines of steps, scripts of jobs, and how a job ends; Slurm's commands are fakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from small_config import make_config
+
+from distill.config import RunConfig
+from distill.config.cluster import SlurmCluster
+from distill.launch.placement import Need, Node
+from distill.launch.slurm import job, step, submit
+from distill.launch.slurm.allocation import GANG_WAIT_SECONDS, Slurm, cpus_of
+from distill.registry import CONTROLLER_FILE
+from sync.errors import ConfigError, RemoteError
+
+ROOT = Path(__file__).parents[3]
+FOUR = SlurmCluster(type="slurm", nodes=4, gpus_per_node=8, cpus_per_node=64)
+JOB = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NODELIST": "gpu[1-4]",
+    "SLURM_JOB_CPUS_PER_NODE": "64(x4)",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURMD_NODENAME": "gpu1",
+}
+RECORD = """#!{python}
+import json, os, pathlib, sys
+said = {{"argv": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]], "environment": dict(os.environ)}}
+with open("{folder}/calls", "a") as file:
+    file.write(json.dumps(said) + "\\n")
+{rest}
+"""
+ANSWERS = {
+    "scontrol": 'print("gpu1 gpu2 gpu3 gpu4" if "hostnames" in sys.argv else "NodeAddr=127.0.0.1")',
+    "sbatch": 'print("4711;cluster")',
+    "scancel": "",
+}
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+"$@" &
+wait
+"""
+"""A task outlives it when it is killed, as Slurm's own do."""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
+    """Puts Slurm's commands on PATH; returns the command lines so far."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, rest in ANSWERS.items():
+        write_program(programs / name, RECORD.format(python=sys.executable, folder=tmp_path, rest=rest))
+    write_program(programs / "srun", SRUN)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "DISTILL_"))]:
+        monkeypatch.delenv(name)
+    return lambda: [one["argv"] for one in calls(tmp_path)]
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def calls(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "calls"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+# --- steps --------------------------------------------------------------------------------------------------
+
+
+def srun_of(line: list[str]) -> list[str]:
+    """The words of srun, without those of the two ends of the step."""
+    ours = [sys.executable, "-P", "-m", step.MODULE]
+    assert line[: len(ours) + 1] == [*ours, step.LAUNCH]
+    end = line.index(sys.executable, 1)
+    assert line[end : end + len(ours) + 1] == [*ours, step.GUARD]
+    return line[len(ours) + 1 : end]
+
+
+def test_a_role_with_gpus_has_them_and_its_share_of_the_cpus_alone(slurm) -> None:
+    engine = Slurm(FOUR, JOB)
+    node = engine.nodes()[2]
+    line = engine.client(Need("student-0", 2), [node], ["distill", "student"], {"DISTILL_HIDDEN": "s3cret"})
+    assert line[-2:] == ["distill", "student"]
+    assert srun_of(line) == [
+        *("srun", "--job-name=student-0", "--nodelist=gpu3", "--nodes=1", "--ntasks=1"),
+        *("--exact", "--gres=gpu:2", "--cpus-per-task=16", "--mem=0", "--mpi=none", "--export=ALL"),
+        *("--input=none", "--unbuffered", "--kill-on-bad-exit=1", f"--wait={GANG_WAIT_SECONDS}"),
+    ]
+    assert "s3cret" not in " ".join(line)
+
+
+def test_a_role_without_gpus_shares_the_cpus_and_sees_no_gpu(slurm) -> None:
+    engine = Slurm(FOUR, JOB)
+    words = srun_of(engine.client(Need("evaluator"), [engine.nodes()[0]], ["x"], {}))
+    assert [word for word in words if word.startswith(("--exact", "--overlap", "--gres", "--cpus"))] == [
+        *("--overlap", "--cpus-per-task=64", "--gres=none"),
+    ]
+    without = Slurm(FOUR.model_copy(update={"gpus_per_node": 0}), JOB)
+    words = srun_of(without.client(Need("evaluator"), [engine.nodes()[0]], ["x"], {}))
+    assert not [word for word in words if word.startswith("--gres")]  # a cluster may know no gres at all
+
+
+def test_a_trainer_on_several_machines_is_one_step(slurm) -> None:
+    engine = Slurm(FOUR, JOB)
+    words = srun_of(engine.client(Need("trainer", 8, 2), engine.nodes()[1:3], ["x"], {}))
+    assert {"--nodelist=gpu2,gpu3", "--nodes=2", "--ntasks=2", "--gres=gpu:8", "--cpus-per-task=64"} <= {
+        *words
+    }
+
+
+def test_the_machine_of_the_controller_comes_first(slurm) -> None:
+    names = [node.name for node in Slurm(FOUR, {**JOB, "SLURMD_NODENAME": "gpu3"}).nodes()]
+    assert names == ["gpu3", "gpu1", "gpu2", "gpu4"]
+    assert Slurm(FOUR, JOB).nodes()[0] == Node("gpu1", 8, 64)
+
+
+def test_cpus_are_read_as_slurm_writes_them() -> None:
+    assert cpus_of("64(x3),32,8(x2)") == [64, 64, 64, 32, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "in no Slurm job"),
+        ({**JOB, "SLURM_GPUS_ON_NODE": "4"}, "cluster.gpus_per_node = 8, and the job has 4"),
+    ],
+)
+def test_a_job_that_cannot_hold_the_run_is_refused(slurm, environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Slurm(FOUR, environment)
+
+
+def test_a_job_with_too_few_machines_is_refused(slurm) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.nodes = 5, and the job has 4 \(gpu\[1-4\]\)"):
+        Slurm(FOUR.model_copy(update={"nodes": 5}), JOB)
+
+
+# --- both ends of a step
+
+TASK = """
+import pathlib, signal, subprocess, sys, time
+def leave(*_):
+    print("told", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, leave)
+below = [subprocess.Popen(["sleep", "600"], start_new_session=new).pid for new in (False, True)]
+print("up", *below, flush=True)
+time.sleep(600)
+"""
+
+
+def launched(engine: Slurm, role: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
+    """A step that runs `role`, and the processes below it, as its first line says."""
+    line = engine.client(Need("student-0", 1), [engine.nodes()[0]], role, {})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment)
+    assert running.stdout is not None
+    return running, [int(word) for word in running.stdout.readline().split()[1:]]
+
+
+def test_term_reaches_the_command_and_its_status_comes_back(slurm) -> None:
+    """srun itself would kill it."""
+    running, below = launched(Slurm(FOUR, JOB), [sys.executable, "-c", TASK])
+    with running:
+        running.terminate()
+        assert running.wait(20) == 0  # the fake srun's; see the integration tests for Slurm's
+        assert running.stdout is not None
+        assert running.stdout.read() == "told\n"
+    until(lambda: not any(map(psutil.pid_exists, below)))
+
+
+def test_nothing_below_a_step_outlives_its_client(slurm) -> None:
+    """Both are killed at once, the client and srun; the task, which nothing else would end, notices."""
+    running, below = launched(Slurm(FOUR, JOB), [sys.executable, "-c", TASK])
+    with running:
+        assert all(map(psutil.pid_exists, below))
+        for process in [psutil.Process(running.pid), *psutil.Process(running.pid).children()]:
+            process.kill()
+        until(lambda: not any(map(psutil.pid_exists, below)), 5.0)
+
+
+def test_a_stranger_is_not_told_what_a_guard_is(slurm) -> None:
+    """Who connects without the step's word is hung up on, and the step goes on."""
+    running, _ = launched(Slurm(FOUR, JOB), [sys.executable, "-c", TASK])
+    with running:
+        (port,) = {one.laddr.port for one in psutil.Process(running.pid).net_connections() if not one.raddr}
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"x" * 32)
+            stranger.settimeout(10)
+            assert stranger.recv(1) == b""
+        running.terminate()
+        assert running.stdout is not None
+        assert running.stdout.read() == "told\n"
+
+
+def test_a_guard_without_its_client_runs_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    line = [sys.executable, "-P", "-m", step.MODULE, step.GUARD, "touch", str(tmp_path / "ran")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), step.LINK_VARIABLE: f"{port}:word"}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, (tmp_path / "ran").exists()) == (1, False)
+    assert "must reach each other's ports" in done.stderr
+
+
+# --- what a job does ----------------------------------------------------------------------------------------
+
+ROLE = """
+import signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+open("{folder}/started", "a").write(" ".join(sys.argv[1:]) + "\\n")
+deadline = time.monotonic() + {seconds}
+while not asked and time.monotonic() < deadline:
+    time.sleep(0.02)
+stopped = bool(asked)
+open("{folder}/over", "w")
+time.sleep(0.5)  # a second signal would come now
+open("{folder}/asked", "a").write(f"{{len(asked)}}\\n")
+sys.exit(130 if stopped else {status})
+"""
+
+
+@pytest.fixture
+def started(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[bytes]]:
+    """Starts a job's program with a stand-in for `distill`; returns when the stand-in runs."""
+
+    def start(*words: str, seconds: float = 60.0, status: int = 0) -> subprocess.Popen[bytes]:
+        role = tmp_path / "role.py"
+        role.write_text(ROLE.format(folder=tmp_path, seconds=seconds, status=status))
+        program = (
+            "import sys; from distill.launch.slurm import job\n"
+            f"job._DISTILL[:] = [sys.executable, {str(role)!r}]\n"
+            "sys.exit(job.main(sys.argv[1:]))"
+        )
+        environment = {**os.environ, **JOB, "PYTHONPATH": str(ROOT), "SLURM_MEM_PER_NODE": "9"}
+        running = subprocess.Popen([sys.executable, "-c", program, *words], env=environment)
+        until((tmp_path / "started").exists)
+        return running
+
+    return start
+
+
+def test_a_warned_run_is_stopped_once_and_requeued(slurm, started, tmp_path: Path) -> None:
+    running = started(job.RUN, str(tmp_path), "--", "run.toml")
+    running.send_signal(signal.SIGUSR1)
+    running.send_signal(
+        signal.SIGUSR1
+    )  # Slurm may say it twice, and `distill run` ends at once at the second
+    assert running.wait(20) == 130
+    assert (tmp_path / "asked").read_text() == "1\n"
+    assert slurm() == [["scontrol", "requeue", "17"]]
+
+
+@pytest.mark.parametrize(("number", "status", "seconds"), [(signal.SIGTERM, 130, 60), (signal.SIGUSR1, 0, 0)])
+def test_a_run_that_is_stopped_for_good_or_complete_is_not_requeued(
+    slurm, started, tmp_path: Path, number: signal.Signals, status: int, seconds: float
+) -> None:
+    running = started(job.RUN, str(tmp_path), "--", "run.toml", seconds=seconds)
+    until(lambda: seconds or (tmp_path / "over").exists())
+    running.send_signal(number)
+    assert running.wait(20) == status
+    assert slurm() == []
+
+
+def test_a_run_that_fails_by_itself_is_not_requeued(slurm, started, tmp_path: Path) -> None:
+    assert started(job.RUN, str(tmp_path), "--", "run.toml", seconds=0, status=2).wait(20) == 2
+    assert slurm() == []
+
+
+def test_a_run_goes_on_where_its_folder_holds_one(slurm, started, tmp_path: Path) -> None:
+    assert started(job.RUN, str(tmp_path), "--", "run.toml", seconds=0).wait(20) == 0
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal/1").touch()
+    assert started(job.RUN, str(tmp_path), "--", "run.toml", "--set", "a=1", seconds=0).wait(20) == 0
+    lines = (tmp_path / "started").read_text().splitlines()
+    assert lines == ["run run.toml", "run run.toml --set a=1 --resume"]
+
+
+def test_the_array_of_replicas_lives_as_long_as_the_run(slurm, started, tmp_path: Path) -> None:
+    array = ["--array", "distill-x-replicas", "replicas.sh"]
+    running = started(job.RUN, str(tmp_path), *array, "--", "run.toml")
+    cancel = ["scancel", "--name=distill-x-replicas"]
+    assert slurm() == [cancel, ["sbatch", "replicas.sh"]]
+    assert not [name for name in calls(tmp_path)[1]["environment"] if name.startswith("SLURM_")]
+    running.terminate()
+    until(lambda: slurm()[2:] == [cancel])
+    assert not (tmp_path / "asked").exists(), "it goes before the run, which may be killed for its time"
+    assert running.wait(20) == 130
+
+
+def test_an_array_that_is_refused_ends_the_job(slurm, tmp_path: Path, monkeypatch, capfd) -> None:
+    write_program(tmp_path / "bin/sbatch", "#!/bin/sh\necho 'Invalid partition' >&2; exit 1\n")
+    assert job.main([job.RUN, str(tmp_path), "--array", "name", "replicas.sh", "--", "run.toml"]) == 1
+    said = capfd.readouterr().err
+    assert "Invalid partition" in said
+    assert "the array of replicas cannot be submitted" in said
+
+
+def test_a_replica_waits_for_its_run_and_is_requeued_until_the_run_ends(
+    slurm, started, tmp_path: Path
+) -> None:
+    (tmp_path / CONTROLLER_FILE).write_text('{"url": "http://127.0.0.1:1"}')
+    running = started(job.REPLICA, str(tmp_path), "--", "--index", "3")
+    running.send_signal(signal.SIGUSR1)  # preempted
+    assert running.wait(20) == 130
+    assert started(job.REPLICA, str(tmp_path), "--", "--index", "3", seconds=0, status=9).wait(20) == 9
+    assert slurm() == [["scontrol", "requeue", "17"]] * 2
+    ended = started(job.REPLICA, str(tmp_path), "--", "--index", "3")
+    until(lambda: len((tmp_path / "started").read_text().splitlines()) == 3)
+    ended.terminate()  # scancel
+    assert ended.wait(20) == 130
+    replaced = started(job.REPLICA, str(tmp_path), "--", "--index", "3", seconds=0, status=3)
+    assert replaced.wait(20) == 3
+    assert len(slurm()) == 2
+    assert {*(tmp_path / "started").read_text().splitlines()} == {f"student {tmp_path} --index 3"}
+
+
+# --- scripts ------------------------------------------------------------------------------------------------
+
+
+def on_slurm(folder: Path, cluster: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
+    run = {"name": "run", "steps": 6, "folder": folder, "grace_seconds": 100.5, **sections.pop("run", {})}
+    of_four = {"type": "slurm", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 64}
+    return make_config(run=run, cluster={**of_four, **cluster}, **sections)
+
+
+def options(script: Path) -> list[str]:
+    lines = script.read_text().splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+
+
+def last_line(script: Path) -> list[str]:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    return shlex.split(script.read_text().splitlines()[-1])
+
+
+def test_the_script_of_a_job_says_what_the_configuration_says(slurm, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    further = {"partition": "long", "account": "acme", "sbatch": ["--constraint=h100"]}
+    config = on_slurm(tmp_path / "runs", {**further, "setup": "module load cuda", "time": "2-12"})
+    written = submit.write(config, Path("run.toml"), ["run.steps=7"])
+    folder = tmp_path / "runs/run/slurm"
+    assert written.job == folder / "job.sh"
+    assert options(written.job) == [
+        *("--job-name=distill-run", "--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=64"),
+        *("--gres=gpu:8", "--mem=0", f"--output={folder}/job-%j.log", "--partition=long", "--time=2-12"),
+        *("--account=acme", f"--chdir={tmp_path}", "--requeue", "--signal=B:USR1@131"),
+        *("--open-mode=append", "--constraint=h100"),
+    ]
+    assert last_line(written.job) == [
+        *("exec", sys.executable, "-P", "-m", job.MODULE, job.RUN, str(tmp_path / "runs/run")),
+        *("--", str(tmp_path / "run.toml"), "--set", "run.steps=7"),
+    ]
+    text = written.job.read_text()
+    assert text.index("trap '' USR1") < text.index("module load cuda") < text.index("exec ")
+    token = folder / "token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert f"export DISTILL_TOKEN_FILE={token}\n" in text
+    assert token.read_text().strip() not in text
+    before = token.read_text()
+    submit.write(config, Path("run.toml"), [])
+    assert token.read_text() == before, "servers of a run that is submitted again have this one"
+
+
+def test_a_token_that_is_set_is_kept(slurm, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "mine").write_text("mine\n")
+    monkeypatch.setenv("DISTILL_TOKEN_FILE", str(tmp_path / "mine"))
+    text = submit.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out").job.read_text()
+    assert f"export DISTILL_TOKEN_FILE={tmp_path}/mine\n" in text
+    assert not (tmp_path / "out/token").exists()
+    monkeypatch.setenv("DISTILL_TOKEN", "in the environment, which sbatch keeps")
+    text = submit.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out").job.read_text()
+    assert "DISTILL_TOKEN" not in text or "mine" in text
+
+
+def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path) -> None:
+    student = {"path": "student", "replicas": 6, "engine_args": {"tensor-parallel-size": 2}}
+    config = on_slurm(tmp_path, {"nodes": 1, "replica_partition": "spare"}, student=student)
+    written = submit.write(config, Path("run.toml"), [])
+    assert written.lines == [
+        "machine 0: evaluator (1 GPUs), teacher-t (1 GPUs), trainer (2 GPUs)",
+        "partition spare: 6 replicas",
+    ]
+    assert written.replicas is not None
+    name, *rest = options(written.replicas)
+    assert rest[:6] == [
+        *("--array=0-5", "--nodes=1", "--ntasks=1", "--cpus-per-task=16", "--gres=gpu:2"),
+        f"--output={tmp_path}/run/slurm/replica-%a.log",
+    ]
+    assert {"--partition=spare", "--requeue", "--signal=B:USR1@131"} <= {*rest}
+    assert last_line(written.replicas)[5:] == [
+        *(job.REPLICA, str(tmp_path / "run"), "--", "--index", "$SLURM_ARRAY_TASK_ID"),
+    ]
+    array = last_line(written.job)[7:10]
+    assert array == ["--array", name.removeprefix("--job-name="), str(written.replicas)]
+    other = submit.write(on_slurm(tmp_path / "b", {"replica_partition": "spare"}), Path("run.toml"), [])
+    assert last_line(other.job)[8] != array[1], "another run of the same name is not cancelled with it"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sections", "overrides", "words"),
+    [
+        ({"nodes": 1, "gpus_per_node": 2}, {}, [], "student-0 needs 1 GPUs, and the machines have left"),
+        (
+            {"replica_partition": "spare"},
+            {"student": {"path": "student", "gpus": 9}},
+            [],
+            "student-0 needs 9 GPUs, and the machines have left: a machine of spare 8",
+        ),
+        ({}, {"student": {"path": "s", "devices": ["0"]}}, [], r"student.devices = \['0'\]: on a cluster"),
+        (
+            {},
+            {"trainer": {"devices": "0,1", "deepspeed": "x"}},
+            [],
+            "leave it out, trainer.ranks is how many",
+        ),
+        ({"time": "2"}, {}, [], "cluster.time = '2' is 120 s, and the job is told to end 131 s"),
+        ({"time": "a day"}, {}, [], "cluster.time = 'a day' is no time limit"),
+        ({"sbatch": ["--gpus-per-node=8"]}, {}, [], "cluster.sbatch has --gpus-per-node=8: leave it out"),
+        ({}, {}, ["weights.store.options.secret_key=abcdefgh"], "holds a secret"),
+        (
+            {"replica_partition": "spare"},
+            {"student": {"path": "student", "urls": ["http://a:1"]}},
+            [],
+            "student.urls names replicas that run already",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    slurm, tmp_path: Path, cluster: dict[str, Any], sections: dict[str, Any], overrides: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        submit.write(on_slurm(tmp_path, cluster, **sections), Path("run.toml"), overrides)
+    assert "abcdefgh" not in str(refused.value)
+    assert not (tmp_path / "run/slurm/job.sh").exists()
+
+
+def test_another_cluster_and_a_run_that_is_there_are_refused(slurm, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'cluster\.type = "local"'):
+        submit.write(make_config(), Path("run.toml"), [])
+    journal = tmp_path / "run/journal"
+    journal.mkdir(parents=True)
+    (journal / "1").touch()
+    with pytest.raises(ConfigError, match="holds a run already: go on with --resume"):
+        submit.write(on_slurm(tmp_path, {}), Path("run.toml"), [])
+    assert submit.write(on_slurm(tmp_path, {}), Path("run.toml"), [], resume=True).job.is_file()
+
+
+def test_submitting_says_which_job_it_is(slurm, tmp_path: Path, monkeypatch) -> None:
+    assert submit.submit(tmp_path / "job.sh") == "4711"
+    assert slurm() == [["sbatch", "--parsable", str(tmp_path / "job.sh")]]
+    write_program(tmp_path / "bin/sbatch", "#!/bin/sh\necho 'sbatch: error: Invalid account' >&2; exit 1\n")
+    with pytest.raises(RemoteError, match="Invalid account"):
+        submit.submit(tmp_path / "job.sh")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="sbatch is not on this machine: type `sbatch"):
+        submit.submit(tmp_path / "job.sh")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("24:00:00", 86400),
+        ("2-12", 216000),
+        ("1-0:30", 88200),
+        ("1-1:1:1", 90061),
+    ],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: float) -> None:
+    assert submit.seconds_of(text) == seconds
