@@ -23,7 +23,6 @@ from sync.wire import (
     SamplingMask,
     Turn,
     VersionSpan,
-    behind,
     joined,
     pack,
     unpack,
@@ -102,6 +101,12 @@ class Sequence:
         """What the student is to continue: [P + T]."""
         return self.prompt + self.token_ids
 
+    @property
+    def routes_from(self) -> int:
+        """Positions whose routes are known: those of the next answer begin behind them, and theirs are kept,
+        whatever the student's weights have become since."""
+        return sum(one.shape[0] for one in self.routes)
+
     def asked(self, added: list[int]) -> None:
         """Add the environment's tokens."""
         if not self.own:
@@ -127,7 +132,7 @@ class Sequence:
         if answer.mask is not None:
             self.masks.append(answer.mask)
         if answer.routes is not None:
-            self.routes.append(behind(answer.routes, sum(one.shape[0] for one in self.routes)))
+            self.routes.append(answer.routes)
         self.own.append((start, start + count))
         for span in answer.spans:
             first, last = start + span.start, start + span.end

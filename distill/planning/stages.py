@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from distill.preflight_checks.devices import kv_bytes
+from distill.preflight_checks.experts import COUNTS, expert_parameters, has_experts, layers_of_experts
 from distill.preflight_checks.machine import count_parameters
 from distill.prompts.sources import text_config
 from sync.settings import ModelSource
@@ -63,17 +64,15 @@ class Shape:
 def shape_of(source: ModelSource, tensor: int = 1) -> Shape:
     """The model's, in an engine of `tensor` parallel GPUs. Raises ConfigError for an unreadable config."""
     model, parameters = text_config(source), count_parameters(source)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((found for name in names if (found := getattr(model, name, None))), None) or 1
-    chosen = (getattr(model, "num_experts_per_tok", None) or 1) if experts > 1 else 1
+    found = has_experts(model)
+    experts = next(count for name in COUNTS if (count := getattr(model, name, None))) if found else 1
+    chosen = (getattr(model, "num_experts_per_tok", None) or 1) if found else 1
     layers, heads = int(model.num_hidden_layers), int(model.num_attention_heads)
-    inner = float(getattr(model, "moe_intermediate_size", None) or model.intermediate_size)
-    dense = int(getattr(model, "first_k_dense_replace", 0) or 0)
     tied = bool(getattr(model, "tie_word_embeddings", False))
     return Shape(
         parameters,
         0 if tied else model.vocab_size * model.hidden_size,
-        0 if experts == 1 else 3.0 * (layers - dense) * experts * inner * model.hidden_size,
+        float(layers_of_experts(model) * expert_parameters(model)),
         int(experts),
         int(chosen),
         layers,

@@ -5,6 +5,8 @@
     transformers teacher    weights / GPUs + one forward pass of batch_tokens + logits of head_chunk
     trainer rank            (weights + gradients + master copy and moments) / ranks + gathered parameters
                             + activations of micro_batch_tokens + logits of head_chunk + teachers' heads
+                            trainer.expert_parallel = n leaves the shares as they are, experts being cut among
+                            the ranks / n that hold the same ones; of a layer 1 / n of the experts is gathered
     evaluator               the student in float32 + WORKSPACE
 
 Fragmentation, NCCL buffers and CUDA graphs are what `WORKSPACE` and the rest of a GPU are for.
@@ -23,6 +25,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from distill.config import RunConfig
+from distill.preflight_checks.experts import expert_parameters, layers_of_experts
 from distill.preflight_checks.machine import GIB, count_parameters, installed_for_cpu, runs_vllm
 from distill.preflight_checks.objective import precision
 from distill.prompts.sources import student_limit, text_config
@@ -318,7 +321,7 @@ def _rank(config: RunConfig) -> dict[str, float]:
     accumulated = {"fp32": 4}.get(json.get("data_types", {}).get("grad_accum_dtype"), item)
     on_gpu = {name: f"offload_{name}" not in zero for name in ("param", "optimizer")}
     trained = parameters if trainer.lora is None else 0
-    ranks, live = trainer.ranks * machines(trainer), int(zero.get("stage3_max_live_parameters", 1e9))
+    ranks = trainer.ranks * machines(trainer)
     width, inner, layers = model.hidden_size, _inner(model), model.num_hidden_layers
     layer = 16.0 * width + 4 * inner  # numbers that a layer keeps of a token for its backward pass
     kept = layers * width + layer if trainer.activation_checkpointing else layers * layer
@@ -329,8 +332,16 @@ def _rank(config: RunConfig) -> dict[str, float]:
         "weights": on_gpu["param"] * item * parameters / ranks,
         "gradients": accumulated * trained / ranks,
         "optimizer": on_gpu["optimizer"] * (12 if half else 8) * trained / ranks,
-        "gathered": float(item * min(parameters, live)),
+        "gathered": item * _gathered(parameters, model, zero, trainer.expert_parallel),
         f"activations of {trainer.micro_batch_tokens:,} tokens": item * trainer.micro_batch_tokens * kept,
         "logits": 12.0 * trainer.head_chunk * model.vocab_size,
         **(terms if heads else {}),
     }
+
+
+def _gathered(parameters: float, model: Any, zero: Mapping[str, Any], shared: int) -> float:
+    """Most parameters that a rank has whole at a time: what DeepSpeed allows, and at least the experts of a
+    layer that it runs, of which `shared` ranks have a part each."""
+    experts = expert_parameters(model) / shared
+    whole = parameters - (shared - 1) * layers_of_experts(model) * experts
+    return min(whole, max(float(zero.get("stage3_max_live_parameters", 1e9)), experts))

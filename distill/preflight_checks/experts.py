@@ -33,24 +33,45 @@ FAMILIES: Final = (
 """transformers' `model_type` of those that can be replayed."""
 
 
+NOT_UPDATED: Final = ("gpt_oss",)
+"""Of those, students whose experts a replica would keep as they were; `sync.replica.vllm_compat.load_weights`
+refuses all that are like them."""
+
+
 def has_experts(model: Any) -> bool:
     """Whether transformers' config is of a mixture of experts."""
-    return any((getattr(model, name, None) or 0) > 1 for name in COUNTS)
+    return _experts(model) > 1
+
+
+def _experts(model: Any) -> int:
+    """Of a layer; 0: it has none."""
+    return next((count for name in COUNTS if (count := getattr(model, name, None))), 0)
 
 
 def routing(model: Any) -> Routing | None:
     """How transformers' config routes; None: it is of no family in FAMILIES."""
     if model.model_type not in FAMILIES:
         return None
-    dense, every = getattr(model, "first_k_dense_replace", 0), getattr(model, "decoder_sparse_step", 1)
+    return Routing(layers_of_experts(model), model.num_experts_per_tok, _experts(model))
+
+
+def layers_of_experts(model: Any) -> int:
+    """Layers of transformers' config that have experts; 0: it has none."""
+    dense = getattr(model, "first_k_dense_replace", None) or 0
+    every = getattr(model, "decoder_sparse_step", None) or 1
     without = getattr(model, "mlp_only_layers", None) or ()
-    experts = next(count for name in COUNTS if (count := getattr(model, name, None)))
     layers = [
         layer
         for layer in range(model.num_hidden_layers)
         if layer >= dense and layer not in without and (layer + 1) % every == 0
     ]
-    return Routing(len(layers), model.num_experts_per_tok, experts)
+    return len(layers) if has_experts(model) else 0
+
+
+def expert_parameters(model: Any) -> int:
+    """Of all experts of one layer, shared ones not among them; 0: it has none."""
+    inner = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
+    return 3 * _experts(model) * inner * model.hidden_size if has_experts(model) else 0
 
 
 def routing_of(config: RunConfig) -> Routing | None:
@@ -59,7 +80,13 @@ def routing_of(config: RunConfig) -> Routing | None:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Why experts cannot be shared, or routing replayed, as it is asked for."""
+    """Why experts cannot be updated in a replica, shared, or routing replayed, as it is asked for."""
+    student = text_config(config.student).model_type
+    if student in NOT_UPDATED and config.trainer.lora is None:
+        yield (
+            f"the student is a {student}: vLLM loads its experts past the reload of a model that serves, and "
+            "replicas could not take new weights; train adapters (trainer.lora), or another student"
+        )
     if config.trainer.expert_parallel > 1:
         yield from expert_parallel.problems(
             config.trainer, text_config(config.student), trainer_ranks(config)

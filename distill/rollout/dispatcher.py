@@ -177,7 +177,10 @@ class Dispatcher:
     async def _send(self, request: _Request) -> None:
         """One request from start to end; leaves in it what was not answered, and why."""
         replica, count = request.replica, len(request.missing)
-        prompts = [GeneratePrompt(one.id, one.source_prompt.token_ids) for one in request.missing.values()]
+        prompts = [
+            GeneratePrompt(one.id, one.source_prompt.token_ids, routes_from=one.routes_from)
+            for one in request.missing.values()
+        ]
         message = GenerateRequest(sampling=self._validator.sampling, prompts=prompts)
         try:
             await self._run_log.journal.commit()
@@ -307,7 +310,7 @@ class Dispatcher:
         """Why an answer cannot be used; None: it can."""
         if isinstance(answer, GenerateFailed):
             return answer.error
-        return self._validator.generated(answer, len(rollout.source_prompt.token_ids))
+        return self._validator.generated(answer, len(rollout.source_prompt.token_ids), rollout.routes_from)
 
     def _completed(self, rollout: Rollout, answer: Generated) -> bool:
         """Requeue or reject what was broken off or ended by a limit, by its policy; else screen it: true."""

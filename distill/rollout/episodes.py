@@ -150,7 +150,8 @@ class Episodes:
         """Have a replica complete the context."""
         prompt = replace(rollout.source_prompt, token_ids=episode.context)
         turn = self._turns[rollout.id] = asyncio.get_running_loop().create_future()
-        self._events.emit(TurnReady(replace(rollout, issued=prompt, own=list(episode.sequences[0].own))))
+        own, routes_from = list(episode.sequences[0].own), episode.sequences[-1].routes_from
+        self._events.emit(TurnReady(replace(rollout, issued=prompt, own=own, routes_from=routes_from)))
         try:
             return await turn
         finally:

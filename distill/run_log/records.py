@@ -132,6 +132,7 @@ class Rollout(Record, frozen=True):
     mask: SamplingMask | None = None  # of the T tokens; None: sampled from the whole vocabulary
     routes: Array | None = None
     """u1 or i4 [P + T - 1, layers, experts of a token], as in Generated; None: not recorded"""
+    routes_from: int = 0  # of the turn of an episode that is generated, as in GeneratePrompt; else 0
 
     @property
     def length(self) -> int:

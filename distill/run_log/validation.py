@@ -72,9 +72,10 @@ class Validator:
         )
         return cls(sampling, want, vocab_size, routing)
 
-    def generated(self, answer: Generated, prompt: int) -> Problem | None:
+    def generated(self, answer: Generated, prompt: int, routes_from: int = 0) -> Problem | None:
         """Of a completion of `prompt` tokens by the student."""
-        places = prompt + answer.token_ids.shape[0] - 1 if answer.token_ids.shape else 0
+        count = answer.token_ids.shape[0] if answer.token_ids.shape else 0
+        places = prompt + count - 1 - routes_from
         return checks.generated(answer, self.sampling, self.vocab_size) or (
             checks.routes(answer.routes, places, self.routing) if answer.token_ids.data else None
         )

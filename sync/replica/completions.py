@@ -64,6 +64,11 @@ def prompt_problem(prompt: GeneratePrompt, limits: Limits) -> str | None:
             f"the prompt has {len(prompt.token_ids)} tokens and the context holds {limits.max_length}, "
             "completion included: shorten it, or start the engine with a larger max-model-len"
         )
+    if not 0 <= prompt.routes_from < len(prompt.token_ids):
+        return (
+            f"routes_from is {prompt.routes_from} and the prompt has {len(prompt.token_ids)} tokens: at most "
+            "the route of its last token is the first that is wanted"
+        )
     low, high = min(prompt.token_ids), max(prompt.token_ids)
     if low < 0 or high >= limits.vocab_size:
         return (

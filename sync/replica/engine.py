@@ -27,7 +27,7 @@ from sync.broadcast import Reception
 from sync.errors import ConfigError
 from sync.replica.routing import RouteRecord
 from sync.replica.swap import Source, Swap
-from sync.replica.vllm_compat import initial_weights, leave_out_padding, load_adapter, load_weights
+from sync.replica.vllm_weights import initial_weights, leave_out_padding, load_adapter, load_weights
 from sync.snapshots.checkpoint import read_folder
 from sync.wire import BroadcastTicket
 

@@ -195,7 +195,9 @@ class Generation:
         if problem := completions.prompt_problem(prompt, self._limits):
             return wire.GenerateFailed(id=prompt.id, error=problem)
         sampling = self._request.sampling
-        params = vllm_compat.sampling_params(sampling, self._limits.vocab_size, prompt.seed)
+        params = vllm_compat.sampling_params(
+            sampling, self._limits.vocab_size, prompt.seed, prompt.routes_from
+        )
         request_id = f"{prompt.id}#{next(_request_numbers)}"
         try:
             completion = await vllm_compat.complete(
@@ -205,9 +207,11 @@ class Generation:
             return wire.GenerateFailed(id=prompt.id, error=f"the engine refused the prompt: {error}")
         routes = None
         if sampling.routes and self._routes is not None and completion.token_ids.size:
-            token_ids = np.concatenate([np.array(prompt.token_ids, np.int32), completion.token_ids])
+            read = np.array(prompt.token_ids[prompt.routes_from :], np.int32)
+            token_ids = np.concatenate([read, completion.token_ids])
             try:
-                routes = await self._routes.routes(request_id, token_ids, completion.routes)
+                native = None if completion.routes is None else completion.routes[prompt.routes_from :]
+                routes = await self._routes.routes(request_id, token_ids, native)
             except DataError as error:
                 return wire.GenerateFailed(id=prompt.id, error=str(error), unusable=True)
         return completions.generated(prompt.id, completion, sampling, routes)

@@ -7,7 +7,7 @@ token of a completion has none. In a prompt it is that of its first pass. Later 
 after a preemption or a swap of weights, change nothing: the first write wins.
 
 Letters: N tokens of one pass, M mixture-of-experts layers, K experts of a token, E experts of a layer,
-P tokens of a prompt, T of its completion.
+P tokens of a prompt, T of its completion, R the first position whose route is wanted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import numpy as np
 from sync.errors import DataError
 from sync.wire import Routing
 
+ROUTES_FROM: Final = "distill_routes_from"
+"""R among a request's `extra_args` of vLLM's sampling parameters; a request without it is not recorded."""
 TOGETHER: Final = 16
 """Most completions whose routes come in one answer: 50 MB for 8,192 tokens each of Qwen3-30B-A3B."""
 KEPT_SECONDS: Final = 60.0
@@ -30,10 +32,11 @@ KEPT_SECONDS: Final = 60.0
 
 
 class _Request:
-    """Tokens and routes of the positions 0 … `length` - 1 of one request."""
+    """Tokens and routes of the first `length` positions from R on of one request; all starts are behind R."""
 
-    def __init__(self, shape: Routing) -> None:
-        self.length = 0
+    def __init__(self, shape: Routing, first: int) -> None:
+        """`first`: R"""
+        self.first, self.length = first, 0
         self.unread: range | None = None
         """Positions before a recorded pass that no recorded pass read; None: there are none."""
         self.ended: float | None = None
@@ -68,8 +71,9 @@ class _Request:
 
     def message(self) -> dict[str, Any]:
         if self.unread is not None:
+            begin, end = (self.first + place for place in (self.unread.start, self.unread.stop))
             return {
-                "error": f"positions {self.unread.start} to {self.unread.stop - 1} came from a cache, or "
+                "error": f"positions {begin} to {end - 1} came from a cache, or "
                 "from a time without a record: keep enable-prefix-caching = false, and record from the start"
             }
         routes_NMK = self._route_NMK[: self.length]
@@ -96,12 +100,19 @@ class RouteRecord:
         """Requests with routes."""
         return len(self._requests)
 
-    def write(self, request: str, start: int, token_N: np.ndarray, route_NMK: np.ndarray) -> None:
-        """What one pass gave for the tokens of `request` at positions `start` … `start` + N - 1."""
+    def write(
+        self, request: str, start: int, token_N: np.ndarray, route_NMK: np.ndarray, first: int = 0
+    ) -> None:
+        """What one pass gave for the tokens of `request` at positions `start` … `start` + N - 1.
+
+        `first`: R, the same in all passes of a request.
+        """
         held = self._requests.get(request)
         if held is None:
-            held = self._requests[request] = _Request(self.shape)
-        held.write(start, token_N, route_NMK)
+            held = self._requests[request] = _Request(self.shape, first)
+        known = max(0, first - start)
+        if known < len(token_N):
+            held.write(start + known - first, token_N[known:], route_NMK[known:])
 
     def end(self, requests: Iterable[str]) -> None:
         """The engine let go of these: finished, or aborted."""
@@ -133,7 +144,8 @@ class RouteRecord:
 
 
 def routes_of(message: dict[str, Any] | None, token_ids: np.ndarray) -> np.ndarray:
-    """Routes u1 or i4 [P + T - 1, M, K] of a finished sequence, `token_ids` i4 [P + T], from its `take`.
+    """Routes u1 or i4 [P + T - 1 - R, M, K] of a finished sequence, `token_ids` i4 [P + T - R] from position
+    R on, from its `take`.
 
     Raises DataError when there are none, or not for every position, or of other tokens.
     """

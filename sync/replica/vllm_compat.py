@@ -1,14 +1,11 @@
-"""Every touch of vLLM that is not its public interface, in one place, for vLLM 0.32; recording routes has
-`vllm_routing`.
+"""Every touch of vLLM that is not its public interface, for vLLM 0.32; what weights need in a worker is in
+`vllm_weights`, what recording routes needs in `vllm_routing`.
 
 In the API process: `setup_server` of its entry point, `CoreEngineProcManager.monitor_engine_liveness`,
 `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms sleep of
 `pause_generation`), `AsyncLLM.collective_rpc` and `errored`, `app.state.engine_client`, the columns of
 FlatLogprobs, and the counter `vllm:generation_tokens` in prometheus_client's registry.
 In every process: `_get_attn_isa` of the CPU attention backend.
-In a worker: `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, what
-`ParallelLMHead` and experts pack on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and
-`model.compute_logits`, which both model runners call outside of captured graphs.
 tests/integration/test_replica.py and test_lora.py exercise all of it against the pinned version.
 """
 
@@ -19,41 +16,26 @@ import functools
 import logging
 import multiprocessing
 import os
-from collections.abc import Awaitable, Iterator
-from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Awaitable
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 import vllm
 from prometheus_client import REGISTRY
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _place_kernel_tensors,
-    finalize_layerwise_reload,
-    get_layerwise_info,
-)
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import utils as engine_processes
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from sync.errors import ConfigError, ended_by, how_it_ended
 from sync.replica.completions import TIMED_OUT, Completion, Limits, ranks
-from sync.snapshots.checkpoint import NamedTensors
-from sync.tokenizers import never_sample_from, vocab_size
+from sync.replica.routing import ROUTES_FROM
 from sync.wire import Sampling
 
 logger = logging.getLogger(__name__)
@@ -160,7 +142,9 @@ def prefix_caching(engine: Any) -> bool:
     return bool(engine.vllm_config.cache_config.enable_prefix_caching)
 
 
-def sampling_params(sampling: Sampling, vocab_size: int, seed: int | None = None) -> SamplingParams:
+def sampling_params(
+    sampling: Sampling, vocab_size: int, seed: int | None = None, routes_from: int = 0
+) -> SamplingParams:
     """vLLM's parameters: one final output, flat log-probabilities, no text."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
@@ -176,6 +160,7 @@ def sampling_params(sampling: Sampling, vocab_size: int, seed: int | None = None
         flat_logprobs=True,
         skip_clone=True,
         skip_reading_prefix_cache=sampling.routes,  # else a prefix has the routes of another's pass, or none
+        extra_args={ROUTES_FROM: routes_from} if sampling.routes else None,
     )
 
 
@@ -279,109 +264,3 @@ def offer(app: Any) -> None:
 async def call_workers(engine: Any, method: str, *args: Any) -> list[Any]:
     """One answer of WorkerExtension's `method` per worker."""
     return list(await _answer(engine, engine.collective_rpc(method, args=args)))
-
-
-# --- worker -----------------------------------------------------------------------------------------------
-
-
-def leave_out_padding(model: Any, config: VllmConfig) -> None:
-    """Never sample an id that the tokenizer does not have. Nothing changes where the model has no such row.
-
-    vLLM's other way to logits, batch-sharded sampling, refuses the max-logprobs of -1 that we start with.
-    """
-    rows = config.model_config.get_vocab_size()
-    known = vocab_size(cached_tokenizer_from_config(config.model_config))
-    if known < rows:
-        logger.info("ids %d to %d have no token: they are never sampled", known, rows - 1)
-        never_sample_from(model, known)
-
-
-def initial_weights(config: VllmConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint the engine was started with, by vLLM's own loader (local folder or Hub)."""
-    yield from get_model_loader(config.load_config).get_all_weights(config.model_config, model)
-
-
-@torch.no_grad()
-def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -> None:
-    """Put a whole checkpoint into a live model, in place, through layerwise reload.
-
-    Works on the CPU, where linear layers hold packed weights only, and by construction on CUDA (tensors keep
-    their storage, so captured graphs stay valid; not run here). Raises whatever the model's loader raises,
-    and ValueError when a parameter got nothing; the model is then mixed, but can be loaded again.
-    """
-    expected = {name for name, _ in model.named_parameters()}
-    initialize_layerwise_reload(model)
-    try:
-        loaded = model.load_weights(tensors)
-        finalize_layerwise_reload(model, model_config)
-    except BaseException:
-        _abandon_reload(model)
-        raise
-    _repack_heads(model)
-    if current_platform.is_cpu():
-        _repack_experts(model)
-    missing = set() if loaded is None or model_config.quantization else expected - loaded
-    if missing:
-        raise ValueError(f"the checkpoint has nothing for {sorted(missing)[:3]}: publish a whole checkpoint")
-
-
-@torch.no_grad()
-def load_adapter(model: Any, config: VllmConfig, folder: Path | None, tensors: NamedTensors) -> None:
-    """Put an adapter in the place of the one before, under ADAPTER's number, between two decode steps.
-
-    `tensors` are those of `folder`, whose adapter_config.json says how they apply; None: an empty adapter.
-    Raises ValueError for an adapter that does not fit; the model may then hold none and can be loaded again.
-    """
-    manager, lora = model.lora_manager, config.lora_config
-    assert lora is not None, "started with --enable-lora"
-    if folder is None:
-        rank = lora.max_lora_rank  # a dummy is all zeros
-        adapter = manager.create_dummy_lora(ADAPTER.adapter_id, rank, model.embedding_modules)
-    else:
-        helper = PEFTHelper.from_local_dir(str(folder), None)
-        helper.validate_legal(lora)
-        mapper = getattr(model, "hf_to_vllm_mapper", None)
-        adapter = LoRAModel.from_lora_tensors(
-            ADAPTER.adapter_id,
-            {name: tensor.clone() for name, tensor in tensors},  # vLLM scales them in place
-            helper,
-            device="cpu",
-            dtype=cast(torch.dtype, lora.lora_dtype),
-            model_vocab_size=config.model_config.get_vocab_size(),
-            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
-        )
-    packed = manager.packed_modules_mapping
-    known = {name for module in manager.supported_lora_modules for name in (module, *packed.get(module, ()))}
-    others = [name for name in adapter.loras if name.rpartition(".")[2] not in known]
-    stray = [name for name in others if ".experts" not in name]
-    if stray:
-        raise ValueError(f"the engine takes no adapter of {stray[:3]}: train other target_modules")
-    manager.remove_adapter(ADAPTER.adapter_id)
-    manager.add_adapter(adapter)
-    manager.activate_adapter(ADAPTER.adapter_id)
-
-
-def _abandon_reload(model: torch.nn.Module) -> None:
-    """Put the live tensors back where layerwise reload left placeholders, so that a new reload can start."""
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and info.kernel_tensors is not None:
-            _place_kernel_tensors(layer, info)
-        info.reset()
-
-
-def _repack_heads(model: torch.nn.Module) -> None:
-    """On the CPU an output head multiplies with a packed copy of its weight. A head tied to the embedding has
-    no weights of its own to load, so layerwise reload leaves its old copy in place: pack it anew."""
-    for head in model.modules():
-        if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
-            cast(Any, head).quant_method.process_weights_after_loading(head)
-
-
-def _repack_experts(model: torch.nn.Module) -> None:
-    """On the CPU a kernel reads the weights of experts in a layout of its own, and vLLM 0.32 packs them
-    only at its first load. What a reload brought lies as in the checkpoint: pack it, or it is misread."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod):
-            cast(Any, method).moe_kernel.fused_experts.process_weights_after_loading(layer)

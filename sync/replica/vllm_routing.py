@@ -2,7 +2,7 @@
 
 Where the engine records them itself (`enable-return-routed-experts`, the V2 model runner), it is
 `MoERunner.layer_id`. Where we do, `MoERunner.router.set_capture_fn` with `_quant_method`, and of the V1 model
-runner `_model_forward`, `_update_states`, `query_start_loc` and `input_batch.req_ids`.
+runner `_model_forward`, `_update_states`, `query_start_loc`, `input_batch.req_ids` and `requests`.
 tests/v2_runner and tests/integration/test_replica_routing.py exercise it against the pinned version.
 """
 
@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from sync.errors import ConfigError
-from sync.replica.routing import NativeRoutes, RouteRecord
+from sync.replica.routing import ROUTES_FROM, NativeRoutes, RouteRecord
 from sync.wire import Routing
 
 
@@ -34,7 +34,7 @@ def native_routes(runner: Any, config: VllmConfig) -> NativeRoutes | None:
 
 
 def record_routes(runner: Any, config: VllmConfig) -> RouteRecord:
-    """The record that every later forward pass of this model runner adds to.
+    """The record that every later forward pass of this model runner adds to, for requests with ROUTES_FROM.
 
     Raises ConfigError when routes cannot be recorded as this engine was started, or its model has no experts.
     """
@@ -110,14 +110,26 @@ class _Recorder:
         """In the place of the runner's `_model_forward`."""
         self._pass = [None] * len(self._pass)
         output = inner(**inputs)
+        names = self._runner.input_batch.req_ids
+        first = {name: place for name in names if (place := self._wanted(name)) is not None}
+        if not first:  # a warm-up, or an evaluation
+            return output
         ends = self._runner.query_start_loc.np[1 : self._runner.input_batch.num_reqs + 1].tolist()
         route_NMK = self._stacked(ends[-1])
         token_N, position_N = (
             inputs[name][: ends[-1]].cpu().numpy().astype(np.int32) for name in ("input_ids", "positions")
         )
-        for request, start, end in zip(self._runner.input_batch.req_ids, [0, *ends], ends, strict=False):
-            self.record.write(request, int(position_N[start]), token_N[start:end], route_NMK[start:end])
+        for name, start, end in zip(names, [0, *ends], ends, strict=False):
+            if name in first:
+                of_name = token_N[start:end], route_NMK[start:end]
+                self.record.write(name, int(position_N[start]), *of_name, first[name])
         return output
+
+    def _wanted(self, name: str) -> int | None:
+        """First position of a request whose route is wanted; None: none is."""
+        params = self._runner.requests[name].sampling_params
+        first = ((params and params.extra_args) or {}).get(ROUTES_FROM)
+        return first if isinstance(first, int) else None  # what others send under this name is not ours
 
     def _stacked(self, tokens: int) -> np.ndarray:
         """[N = tokens, M, K]. Raises ConfigError, which ends the engine: its record would be wrong."""

@@ -74,13 +74,6 @@ def cut(array: Array, count: int) -> Array:
     return Array(array.dtype, (count, *array.shape[1:]), array.data[: row * count])
 
 
-def behind(array: Array, count: int) -> Array:
-    """`array` without its first `count` elements along the first axis."""
-    left = max(0, array.shape[0] - count)
-    row = len(array.data) // array.shape[0] if array.shape[0] else 0
-    return Array(array.dtype, (left, *array.shape[1:]), array.data[len(array.data) - row * left :])
-
-
 def joined(arrays: Sequence[Array]) -> Array:
     """Concatenated along the first axis; floats of unlike precision become f4. There must be one array.
 

@@ -105,6 +105,9 @@ class GeneratePrompt(msgspec.Struct, frozen=True):
     token_ids: list[int]
     seed: int | None = None
     """None: the engine's own randomness."""
+    routes_from: int = 0
+    """First position whose route is wanted, with `Sampling.routes`: those before it are known from an earlier
+    turn; less than the tokens of the prompt."""
 
 
 class GenerateRequest(Message, frozen=True):
@@ -131,8 +134,9 @@ class Generated(Message, frozen=True):
     mask: SamplingMask | None = None
     """None: not asked for."""
     routes: Array | None = None
-    """u1 or i4 [P + T - 1, layers, K] of `Routing`: experts of every token but the last, the prompt's too, as
-    they were when it was first computed; None: not asked for"""
+    """u1 or i4 [P + T - 1 - R, layers, K] of `Routing`, R of `GeneratePrompt.routes_from`: experts of every
+    token from there on but the last, the prompt's too, as they were when it was first computed; None: not
+    asked for"""
 
 
 class GenerateFailed(Message, frozen=True):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import route_recorder
 import torch
-from route_recorder import COMPLETION, PROMPT, SEQUENCES
+from route_recorder import ASKED, COMPLETION, PROMPT, SEQUENCES
 from routed_models import chosen
 from vllm_replica import save_model
 
@@ -91,6 +91,23 @@ def test_after_a_swap_of_weights_earlier_tokens_keep_the_routes_that_sampled_fro
     np.testing.assert_array_equal(recorded[:old], before[:old])
     np.testing.assert_array_equal(recorded[old:], after[old:])
     assert (before != after).any((1, 2)).mean() > 0.9, "else it proves nothing"
+
+
+def test_a_second_turn_brings_the_routes_that_the_first_did_not_and_those_stay(
+    found: dict[str, np.ndarray], folders: list[Path]
+) -> None:
+    """The swap was between the turns: the whole context was computed again, by other routers."""
+    first, ((tokens, routes, _),) = found["first-0/routes"], sequences(found, "turn")
+    assert len(first) == PROMPT + COMPLETION - 1
+    assert len(routes) == len(tokens) - 1 - len(first) == 1 + ASKED + COMPLETION - 1
+    before, after = (chosen(model_of(folder), tokens) for folder in folders)
+    joined = np.sort(np.concatenate([first, routes]), -1)
+    np.testing.assert_array_equal(joined[: len(first)], before[: len(first)])
+    np.testing.assert_array_equal(joined[len(first) :], after[len(first) :])
+
+
+def test_of_a_request_that_wants_no_routes_none_are_held(found: dict[str, np.ndarray]) -> None:
+    assert found["held beside an evaluation"] == 1, "the turn of an episode"
 
 
 def test_experts_compute_with_the_weights_of_the_swap(

@@ -176,7 +176,9 @@ class MemoryReplica:
             finish_reason=reason,  # type: ignore[arg-type]
             topk_ids=pack(some_ids(count, sampling.student_topk)) if sampling.student_topk else None,
             mask=some_masks(said[:count], sampling.top_k) if sampling.mask else None,
-            routes=some_routes([*prompt.token_ids, *said[:count]]) if sampling.routes else None,
+            routes=some_routes([*prompt.token_ids[prompt.routes_from :], *said[:count]])
+            if sampling.routes
+            else None,
         )
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:

@@ -2,8 +2,9 @@
 
     python route_recorder.py FOLDER FOLDER_OF_THE_SWAP OUT.npz
 
-Generates under chunked prefill and preemption, then swaps weights in the middle of a completion, and writes
-every sequence with its routes, and what happened on the way.
+Generates under chunked prefill and preemption, then swaps weights in the middle of a completion, then has the
+first completion continued as the second turn of an episode, whose first routes are known. Writes every
+sequence with its routes, and what happened on the way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-SEQUENCES, PROMPT, COMPLETION, SWAP_AT = 8, 30, 40, 6
+SEQUENCES, PROMPT, COMPLETION, SWAP_AT, ASKED = 8, 30, 40, 6, 9
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -40,12 +41,12 @@ class Recorded:
         self.happened: Counter[str] = Counter()
         write = RouteRecord.write
 
-        def counted(record: Any, request: str, start: int, token_N: Any, route_NMK: Any) -> None:
+        def counted(record: Any, request: str, start: int, token_N: Any, *more: Any) -> None:
             again = start == 0 and request in record._requests
             self.happened.update(
                 passes=1, preempted=again, prompts_in_part=start == 0 and len(token_N) < PROMPT
             )
-            write(record, request, start, token_N, route_NMK)
+            write(record, request, start, token_N, *more)
 
         RouteRecord.write = counted  # type: ignore[method-assign]
         llm = vllm.LLM(
@@ -68,9 +69,17 @@ class Recorded:
         assert self.rpc("distill_record_routes")[0] == self.shape, "again changes nothing"
         self.record = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.distill_record
 
-    def add(self, name: str, prompt: list[int]) -> None:
-        """Without a seed of its own: with one, a prompt in parts ends vLLM's engine on CPUs."""
-        params = self._params(max_tokens=COMPLETION, ignore_eos=True, detokenize=False, logprobs=0)
+    def add(self, name: str, prompt: list[int], routes_from: int | None = 0) -> None:
+        """Without a seed of its own: with one, a prompt in parts ends vLLM's engine on CPUs.
+
+        `routes_from`: as in GeneratePrompt; None: no routes are wanted.
+        """
+        from sync.replica.routing import ROUTES_FROM
+
+        wanted = None if routes_from is None else {ROUTES_FROM: routes_from}
+        params = self._params(
+            max_tokens=COMPLETION, ignore_eos=True, detokenize=False, logprobs=0, extra_args=wanted
+        )
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def steps(self, limit: int | None = None) -> dict[str, tuple[list[int], list[float]]]:
@@ -93,14 +102,14 @@ class Recorded:
 
         return routes_of(self.rpc("distill_routes", args=([name],))[0][0], np.array(tokens, np.int32))
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, routes_from: int = 0) -> dict[str, Any]:
         """Arrays of all sequences in flight, taken as they finish."""
         found: dict[str, Any] = {}
         for name, (tokens, logp) in self.steps().items():
             found |= {
                 f"{name}/tokens": tokens,
                 f"{name}/logp": logp,
-                f"{name}/routes": self.take(name, tokens),
+                f"{name}/routes": self.take(name, tokens[routes_from:]),
             }
         return found
 
@@ -122,6 +131,13 @@ def main(folder: str, swapped: str, out: str) -> None:
     assert recorded.rpc("distill_outcome") == [None]
     assert recorded.engine.reset_prefix_cache(reset_running_requests=True)
     found |= recorded.finish()
+    asked = g.integers(0, 64, ASKED).tolist()
+    recorded.add("turn", [*found["first-0/tokens"], *asked], len(found["first-0/routes"]))
+    recorded.add("evaluation", prompts[1], None)
+    recorded.steps(2)
+    found["held beside an evaluation"] = len(recorded.record)
+    recorded.engine.abort_request(["evaluation"])
+    found |= recorded.finish(len(found["first-0/routes"]))
 
     from sync.replica import routing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,50 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2 groups": ("DeepseekV2", LATENT | GROUPS | {"topk_method": "group_limited_greedy"}),
     "glm4": ("Glm4Moe", GROUPED | GROUPS | {"head_dim": 8, "n_group": 1, "norm_topk_prob": True}),
 }
+PUBLISHED = tuple(CONFIGS)
+"""Shards tile what transformers saves."""
+BY_RANKS = ("deepseek-v3", "mixtral", "olmoe", "qwen2", "qwen3")
+"""Ranks share the experts, and the gradients are those of one process."""
+SERVED = ("glm4", "mixtral", "olmoe", "qwen2", "qwen3")
+"""vLLM's log-probabilities are transformers', before and after an update, and so are recorded routes."""
+NOT_UPDATED = ("gpt-oss",)
+"""Served by vLLM, and an update is refused."""
+SCORED = ("qwen3",)
+"""A teacher of engine "vllm" gives the scores of transformers; of others `families_in_vllm.py teacher`."""
 TOKENS_RL = torch.arange(22).reshape(2, 11).mul(7).remainder(VOCAB)
+
+
+TAUGHT_TOKENS = [3 + 5 * place % 29 for place in range(20)]
+WIDE: dict[str, Any] = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 32}
+WIDE |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}  # of vLLM's kernel for CPUs
+WIDE |= {"kv_lora_rank": 512, "q_lora_rank": 32}
+
+
+def save_for_vllm(family: str, folder: Path, seed: int) -> None:
+    """Large enough for vLLM's kernels on CPUs, in fp32, with a tokenizer of the words w0, w1, …"""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    kind, fields = CONFIGS[family]
+    sized = fields | {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 64}
+    sized |= {name: value for name, value in WIDE.items() if name in fields}
+    if family.startswith("deepseek"):
+        sized["head_dim"] = WIDE["qk_rope_head_dim"]
+    if family == "deepseek-v3":  # of the published checkpoints; transformers knows no other way
+        sized |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    torch.manual_seed(seed)
+    model = untrained(kind, sized)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.ndim > 1 or name.endswith(("bias", "sinks")):
+            torch.nn.init.normal_(tensor, std=0.15)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+def config_of(family: str) -> Any:
+    kind, fields = CONFIGS[family]
+    return getattr(transformers, f"{kind}Config")(**fields)
 
 
 def untrained(kind: str, fields: dict[str, Any]) -> Any:

@@ -113,6 +113,36 @@ def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(
     assert (found["weights"], found["optimizer"], found["gradients"]) == (2 * PARAMETERS, 0, 0)
 
 
+def mixture(folder: Path, layers: int = 3) -> str:
+    """Layers 0 and 2 have 8 experts of 3 x 64 x 96."""
+    from transformers import Qwen3MoeConfig
+
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
+    more = {"head_dim": 16, "vocab_size": VOCABULARY, "dtype": "bfloat16", "mlp_only_layers": [1]}
+    Qwen3MoeConfig(hidden_size=WIDTH, **sizes, **experts, **more).save_pretrained(folder)  # type: ignore[arg-type]
+    return str(folder)
+
+
+@pytest.mark.parametrize("live", [1e9, 1e4], ids=["as many as there are", "a layer at a time"])
+def test_ranks_that_share_experts_gather_a_part_of_them_and_keep_what_zero_keeps(
+    tmp_path: Path, live: float
+) -> None:
+    student, total = {"path": mixture(tmp_path)}, count_parameters(ModelSource(path=str(tmp_path)))
+    layer = 8 * 3 * WIDTH * INNER
+
+    def trainer(shared: int) -> dict[str, float]:
+        overrides = {"zero_optimization.stage3_max_live_parameters": live}
+        given = {"ranks": 4, "devices": "0,1,2,3", "expert_parallel": shared, "overrides": overrides}
+        return terms(apart(str(tmp_path), student=student, trainer=given))["trainer"]
+
+    alone, by_two = trainer(1), trainer(2)
+    assert alone["gathered"] == 2 * (total if live == 1e9 else layer)
+    assert by_two["gathered"] == 2 * (total - 2 * layer / 2 if live == 1e9 else layer / 2)
+    assert by_two == alone | {"gathered": by_two["gathered"]}
+    assert by_two["optimizer"] == 12 * total / 4
+
+
 def test_tensor_parallel_engines_take_as_many_gpus_as_they_ask_for(model: str) -> None:
     student = {
         "path": model,

@@ -39,11 +39,16 @@ class Recorder(MemoryReplica):
     """Remembers the context and the answer of every turn, and the version of every token."""
 
     turns: dict[str, list[tuple[list[int], list[int]]]] = field(default_factory=lambda: defaultdict(list))
+    routes: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """First position of every turn's routes, and the one behind the last."""
     versions: dict[str, list[Version]] = field(default_factory=lambda: defaultdict(list))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         contexts = {prompt.id: prompt.token_ids for prompt in request.prompts}
+        first = {prompt.id: prompt.routes_from for prompt in request.prompts}
         async for answer in super().generate(request):
+            routed = (answer.routes and answer.routes.shape[0]) or 0
+            self.routes[answer.id].append((first[answer.id], first[answer.id] + routed))
             self.turns[answer.id].append((contexts[answer.id], unpack(answer.token_ids).tolist()))
             for span in answer.spans:
                 self.versions[answer.id] += [span.version] * (span.end - span.start)
@@ -113,6 +118,8 @@ async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_
         assert one.mask.ids == SamplingMask.joined(of_turns).ids
         assert ((unpack(one.mask.sizes) > 0) == said).all()
         assert one.routes == some_routes(PROMPT + tokens)
+        (routes,) = (replica.routes[one.id] for replica in replicas.values() if one.id in replica.turns)
+        assert [start for start, _ in routes] == [0, *(end for _, end in routes[:-1])], "each is sent once"
         assert one.reward in (0.0, 1.0)
     assert {task for _, task in environment.begun} == set(range(len(environment.begun)))
 
@@ -193,6 +200,7 @@ async def test_a_context_that_is_rewritten_makes_another_row_and_every_own_token
         found = []
         for one in parts:
             sequence = unpack(one.prompt).tolist() + unpack(one.tokens).tolist()
+            assert one.routes == some_routes(sequence)
             start_of = one.prompt.shape[0]
             found += [
                 (sequence[: start_of + start], sequence[start_of + start : start_of + end])

@@ -54,9 +54,10 @@ def _ends_workers() -> Iterator[None]:
         MADE.pop().close()
 
 
-def evaluator(models: Path, teacher: Any, vllm: Any, **evaluation: Any) -> Evaluator:
+def evaluator(models: Path, teacher: Any, vllm: Any, own: Any = None, **evaluation: Any) -> Evaluator:
     weights: Any = Folders(models / "student")
-    MADE.append(Evaluator(configure(models, **evaluation), weights, {"t": teacher}, lambda url: vllm))
+    config = configure(models, **evaluation)
+    MADE.append(Evaluator(config, weights, {"t": teacher}, lambda url: vllm, replica=own))
     return MADE[-1]
 
 
@@ -211,7 +212,8 @@ async def test_completions_on_disk_are_evaluated_by_another_process_and_not_gene
 
 async def test_a_replica_of_its_own_is_brought_to_the_version(models: Path) -> None:
     replica = Replica(models / "student", None)  # type: ignore[arg-type]
-    one = evaluator(models, Teacher(models / "teacher"), replica, replica={"urls": ["http://127.0.0.1:1"]})
+    placed = {"urls": ["http://127.0.0.1:1"]}
+    one = evaluator(models, Teacher(models / "teacher"), replica, replica, replica=placed)
     await evaluated(one)
     assert replica.updates == []
     await evaluated(one, Version(0, 2))

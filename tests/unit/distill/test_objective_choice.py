@@ -70,7 +70,7 @@ def test_a_default_that_depends_on_an_unreadable_model_is_refused_with_the_key_t
 
 
 def test_every_role_alone_resolves_the_same_objective(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(single_role, "trainer_process", lambda config, _: config.objective)
+    monkeypatch.setattr(single_role, "trainer_process", lambda config, *_: config.objective)
     config = unnamed(tmp_path, run={"folder": str(tmp_path)}, student={"path": model_config(tmp_path)})
     assert single_role.train(config, "http://127.0.0.1:1") == Full()
 

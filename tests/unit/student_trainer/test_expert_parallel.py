@@ -5,6 +5,7 @@ AutoEP's layers are made here without a launcher; tests/integration/test_expert_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from routed_models import CHOSEN, EXPERTS, build, gradients, live_routes, loss_of
+from routed_models import BY_RANKS, CHOSEN, EXPERTS, build, gradients, live_routes, loss_of
 from torch import Tensor
 
+from distill.preflight_checks.experts import expert_parameters, layers_of_experts
 from student_trainer import expert_parallel
 from student_trainer.config import TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config
@@ -31,8 +33,7 @@ from sync.errors import ConfigError
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 JSONS = Path(__file__).parents[3] / "configs/deepspeed"
 ALONE = Ranks(0, 1, torch.device("cpu"))
-SHARED_FAMILIES = ["deepseek-v3", "mixtral", "olmoe", "qwen2", "qwen3"]
-every_shared = pytest.mark.parametrize("family", SHARED_FAMILIES)
+every_shared = pytest.mark.parametrize("family", BY_RANKS)
 
 
 def settings(size: int = 2, json: str = "zero3_cpu.json", **more: Any) -> TrainerSettings:
@@ -222,6 +223,28 @@ def test_shards_of_four_ranks_tile_the_saved_checkpoint_bit_for_bit(family: str)
                 seen[part.name][there] += 1
                 assert np.array_equal(held[part.name], wanted[part.name][there]), part.name
     assert all((count == 1).all() for count in seen.values())
+
+
+@every_shared
+def test_a_rank_has_whole_and_keeps_what_the_preflight_counts(family: str) -> None:
+    plain, student = build(family), student_of(family)
+    replace_layers(student, section_of(student), 2, 1)
+    whole: Counter[str] = Counter()
+    for name, parameter in student.model.named_parameters():
+        prefix, experts, _ = name.partition(".experts.")
+        whole[prefix if experts else "the rest"] += parameter.numel()
+    rest = whole.pop("the rest")
+    counted, layers = expert_parameters(plain.config), layers_of_experts(plain.config)
+    assert [*whole.values()] == [counted / 2] * layers
+    total = sum(parameter.numel() for parameter in plain.parameters())
+    assert rest == total - layers * counted
+    for layer in student.modules():
+        if getattr(layer, "_is_autoep_layer", False):
+            layer.ep_group = object()  # type: ignore[assignment]
+    for _ in partitioned(student, 1):
+        shards: Any = [*student.model.parameters()]
+        kept = sum(parameter.ds_tensor.numel() for parameter in shards)
+        assert total / 4 <= kept < total / 4 + len(shards), "a fourth of all, and padding"
 
 
 # --- routing replay ---------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,24 +13,32 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from routed_models import (
+    BY_RANKS,
     CHOSEN,
     CONFIGS,
     EXPERTS,
     GROUPED,
     LOCAL,
+    PUBLISHED,
+    SCORED,
+    SERVED,
     TOKENS_RL,
     VOCAB,
     build,
+    config_of,
     gradients,
     live_routes,
     loss_of,
     untrained,
 )
+from small_config import make_config
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
+from distill.preflight_checks import experts
 from distill.preflight_checks.experts import has_experts, routing
+from student_trainer import expert_parallel
 from student_trainer.engine import Student
 from student_trainer.head import HeadShape
 from student_trainer.routing import FAMILIES, LIVE, check_routes, placed, replayed, routers
@@ -206,6 +216,24 @@ def test_routes_are_laid_out_for_padded_and_for_packed_rows() -> None:
 
 
 # --- which models -----------------------------------------------------------------------------------------
+
+
+def test_the_table_of_families_is_that_of_the_tests() -> None:
+    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ((?:yes|refused|not).*) \|$", page, re.MULTILINE)
+    told = {name: [cell.strip() == "yes" for cell in cells.split("|")] for name, cells in rows}
+    lists = (CONFIGS, BY_RANKS, PUBLISHED, SERVED, SCORED)
+    shown = [{config_of(family).model_type for family in families} for families in lists]
+    assert told == {name: [name in families for families in shown] for name in shown[0]}
+    assert shown[0] == {*experts.FAMILIES}
+    assert shown[1] == {*expert_parallel.FAMILIES}
+
+
+def test_a_student_whose_experts_replicas_cannot_update_is_refused(tmp_path: Path) -> None:
+    config_of("gpt-oss").save_pretrained(tmp_path)
+    (problem,) = experts.problems(make_config(student={"path": str(tmp_path)}))
+    assert "the student is a gpt_oss: vLLM loads its experts past the reload" in problem
+    assert not [*experts.problems(make_config(student={"path": str(tmp_path)}, trainer={"lora": {}}))]
 
 
 def test_every_known_router_is_tested() -> None:

@@ -68,6 +68,13 @@ def test_prompts_that_cannot_be_completed_are_named(tokens, says):
     assert problem is None if says is None else says in problem
 
 
+@pytest.mark.parametrize(("first", "refused"), [(-1, True), (0, False), (2, False), (3, True)])
+def test_routes_are_asked_for_from_a_position_of_the_prompt_on(first, refused):
+    problem = prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), LIMITS)
+    assert (problem is not None) == refused
+    assert problem is None or f"routes_from is {first} and the prompt has 3 tokens" in problem
+
+
 @pytest.mark.parametrize(
     ("sampling", "says"),
     [

@@ -25,10 +25,10 @@ class Engine:
         self.record, self.shape = RouteRecord(shape, lambda: self.now), shape
         self._random = np.random.default_rng(0)
 
-    def run(self, request: str, start: int, *tokens: int) -> np.ndarray:
+    def run(self, request: str, start: int, *tokens: int, first: int = 0) -> np.ndarray:
         size = (len(tokens), self.shape.layers, self.shape.chosen)
         routes = self._random.integers(0, self.shape.experts, size).astype(self.shape.dtype)
-        self.record.write(request, start, np.array(tokens, np.int32), routes)
+        self.record.write(request, start, np.array(tokens, np.int32), routes, first)
         return routes
 
     def routes(self, request: str, *tokens: int) -> np.ndarray:
@@ -63,21 +63,41 @@ def test_a_token_that_the_engine_threw_away_takes_its_route_with_it() -> None:
     np.testing.assert_array_equal(engine.routes("a", 5, 6, 8, 1, 0), np.concatenate([kept, *new]))
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 1), min_size=1, max_size=5))))
+def test_routes_before_the_first_one_that_is_wanted_are_not_held() -> None:
+    """A prompt of seven in three parts, the first four of them known; then again after a preemption."""
+    engine = Engine()
+    engine.run("a", 0, 5, 6, first=4)
+    passes = [engine.run("a", 2, 7, 8, 9, first=4)[2:], engine.run("a", 5, 1, 2, first=4)]
+    engine.run("a", 0, 5, 6, 7, 8, 9, 1, first=4)
+    passes.append(engine.run("a", 6, 2, 3, first=4)[1:])
+    np.testing.assert_array_equal(engine.routes("a", 9, 1, 2, 3, 0), np.concatenate(passes))
+    engine.run("b", 0, 5, 6, first=2)
+    assert len(engine.record) == 1, "held since its first part"
+    engine.run("b", 3, 7, first=2)
+    with pytest.raises(DataError, match="positions 2 to 2 came from a cache"):
+        engine.routes("b", 9, 7, 8)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 1), min_size=1, max_size=5))),
+    st.integers(0, 3),
+)
 def test_any_order_of_passes_gives_each_position_the_first_route_of_its_token(
-    passes: list[tuple[int, list[int]]],
+    passes: list[tuple[int, list[int]]], first: int
 ) -> None:
     engine, expected = Engine(), dict[int, tuple[int, Any]]()
     for behind, tokens in passes:
         start = max(0, len(expected) - behind)
-        routes = engine.run("a", start, *tokens)
+        tokens = [0 if place < first else token for place, token in enumerate(tokens, start)]  # of a prompt
+        routes = engine.run("a", start, *tokens, first=first)
         for position, (token, route) in enumerate(zip(tokens, routes, strict=True), start):
             if position in expected and expected[position][0] != token:
                 expected = {place: held for place, held in expected.items() if place < position}
             expected.setdefault(position, (token, route))
-    tokens = [token for token, _ in expected.values()]
-    if tokens:
-        for route, (_, wanted) in zip(engine.routes("a", *tokens, 0), expected.values(), strict=True):
+    held = [*expected.values()][first:]
+    if held:
+        tokens = [token for token, _ in held]
+        for route, (_, wanted) in zip(engine.routes("a", *tokens, 0), held, strict=True):
             np.testing.assert_array_equal(route, wanted)
 
 

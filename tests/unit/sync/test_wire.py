@@ -18,7 +18,6 @@ from sync.wire import (
     Version,
     VersionSpan,
     Wait,
-    behind,
     checks,
     decode,
     encode,
@@ -214,12 +213,6 @@ def test_routes_are_of_every_token_and_of_experts_there_are(routes: Array | None
 
 def test_many_experts_need_wider_numbers() -> None:
     assert [Routing(1, 1, experts).dtype for experts in (256, 257)] == ["u1", "i4"]
-
-
-@given(st.integers(0, 5), st.integers(0, 7))
-def test_an_array_without_its_first_elements(length: int, count: int) -> None:
-    values = np.arange(length * 2, dtype="i4").reshape(length, 2)
-    assert unpack(behind(pack(values), count)).tolist() == values[count:].tolist()
 
 
 def test_a_mask_may_exceed_top_k_by_ties_and_no_more() -> None:
