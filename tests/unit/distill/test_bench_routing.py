@@ -17,9 +17,10 @@ from student_trainer.routing import replayed, routers
 from sync.wire import Version, VersionSpan, pack
 
 
-def test_the_students_layers_all_have_experts() -> None:
-    found = routers(routing.mixture(routing.MIXTURE))
-    assert [(one.experts, one.chosen) for one in found] == [(routing.EXPERTS, routing.CHOSEN)] * 4
+@pytest.mark.parametrize("experts", routing.EXPERTS)
+def test_the_students_layers_all_have_experts(experts: int) -> None:
+    found = routers(routing.mixture(routing.MIXTURE, experts))
+    assert [(one.experts, one.chosen) for one in found] == [(experts, routing.EXPERTS[experts])] * 4
 
 
 def test_figures_are_of_the_first_step_of_all_steps_and_of_the_end(tmp_path: Path) -> None:
@@ -48,14 +49,14 @@ def test_ways_are_compared_on_the_tokens_that_the_first_weights_generated(
 ) -> None:
     """μ is the model through what was recorded: its own routes, but others in a layer of two tokens."""
     torch.manual_seed(0)
-    model = routing.mixture(replace(routing.MIXTURE, width=32, layers=2, heads=1))
+    model = routing.mixture(replace(routing.MIXTURE, width=32, layers=2, heads=1), 128)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     tokens = torch.arange(3, 15)
     routes_SMK = live_routes(model, tokens[None, :-1])
-    routes_SMK[[6, 8], 1] = (routes_SMK[[6, 8], 1] + 9) % routing.EXPERTS
+    routes_SMK[[6, 8], 1] = (routes_SMK[[6, 8], 1] + 9) % 128
     with torch.no_grad(), replayed(routers(model), routes_SMK):
         logp_V = model(tokens[None, :-1]).logits[0, 4:].float().log_softmax(-1)
     rollout = Rollout(
@@ -82,7 +83,7 @@ def test_ways_are_compared_on_the_tokens_that_the_first_weights_generated(
 def test_a_ratio_above_one_means_that_replay_is_better() -> None:
     live = dict.fromkeys(routing.ROWS, 2.0)
     medians = {routing.LIVE: live, routing.REPLAYED: dict.fromkeys(routing.ROWS, 1.0)}
-    same = {way: dict.fromkeys(routing.SAME, 1.0) for way in routing.WAYS}
+    same = {16: {way: dict.fromkeys(routing.SAME, 1.0) for way in routing.WAYS}}
     printed = routing.table({"medians": medians, "same": same}).splitlines()
     lines = dict(line.strip("| ").split(" | ", 1) for line in printed if " | " in line)
     assert lines["KL(μ‖p) at version 0, nats per token"] == "2.00e+00 | 1.00e+00 | 2.00"
