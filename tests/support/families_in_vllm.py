@@ -88,24 +88,27 @@ def replicas(folder: str, out: str, *families: str) -> None:
 
 
 def teachers(*families: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     from teacher_service.config import TeacherConfig
     from teacher_service.engines import build
     from teacher_service.engines.base import Item, ScoreOptions
 
     args = {name: ENGINE[name] for name in ("enforce_eager", "gpu_memory_utilization")}
     args["distributed_executor_backend"] = "uni"
-    items = [Item(np.array(TAUGHT_TOKENS, np.int32), 1)]
+    ids_1L = torch.tensor([TAUGHT_TOKENS])
     for family in families or CONFIGS:
         with tempfile.TemporaryDirectory() as home:
             save_for_vllm(family, Path(home), 0)
-            plain = TeacherConfig(path=home, dtype="float32")
-            served = TeacherConfig(path=home, dtype="float32", engine="vllm", engine_args=args)
-            scores = []
-            for config in (plain, served):
-                engine = build(config, VOCAB)
-                scores.append(np.asarray(engine.score(items, ScoreOptions()).logprob_C))
-                engine.close()
-        sys.stdout.write(f"{family}: {np.abs(scores[0] - scores[1]).max():.1e}\n")
+            model = AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).eval()
+            with torch.no_grad():
+                logp_LV = model(ids_1L[:, :-1]).logits[0].log_softmax(-1)
+            own = logp_LV.gather(1, ids_1L[0, 1:, None])[:, 0].numpy()
+            engine = build(TeacherConfig(path=home, dtype="float32", engine="vllm", engine_args=args), VOCAB)
+            scores = engine.score([Item(np.array(TAUGHT_TOKENS, np.int32), 1)], ScoreOptions())
+            engine.close()
+        sys.stdout.write(f"{family}: {np.abs(np.asarray(scores.logprob_C) - own).max():.1e}\n")
         sys.stdout.flush()
 
 
