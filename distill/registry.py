@@ -21,10 +21,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from distill.config import RunConfig
 from distill.rollout.replica_client import ReplicaEngine
 from distill.rollout.replica_pool import ReplicaPool
+from sync import secrets
 from sync.address import Address, url_problem
 from sync.client import BlockingPeer
 from sync.errors import ConfigError, DistillError, RemoteError, Replaced, WrongServer
@@ -78,8 +80,13 @@ class Registry:
         """Note where a server is. Raises Replaced, and RemoteError for what cannot join."""
         url = wanted.url.rstrip("/")
         _check_run(wanted.run or self._run, self._run)
-        if problem := url_problem(url):
-            raise RemoteError(f"server {wanted.name or ''} at {url!r} cannot register: it is {problem}")
+        problem = url_problem(url)
+        if problem is None and urlsplit(url).username is not None:
+            problem = "one with a user's name: leave that out"
+        if problem is not None:
+            raise RemoteError(
+                f"server {wanted.name or ''} at {secrets.redact(url)!r} cannot register: it is {problem}"
+            )
         name = wanted.name or self._free_name()
         holder = self._holders.get(name)
         if (name, wanted.boot) in self._lost:
@@ -122,7 +129,8 @@ class Registry:
                 self._lost.add((name, holder.boot))
             if holder is None or name in self._pool.replicas:
                 await self._pool.remove(name)
-                self._holders.pop(name, None)
+            if holder is not None and not holder.expected:
+                del self._holders[name]
         if name in self._holders and wanted.boot in (None, self._holders[name].boot):
             await self._forget(name, self._holders[name])
         return self.listing()
@@ -157,7 +165,11 @@ class Registry:
     async def run(self) -> None:
         """Forget who does not renew."""
         while True:
+            began = time.monotonic()
             await asyncio.sleep(LEASE_SECONDS / 5)
+            if (late := time.monotonic() - began - LEASE_SECONDS / 5) > LEASE_SECONDS / 3:
+                for holder in self._holders.values():  # it was this process that did not listen
+                    holder.expires += late
             await self.expire()
 
     async def expire(self) -> None:
@@ -179,6 +191,7 @@ class Gangs:
         self._members: dict[int, GangJoins] = {}
         self._expires: dict[int, float] = {}
         self._met = False
+        self._heard = time.monotonic()
         self._lost: set[str] = set()
 
     async def join(self, wanted: GangJoins) -> Gang:
@@ -190,7 +203,10 @@ class Gangs:
                 "and machines count from 0"
             )
         now = time.monotonic()
-        gone = [index for index, expires in self._expires.items() if now > expires]
+        if now - self._heard > LEASE_SECONDS / 2:  # nobody was heard: this process did not listen
+            self._expires = {i: max(expires, now + LEASE_SECONDS) for i, expires in self._expires.items()}
+        self._heard = now
+        gone = [i for i, expires in self._expires.items() if now > expires and i != wanted.index]
         before = self._members.get(wanted.index)
         if before is not None and before.boot != wanted.boot and wanted.boot not in self._lost:
             gone.append(wanted.index)
@@ -233,7 +249,7 @@ def controller_url(run_dir: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
             f"{path} does not say where the controller is: start `distill run` or `distill control` first, "
-            "or give its URL with --controller"
+            "with controller.url if controller.host is 0.0.0.0, or give its URL with --controller"
         ) from None
 
 

@@ -10,12 +10,11 @@ ranks could wait for it for long: they are killed, and the gang is started again
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +29,7 @@ from sync.wire import Gang, GangJoins
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = 1.0
+CALL_SECONDS: Final = 3.0
 
 
 class Member:
@@ -49,7 +49,7 @@ class Member:
             port=port,
             boot=secrets.token_hex(16),
         )
-        self._peer = BlockingPeer(config.controller_url, token_from_environment(), 10.0)
+        self._peer = BlockingPeer(config.controller_url, token_from_environment(), CALL_SECONDS)
         self._settings, self._limit = config.trainer, config.trainer.init_timeout_seconds
 
     def meet(self) -> Gang:
@@ -93,18 +93,18 @@ class Member:
 
     def leave(self) -> None:
         """This machine's ranks ended well: the others are not to miss it."""
+        self._joins = replace(self._joins, ended=True)
         try:
-            self._peer.call("/v1/gang", replace(self._joins, ended=True), Gang, 2.0)
+            self._peer.call("/v1/gang", self._joins, Gang, 2.0)
         except DistillError as error:  # it ends too
             log.info("%s", error)
 
-    def launcher_arguments(self, gang: Gang, folder: Path) -> list[str]:
+    def launcher_arguments(self, gang: Gang, devices: Sequence[str], folder: Path) -> list[str]:
         """Those of deepspeed's launcher for this machine's ranks; writes a hostfile to `folder`."""
         index, count, ranks = self._joins.index, self._joins.of, self._settings.ranks
         hostfile = folder / "hostfile"
         hostfile.write_text("".join(f"node-{i} slots={1 << 10}\n" for i in range(count)))
-        visible = self._settings.devices or os.environ.get("CUDA_VISIBLE_DEVICES")
-        own = visible.split(",")[:ranks] if visible else [str(i) for i in range(ranks)]
+        own = [*devices] or [str(i) for i in range(ranks)]
         slots = [own if i == index else [str(rank) for rank in range(ranks)] for i in range(count)]
         include = "@".join(f"node-{i}:{','.join(names)}" for i, names in enumerate(slots))
         return [

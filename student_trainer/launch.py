@@ -107,16 +107,22 @@ def command(config: TrainerConfig, path: Path, node: int = 0) -> tuple[list[str]
 
 def _placement(settings: TrainerSettings) -> list[str]:
     """Which devices. Given only a number, the launcher ignores CUDA_VISIBLE_DEVICES and takes the first."""
-    visible = settings.devices or os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible or settings.hostfile is not None:
+    devices = visible_devices(settings)
+    if not devices or settings.hostfile is not None:
         return ["--num_accelerators", str(settings.ranks)]
-    devices = visible.split(",")
-    if len(devices) < settings.ranks:
+    return ["--include", f"localhost:{','.join(devices)}"]
+
+
+def visible_devices(settings: TrainerSettings) -> list[str]:
+    """One for each rank of this machine; empty: the accelerator's first. Raises ConfigError for too few."""
+    visible = settings.devices or os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else []
+    if devices and len(devices) < settings.ranks and settings.hostfile is None:
         raise ConfigError(
             f"trainer.ranks is {settings.ranks} and CUDA_VISIBLE_DEVICES is {visible!r}: "
             "every rank needs a device of its own"
         )
-    return ["--include", f"localhost:{','.join(devices[: settings.ranks])}"]
+    return devices[: settings.ranks]
 
 
 def _fixed(settings: TrainerSettings) -> dict[str, str]:
@@ -296,6 +302,7 @@ def _launch_gang(index: int, arguments: list[str]) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = read_settings(TrainerConfig, Path(arguments[arguments.index("--config") + 1]))
+        devices = visible_devices(config.trainer)
         member = Member(config, index)
         gang = member.meet()
     except DistillError as error:
@@ -305,12 +312,15 @@ def _launch_gang(index: int, arguments: list[str]) -> None:
     os.environ.update({name: os.environ.get(name, value) for name, value in member.interface().items()})
 
     def end() -> None:
-        for rank in ranks_of(os.getpid()):
-            rank.kill()
+        while not (ranks := ranks_of(os.getpid())):  # they are being started
+            time.sleep(_LOOK_SECONDS)
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
 
     member.stay(end)
     with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
-        _launch([*member.launcher_arguments(gang, Path(folder)), *arguments])
+        _launch([*member.launcher_arguments(gang, devices, Path(folder)), *arguments])
     member.leave()
 
 

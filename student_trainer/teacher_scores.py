@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -43,6 +45,8 @@ log = logging.getLogger(__name__)
 CONNECTIONS: Final = 4
 """Rows that are fetched at a time."""
 FETCH_SECONDS: Final = 60.0
+ASK_SECONDS: Final = 5.0
+"""Least time between two questions where a teacher's processes are."""
 SCORE_SECONDS: Final = 300.0
 _FIELDS: Final = {
     "teacher_logprob": "logprob",
@@ -102,6 +106,8 @@ class TeacherScores:
         self._k, self._again = student_topk, replace(want, topk=want.topk or student_topk)
         self._ask, self._connect, self._stopping = servers, cache(connect), stopping
         self._servers: dict[str, TeacherServers] = {}
+        self._asked: dict[str, float] = {}
+        """Teacher → when its servers were last looked up, time.monotonic()."""
         self._why = "they are of an earlier start"
         self._threads = ThreadPoolExecutor(CONNECTIONS, "scores")
 
@@ -123,9 +129,7 @@ class TeacherScores:
 
     def _scores(self, row: KeptRow) -> RowScores:
         kept = row.kept
-        if row.teacher not in self._servers:
-            self._servers[row.teacher] = self._ask(row.teacher)
-        if kept.url in self._servers[row.teacher].urls:  # else of another start of the run
+        if kept.url in self._urls(row.teacher, kept.url):  # else of another start of the run
             try:
                 fetch = self._connect(kept.url).once  # twice: an idle connection may just have been closed
                 body = retrying(Unreachable, attempts=2)(fetch, f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
@@ -137,19 +141,30 @@ class TeacherScores:
                 self._why = str(error)
         return RowScores(self._scored_again(row), None)
 
+    def _urls(self, teacher: str, url: str) -> list[str]:
+        """Where its processes are, looked up anew when `url` is none of them; empty: none is there now."""
+        now = time.monotonic()
+        known = self._servers.get(teacher)
+        if known is None or (url not in known.urls and now - self._asked.get(teacher, 0.0) > ASK_SECONDS):
+            self._asked[teacher] = now
+            with suppress(Unreachable, Overloaded):
+                known = self._servers[teacher] = self._ask(teacher)
+        return known.urls if known else []
+
     def _scored_again(self, row: KeptRow) -> list[Scored]:
         """Have the teacher's processes compute them, one after the other until one does."""
         request = wire.encode(
             wire.ScoreRequest(sequences=[row.sequence], want=self._again, deadline=SCORE_SECONDS)
         )
-        backoff, bad, tries = Backoff(0.5, 10.0), 0, 0
+        backoff, bad, tries, url = Backoff(0.5, 10.0), 0, 0, "no known URL"
         while not self._stopping.is_set():
-            if tries:
-                self._servers[row.teacher] = self._ask(row.teacher)
-            servers = self._servers[row.teacher]
-            peer = self._connect(servers.urls[tries % len(servers.urls)])
-            tries += 1
             try:
+                if tries or row.teacher not in self._servers:
+                    self._servers[row.teacher] = self._ask(row.teacher)
+                servers = self._servers[row.teacher]
+                url = servers.urls[tries % len(servers.urls)]
+                peer = self._connect(url)
+                tries += 1
                 body = peer.once("/v1/score", request, SCORE_SECONDS, servers.fingerprint)
                 parts = self._checked(row, [wire.decode(body, ScoreReply)], self._again)
                 return [_as_students(part) for part in parts] if self._k else parts
@@ -160,8 +175,8 @@ class TeacherScores:
             except DistillError as error:
                 bad += 1
                 if bad == 2:
-                    raise DataError(f"teacher {row.teacher} at {peer.url}: {error}") from None
-                log.warning("teacher %s at %s is asked again: %s", row.teacher, peer.url, error)
+                    raise DataError(f"teacher {row.teacher} at {url}: {error}") from None
+                log.warning("teacher %s at %s is asked again: %s", row.teacher, url, error)
         raise Interrupted(f"stopped before teacher {row.teacher} gave scores")
 
     def _checked(

@@ -19,6 +19,10 @@ TOKEN_FILE_VARIABLE: Final = "DISTILL_TOKEN_FILE"
 """Path of a file that holds the bearer token, where the variable itself does not reach."""
 
 
+WILDCARDS: Final = ("0.0.0.0", "::")
+"""Addresses to listen on that nobody reaches."""
+
+
 def url_problem(url: str) -> str | None:
     """What keeps HTTP from reaching a server at `url`, and the remedy; None: nothing."""
     try:

@@ -248,10 +248,11 @@ class TeacherClient:
             if (pause := replica.back_at - time.monotonic()) > 0:
                 await asyncio.sleep(min(pause, max(0.0, expires - time.monotonic())))
             replica.outstanding += tokens
+            url = replica.peer.url  # of the process that is asked; it may move meanwhile
             try:
                 answer = await _attempt(replica.peer, path, body, max(0.05, expires - time.monotonic()))
                 replica.answered()
-                return answer, replica.peer.url
+                return answer, url
             except WrongServer as error:
                 replica.wrong = True
                 replica.failed(WRONG_SECONDS)

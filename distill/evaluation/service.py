@@ -35,12 +35,12 @@ from starlette.routing import Route
 from distill.aio import cancel
 from distill.config import RunConfig, places_of
 from distill.evaluation.schedule import score
-from distill.registry import expected_servers, follow
+from distill.registry import controller_url, expected_servers, follow
 from distill.rollout.replica_client import HttpReplica
 from sync.address import Place, token_from_environment
 from sync.claims import Claim
 from sync.durable import write_json
-from sync.errors import DistillError
+from sync.errors import ConfigError, DistillError
 from sync.secrets import redact_process
 from sync.server import (
     RunGuard,
@@ -217,7 +217,7 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     weights = Subscriber(config.subscriber("evaluator"), claim)
     at, names = expected_servers(config), config.processes()
     if controller is not None:
-        follow(lambda: controller, token, at)
+        follow(partial(_where, config.run_dir, controller), token, at)
 
     def places(section: str, urls: Sequence[str]) -> list[Place]:
         return places_of(names.get(section, ()), urls, at)
@@ -239,6 +239,14 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
     served = Served(evaluator.complete, keeper, partial(probe, config, teachers))
     serve_app(app(served, token, claim), host, port, grace=5)
+
+
+def _where(run_dir: Path, url: str) -> str:
+    """The controller's URL: what the run's folder says, where it is shared, else `url`."""
+    try:
+        return controller_url(run_dir)
+    except ConfigError:
+        return url
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
 log = logging.getLogger(__name__)
 EXIT_REPLACED: Final = 3
 RETRY_SECONDS: Final = 1.0
+CALL_SECONDS: Final = 3.0
 LEAVE_SECONDS: Final = 2.0
 
 
@@ -82,19 +83,19 @@ async def _registered(wanted: ServerRegisters, controller: Callable[[], str], to
         own = await closing.enter_async_context(Peer(wanted.url))
         peer: Peer | None = None
         while True:
-            pause = RETRY_SECONDS
+            pause, line = RETRY_SECONDS, f"{wanted.name} does not answer {wanted.url}/health yet"
             if await own.alive():
                 try:
                     there = controller()
                     if peer is None or peer.url != there:
-                        peer = await closing.enter_async_context(Peer(there, token, RETRY_SECONDS))
+                        peer = await closing.enter_async_context(Peer(there, token, CALL_SECONDS))
                     pause = (await peer.call("/v1/servers", wanted, ServerLease)).seconds / 3
                     line = f"{wanted.name} at {wanted.url} is registered with the controller at {there}"
                 except Replaced:
                     raise
                 except DistillError as error:
                     line = f"{wanted.name} is not registered: {error}"
-                if line != said:
-                    log.warning("%s", line)
-                said = line
+            if line != said:
+                log.warning("%s", line)
+            said = line
             await asyncio.sleep(pause)

@@ -23,7 +23,7 @@ from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
 from distill.registry import expected_servers
 from sync import secrets
-from sync.address import is_loopback
+from sync.address import WILDCARDS, is_loopback
 
 
 class Cluster(Protocol):
@@ -62,7 +62,7 @@ def opened(config: RunConfig) -> AbstractContextManager[Cluster | None]:
 
 def reachable(config: RunConfig, engine: Cluster) -> RunConfig:
     """With a controller that the engine's machines reach, unless it has an address of its own."""
-    if not is_loopback(config.controller.host):
+    if not is_loopback(config.controller.host) and config.controller.host not in WILDCARDS:
         return config
     return config.model_copy(
         update={"controller": config.controller.model_copy(update={"host": engine.host})}

@@ -48,7 +48,6 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
 from distill.prompts.stream import PromptStream
-from distill.registry import CONTROLLER_FILE
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal
 from student_trainer.objectives.config import needs, student_topk
@@ -192,7 +191,7 @@ class _Launcher:
         self._clients = connect(config, plan, token, self._claim)
         self._controller = Controller(config, self._components(), self._hooks(), token)
         self._controller.withhold()
-        write_json(folder.path / CONTROLLER_FILE, {"url": self._controller.url})
+        folder.keep_url(config.controller, self._controller.url)
         children = {child.name: child for child in plan.children}
         if config.controller.trainer == "launch":
             url = relay(roles.CONTROLLER, self._controller.url)

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 from typing import IO, Any, Final
@@ -17,16 +18,17 @@ from typing import IO, Any, Final
 import msgspec
 from blake3 import blake3
 
-from distill.config import RunConfig
+from distill.config import ControllerConfig, RunConfig
 from distill.config.loading import load_run_dir
 from distill.preflight_checks.machine import check_disk
 from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, sample_prompts
 from distill.prompts.stream import PromptSource
+from distill.registry import CONTROLLER_FILE
 from student_trainer.checkpoint_files import saved
 from student_trainer.deepspeed_json import deepspeed_config
 from sync import durable, secrets
-from sync.address import TOKEN_FILE_VARIABLE
+from sync.address import TOKEN_FILE_VARIABLE, WILDCARDS
 from sync.errors import ConfigError
 from sync.settings import Settings
 from sync.wire import Version
@@ -87,6 +89,14 @@ class RunFolder:
         durable.write_json(path, record, mode=0o600)
         return lines
 
+    def keep_url(self, place: ControllerConfig, url: str) -> None:
+        """Say where the controller is; nothing when it listens everywhere and no URL is configured."""
+        path = self.path / CONTROLLER_FILE
+        if place.url is None and place.host in WILDCARDS:
+            path.unlink(missing_ok=True)
+        else:
+            durable.write_json(path, {"url": url})
+
     def keep_token(self, token: str | None) -> dict[str, str]:
         """Write the bearer token for roles on other machines: the variable that names its file."""
         path = self.path / TOKEN_FILE
@@ -133,7 +143,9 @@ def write_role(run_dir: Path, name: str, settings: Settings) -> Path:
     """Write what a role is started with as JSON; the role finds the secrets in its environment."""
     path = run_dir / "roles" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write_json(path, secrets.hide(settings.model_dump(mode="json")), mode=0o600)
+    own = path.with_name(f".{name}.{socket.gethostname()}.{os.getpid()}.json")  # others write it meanwhile
+    durable.write_json(own, secrets.hide(settings.model_dump(mode="json")), mode=0o600)
+    durable.rename(own, path)
     return path
 
 

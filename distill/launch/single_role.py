@@ -115,7 +115,8 @@ def serve(config: RunConfig, child: ChildSpec, joining: Joining | None) -> NoRet
     if joining is None:
         replace_process(child)
     url = urlsplit(str(child.url))
-    place = url_of(own_address(joining.controller()), url.port or 0)
+    own = own_address(joining.controller()) if is_loopback(url.hostname or "") else str(url.hostname)
+    place = url_of(own, url.port or 0)
     run, token = config.run, token_from_environment()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     sys.exit(

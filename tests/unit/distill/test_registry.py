@@ -18,14 +18,15 @@ from in_memory import MemoryReplica
 from ports import free_port
 
 from distill import registry
+from distill.config import ControllerConfig
 from distill.config.loading import load
 from distill.launch import announce
+from distill.launch.run_folder import RunFolder
 from distill.launch.single_role import joining
 from distill.registry import Gangs
 from sync.address import Address, own_address
-from sync.client import Peer
-from sync.errors import ConfigError, RemoteError, Replaced, Unreachable, WrongServer
-from sync.wire import GangJoins, ServerLease, ServerLeaves, ServerRegisters, Servers
+from sync.errors import ConfigError, RemoteError, Replaced, WrongServer
+from sync.wire import GangJoins, ServerLease, ServerLeaves, ServerRegisters
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,6 +61,8 @@ async def test_a_new_process_takes_the_name_and_the_old_one_must_leave(controlle
     assert teacher.url == "http://b:1"
     with pytest.raises(Replaced, match=r"teacher-t is at http://b:1: this process has lost the name"):
         await there.register(says("http://a:1", "first"))
+    with pytest.raises(RemoteError, match="one with a user's name: leave that out"):
+        await there.register(says("http://me:secret@b:1", "second"))
     await there.register(says("http://b:2", "second"))  # it may move
     assert teacher.url == "http://b:2"
     with pytest.raises(WrongServer, match="controller of run 'test', and a process of run 'other' registers"):
@@ -102,6 +105,12 @@ async def test_a_replica_that_a_person_removes_does_not_come_back(controller) ->
     run.close()
 
 
+async def renewed(gangs: Gangs, clock: list[float], boot: str) -> None:
+    """Machine 0, a third of a lease later."""
+    clock[0] += registry.LEASE_SECONDS / 3 + 0.01
+    await gangs.join(gang(0, boot))
+
+
 async def test_a_gang_meets_when_all_are_there_and_ends_as_a_whole(clock) -> None:
     gangs = Gangs("test", 2)
     first = await gangs.join(gang(0, "a"))
@@ -114,13 +123,52 @@ async def test_a_gang_meets_when_all_are_there_and_ends_as_a_whole(clock) -> Non
     with pytest.raises(Replaced, match="the trainer's gang of machine 0 has ended"):
         await gangs.join(gang(0, "a"))
     assert (await gangs.join(gang(0, "d"))).address == "10.0.0.0"
-    clock[0] += registry.LEASE_SECONDS - 1
-    await gangs.join(gang(0, "d"))
-    clock[0] += 2  # machine 1 is silent
-    with pytest.raises(Replaced):
-        await gangs.join(gang(0, "d"))
+    for _ in range(2):
+        await renewed(gangs, clock, "d")
+    with pytest.raises(Replaced):  # machine 1 is silent
+        await renewed(gangs, clock, "d")
     with pytest.raises(RemoteError, match=r"machine 0 of 3 cannot join: trainer\.nodes is 2"):
         await gangs.join(gang(0, "e", of=3))
+
+
+async def test_a_controller_that_did_not_listen_ends_no_gang(clock) -> None:
+    gangs = Gangs("test", 2)
+    for index, boot in enumerate("ab"):
+        await gangs.join(gang(index, boot))
+    clock[0] += 3 * registry.LEASE_SECONDS  # stopped, or its machine was
+    for index, boot in enumerate("ab"):
+        assert (await gangs.join(gang(index, boot))).address == "10.0.0.0"
+    for _ in range(2):
+        await renewed(gangs, clock, "a")
+    with pytest.raises(Replaced):  # machine 1 is silent from there on
+        await renewed(gangs, clock, "a")
+
+
+def test_roles_that_start_together_write_one_file(tmp_path: Path) -> None:
+    """As processes do on machines that share the run's folder."""
+    settings = load(ROOT / "configs/quickstart.toml").trainer
+    writers = [f"import sys; sys.path.insert(0, {str(ROOT)!r})", "from pathlib import Path"]
+    writers += [
+        "from distill.launch.run_folder import write_role",
+        "from student_trainer.config import TrainerSettings",
+    ]
+    writers += [f"settings = TrainerSettings.model_validate_json({settings.model_dump_json()!r})"]
+    writers += [f"for _ in range(50): write_role(Path({str(tmp_path)!r}), 'trainer', settings)"]
+    started = [subprocess.Popen([sys.executable, "-c", "\n".join(writers)]) for _ in range(3)]
+    assert [one.wait(60) for one in started] == [0, 0, 0]
+    assert [path.name for path in (tmp_path / "roles").iterdir()] == ["trainer.json"]
+
+
+def test_a_controller_that_listens_everywhere_says_no_url_that_nobody_reaches(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, (tmp_path / "lock").open("w"), resumed=False)
+    folder.keep_url(ControllerConfig(), "http://127.0.0.1:1")
+    assert registry.controller_url(tmp_path) == "http://127.0.0.1:1"
+    folder.keep_url(ControllerConfig(host="0.0.0.0"), "http://0.0.0.0:1")
+    with pytest.raises(ConfigError, match=r"controller\.url if controller\.host is 0\.0\.0\.0"):
+        registry.controller_url(tmp_path)
+    folder.keep_url(ControllerConfig(host="0.0.0.0", url="http://node:1"), "http://node:1")
+    assert registry.controller_url(tmp_path) == "http://node:1"
+    folder.close()
 
 
 async def test_a_machine_whose_ranks_ended_well_is_not_missed(clock) -> None:
@@ -128,22 +176,8 @@ async def test_a_machine_whose_ranks_ended_well_is_not_missed(clock) -> None:
     for index, boot in enumerate("ab"):
         await gangs.join(gang(index, boot))
     await gangs.join(gang(1, "b", ended=True))
-    clock[0] += 0.9 * registry.LEASE_SECONDS
-    await gangs.join(gang(0, "a"))
-    clock[0] += 0.9 * registry.LEASE_SECONDS
-    assert (await gangs.join(gang(0, "a"))).address == "10.0.0.0"
-
-
-async def test_a_peer_follows_its_address() -> None:
-    address = Address("evaluator")
-    async with Peer(address, timeout=0.3) as peer:
-        assert not await peer.alive()
-        with pytest.raises(Unreachable, match="evaluator has not registered with the controller"):
-            await peer.call("/v1/servers", None, Servers)
-        assert peer.url == "evaluator (not registered)"
-        address.url = "http://127.0.0.1:9"
-        with pytest.raises(Unreachable, match=r"http://127\.0\.0\.1:9/x did not answer"):
-            await peer.call("/x", None, Servers)
+    for _ in range(5):
+        await renewed(gangs, clock, "a")
 
 
 # --- announcers ---------------------------------------------------------------------------------------------

@@ -230,6 +230,29 @@ def test_a_teacher_that_is_away_or_full_is_asked_until_it_answers(monkeypatch: p
     assert unpack(filled(teacher, given).teacher_logprob).tolist() == [-102, -103]
 
 
+def test_a_teacher_that_registers_elsewhere_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While none of its processes has registered, its rows wait; scores kept at the new place are fetched."""
+    monkeypatch.setattr("student_trainer.teacher_scores.Backoff.next", lambda self, least=0.0: 0.0)
+    teacher, never, told = Teacher(), threading.Event(), [Unreachable("none has registered")] * 2
+    given = batch(teacher, 2)
+    where = iter([*told, TeacherServers(urls=["http://old:1"], fingerprint="model")])
+    now = TeacherServers(urls=[HERE, THERE], fingerprint="model")
+
+    def servers(_: str) -> TeacherServers:
+        found = next(where, now)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    one = TeacherScores(["t"], WANT, 0, 50, servers, teacher.connect, never)
+    monkeypatch.setattr("student_trainer.teacher_scores.ASK_SECONDS", 0.0)
+    (first,) = one.filled(given).micro_batches
+    assert first.kept == [None], "the old place had nothing: computed from the tokens"
+    (second,) = one.filled(given).micro_batches
+    assert second.kept != [None], "fetched where the teacher is now"
+    assert len(teacher.requests) == 1
+
+
 def test_two_replies_that_cannot_be_used_name_server_field_value_and_rule() -> None:
     teacher = Teacher()
     given = batch(teacher, 2)
