@@ -92,7 +92,7 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
         say(line)
     env = {**env, **secrets.environment(config.model_dump(mode="json"))}
     found = registered(config, say)
-    for name, words in _commands(config):
+    for name, words in role_commands(config):
         if name not in wanted:
             continue
         argv = [sys.executable, "-m", "distill.cli.main", *words]
@@ -101,7 +101,7 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
     return found
 
 
-def _commands(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+def role_commands(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
     """Process → the words of its `distill` command."""
     folder = str(config.run_dir)
     for section, names in config.processes().items():

@@ -1,5 +1,6 @@
 """`distill run --dry-run`: what a run would be, and every command that it would start; starts nothing.
 
+On a cluster the commands are those that its engine is given, for the machines that `distill plan` names.
 Ports that are chosen at the start are 0 here. Secrets, and whatever looks like one, are hidden.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from distill.config import RunConfig
+from distill.launch.cluster import role_commands
 from distill.launch.preflight import temporary
 from distill.launch.roles import Ports, plan_servers, token_of, trainer_child, url_of
 from distill.launch.supervise import ChildSpec
@@ -37,6 +39,11 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     """
     config = resolve(config).config
     check_secrets(config)
+    shown = secrets.hide(config.model_dump(mode="json"))
+    if config.cluster.type != "local":
+        roles = role_commands(config)
+        commands = [{"name": name, "env": {}, "argv": ["distill", *words]} for name, words in roles]
+        return {"config": shown, "commands": commands}
     token, place = token_of(config), config.controller
     with temporary(config) as moved, _FreePorts() as ports:
         children = plan_servers(moved, token, ports).children
@@ -44,7 +51,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
             url = place.url or url_of(place.host, place.port or _ANY)
             children.append(trainer_child(moved, url, token))
         commands = [_shown(child, str(moved.run.folder), str(config.run.folder)) for child in children]
-    return {"config": secrets.hide(config.model_dump(mode="json")), "commands": commands}
+    return {"config": shown, "commands": commands}
 
 
 def _shown(child: ChildSpec, written: str, real: str) -> dict[str, Any]:

@@ -61,3 +61,20 @@ def test_configuration_and_commands_are_printed_and_nothing_is_started(
     for secret in SECRETS:
         assert secret not in shown
         assert secret not in figures.read_text()
+
+
+def test_on_a_cluster_the_commands_are_those_of_its_machines(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", str(file), "--dry-run", "--set", 'cluster={type="ray"}'])
+    assert leaving.value.code == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("distill ")]
+    folder = file.parent / "runs/dry"
+    assert lines == [
+        f"distill student {folder} --index 0",
+        f"distill student {folder} --index 1",
+        f"distill teacher {folder} --name t --index 0",
+        f"distill evaluator {folder}",
+        f"distill train {folder}",
+    ]
