@@ -357,7 +357,12 @@ def test_each_role_alone_registers_with_a_token_while_replicas_join_and_leave(
         wait_for(lambda: healthy(spare), servers["student-1"])
         trainers = [start("train", "--node", str(node)) for node in range(2)]
         control = roles.enter_context(run.command("control", *keys, env=env))
-        wait_for(lambda: run.steps() >= 2, control)  # version 1 was out before that was reported
+
+        def trained() -> bool:
+            assert all(one.process.poll() is None for one in trainers), trainers[0].said
+            return run.steps() >= 2  # version 1 was out before that was reported
+
+        wait_for(trained, control)
         with Command(tmp_path / "add.log", "servers", "add", f"http://127.0.0.1:{spare}", *there) as adding:
             assert adding.end() == 0, adding.said
         wait_for(lambda: phases(peer) == {"student-0": "serving", "student-1": "serving"}, control)
