@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Final
 
+import tomli_w
+
 from distill.config import RunConfig
 from distill.config.loading import located, merge, read, validate
-from distill.config.toml import toml_text
 from distill.launch.carried import CONFIG_FOLDER, carried, texts
 from distill.launch.manifest import PORT, REMOTE, Manifest, Role, Target, reads_volume
 from distill.launch.placement import TRAINER, needs
@@ -53,7 +54,7 @@ def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "F
     within = merge(within, {"run": {"folder": str(folder)}, "controller": ours})
     found = roles(validate(within, str(path)), target, url)
     _check_names(name, found)
-    files = {"run.toml": toml_text(within), **files}
+    files = {"run.toml": tomli_w.dumps(within), **files}
     opening = _opening(name, shown, target, found, folder / config.run.name)
     return opening + Manifest(name, config, target, folder).text(files, found)
 

@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from reference import parsed
 
 from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.loading import load, validate
-from distill.config.toml import toml_text
 from distill.launch import single_role
 from distill.launch.kubernetes import render
 from distill.launch.manifest import Target
@@ -350,24 +347,6 @@ def test_pods_read_the_configuration_with_its_overrides_and_files() -> None:
         assert found.files[path.removeprefix("/config/")] == Path(name).read_text()
     assert within.run.folder == Path("/runs")
     assert within.run.code_folder is None  # so it is the file's folder, /config
-
-
-VALUES = st.recursive(
-    st.text() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.text(), VALUES, max_size=4))
-def test_a_table_is_read_as_it_was_written(table: dict[str, Any]) -> None:
-    assert tomllib.loads(toml_text(table)) == table
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda path: path.name)
-def test_every_configuration_is_read_as_it_was_written(path: Path) -> None:
-    table = tomllib.loads(path.read_text())
-    assert tomllib.loads(toml_text(table)) == table
 
 
 def test_a_rendering_is_the_same_twice() -> None:
