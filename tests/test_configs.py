@@ -82,7 +82,7 @@ def test_the_slurm_example_gives_every_process_gpus_of_its_own(
     config = load(file, [f"run.folder={tmp_path}"])
     written = submit.write(config, file, [])
     found = {
-        line.partition(":")[0]: sum(map(int, re.findall(r"\((\d+) GPUs\)", line))) for line in written.lines
+        line.partition(":")[0]: sum(map(int, re.findall(r"\((\d+) GPUs?\)", line))) for line in written.lines
     }
     assert found == {f"machine {i}": 8 for i in range(4)}
     words = shlex.split(written.job.read_text().splitlines()[-1])

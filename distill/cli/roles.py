@@ -17,7 +17,7 @@ from sync.errors import ConfigError
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
-    from distill.launch.single_role import Joining
+    from distill.launch.single_role import Controller
 
 Source = Annotated[Path, typer.Argument(help="TOML file of the run, or the run's folder.", metavar="CONFIG")]
 Join = Annotated[
@@ -50,10 +50,10 @@ def student(
     """Serve one student replica. An index beyond student.replicas is a further replica of a live run."""
     from distill.launch import single_role
 
-    settings, joining = _joining(config, overrides, controller)
+    settings, where = _joining(config, overrides, controller)
     if evaluation:
-        single_role.serve(settings, single_role.serve_evaluation_replica(settings, port), joining)
-    single_role.serve(settings, single_role.serve_student(settings, index, port), joining)
+        single_role.serve(settings, single_role.serve_evaluation_replica(settings, port), where)
+    single_role.serve(settings, single_role.serve_student(settings, index, port), where)
 
 
 def teacher(
@@ -67,8 +67,8 @@ def teacher(
     """Serve one process of a teacher."""
     from distill.launch import single_role
 
-    settings, joining = _joining(config, overrides, controller)
-    single_role.serve(settings, single_role.serve_teacher(settings, name, index, port), joining)
+    settings, where = _joining(config, overrides, controller)
+    single_role.serve(settings, single_role.serve_teacher(settings, name, index, port), where)
 
 
 def environment(
@@ -82,16 +82,16 @@ def environment(
     """Serve one process of an environment."""
     from distill.launch import single_role
 
-    settings, joining = _joining(config, overrides, controller)
-    single_role.serve(settings, single_role.serve_environment(settings, name, index, port), joining)
+    settings, where = _joining(config, overrides, controller)
+    single_role.serve(settings, single_role.serve_environment(settings, name, index, port), where)
 
 
 def evaluator(config: Source, overrides: Overrides, controller: Join = "", port: Port = 0) -> None:
     """Serve the evaluator."""
     from distill.launch import single_role
 
-    settings, joining = _joining(config, overrides, controller)
-    single_role.serve(settings, single_role.serve_evaluator(settings, joining, port), joining)
+    settings, where = _joining(config, overrides, controller)
+    single_role.serve(settings, single_role.serve_evaluator(settings, where, port), where)
 
 
 def train(
@@ -109,13 +109,13 @@ def train(
     """Run the trainer's ranks of one machine, for a live run or one with controller.trainer = "external"."""
     from distill.launch import single_role
 
-    settings, joining = _joining(config, overrides, controller)
-    if joining is None:
+    settings, where = _joining(config, overrides, controller)
+    if where is None:
         raise ConfigError(f"{config} does not say where the controller is: give its URL with --controller")
-    single_role.replace_process(single_role.train(settings, joining.controller(), node))
+    single_role.replace_process(single_role.train(settings, where(), node))
 
 
-def _joining(source: Path, overrides: list[str], controller: str) -> tuple[RunConfig, Joining | None]:
+def _joining(source: Path, overrides: list[str], controller: str) -> tuple[RunConfig, Controller | None]:
     from distill.launch.single_role import joining
 
     folder = source.absolute() if source.is_dir() else None

@@ -57,7 +57,6 @@ def opened(config: RunConfig) -> AbstractContextManager[Cluster | None]:
             return Ray(settings)
         case SlurmCluster() as settings:
             return nullcontext(Slurm(settings))
-    raise NotImplementedError(config.cluster.type)
 
 
 def reachable(config: RunConfig, engine: Cluster) -> RunConfig:

@@ -111,9 +111,9 @@ def place(wanted: Iterable[Need], nodes: Sequence[Node]) -> dict[str, list[Node]
         )
         if len(fitting) < need.nodes:
             left = ", ".join(f"{name} {count}" for name, count in free.items())
-            many = (
-                f"{need.nodes} machines with {need.gpus} GPUs each" if need.nodes > 1 else f"{need.gpus} GPUs"
-            )
+            many = _count(need.gpus)
+            if need.nodes > 1:
+                many = f"{need.nodes} machines with {many} each"
             raise ConfigError(
                 f"{need.name} needs {many}, and the machines have left: {left}. Add machines, or take less "
                 "(replicas, gpus, trainer.ranks, trainer.nodes)"
@@ -125,6 +125,10 @@ def place(wanted: Iterable[Need], nodes: Sequence[Node]) -> dict[str, list[Node]
     return placed
 
 
+def _count(gpus: int) -> str:
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+
+
 def lines(placed: Placed, wanted: Iterable[Need]) -> list[str]:
     """The placement for people, a line for each machine."""
     gpus = {need.name: need.gpus for need in wanted}
@@ -132,7 +136,7 @@ def lines(placed: Placed, wanted: Iterable[Need]) -> list[str]:
     for process, nodes in placed.items():
         for node in nodes:
             by_node.setdefault(node.name, []).append(
-                f"{process} ({gpus[process]} GPUs)" if gpus[process] else process
+                f"{process} ({_count(gpus[process])})" if gpus[process] else process
             )
     return [f"{node}: {', '.join(sorted(names))}" for node, names in sorted(by_node.items())]
 

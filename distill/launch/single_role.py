@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -59,16 +58,13 @@ RETRY_SECONDS = 2.0
 P = TypeVar("P", bound=Placement)
 
 
-@dataclass(frozen=True)
-class Joining:
-    """How a role finds the controller of its run."""
-
-    controller: Callable[[], str]
-    """Its URL now. Raises ConfigError."""
+Controller = Callable[[], str]
+"""Says where a run's controller is now: its URL. Raises ConfigError."""
 
 
-def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[RunConfig, Joining | None]:
-    """The configuration for a server that registers: it listens where the controller's network reaches it.
+def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[RunConfig, Controller | None]:
+    """The configuration for a server that registers, listening where the controller's network reaches it, and
+    what says where the controller is.
 
     `folder`: of the run, when the role was given that; its token is used unless there is another. Raises
     ConfigError when neither it nor `url` says where the controller is; without both, nothing registers.
@@ -78,8 +74,11 @@ def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[Ru
     if folder is not None and (folder / TOKEN_FILE).is_file() and not os.environ.get(TOKEN_VARIABLE):
         os.environ.setdefault(TOKEN_FILE_VARIABLE, str(folder / TOKEN_FILE))
     run_dir = folder or config.run_dir
-    found = Joining(lambda: url or controller_url(run_dir))
-    host = _own_address(found.controller(), config.run.start_seconds)
+
+    def controller() -> str:
+        return url or controller_url(run_dir)
+
+    host = _own_address(controller(), config.run.start_seconds)
 
     def moved(place: P) -> P:
         return place.model_copy(update={"host": host}) if is_loopback(place.host) else place
@@ -94,7 +93,7 @@ def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[Ru
         "environments": {name: moved(one) for name, one in config.environments.items()},
         "evaluation": evaluation,
     }
-    return config.model_copy(update=update), found
+    return config.model_copy(update=update), controller
 
 
 def _own_address(url: str, seconds: float) -> str:
@@ -110,18 +109,16 @@ def _own_address(url: str, seconds: float) -> str:
             time.sleep(RETRY_SECONDS)
 
 
-def serve(config: RunConfig, child: ChildSpec, joining: Joining | None) -> NoReturn:
+def serve(config: RunConfig, child: ChildSpec, controller: Controller | None) -> NoReturn:
     """Become the server, or run and register it until it ends; leaves with its exit status."""
-    if joining is None:
+    if controller is None:
         replace_process(child)
     url = urlsplit(str(child.url))
-    own = own_address(joining.controller()) if is_loopback(url.hostname or "") else str(url.hostname)
+    own = own_address(controller()) if is_loopback(url.hostname or "") else str(url.hostname)
     place = url_of(own, url.port or 0)
     run, token = config.run, token_from_environment()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    sys.exit(
-        asyncio.run(announce.serve(child, place, run.name, joining.controller, token, run.grace_seconds))
-    )
+    sys.exit(asyncio.run(announce.serve(child, place, run.name, controller, token, run.grace_seconds)))
 
 
 def replace_process(child: ChildSpec) -> NoReturn:
@@ -176,7 +173,7 @@ def serve_evaluation_replica(config: RunConfig, port: int = 0) -> ChildSpec:
     return evaluation_replica(config, _ports(config.evaluation.replica, port))
 
 
-def serve_evaluator(config: RunConfig, joining: Joining | None = None, port: int = 0) -> ChildSpec:
+def serve_evaluator(config: RunConfig, controller: Controller | None = None, port: int = 0) -> ChildSpec:
     """The evaluator, listening as [evaluation.placement] says."""
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
@@ -185,13 +182,13 @@ def serve_evaluator(config: RunConfig, joining: Joining | None = None, port: int
     missing = _unreached(config)
     if (own := config.evaluation.replica) is not None and not own.urls:
         missing.append("evaluation.replica.urls")
-    if missing and joining is None:
+    if missing and controller is None:
         raise ConfigError(
             f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say where "
             "the controller is, with which they register (--controller, or the run's folder)"
         )
     ports = _ports(config.evaluation.placement, port)
-    return evaluator_child(with_objective(config).config, ports, joining.controller() if joining else None)
+    return evaluator_child(with_objective(config).config, ports, controller() if controller else None)
 
 
 def _unreached(config: RunConfig) -> list[str]:

@@ -300,13 +300,13 @@ def test_a_role_listens_where_its_controller_reaches_it(tmp_path: Path) -> None:
     assert joining(config, None, None) == (config, None)
     moved, found = joining(config, None, "http://127.0.0.1:8400")
     assert found is not None
-    assert found.controller() == "http://127.0.0.1:8400"
+    assert found() == "http://127.0.0.1:8400"
     assert moved.student.host == own_address("http://127.0.0.1:8400") == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"controller\.json does not say where the controller is"):
         joining(config, tmp_path, None)
     (tmp_path / "controller.json").write_text('{"url": "http://127.0.0.1:1"}')
     found = joining(config, tmp_path, None)[1]
     assert found is not None
-    assert found.controller() == "http://127.0.0.1:1"
+    assert found() == "http://127.0.0.1:1"
     (tmp_path / "controller.json").write_text('{"url": "http://127.0.0.1:2"}')  # it was started elsewhere
-    assert found.controller() == "http://127.0.0.1:2"
+    assert found() == "http://127.0.0.1:2"

@@ -401,7 +401,7 @@ def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path
     config = on_slurm(tmp_path, {"nodes": 1, "replica_partition": "spare"}, student=student)
     written = submit.write(config, Path("run.toml"), [])
     assert written.lines == [
-        "machine 0: evaluator (1 GPUs), teacher-t (1 GPUs), trainer (2 GPUs)",
+        "machine 0: evaluator (1 GPU), teacher-t (1 GPU), trainer (2 GPUs)",
         "partition spare: 6 replicas",
     ]
     assert written.replicas is not None
@@ -423,7 +423,7 @@ def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path
 @pytest.mark.parametrize(
     ("cluster", "sections", "overrides", "words"),
     [
-        ({"nodes": 1, "gpus_per_node": 2}, {}, [], "student-0 needs 1 GPUs, and the machines have left"),
+        ({"nodes": 1, "gpus_per_node": 2}, {}, [], "student-0 needs 1 GPU, and the machines have left"),
         (
             {"replica_partition": "spare"},
             {"student": {"path": "student", "gpus": 9}},
