@@ -13,22 +13,23 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-faults test-runs test-engines test-distill test-packages test-cluster coverage mutants gpu-check v2-runner environments ray docs setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-ranks test-wide test-distill test-packages test-cluster coverage mutants gpu-check v2-runner environments ray docs setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
 
-test: $(STAMP)  ## the whole test suite side by side: runs, runs with faults, engines, the rest
-	$(MAKE) --no-print-directory --jobs=5 lint types test-faults test-runs test-engines test-distill test-packages
+test: $(STAMP)  ## the whole test suite side by side: runs, runs with faults, engines, trainers, the rest
+	$(MAKE) --no-print-directory --jobs=6 lint types test-faults test-runs test-engines test-ranks test-distill test-packages
 
 test-faults: WHICH = tests/integration -v -m faults
 test-runs: WHICH = tests/integration -v -m "run and not faults"
-test-engines: WHICH = tests/integration -v -m "not run and not cluster"
-test-cluster: WHICH = tests/integration -v -m cluster
+test-engines: WHICH = tests/integration -v -m "not run and not ranks and not wide"
+test-ranks: WHICH = tests/integration -v -m "ranks and not run"
+test-wide: WHICH = tests/integration -v -m wide
 test-distill: WHICH = tests/unit/distill tests/test_*.py
 test-distill: $(ENVIRONMENTS)/.installed
 test-packages: WHICH = tests/unit --ignore=tests/unit/distill
-test-faults test-runs test-engines test-distill test-packages test-cluster: test-%: $(STAMP)
+test-faults test-runs test-engines test-ranks test-wide test-distill test-packages: test-%: $(STAMP)
 	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(WHICH) | sed -u 's/^/$* | /'
 
 test-cluster: $(RAY)/.installed  ## roles and whole runs under Slurm and Ray, where they are there; not in `make test`

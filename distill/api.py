@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from sync.errors import ConfigError
+from sync.errors import ConfigError, DataError, DistillError, Interrupted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,14 +73,15 @@ def run(
 
 
 def preflight(config: Config, *, engines: bool = False, say: Callable[[str], None] | None = None) -> Ready:
-    """Check models, tokenizers, prompts, ports, memory and disk of a run; train nothing.
+    """Check models, tokenizers, prompts, ports, memory, disk and store of a run; train nothing.
 
     `engines`: start every server too, probe it and stop it. `say` gets a line for each finding as it is made.
-    Raises ConfigError or DataError for what would keep the run from starting.
+    Raises ConfigError, DataError or StoreError for what would keep the run from starting.
     """
     from distill.launch.placement import planned
     from distill.launch.preflight import check_machine, run_preflight
     from distill.preflight_checks import checks, machine
+    from distill.published import check_store
     from sync.secrets import redact
 
     tell = say or (lambda line: None)
@@ -91,6 +93,7 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
             tell(line)
         check_machine(settings)
         machine.check_room(settings, needed)
+        check_store(settings)
         if engines:
             asyncio.run(run_preflight(settings, split, lambda finding: tell(redact(finding.line))))
     count = len(split.train) if isinstance(split.train, Sized) else None
@@ -104,21 +107,51 @@ def plan(
     prompt_tokens: float | None = None,
     completion_tokens: float | None = None,
     measured: Path | str | None = None,
+    probe: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> Forecast:
-    """Compute memory, seconds of each stage, bottleneck, weight sync, journal and hours; start nothing.
+    """Compute memory, seconds of each stage, bottleneck, weight sync, journal and hours.
 
     `device`: h200, h100, a100, l4, rtx4090 or cpu; "": this machine's. `prompt_tokens`, `completion_tokens`:
     mean lengths; None: upper bounds, or those of `measured`, the folder of a run whose speeds replace the
-    assumed ones. What does not fit is the result's `refusal`. Raises ConfigError for unknown devices, models
-    that cannot be read and roles without known GPUs, DataError for a folder without a run's files.
+    assumed ones. `probe`: make that run now, for 40 seconds or six steps after its start-up, in a temporary
+    folder beside the run's; `say` gets its state. Without it nothing is started. What does not fit is the
+    result's `refusal`. Raises ConfigError for unknown devices, models that cannot be read, roles without GPUs
+    and a probe of roles elsewhere, DataError for a folder without a run's files, DistillError when a probe
+    fails.
     """
     from distill.launch.placement import planned
     from distill.planning.forecast import forecast
 
+    if probe and measured is not None:
+        raise ConfigError("--probe measures, and --measured names a run that has: leave one of them out")
     run_dir = None if measured is None else Path(measured)
     where, lines = planned(config)
-    found = forecast(config, device, prompt_tokens, completion_tokens, run_dir, where)
+    with ExitStack() as stack:
+        if probe:
+            stack.enter_context(_alone("plan"))
+            run_dir = stack.enter_context(_probed(config, say or (lambda line: None)))
+        found = forecast(config, device, prompt_tokens, completion_tokens, run_dir, where)
     return found._replace(machines=lines)
+
+
+@contextmanager
+def _probed(config: Config, say: Callable[[str], None]) -> Iterator[Path]:
+    """The folder of a probe's run, meanwhile."""
+    from distill.launch.probe import NAME, probe
+
+    config.run.folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="probe-", dir=config.run.folder) as folder:
+        try:
+            run_dir = asyncio.run(probe(config, Path(folder), say))
+        except DistillError as error:
+            logs, kept = Path(folder) / NAME / "logs", Path(f"{folder}-logs")
+            if isinstance(error, Interrupted | ConfigError | DataError) or not logs.is_dir():
+                raise
+            logs.rename(kept)
+            told = str(error).replace(str(logs), str(kept))
+            raise DistillError(f"the probe failed; its logs are in {kept}, remove them: {told}") from None
+        yield run_dir
 
 
 def evaluate(

@@ -29,6 +29,7 @@ from distill.config import RunConfig
 from distill.evaluation.schedule import Evaluations
 from distill.events import ErrorBudget, Events
 from distill.interfaces import Components, Hooks
+from distill.metrics.advice import Advice
 from distill.metrics.summary import digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.registry import Gangs, Registry
@@ -92,7 +93,7 @@ class Controller:
         shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group, padded)
         self.session = TrainerSession(run_log, shape, self.broadcasts, run.steps, bus)
         self.batcher = StepBatcher(run_log, self.session, self.scoring, config, timeline, bus)
-        self.guard = Guard(config.guard)
+        self.guard, self.advice = Guard(config.guard), Advice(config)
         self.heartbeats = Heartbeats(run.health_timeout_seconds, bus)
         self.evaluations: Evaluations | None = None
         if (evaluator := parts.evaluator) is not None and config.evaluation is not None:
@@ -259,7 +260,11 @@ class Controller:
         self.dispatcher.depth.step(report.seconds.get("wait", 0.0), sum(report.seconds.values()))
         self.events.changed.wake()
         self._step = of_step(self.run_log.state, report)
-        self._hooks.step(report.version, self._step | self.metrics())
+        figures = self._step | self.metrics()
+        self._hooks.step(report.version, figures)
+        for warning in self.advice.look(figures):
+            logger.warning("%s", warning)
+            self._hooks.alert("waste", warning)
         if problem := self.guard.look(report.version.step, report.metrics):
             self._bad_steps(problem)
 
@@ -340,6 +345,7 @@ class Controller:
             "version": str(reached) if reached else None,
             "run": msgspec.to_builtins(self.run_log.run),
             "problems": self._end.problems,
+            "warnings": self.advice.given,
             **identity(self._end.weights),
             "weights_digest": digest_of_all(self.session.final.digests) if self.session.final else None,
             "replica_joins": {name: one.joined for name, one in self.pool.replicas.items()},

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.metrics.card import FOLDER, write_card
-from sync.errors import ConfigError, RemoteError, SnapshotError
+from sync.errors import ConfigError, RemoteError, SnapshotError, StoreError
 from sync.own_code import use_folder
+from sync.settings import DirectoryStoreConfig, XetStoreConfig
 from sync.snapshots import admin
 from sync.snapshots.manifest import read_latest, read_manifest
 from sync.stores import Store, open_store
@@ -25,6 +27,24 @@ def store_of(config: RunConfig) -> Store:
     """The store that a run publishes to."""
     use_folder(config.run.code_folder)
     return open_store(config.weights.store, config.run_dir / "store")
+
+
+def check_store(config: RunConfig) -> None:
+    """Create, read and delete a key where versions go, unless that is the run's own folder or no store.
+
+    Raises StoreError with the store, what it refused and the remedy.
+    """
+    given = config.weights.store
+    own = isinstance(given, (DirectoryStoreConfig, XetStoreConfig)) and given.path is None
+    if own or config.weights.transport != "snapshot":
+        return
+    store, key, tried = store_of(config), f"preflight/{uuid4().hex}", uuid4().bytes
+    store.create(key, tried)
+    found = store.read(key)
+    store.delete(key)
+    if found != tried or store.exists(key):
+        what = "still has it after it was deleted" if found == tried else "gave back other bytes"
+        raise StoreError(f"weights.store: {store} was given {key!r} and {what}: use another store")
 
 
 def listing(run_dir: Path) -> list[dict[str, Any]]:

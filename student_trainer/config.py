@@ -38,7 +38,7 @@ class TrainerSettings(Settings):
     hostfile: Path | None = None
     """DeepSpeed hostfile, one `NAME slots=N` a line; None: this machine alone."""
     launcher_args: list[str] = []
-    """Further arguments of the deepspeed launcher."""
+    """Further arguments of the deepspeed launcher: of its `runner` with `hostfile`, else of its `launch`."""
     devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the trainer; None: inherited."""
     env: dict[str, str] = {}

@@ -14,8 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final
 
 import psutil
@@ -98,19 +97,6 @@ class Member:
             self._peer.call("/v1/gang", self._joins, Gang, 2.0)
         except DistillError as error:  # it ends too
             log.info("%s", error)
-
-    def launcher_arguments(self, gang: Gang, devices: Sequence[str], folder: Path) -> list[str]:
-        """Those of deepspeed's launcher for this machine's ranks; writes a hostfile to `folder`."""
-        index, count, ranks = self._joins.index, self._joins.of, self._settings.ranks
-        hostfile = folder / "hostfile"
-        hostfile.write_text("".join(f"node-{i} slots={1 << 10}\n" for i in range(count)))
-        own = [*devices] or [str(i) for i in range(ranks)]
-        slots = [own if i == index else [str(rank) for rank in range(ranks)] for i in range(count)]
-        include = "@".join(f"node-{i}:{','.join(names)}" for i, names in enumerate(slots))
-        return [
-            *("--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(index), "--include", include),
-            *("--master_addr", str(gang.address), "--master_port", str(gang.port)),
-        ]
 
     def interface(self) -> dict[str, str]:
         """Variables that keep gloo and NCCL on the network of this machine's address."""

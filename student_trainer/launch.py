@@ -1,33 +1,38 @@
 """Start the ranks, and ask them to stop, through the deepspeed launcher.
 
-    python -m student_trainer.launch --num_accelerators 2 … --module student_trainer --config FILE
+    python -m student_trainer.launch --world_info … --module student_trainer --config FILE
 
-runs the deepspeed launcher in this process, with SIGTERM and SIGINT blocked for itself and for its children.
-By default the launcher dies of a signal, and its child kills ranks that need 30 seconds and exits 1. Here a
-signal, to this process or to its group, reaches the ranks only, which unblock it for themselves: they finish
-their step, save a checkpoint and exit 0, and so does the launcher. They leave when the launcher is killed
-(`LAUNCHER` is its process id): its child, their parent, stays.
+runs `deepspeed.launcher.launch`, which starts the ranks of one machine, in this process, with SIGTERM and
+SIGINT blocked for itself and for its children. By default the launcher of a signal kills ranks that need 30
+seconds and exits 1. Here a signal, to this process or to its group, reaches the ranks only, which unblock it
+for themselves: they finish their step, save a checkpoint and exit 0, and so does the launcher. They leave
+when the launcher is killed (`LAUNCHER` is its process id); when a rank dies of a signal, it ends by the same.
 
 On several machines that meet through the controller each runs this (`student_trainer.gang`).
 
-With a hostfile the launcher's own behaviour stays: ranks stop when the controller sends Stop. It starts them
-over ssh and passes only the environment variables of a list, on a command line that every user of those
-machines can read. Settings travel that way; secrets do not.
+With a hostfile this is `deepspeed.launcher.runner`, and its own behaviour stays: ranks stop when the
+controller sends Stop. It starts them over ssh and passes only the environment variables of a list, on a
+command line that every user of those machines can read. Settings travel that way; secrets do not.
 """
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # before numpy starts threads: one that does not block a signal would be given it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+
+import base64
 import ctypes
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -50,6 +55,7 @@ LAUNCHER: Final = "STUDENT_TRAINER_LAUNCHER"  # its process id; not set with a h
 RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
 """Variable with the file at which the ranks of one machine meet, in a folder that only this user can enter.
 Not set with a hostfile: they meet at a port, chosen anew at every start."""
+HOSTFILE: Final = "--hostfile"
 GANG: Final = "--gang"
 """First argument of a launcher whose machines meet through the controller; this one's index follows."""
 _ENVIRONMENT_FILE: Final = "DS_ENV_FILE"  # of the deepspeed launcher: variables for the ranks
@@ -82,8 +88,10 @@ def command(config: TrainerConfig, path: Path, node: int = 0) -> tuple[list[str]
         )
     if settings.nodes > 1:
         argv += [GANG, str(node)]
+    elif settings.hostfile is not None:
+        argv += [HOSTFILE, str(settings.hostfile), "--num_accelerators", str(settings.ranks)]
     else:
-        argv += ["--hostfile", str(settings.hostfile or os.devnull), *_placement(settings)]
+        argv += world([visible_devices(settings) or range(settings.ranks)])
     argv += ["--log_level", "warning", *settings.launcher_args]
     argv += ["--module", "student_trainer", "--config", str(path)]
     given = secrets.environment(config.model_dump(mode="json"))
@@ -105,12 +113,11 @@ def command(config: TrainerConfig, path: Path, node: int = 0) -> tuple[list[str]
     return argv, environment
 
 
-def _placement(settings: TrainerSettings) -> list[str]:
-    """Which devices. Given only a number, the launcher ignores CUDA_VISIBLE_DEVICES and takes the first."""
-    devices = visible_devices(settings)
-    if not devices or settings.hostfile is not None:
-        return ["--num_accelerators", str(settings.ranks)]
-    return ["--include", f"localhost:{','.join(devices)}"]
+def world(devices: Sequence[Sequence[object]], index: int = 0) -> list[str]:
+    """Arguments of `deepspeed.launcher.launch` for machine `index`: devices of each machine, one a rank."""
+    machines = {f"node-{i}": [str(device) for device in own] for i, own in enumerate(devices)}
+    encoded = base64.urlsafe_b64encode(json.dumps(machines).encode()).decode()
+    return ["--world_info", encoded, "--node_rank", str(index)]
 
 
 def visible_devices(settings: TrainerSettings) -> list[str]:
@@ -192,19 +199,12 @@ def write_environment(path: Path, variables: Mapping[str, str]) -> Path:
 
 
 def bind_to_launcher() -> None:
-    """Receive the stop signals that the launcher blocked, and end when it is gone, or the parent below it."""
+    """Receive the stop signals that the launcher blocked, and end when it, this process's parent, is gone."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch(launcher: int) -> None:
-        while any(parent.pid == launcher for parent in psutil.Process().parents()):
-            time.sleep(_LOOK_SECONDS)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         log.error("the launcher is gone, this rank leaves")
         os._exit(1)
-
-    if launcher := os.environ.get(LAUNCHER):
-        threading.Thread(target=watch, args=[int(launcher)], name="launcher", daemon=True).start()
 
 
 def catch_stop_signals(stopping: threading.Event, local_ranks: int) -> threading.Event:
@@ -266,25 +266,38 @@ def _forward() -> None:
         while not (ranks := ranks_of(os.getpid())):
             time.sleep(_LOOK_SECONDS)
         for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGTERM)
 
 
 def main() -> None:
     """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
     arguments = sys.argv[1:]
-    if arguments[0] == GANG:
-        _launch_gang(int(arguments[1]), arguments[2:])
-        return
-    if arguments[arguments.index("--hostfile") + 1] != os.devnull:
-        with socket.socket() as probe:
-            probe.bind(("", 0))  # a port that is free now, for the ranks to meet at
-            port = str(probe.getsockname()[1])
-        _launch(["--master_port", port, *arguments])
-        return
-    _catch_for_ranks()
-    with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
-        os.environ[RENDEZVOUS] = f"file://{folder}/store"
-        _launch(arguments)
+    try:
+        if arguments[0] == GANG:
+            _launch_gang(int(arguments[1]), arguments[2:])
+        elif arguments[0] == HOSTFILE:
+            _launch_everywhere(arguments)
+        else:
+            _catch_for_ranks()
+            with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
+                os.environ[RENDEZVOUS] = f"file://{folder}/store"
+                _launch(arguments)
+    except SystemExit as end:
+        if isinstance(end.code, int) and end.code < 0:  # of a rank's process: the signal that it died of
+            os.kill(os.getpid(), -end.code)
+        raise
+
+
+def _launch_everywhere(arguments: list[str]) -> None:
+    """On the machines of a hostfile, over ssh."""
+    from deepspeed.launcher import runner
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    with socket.socket() as probe:
+        probe.bind(("", 0))  # a port that is free now, for the ranks to meet at
+        port = str(probe.getsockname()[1])
+    runner.main(["--master_port", port, *arguments])
 
 
 def _catch_for_ranks() -> None:
@@ -295,9 +308,10 @@ def _catch_for_ranks() -> None:
 
 
 def _launch_gang(index: int, arguments: list[str]) -> None:
-    """Meet the other machines, then launch this one's ranks; exits with 1 when the gang ends under them."""
+    """Meet the other machines, then launch this one's ranks; they are killed when the gang ends."""
     from student_trainer.gang import Member
 
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)  # until there are ranks, a signal ends this
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s gang %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -319,15 +333,18 @@ def _launch_gang(index: int, arguments: list[str]) -> None:
                 rank.kill()
 
     member.stay(end)
-    with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
-        _launch([*member.launcher_arguments(gang, devices, Path(folder)), *arguments])
+    own, others = devices or range(config.trainer.ranks), range(config.trainer.ranks)
+    places = world([own if i == index else others for i in range(config.trainer.nodes)], index)
+    _launch([*places, "--master_addr", str(gang.address), "--master_port", str(gang.port), *arguments])
     member.leave()
 
 
 def _launch(arguments: list[str]) -> None:
-    from deepspeed.launcher import runner
+    """On this machine. Raises SystemExit when a rank ends otherwise than with 0: its status, or -signal."""
+    from deepspeed.launcher import launch
 
-    runner.main(arguments)
+    sys.argv[1:] = arguments
+    launch.main()
 
 
 if __name__ == "__main__":

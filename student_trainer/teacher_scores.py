@@ -25,6 +25,7 @@ from sync.client import BlockingPeer
 from sync.errors import DataError, DistillError, Interrupted, Overloaded, Unreachable, WireError, WrongServer
 from sync.retry import Backoff, retrying
 from sync.wire import (
+    DIGEST_BYTES,
     Array,
     Kept,
     Rows,
@@ -133,7 +134,7 @@ class TeacherScores:
             try:
                 fetch = self._connect(kept.url).once  # twice: an idle connection may just have been closed
                 body = retrying(Unreachable, attempts=2)(fetch, f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
-                if blake3(body).digest() != kept.digest:
+                if blake3(body).digest(DIGEST_BYTES) != kept.digest:
                     raise WireError(f"{kept.url}: the body of {kept.key} has another digest")
                 parts = self._checked(row, wire.frames(body, ScoreReply), self._want, self._k)
                 return RowScores(parts, kept)

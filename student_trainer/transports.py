@@ -216,7 +216,7 @@ class BroadcastTransport:
         audience = self._client.audience(
             Published(version, "broadcast", bytes=size, full_bytes=size, seconds=0.0, rendezvous=address)
         )
-        metas, replicas = [meta_of(name, tensor) for name, tensor in tensors.items()], audience.world_size - 1
-        log.info("%s goes to %d replicas as broadcast %s", version, replicas, audience.group)
+        metas, workers = [meta_of(name, tensor) for name, tensor in tensors.items()], audience.world_size - 1
+        log.info("%s goes to %d workers as broadcast %s", version, workers, audience.group)
         sender.send(audience, metas, tensors.items(), lambda: self._client.lost(audience.group))
-        log.info("%s went to %d replicas", version, replicas)
+        log.info("%s went to %d workers", version, workers)

@@ -67,7 +67,7 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _in_thread(work: Callable[[], T]) -> Future[T]:
+def in_thread(work: Callable[[], T]) -> Future[T]:
     """Do `work` in a daemon thread; the first to set the future decides its result."""
     future: Future[T] = Future()
 
@@ -75,13 +75,13 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
         try:
             result = work()
         except Exception as error:  # edge of a thread: any error is passed to the caller
-            logger.debug("the thread of a broadcast failed", exc_info=True)
+            logger.debug("a thread failed", exc_info=True)
             _fail(future, error)
         else:
             with contextlib.suppress(InvalidStateError):
                 future.set_result(result)
 
-    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    threading.Thread(target=run, name="weights", daemon=True).start()
     return future
 
 
@@ -135,7 +135,7 @@ class BroadcastSender:
         if audience.world_size < 2:
             return 0
         started, groups, over = time.monotonic(), list[Group](), threading.Event()
-        sending = _in_thread(lambda: self._transfer(audience, metas, iter(tensors), groups, over.is_set))
+        sending = in_thread(lambda: self._transfer(audience, metas, iter(tensors), groups, over.is_set))
         try:
             while not wait([sending], _GLANCE_SECONDS).done:
                 if (gone := lost()) is not None:
@@ -149,7 +149,7 @@ class BroadcastSender:
             if not isinstance(error, RuntimeError):
                 raise
             raise Unreachable(
-                f"broadcast {audience.group} to {audience.world_size - 1} replicas failed after "
+                f"broadcast {audience.group} to {audience.world_size - 1} workers failed after "
                 f"{time.monotonic() - started:.1f} s: {error}"
             ) from error
         return sum(nbytes(meta) for meta in metas)
@@ -231,7 +231,7 @@ class Reception:
         self._groups: list[Group] = []
         self._key = broadcast_key(token)
         limit = timedelta(seconds=timeout)
-        self._received = _in_thread(lambda: self._receive(ticket, limit))
+        self._received = in_thread(lambda: self._receive(ticket, limit))
         threading.Thread(target=self._heed, args=(ticket, limit), name="broadcast watch", daemon=True).start()
 
     @property

@@ -2,7 +2,8 @@
 
 Modules are looked for where Python looks, and after that in one folder of the run (`run.code_folder`), which
 the processes of the run learn from an environment variable. It comes last, so that no file in it hides an
-installed package, and only in processes that load something by name.
+installed package, and only in processes that load something by name. An installed package may register a
+short name for its own as an entry point; one that is built in comes first.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from sync.errors import ConfigError, DataError, DistillError
 
@@ -43,11 +46,31 @@ def is_own(kind: object) -> bool:
     return isinstance(kind, str) and ":" in kind
 
 
-def typed(table: Any) -> Any:
-    """A section whose `type` is "package.module:name", as one of type "own" with that `name`."""
-    if isinstance(table, dict) and is_own(table.get("type")):
-        return {**table, "type": "own", "name": table["type"]}
-    return table
+def registered(name: str, group: str) -> str:
+    """The "package.module:name" that an installed package registers as `name`; without one, `name` itself.
+
+    `group`: of entry points, such as "distill.objectives". Raises ConfigError when packages disagree.
+    """
+    values = sorted({one.value for one in _entry_points(group).select(name=name)})
+    if len(values) > 1:
+        raise ConfigError(
+            f"{name!r} is an entry point of {group} in several packages ({', '.join(values)}): name the "
+            f"one that is meant as {OWN}"
+        )
+    return values[0] if values else name
+
+
+def typed(kinds: Sequence[Any], table: Any) -> Any:
+    """A section whose `type` is the user's own code, as one of type "own" with its `name`.
+
+    `kinds`: the classes of the section; the own one's `group` is that of its entry points.
+    """
+    tags = {tag: kind for kind in kinds for tag in get_args(kind.model_fields["type"].annotation)}
+    given = table.get("type") if isinstance(table, dict) else None
+    if "own" not in tags or given in tags or not isinstance(given, str):
+        return table
+    name = registered(given, tags["own"].group)
+    return {**table, "type": "own", "name": name} if is_own(name) else table
 
 
 def resolve(name: str) -> Any:
@@ -56,12 +79,15 @@ def resolve(name: str) -> Any:
     return pkgutil.resolve_name(name)
 
 
-def load_function(name: str, field: str, others: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function or class that "package.module:name" names.
+def load_function(
+    name: str, field: str, others: Sequence[str] = (), group: str | None = None
+) -> Callable[..., Any]:
+    """The function or class that "package.module:name", or an entry point of `group`, names.
 
     Raises ConfigError that names `field` when there is none; `others`: what else may stand in the field.
     """
     try:
+        name = registered(name, group) if group else name
         function = resolve(name)
         if ":" not in name or not callable(function):
             attribute = name.rpartition(":")[2]
@@ -116,6 +142,12 @@ def own_code(name: str, about: str, remedy: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise DataError(f"{name} raised {type(error).__name__} ({error}) for {about}: {remedy}") from error
+
+
+@cache
+def _entry_points(group: str) -> EntryPoints:
+    """Of every installed package: reading them takes tens of milliseconds."""
+    return entry_points(group=group)
 
 
 def search_folder() -> None:

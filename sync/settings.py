@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -111,8 +112,10 @@ class ObjectStoreConfig(Settings):
 
 
 class OwnStoreConfig(Settings):
-    """A store of your own: `type = "package.module:name"` names what makes it (docs/extending.md)."""
+    """A store of your own: `type = "package.module:name"` names what makes it, or the name that an installed
+    package registers (docs/extending.md)."""
 
+    group: ClassVar = "distill.stores"
     type: Literal["own"]
     name: str
     """Filled in from `type`: a `sync.stores.Store`, or a function that returns one."""
@@ -120,12 +123,9 @@ class OwnStoreConfig(Settings):
     """Its keyword arguments."""
 
 
+_Stores = DirectoryStoreConfig | XetStoreConfig | BucketStoreConfig | ObjectStoreConfig | OwnStoreConfig
 StoreConfig = Annotated[
-    Annotated[
-        DirectoryStoreConfig | XetStoreConfig | BucketStoreConfig | ObjectStoreConfig | OwnStoreConfig,
-        Field(discriminator="type"),
-    ],
-    BeforeValidator(typed),
+    Annotated[_Stores, Field(discriminator="type")], BeforeValidator(partial(typed, get_args(_Stores)))
 ]
 
 
@@ -167,7 +167,10 @@ class ReplicaConfig(Settings):
     store_path: Path
     """Folder of a store whose configuration names none."""
     mirror: Path
-    """Folder of this replica's local mirror; no other replica may use it."""
+    """Folder of this replica's local mirror, on a local disk; no other replica may use it."""
+    staging_bytes: int | None = Field(None, ge=0)
+    """Most host memory in which a worker stages a version; what takes more is loaded inside the pause. None:
+    no limit."""
     fingerprint: str | None = None
     """Fingerprint of the model; None: whatever the first manifest says."""
     lora_rank: int | None = Field(None, ge=1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import msgspec
 from sync.claims import Claim
 from sync.delta.file import apply_chain
 from sync.durable import write
-from sync.errors import SnapshotError, StoreError
+from sync.errors import ConfigError, SnapshotError, StoreError
 from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.snapshots.lease import lease
@@ -35,6 +36,12 @@ from sync.wire import Version
 
 logger = logging.getLogger(__name__)
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS: Final = Path("/proc/self/mounts")
+_NETWORK: Final = re.compile(
+    r"nfs4?|lustre|cifs|smb\w*|beegfs\w*|gpfs|ceph|afs|9p|glusterfs|panfs|pvfs2|orangefs|wekafs|"
+    r"fuse\.(?!fuse-overlayfs$).*"
+)
+"""Types of file systems that lie, or may lie, on another machine."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +241,24 @@ class Mirror:
         self._state = state
 
 
+def check_local(folder: Path) -> None:
+    """Raise ConfigError when a folder, which need not exist yet, is on a network file system.
+
+    All that follow a run's weights read and write checkpoints there all the time; over a network these would
+    travel several times per version.
+    """
+    path = folder.resolve()
+    mounts = [line.split() for line in _MOUNTS.read_text().splitlines()] if _MOUNTS.exists() else []
+    holds = [(Path(re.sub(r"\\040", " ", one[1])), one[2]) for one in mounts]
+    found = [(at, kind) for at, kind in holds if path.is_relative_to(at)]
+    at, kind = max(reversed(found), key=lambda one: len(one[0].parts), default=(path, ""))
+    if _NETWORK.fullmatch(kind):
+        raise ConfigError(
+            f"mirror {folder} would lie on a network file system ({kind} at {at}): set student.mirror_folder "
+            "to a folder on a local disk of each host"
+        )
+
+
 def _own(path: Path) -> BinaryIO:
     """Open file whose lock is held until it is closed, or until the process dies."""
     file = path.open("ab")
@@ -272,10 +297,12 @@ def _read(path: Path, run: str, fingerprint: str | None) -> _State:
 class Subscriber:
     """Versions of a run, read from its store into a mirror; not for two threads at once.
 
-    `claim` is the run whose requests are served: versions of another one are refused.
+    `claim` is the run whose requests are served: versions of another one are refused. Raises ConfigError when
+    the mirror is on a network file system.
     """
 
     def __init__(self, config: ReplicaConfig, claim: Claim) -> None:
+        check_local(config.mirror)
         self._store, self._run = open_store(config.store, config.store_path), config.run
         self._claim = claim
         self._mirror = Mirror(config.mirror, self._store, config.run)

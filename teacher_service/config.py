@@ -8,14 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from sync.address import Url
-from sync.own_code import OWN, is_own
+from sync.own_code import OWN, is_own, registered
 from sync.settings import ModelSource, Placement
 
 
 def _known_engine(name: str) -> str:
-    if name not in ("transformers", "vllm") and not is_own(name):
-        raise ValueError(f"input should be 'transformers' or 'vllm', or an engine of your own, {OWN}")
-    return name
+    if name in ("transformers", "vllm") or is_own(name := registered(name, "distill.engines")):
+        return name
+    raise ValueError(
+        f"input should be 'transformers' or 'vllm', or an engine of your own: {OWN}, or an entry point of "
+        "distill.engines"
+    )
 
 
 class TeacherConfig(ModelSource, Placement):
@@ -24,7 +27,7 @@ class TeacherConfig(ModelSource, Placement):
     engine: Annotated[str, AfterValidator(_known_engine)] = "transformers"
     """transformers: everything, one layer after the other on its devices. vllm: every score, at full speed on
     one or many GPUs; completions by another server, at `generate_url`. "package.module:name": one of your
-    own (docs/extending.md)."""
+    own, or the name that an installed package registers for it (docs/extending.md)."""
     engine_url: Url | None = None
     """A vLLM server with the pooling runner, for engine "vllm"; None: vLLM is started with the teacher."""
     generate_url: Url | None = None

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from blake3 import blake3
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from sync.wire import Kept
+from sync.wire import DIGEST_BYTES, Kept
 
 log = logging.getLogger(__name__)
 PART_BYTES: Final = 1 << 22
@@ -40,6 +40,8 @@ class KeptMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         own: Any = {"registry": registry, "namespace": NAMESPACE}
         self.bytes = Gauge("kept_bytes", "Kept scores", ("where",), **own)
+        for where in ("memory", "disk"):
+            self.bytes.labels(where)  # shown before anything is kept
         self.fetched = Counter("kept_fetches", "Fetches by result", ("result",), **own)
         self.dropped = Counter("kept_dropped", "Evicted before release", **own)
 
@@ -94,7 +96,7 @@ class KeptScores:
                 self._spill(*self._memory.popitem(last=False))
             while self._held["disk"] > self._limits["disk"]:
                 self._drop(next(iter(self._disk)))
-        return Kept("", key, _size(parts), digest.digest())
+        return Kept("", key, _size(parts), digest.digest(DIGEST_BYTES))
 
     def open(self, key: str) -> Body | None:
         """The body of `key`; None: it is not kept, or no longer."""

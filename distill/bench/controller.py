@@ -11,15 +11,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
+import random
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -38,7 +42,7 @@ from sync import wire
 from sync.client import BlockingPeer
 from sync.memory import available_memory
 from sync.server import bind_alone
-from sync.wire import Want, decode, pack
+from sync.wire import DIGEST_BYTES, Want, decode, pack
 from teacher_service.app import TeacherService
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
@@ -84,23 +88,50 @@ class Apart:
         self.seconds += time.thread_time() - began
 
 
+@cache
+def drawn() -> np.ndarray:
+    """Normally distributed f4, more than any answer has."""
+    return np.random.default_rng(0).standard_normal(1 << 24, "f4")
+
+
+def noise(*shape: int) -> np.ndarray:
+    """Some of `drawn`, f4 [*shape]: what repeats itself would cost nothing in a compressed journal."""
+    size = math.prod(shape)
+    start = random.randrange(drawn().size - size)
+    return drawn()[start : start + size].reshape(shape)
+
+
+def noisy(scored: wire.Scored) -> wire.Scored:
+    """With log-probabilities and hidden states that do not repeat."""
+    (count,), changed = scored.logprob.shape, {"logprob": pack(-abs(noise(*scored.logprob.shape)))}
+    if scored.topk_logprob:
+        changed["topk_ids"] = pack(noise(count, K).argsort(axis=1), "i4")
+        changed["topk_logprob"] = pack(-7 - abs(noise(count, K)), "f2")
+    if scored.gathered:
+        changed["gathered"] = pack(-7 - abs(noise(*scored.gathered.shape)), "f2")
+    if scored.hidden:
+        changed["hidden"] = pack(noise(*scored.hidden.shape).view("u4") >> 16, "bf16")
+    return msgspec.structs.replace(scored, **changed)
+
+
 def servers(shape: Shape, apart: Apart) -> tuple[type[Any], type[Any]]:
-    """Replicas whose completions are all the same, and teachers that answer in bytes."""
+    """Replicas and teachers that answer with noise; the teachers in bytes."""
     roles = of_tests("in_memory")
-    ids, logprob = np.arange(shape.tokens, dtype="i4") % 50, np.full(shape.tokens, -1.0, "f4")
+    drawn()
 
     class Replica(roles.MemoryReplica):  # type: ignore[name-defined]
         async def generate(self, request: wire.GenerateRequest) -> AsyncIterator[wire.Generated]:
             for prompt in request.prompts:
                 with apart.timed():
                     k, version = request.sampling.student_topk, self.version or wire.Version(0, 0)
+                    values = noise(shape.tokens)
                     answer = wire.Generated(
                         id=prompt.id,
-                        token_ids=pack(ids),
-                        logprob=pack(logprob),
+                        token_ids=pack(values.view("u4") % 50, "i4"),
+                        logprob=pack(-abs(values)),
                         spans=[wire.VersionSpan(version, 0, shape.tokens)],
                         finish_reason="length",
-                        topk_ids=pack(roles.some_ids(shape.tokens, k)) if k else None,
+                        topk_ids=pack(noise(shape.tokens, k).argsort(axis=1), "i4") if k else None,
                     )
                 await asyncio.sleep(0)
                 yield answer
@@ -110,10 +141,11 @@ def servers(shape: Shape, apart: Apart) -> tuple[type[Any], type[Any]]:
 
         async def score(self, sequences: Sequence[Any], want: Any, deadline: float | None = None) -> Any:
             with apart.timed():
-                found = [self._scores(sequence, want) for sequence in sequences]
-                results = [*map(self._keep, found, sequences)] if want.keep else found
+                found = [noisy(self._scores(sequence, want)) for sequence in sequences]
+                results: list[Any] = [*map(self._keep, found, sequences)] if want.keep else found
                 self.kept.clear()
                 body = wire.encode(wire.ScoreReply(teacher="t", results=results))
+                del found, results  # freeing them is the teacher's work, too
             await asyncio.sleep(0)
             return decode(body, wire.ScoreReply).results
 
@@ -201,7 +233,7 @@ async def fetch_cost(tokens: int, width: int, rows: int = 200) -> float:
         peer, began = BlockingPeer(url), time.process_time()
         for one in found:
             body = await asyncio.to_thread(peer.once, f"/v1/scores/{one.kept.key}", None, 60.0)
-            assert blake3(body).digest() == one.kept.digest, "as it was kept"
+            assert blake3(body).digest(DIGEST_BYTES) == one.kept.digest, "as it was kept"
             assert [*wire.frames(body, wire.ScoreReply)]
         peer.close()
         return 1e3 * (time.process_time() - began) / rows

@@ -291,7 +291,7 @@ def table(figures: Mapping[str, Figures]) -> str:
         lines += _swaps(size, parts["swaps"])
     rows = [
         [text, f"≤ {limit:.3g}", f"{reached:.3g}", "yes" if reached <= limit else "no"]
-        for text, limit, reached in goals(figures["toy"])
+        for text, limit, reached in goals(figures)
     ]
     whole = figures["toy"]["whole_run"]
     lines += [
@@ -301,14 +301,20 @@ def table(figures: Mapping[str, Figures]) -> str:
     return "\n".join([*lines, "", *markdown(["goal", "limit", "reached", "met"], rows)])
 
 
-def goals(toy: Figures) -> Iterator[tuple[str, float, float]]:
+def goals(figures: Mapping[str, Figures]) -> Iterator[tuple[str, float, float]]:
     """(goal, limit, reached): met when it is not above the limit."""
-    swaps, whole = toy["swaps"], toy["whole_run"]
+    swaps, whole = figures["toy"]["swaps"], figures["toy"]["whole_run"]
     limit, pause = swaps["decode_step_seconds"] + 0.05, swaps["swaps"]["delta"]["pause_seconds"]
     yield "pause of a delta, seconds (one decode step + 50 ms)", limit, pause
     share = swaps["engine_seconds_per_swap"] / whole["step_seconds"]
     yield "pause and recomputed KV cache, share of engine time at a version per step", 0.02, share
     yield "trainer's time lost to publishing, share", 0.02, whole["trainer_blocked_share"]
+    if "large" in figures:
+        swaps = figures["large"]["swaps"]
+        limit, pause = swaps["decode_step_seconds"], swaps["swaps"]["delta"]["pause_seconds"]
+        limit += 1.2 * swaps["plain_copy_seconds"]
+        yield "pause at 101 M, seconds (one decode step + 1.2 times a plain copy)", limit, pause
+        yield "the same (0.8 of vLLM's own reload)", 0.8 * swaps["vllm_reload_seconds"], pause
 
 
 def _codec(size: str, found: Figures) -> list[str]:
@@ -336,14 +342,9 @@ def _codec(size: str, found: Figures) -> list[str]:
 
 
 def _transports(size: str, rows: list[Figures]) -> list[str]:
+    parts = ("publish_seconds", "stage_seconds")
     cells = [
-        [
-            one["store"],
-            one["kind"],
-            f"{one['bytes']:,.0f}",
-            _ms(one["publish_seconds"]),
-            _ms(one["stage_seconds"]),
-        ]
+        [one["store"], one["kind"], f"{one['bytes']:,.0f}", *(_ms(one[part]) for part in parts)]
         for one in rows
     ]
     head = ["store", "kind", "bytes", "publish, ms", "stage, ms"]
@@ -359,6 +360,7 @@ def _swaps(size: str, swaps: Figures) -> list[str]:
         ["decode step", _ms(swaps["decode_step_seconds"])],
         ["engine time that a delta costs in all", _ms(swaps["engine_seconds_per_swap"])],
         ["vLLM's own reload from disk", _ms(swaps["vllm_reload_seconds"])],
+        ["plain copy of the model's bytes", _ms(swaps["plain_copy_seconds"])],
     ]
     title = f"### Swaps, {size}: {swaps['in_flight']} completions in flight; medians in ms"
     return [title, "", *markdown(["", "ms"], rows), ""]

@@ -229,7 +229,7 @@ def run_swaps(shape: Shape, folder: Path) -> Figures:
 
 
 async def weights(shape: Shape, model: Path, work: Path) -> Figures:
-    """Swap full versions, then deltas in windows between quiet ones; then let vLLM reload by itself."""
+    """Swap full versions, then deltas in windows between quiet ones; then vLLM's own reload, and a copy."""
     versions = _publish(model, work, ["full"] * shape.repeats + ["delta"] * TURNS * shape.swaps)
     lost: list[float] = []
     replies: list[wire.UpdateReply] = []
@@ -249,6 +249,7 @@ async def weights(shape: Shape, model: Path, work: Path) -> Figures:
         "in_flight": shape.in_flight,
         "swaps": {"full": _medians(full), "delta": _medians(replies)},
         "vllm_reload_seconds": reload_seconds,
+        "plain_copy_seconds": plain_copy(model),
         "decode_step_seconds": shape.in_flight / median(quiet),
         "engine_seconds_per_swap": median(lost),
     }
@@ -267,14 +268,18 @@ def _publish(folder: Path, work: Path, plan: Sequence[str]) -> list[wire.Version
 
 
 @contextlib.asynccontextmanager
-async def started(model: Path, work: Path, rank: int | None = None) -> AsyncIterator[HttpReplica]:
+async def started(
+    model: Path, work: Path, rank: int | None = None, context: int = CONTEXT, routes: bool = False
+) -> AsyncIterator[HttpReplica]:
     """A replica on loopback, with vLLM's development routes."""
     config = StudentConfig(
         path=str(model),
-        engine_args={"max-model-len": CONTEXT, "max-num-seqs": 256, "enforce-eager": True},
+        engine_args={"max-model-len": context, "max-num-seqs": 256, "enforce-eager": True},
         env={"VLLM_SERVER_DEV_MODE": "1"},
     )
-    settings = ReplicaConfig(run=RUN, store_path=work / "store", mirror=work / "mirror", lora_rank=rank)
+    settings = ReplicaConfig(
+        run=RUN, store_path=work / "store", mirror=work / "mirror", lora_rank=rank, routes=routes
+    )
     token = token_from_environment()
     with Ports() as ports:
         port = ports.take(LOCAL, 0, "student.port")
@@ -356,6 +361,18 @@ async def _own_reloads(url: str, count: int) -> float:
             began = time.monotonic()
             (await client.post("/collective_rpc", json={"method": "reload_weights"})).raise_for_status()
             seconds.append(time.monotonic() - began)
+    return median(seconds)
+
+
+def plain_copy(model: Path) -> float:
+    """Median seconds of copying a model's weights within memory, in one thread."""
+    weights = [np.array(bits) for bits in checkpoint.bits(checkpoint.tensors(model)).values()]
+    copies, seconds = [array.copy() for array in weights], []
+    for _ in range(7):
+        began = time.monotonic()
+        for copy, array in zip(copies, weights, strict=True):
+            np.copyto(copy, array)
+        seconds.append(time.monotonic() - began)
     return median(seconds)
 
 

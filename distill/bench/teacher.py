@@ -2,8 +2,9 @@
 
 All see the same sequences of one model, in turns, with one thread each and all on the same core, so that
 none gains by more processes. A figure is the median of `repeats` turns, in scored positions per second,
-from token ids to arrays: of wall time, and of processor time over all processes, which other work on the
-machine disturbs less. Then malformed requests and a flood, which come from the tests of a source checkout.
+from token ids to arrays: of wall time, and of processor time over the processes that take part, which other
+work on the machine disturbs less. Then malformed requests and a flood, which come from the tests of a source
+checkout.
 """
 
 from __future__ import annotations
@@ -40,10 +41,9 @@ STOCK_SERVER: Final = "sync.replica.plugin"
 ENGINE_ARGS: Final = {
     "enforce_eager": True,
     "distributed_executor_backend": "uni",
-    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 1 << 30,
 }
 VLLM_ENVIRONMENT: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_PLUGINS": PLUGIN,
 }
@@ -104,8 +104,14 @@ def _pin(cores: set[int]) -> None:
             os.sched_setaffinity(thread, cores)
 
 
-def _cpu_seconds() -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in _family())
+def _taking_part(name: str) -> list[psutil.Process]:
+    """Processes that a contender needs: this one, and its server with all below it."""
+    servers = role_processes(os.getpid()).get(name.split()[0], [])
+    return [psutil.Process(), *servers, *(below for one in servers for below in one.children(recursive=True))]
+
+
+def _cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def _speeds(setting: Setting, loop: asyncio.Runner, stack: AsyncExitStack, urls: dict[str, str]) -> Figures:
@@ -121,11 +127,12 @@ def _speeds(setting: Setting, loop: asyncio.Runner, stack: AsyncExitStack, urls:
         turns |= _stock(urls["stock"], items, k)
     received = {name: turn() for name, turn in turns.items()}  # warms up, too
     used: dict[str, list[float]] = {name: [] for name in turns}
+    part = {name: _taking_part(name) for name in turns}
 
     def timed(name: str) -> None:
-        before = _cpu_seconds()
+        before = _cpu_seconds(part[name])
         turns[name]()
-        used[name].append(_cpu_seconds() - before)
+        used[name].append(_cpu_seconds(part[name]) - before)
 
     taken = interleaved({name: Work(partial(timed, name)) for name in turns}, setting.repeats)
     positions = sum(item.positions for item in items)
@@ -286,7 +293,8 @@ def _teacher(engine: str, setting: Setting, folder: Path, ports: Ports) -> Child
 
 def _stock_server(setting: Setting, ports: Ports) -> ChildSpec:
     length = PROMPT_TOKENS + setting.completion + 1
-    flags = ["--enforce-eager", "--distributed-executor-backend=uni", "--gpu-memory-utilization=0.2"]
+    flags = ["--enforce-eager", "--distributed-executor-backend=uni"]
+    flags += [f"--kv-cache-memory-bytes={ENGINE_ARGS['kv_cache_memory_bytes']}"]
     flags += ["--max-logprobs=64", "--dtype=float32", f"--model={setting.model}", f"--max-model-len={length}"]
     return _server("stock", ports, STOCK_SERVER, *flags)
 

@@ -120,6 +120,12 @@ def routing(folder: Folder = Path("runs/bench-routing"), json_file: JsonFile = N
 
 
 @app.command()
+def plan(folder: Folder = Path("runs/bench-plan"), json_file: JsonFile = None) -> None:
+    """`distill plan --probe` of three shapes on this machine against the steps of a run of each."""
+    bench("plan", folder, json_file=json_file)
+
+
+@app.command()
 def peers(folder: Folder = Path("runs/bench-peers"), json_file: JsonFile = None) -> None:
     """TRL's DistillationTrainer against us on the same models; installs TRL by pip into the folder."""
     bench("peers", folder, json_file=json_file)

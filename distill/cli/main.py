@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from distill import api
 from distill.cli import bench as cli_bench
@@ -31,12 +30,12 @@ from distill.cli.options import (
     working,
     write_figures,
 )
+from distill.cli.result import show
 from sync.errors import DistillError
 from sync.secrets import redact_process
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
-    from distill.metrics.results import Summary
     from sync.wire import ServerLeaves, ServerRegisters
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -88,7 +87,9 @@ def quickstart(
     config, making = steps.prepare(seed, overrides, Console(), task)
     if not resume:
         steps.make_room(config)
-    _run(config, resume, json_file, {"making": making})
+    teachers = {one.path: "the teacher that was made for it" for one in config.teachers.values()}
+    models = {config.student.path: "the student before training, made for it", **teachers}
+    _run(config, resume, json_file, {"making": making}, models)
 
 
 @app.command(rich_help_panel=RUNS)
@@ -122,7 +123,7 @@ def preflight(
     overrides: Overrides,
     engines: Annotated[bool, typer.Option("--engines", help="Start every server and probe it.")] = False,
 ) -> None:
-    """Check models, tokenizers, prompts, ports and disk of a run; train nothing.
+    """Check models, tokenizers, prompts, ports, disk and store of a run; train nothing.
 
     Example: distill preflight configs/recipes/single_node.toml --engines
     """
@@ -138,43 +139,23 @@ app.command(rich_help_panel=RUNS)(cli_plan.init)
 
 
 def _run(
-    config: RunConfig, resume: bool, json_file: Path | None, seconds: dict[str, float] | None = None
+    config: RunConfig,
+    resume: bool,
+    json_file: Path | None,
+    seconds: dict[str, float] | None = None,
+    models: Mapping[str, str] = {},
 ) -> None:
     _log_to_stderr()
     console = Console()
     summary = api.run(config, resume=resume, console=console, seconds=seconds)
     write_figures(json_file, summary)
-    _show(console, config, summary)
+    show(console, config.run_dir, summary, models)
 
 
 def _log_to_stderr() -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-
-
-def _show(console: Console, config: RunConfig, summary: Summary) -> None:
-    """Print the result of a run. Raises DistillError with what is wrong with its end."""
-    from distill.metrics.page import REPORT
-    from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
-
-    table = Table("", "before", "after")
-    for row in before_and_after(summary):
-        table.add_row(*row)
-    if table.rows:
-        console.print(table)
-    lines = {
-        "tokens": use_of_tokens(summary),
-        "waited": longest_waits(summary),
-        "model": summary["model"],
-        "report": config.run_dir / REPORT,
-        "picture": config.run_dir / "report.png",
-        "figures": config.run_dir / "summary.json",
-    }
-    for name, line in lines.items():
-        console.print(f"{name:<7} {line}", soft_wrap=True, highlight=False)
-    if summary["problems"]:
-        raise DistillError("\n".join(summary["problems"]))
 
 
 # --- roles on several machines

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from distill import api
-from distill.cli.options import Config, JsonFile, Overrides, write_figures
+from distill.cli.options import Config, JsonFile, Overrides, working, write_figures
 from sync.errors import ConfigError, DistillError
 
 DeviceName = Annotated[
@@ -28,21 +29,28 @@ def plan(
     ] = None,
     measured: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_DIR", help="A finished run whose speeds replace the assumed ones."),
+        typer.Option(metavar="RUN_DIR", help="A run whose speeds replace the assumed ones."),
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Train for 40 seconds on this machine, for such speeds.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Compute memory, seconds of each stage, bottleneck, weight sync, journal and hours; start nothing.
+    """Compute memory, seconds of each stage, bottleneck, weight sync, journal and hours.
 
     Example: distill plan configs/recipes/single_node.toml --device h100 --completion-tokens 900
     """
-    found = api.plan(
-        api.load_config(config, overrides),
-        device=device,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        measured=measured,
-    )
+    settings = api.load_config(config, overrides)
+    with working("distill plan --probe") if probe else nullcontext() as say:
+        found = api.plan(
+            settings,
+            device=device,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            measured=measured,
+            probe=probe,
+            say=say,
+        )
     typer.echo("\n".join(found.lines).lstrip("\n"))
     write_figures(json_file, found.figures)
     if found.refusal:

@@ -67,7 +67,14 @@ class StudentConfig(ModelSource, Placement):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the weights in the replicas."""
     engine_args: dict[str, Any] = {}
-    """Any argument of vLLM's server: {"tensor-parallel-size" = 2, "enforce-eager" = true}."""
+    """Any argument of vLLM's server: {"tensor-parallel-size" = 2, "enforce-eager" = true}. Logits are fp32
+    unless "hf-overrides" is {head_dtype = "model"} (docs/objectives.md)."""
+    mirror_folder: Path | None = None
+    """Folder on each host, on no network file system, for the checkpoints of all that follow the weights: two
+    each. None: `mirrors/` in the run's folder."""
+    staging_bytes: int | None = Field(None, ge=0)
+    """Most host memory in which each worker of a replica stages a version while it generates, as much as its
+    share of the model takes; a worker that needs more loads inside the pause. None: no limit."""
 
     def flags(self) -> dict[str, Any]:
         """`engine_args` under vLLM's names of its flags, without leading dashes."""
@@ -300,6 +307,12 @@ class RunConfig(Settings):
     def run_dir(self) -> Path:
         return self.run.folder / self.run.name
 
+    @property
+    def mirrors(self) -> Path:
+        """Folder of all mirrors on a host."""
+        folder = self.student.mirror_folder
+        return self.run_dir / "mirrors" if folder is None else folder / self.run.name
+
     def processes(self) -> dict[str, list[str]]:
         """Section of each server that has no `urls` → the names of its processes; without the trainer."""
         student, evaluation = self.student, self.evaluation
@@ -322,7 +335,8 @@ class RunConfig(Settings):
             run=self.run.name,
             store=self.weights.store,
             store_path=self.run_dir / "store",
-            mirror=self.run_dir / "mirrors" / process,
+            mirror=self.mirrors / process,
+            staging_bytes=self.student.staging_bytes,
             lora_rank=self.trainer.lora.rank if self.trainer.lora else None,
             routes=self.rollout.routing_replay,
             keeps_cache=self.weights.kv_on_swap == "keep",

@@ -52,8 +52,8 @@ class EvaluationConfig(Settings):
     """Named sets beside the held-out prompts, such as [evaluation.sets.gsm8k]."""
     batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one forward pass of the student."""
-    metric: Literal["reverse_kl", "pass_rate"] = "reverse_kl"
-    """Metric that decides which version is the best."""
+    metric: Literal["reverse_kl", "pass_rate", "reward"] = "reverse_kl"
+    """Metric on the held-out prompts that decides which version is the best; reward: its mean."""
     patience: int | None = Field(None, ge=1)
     """Early stopping: consecutive evaluations without a new best version; None: never stop early."""
     replica: Placement | None = None

@@ -155,7 +155,7 @@ def retyped(
 
 def _of_type(table: Mapping[str, Any], kinds: Sequence[type[Settings]]) -> list[type[Settings]]:
     """The class that a section's `type` names; none when it has no type, or an unknown one."""
-    name = typed(dict(table)).get("type")
+    name = typed(kinds, dict(table)).get("type")
     return [one for one in kinds if name in get_args(one.model_fields["type"].annotation)]
 
 

@@ -15,8 +15,8 @@ class TaskPrompts(Settings):
 
     type: Literal["task"]
     task: str
-    """A module of distill.tasks by name, any "package.module" with a function `make`, or
-    "package.module:function"."""
+    """A module of distill.tasks by name, any "package.module" with a function `make`,
+    "package.module:function", or the name that an installed package registers (docs/extending.md)."""
     options: dict[str, Any] = {}
     """Arguments of that function."""
     reward_timeout_seconds: float = Field(10.0, gt=0)
@@ -37,8 +37,9 @@ class RowPrompts(Settings):
     equals the answer; "contains": 1 when the answer occurs in it as whole words; "number": 1 when both end on
     the same number; "math": 1 when math-verify finds its final answer equal (extra `math`);
     "package.module:function": what function(prompt, completion) returns, a bool or a finite number, or a pair
-    of that and the answer as text for maj@k, from `prompt.answer`, `prompt.text` and the completion's text.
-    It runs in processes of its own. None: no reward and no pass rate."""
+    of that and the answer as text for maj@k, from `prompt.answer`, `prompt.text` and the completion's text,
+    or a name that an installed package registers for one. It runs in processes of its own. None: no reward
+    and no pass rate."""
     reward_timeout_seconds: float = Field(10.0, gt=0)
     """Time limit of `reward_fn` for one completion; one that exceeds it costs the completion."""
     template: Literal["chat", "plain"] = "chat"

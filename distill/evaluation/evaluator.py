@@ -15,12 +15,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -40,7 +40,7 @@ from distill.evaluation.completions import (
 )
 from distill.evaluation.models import device_of, load_student
 from distill.evaluation.playing import Playing
-from distill.evaluation.reverse_kl import ReverseKL, exact, head_of, tensor_of, total
+from distill.evaluation.reverse_kl import ReverseKL, exact, head_of, parts, tensor_of, total
 from distill.evaluation.sets import PromptSet, open_sets
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import longest_sequence, open_prompts
@@ -52,6 +52,7 @@ from sync.wire import (
     CompletionsReply,
     CompletionsRequest,
     EvalReport,
+    PartReport,
     Scored,
     ScoreRefused,
     ScoreSequence,
@@ -179,18 +180,19 @@ class Evaluator:
         path = file_of(run_dir, version, HELD_OUT)
         if not path.is_file():
             raise RemoteError(f"the completions of {version} are not in {path}: request them first")
-        wanted, interval, rate = self._sets[HELD_OUT], None, None
+        wanted = self._sets[HELD_OUT]
         found = await asyncio.to_thread(lambda: list(read_completions(path, wanted)))
         rewarding = asyncio.ensure_future(self._reward(HELD_OUT, path, found))
         try:
-            value, error = total(await self._reverse_kl(version, found))
+            compared_with = await self._reverse_kl(version, found)
             compared = time.monotonic()
         finally:
             await asyncio.wait([rewarding])
         rewarding.result()
-        if wanted.rewarded and any(one.reward is not None or one.error for one in found):
-            passed = statistics.share(_per_prompt(found, wanted, lambda one: (one.reward or 0.0) > 0), 1)
-            rate, interval = passed.value, (passed.low, passed.high)
+        of_all = _figures(compared_with, found, range(len(found)))
+        passed = _per_prompt(found, wanted, lambda one: (one.reward or 0.0) > 0)
+        estimate = None if of_all.pass_rate is None else statistics.share(passed, 1)
+        sources = [wanted.prompts[one.index].source for one in found]
         sets = {
             name: await self._set_report(name, file_of(run_dir, version, name))
             for name in self._sets
@@ -202,15 +204,13 @@ class Evaluator:
         log.info("%s: completions %.1f s, reverse KL %.1f s, rewards and sets %.1f s", version, *parts_of)
         return EvalReport(
             version=version,
-            reverse_kl=value,
-            reverse_kl_error=error,
-            pass_rate=rate,
-            pass_rate_interval=interval,
-            completions=len(found),
-            tokens=sum(one.tokens for one in found),
+            **msgspec.structs.asdict(of_all),
+            pass_rate_interval=None if estimate is None else (estimate.low, estimate.high),
             truncated=sum(one.finish_reason == "length" for one in found) / len(found),
             seconds=ended - began + generated,
             sets=sets,
+            sources=_by_name(sources, compared_with, found),
+            teachers=_by_name([self._route(one) for one in sources], compared_with, found),
         )
 
     async def _set_report(self, name: str, path: Path) -> SetReport:
@@ -339,29 +339,6 @@ class _Routed(NamedTuple):
         return cls(completion, Item(token_ids_L, first), own_L)
 
 
-def parts(items: Sequence[Item], positions: int) -> Iterator[tuple[list[int], list[Item]]]:
-    """Work of at most `positions` scored positions at a time, shortest sequences first, and whose it is.
-
-    A completion with more is split: a sequence that ends where a part ends has the same scores up to there.
-    """
-    numbers: list[int] = []
-    part: list[Item] = []
-    left = positions
-    for number in sorted(range(len(items)), key=lambda i: len(items[i].token_ids_L)):
-        item = items[number]
-        first, length = item.first, len(item.token_ids_L)
-        while first < length:
-            if left == 0 or (part and length - first > left and length - first <= positions):
-                yield numbers, part
-                numbers, part, left = [], [], positions
-            end = min(length, first + left)
-            numbers.append(number)
-            part.append(replace(item, token_ids_L=item.token_ids_L[:end], first=first))
-            first, left = end, left - (end - first)
-    if part:
-        yield numbers, part
-
-
 def _usable(name: str, answer: Any, item: Item, want: Want, vocab: int, hidden_size: int | None) -> Scored:
     """Raises RemoteError for a refusal, WireError for scores that cannot be used."""
     if not isinstance(answer, Scored):
@@ -369,6 +346,32 @@ def _usable(name: str, answer: Any, item: Item, want: Want, vocab: int, hidden_s
     if problem := checks.scored(answer, item.positions, 0, want, vocab, hidden_size):
         raise WireError(f"a score of teacher {name} cannot be used: {problem}")
     return answer
+
+
+def _by_name(
+    names: Sequence[str], compared: list[ReverseKL], found: Sequence[Completion]
+) -> dict[str, PartReport]:
+    """Figures by name; `names`: one of each completion. Empty: they have one name."""
+    members: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        members.setdefault(name, []).append(number)
+    return {n: _figures(compared, found, one) for n, one in sorted(members.items()) if len(members) > 1}
+
+
+def _figures(compared: list[ReverseKL], found: Sequence[Completion], members: Sequence[int]) -> PartReport:
+    """Of some completions, by number; `compared`: with each teacher. Without rewards where one has none."""
+    chosen = [found[number] for number in members]
+    value, error = total([part for kl in compared if (part := kl.among(set(members))).sums])
+    rewarded = all(one.reward is not None or one.error for one in chosen)
+    rewards = [one.reward or 0.0 for one in chosen]
+    return PartReport(
+        completions=len(chosen),
+        tokens=sum(one.tokens for one in chosen),
+        reverse_kl=value,
+        reverse_kl_error=error,
+        pass_rate=sum(one > 0 for one in rewards) / len(rewards) if rewarded else None,
+        reward=sum(rewards) / len(rewards) if rewarded else None,
+    )
 
 
 def _per_prompt(

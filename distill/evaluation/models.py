@@ -41,13 +41,13 @@ def load_student(student: ModelSource, folder: Path | None, device: Device = "au
     return load_model(version, device)
 
 
-def _load(source: ModelSource) -> Any:
+def _load(source: ModelSource, dtype: Any = torch.float32) -> Any:
     transformers_logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(
         source.path,
         revision=source.revision,
         trust_remote_code=source.trust_remote_code,
-        dtype=torch.float32,
+        dtype=dtype,
     )
 
 
@@ -58,9 +58,7 @@ def merged(base: ModelSource, adapter: Path, dtype: Any = None) -> Any:
     """
     from peft import PeftModel
 
-    model = AutoModelForCausalLM.from_pretrained(
-        base.path, revision=base.revision, trust_remote_code=base.trust_remote_code, dtype="auto"
-    )
+    model = _load(base, "auto")
     kept = dtype or model.dtype
     try:
         wrapped = PeftModel.from_pretrained(model.to(torch.float32), str(adapter))

@@ -16,7 +16,8 @@ Letters in shapes: N tokens of several completions, M completions, H hidden size
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from sync import wire
 from sync.wire import unpack
+from teacher_service.engines.base import Item
 from teacher_service.engines.head import OutputHead
 
 CHUNK = 1024
@@ -59,6 +61,29 @@ def exact(
     return np.concatenate(parts)
 
 
+def parts(items: Sequence[Item], positions: int) -> Iterator[tuple[list[int], list[Item]]]:
+    """Work of at most `positions` scored positions at a time, shortest sequences first, and whose it is.
+
+    A completion with more is split: a sequence that ends where a part ends has the same scores up to there.
+    """
+    numbers: list[int] = []
+    part: list[Item] = []
+    left = positions
+    for number in sorted(range(len(items)), key=lambda i: len(items[i].token_ids_L)):
+        item = items[number]
+        first, length = item.first, len(item.token_ids_L)
+        while first < length:
+            if left == 0 or (part and length - first > left and length - first <= positions):
+                yield numbers, part
+                numbers, part, left = [], [], positions
+            end = min(length, first + left)
+            numbers.append(number)
+            part.append(replace(item, token_ids_L=item.token_ids_L[:end], first=first))
+            first, left = end, left - (end - first)
+    if part:
+        yield numbers, part
+
+
 @dataclass
 class ReverseKL:
     """Sums over the completions that one teacher scored."""
@@ -71,6 +96,10 @@ class ReverseKL:
         """Add the sum over some tokens of a completion."""
         before, count = self.sums.get(completion, (0.0, 0))
         self.sums[completion] = before + value, count + tokens
+
+    def among(self, completions: Set[int]) -> ReverseKL:
+        """Of these completions alone."""
+        return ReverseKL(self.is_exact, {one: self.sums[one] for one in self.sums.keys() & completions})
 
     @property
     def variance(self) -> float:

@@ -46,7 +46,7 @@ from sync.wire import (
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
-Metric = Literal["reverse_kl", "pass_rate"]
+Metric = Literal["reverse_kl", "pass_rate", "reward"]
 STALL_SECONDS = 900.0
 """Without an answer of /health after which the evaluator counts as gone; covers reading its prompts."""
 LOST_REPLICAS = 5
@@ -57,7 +57,8 @@ def score(report: EvalReport, metric: Metric) -> float:
     """A report's figure of merit: higher is better."""
     if metric == "reverse_kl":
         return -report.reverse_kl
-    return -math.inf if report.pass_rate is None else report.pass_rate
+    value = report.pass_rate if metric == "pass_rate" else report.reward
+    return -math.inf if value is None else value
 
 
 def best(reports: list[EvalReport], metric: Metric) -> EvalReport | None:

@@ -37,8 +37,6 @@ class PromptSet(NamedTuple):
     sampling: Sampling
     rewards: RewardSource | None
     """None: the held-out prompts of a run without rewards, or whose environments give them all."""
-    rewarded: bool = True
-    """Whether every completion has a reward."""
 
 
 def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str, PromptSet]:
@@ -50,7 +48,7 @@ def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str
         raise ConfigError(NOTHING_HELD_OUT)
     rollout, settings = config.rollout, config.evaluation or EvaluationConfig()
     sampling = Sampling(max_tokens=rollout.max_tokens, stop_token_ids=rollout.stop_token_ids)
-    found = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards, split.rewarded)}
+    found = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards)}
     for name, one in settings.sets.items():
         sampling = Sampling(
             max_tokens=one.max_tokens or rollout.max_tokens,

@@ -182,7 +182,9 @@ class Manifest:
             claim = {"claimName": self.target.volume or name}
             volumes.append({"name": "run", "persistentVolumeClaim": claim})
             mounts.append({"name": "run", "mountPath": folder})
-            node = run_dir / "mirrors" if role.follows else None if role.keeps else run_dir
+            own = self.config.student.mirror_folder
+            mirrors = run_dir / "mirrors" if own is None else PurePosixPath(own)
+            node = mirrors if role.follows else None if role.keeps else run_dir
         if node is not None:  # what it reads and writes all the time, and nobody else does
             volumes.append({"name": "node", "emptyDir": {}})
             mounts.append({"name": "node", "mountPath": str(node)})

@@ -19,17 +19,19 @@ from distill.run_log.journal import read_all
 from distill.run_log.records import Opened
 from sync.address import token_from_environment
 from sync.claims import Claim
+from sync.subscribe import check_local
 from sync.wire import RunIdentity
 
 TEMPORARY_GRACE_SECONDS = 10.0
 
 
 def check_machine(config: RunConfig) -> None:
-    """Check ports, devices and tokens of what is started here, and the disk of the run's folder.
+    """Check ports, devices and tokens of what is started here, and the disks of the run and of mirrors.
 
     Raises ConfigError with what `distill run` would say.
     """
     machine.check_disk(config.run_dir, config.run.min_free_disk_gib)
+    check_local(config.mirrors)
     with temporary(config) as moved, Ports() as ports:
         plan_servers(moved, token_from_environment(), ports)
         if config.controller.port:
@@ -67,4 +69,6 @@ def claim_of(config: RunConfig) -> Claim:
 def temporary(config: RunConfig) -> Iterator[RunConfig]:
     """The configuration with a run folder that is removed at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
-        yield config.model_copy(update={"run": config.run.model_copy(update={"folder": Path(root)})})
+        moved = config.run.model_copy(update={"folder": Path(root)})
+        student = config.student.model_copy(update={"mirror_folder": None})
+        yield config.model_copy(update={"run": moved, "student": student})

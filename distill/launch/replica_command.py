@@ -44,7 +44,14 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "enable-prefix-caching": False,
     "disable-uvicorn-access-log": True,
 }
-_CPU_DEFAULTS: Final[dict[str, Any]] = {"gpu-memory-utilization": 0.2, "enforce-eager": True}
+_CPU_DEFAULTS: Final[dict[str, Any]] = {
+    "gpu-memory-utilization": 0.2,
+    "enforce-eager": True,
+    "kv-cache-memory-bytes": 1 << 30,
+}
+_OVERRIDES: Final = "hf-overrides"
+_FP32_LOGITS: Final = {"head_dtype": "float32"}
+"""Of `_OVERRIDES`, unless the user sets it: the trainer's logits are fp32, those of vLLM rounded to bf16."""
 _PARALLEL: Final = {"tensor-parallel-size", "pipeline-parallel-size", "distributed-executor-backend"}
 _ENVIRONMENT: Final = {
     "PYTHONSAFEPATH": "1",
@@ -54,7 +61,6 @@ _ENVIRONMENT: Final = {
 }
 _CPU_ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -95,6 +101,7 @@ def command(
         **_DEFAULTS,
         **(_CPU_DEFAULTS if cpu else {}),
         **user,
+        _OVERRIDES: _overrides(user),
         **ours,
     }
     if config.revision is not None:
@@ -155,6 +162,17 @@ def _adapters(rank: int | None) -> dict[str, Any]:
         "max-loras": 1,
         "max-lora-rank": next(most for most in _LORA_RANKS if most >= rank),
     }
+
+
+def _overrides(user: dict[str, Any]) -> dict[str, Any]:
+    """The user's changes of the model's configuration, and ours."""
+    given = user.get(_OVERRIDES, {})
+    if not isinstance(given, dict) or any(name.startswith(f"{_OVERRIDES}.") for name in user):
+        raise ConfigError(
+            'student.engine_args: "hf-overrides" must be one table, since head_dtype = "float32" joins it: '
+            'write "hf-overrides" = {name = value}'
+        )
+    return _FP32_LOGITS | given
 
 
 def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any], more: dict[str, str]) -> None:

@@ -48,6 +48,7 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
 from distill.prompts.stream import PromptStream
+from distill.published import check_store
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal
 from student_trainer.objectives.config import needs, student_topk
@@ -55,6 +56,7 @@ from sync.claims import Claim
 from sync.durable import write_json
 from sync.errors import DataError, Interrupted, RemoteError
 from sync.jsonl import JsonLines
+from sync.subscribe import check_local
 from sync.wire import EvalReport, Version
 from sync.wire.checks import ANY_ID
 from teacher_service.client import TeacherClient
@@ -92,6 +94,9 @@ async def run(
     for line in lines:
         say(line)
     machine.check_room(config, machine.estimate(config))
+    if config.cluster.type != "external":  # else all that follow are elsewhere, and look for themselves
+        check_local(config.mirrors)
+    await asyncio.to_thread(check_store, config)
     token = token_of(config)
     with cluster.opened(config) as engine, RunFolder.open(config, resume) as folder, Ports() as ports:
         for line in folder.keep(config, content(config, split)):
@@ -223,6 +228,7 @@ class _Launcher:
                 sink.close()
             if self._rewards is not None:
                 await asyncio.to_thread(self._rewards.close)
+            self._controller.timeline.cut()
             self._spans.close()
             self._quarantine.close()
             self._samples.close()
@@ -249,6 +255,9 @@ class _Launcher:
             for problem in figures["problems"]:
                 self._alert("the end shows less than it should", problem)
             return figures
+        except asyncio.CancelledError:  # a second signal, or the end of a probe: nothing is to be saved
+            self._supervisor.kill()
+            raise
         finally:
             await cancel([controller, *others])
 
@@ -311,7 +320,6 @@ class _Launcher:
 
         def stop(number: signal.Signals) -> None:
             if self.stopped_by:
-                self._supervisor.kill()
                 this.cancel()
                 return
             self.stopped_by = number.name
@@ -359,12 +367,12 @@ class _Launcher:
             self._roll_back_to.clear()
 
         def step(version: Version, figures: dict[str, float]) -> None:
-            log_all(self._sinks, version.step, figures)
+            log_all(self._sinks, version, figures)
             if not self._first_step.done() and (findings := live.first_step(config, figures)):
                 self._first_step.set_result(findings)
 
         def evaluated(report: EvalReport, best: bool) -> None:
-            log_all(self._sinks, report.version.step, of_evaluation(report, best))
+            log_all(self._sinks, report.version, of_evaluation(report, best))
 
         def quarantined(event: Quarantined) -> None:
             self._quarantine.write(event)

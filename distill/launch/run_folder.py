@@ -171,7 +171,8 @@ def _take_lock(path: Path) -> IO[str]:
 _TAKES_EFFECT: Final = {
     "run": "folder code_folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers "
     "restarts share_gpus min_free_disk_gib",
-    "student": "trust_remote_code urls host port devices gpus env replicas dtype engine_args",
+    "student": "trust_remote_code urls host port devices gpus env replicas dtype engine_args "
+    "mirror_folder staging_bytes",
     "teachers.*": "trust_remote_code urls host port devices gpus env engine engine_url replicas dtype device "
     "attention max_length batch_tokens head_chunk queue_tokens keep_memory_gib keep_disk_gib keep_folder "
     "wire_dtype engine_args threads idle_unload_seconds",

@@ -184,6 +184,8 @@ def _figures(report: Mapping[str, Any] | None) -> dict[str, str]:
     found = {"reverse KL, nats per token": f"{report['reverse_kl']:.3f}{margin}"}
     if (rate := report.get("pass_rate")) is not None:
         found["pass rate"] = _interval(rate, *(report.get("pass_rate_interval") or ()))
+    if (reward := report.get("reward")) not in (None, rate):
+        found["mean reward"] = f"{reward:.3f}"
     for name, one in (report.get("sets") or {}).items():
         kinds = ("pass@1", "pass_at_1"), ("avg@k", "average"), ("maj@k", "majority")
         found |= {f"{name}, {kind}": _interval(**one[field]) for kind, field in kinds if one.get(field)}

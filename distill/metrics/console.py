@@ -296,6 +296,14 @@ def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
     """One evaluation, distinguishable from a step's own figures."""
     passed, end = figures.get("eval/pass_rate"), "/average"
     rate = "" if passed is None else f", pass rate {passed:.1%}"
+    if (reward := figures.get("eval/reward")) not in (None, passed):
+        rate += f", reward {reward:.3f}"
     for name in (name for name in figures if name.startswith("eval/") and name.endswith(end)):
         rate += f", {name[5 : -len(end)]} {figures[name]:.3f}"
-    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats per token{rate}"
+    first, end = "eval/source/", "/reverse_kl"
+    names = [
+        name[len(first) : -len(end)] for name in figures if name.startswith(first) and name.endswith(end)
+    ]
+    of_each = _listed([f"{name} {figures[f'{first}{name}{end}']:.3f}" for name in names])
+    sources = f" ({of_each})" if names else ""
+    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats per token{sources}{rate}"

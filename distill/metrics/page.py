@@ -18,7 +18,7 @@ from sync.errors import ConfigError
 STYLE: Final = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2933 }
 body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem }
-h1, h2 { line-height: 1.2 } h2 { margin-top: 2.5rem } img { width: 100%; height: auto }
+h1, h2 { line-height: 1.2 } h2 { margin-top: 2.5rem } img { width: 100%; min-width: 50rem; height: auto }
 .wide { overflow-x: auto } table { border-collapse: collapse }
 td, th { padding: .25rem .75rem; text-align: right }
 td:first-child, th:first-child { text-align: left; padding-left: 0 } tr { border-bottom: 1px solid #e4e7eb }
@@ -62,6 +62,8 @@ ROWS: Final = (
     ("reverse KL after", "after.reverse_kl", ".3f"),
     ("pass rate before", "before.pass_rate", ".1%"),
     ("pass rate after", "after.pass_rate", ".1%"),
+    ("reward before", "before.reward", ".3f"),
+    ("reward after", "after.reward", ".3f"),
     ("tokens trained on", "train.tokens_total", ","),
     ("seconds", "seconds.distill", ",.0f"),
     ("mean age, versions", "buffer.age_mean", ".2f"),
@@ -69,6 +71,12 @@ ROWS: Final = (
     ("pause of a swap, seconds", "sync.pause_seconds", ".3f"),
 )
 """Title, place in summary.json, form. A row without any figure is left out."""
+HELD_OUT: Final = (
+    ("reverse KL", "reverse_kl", ".3f"),
+    ("pass rate", "pass_rate", ".1%"),
+    ("reward", "reward", ".3f"),
+)
+"""Title, figure of an evaluation, form."""
 
 
 def _rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -96,11 +104,14 @@ def _details(run: Run, named: bool) -> Iterable[str]:
     if named:
         yield f"<h2>{escape(run.folder.name)}</h2>"
     if run.summary:
+        yield from (f"<p><strong>{escape(one)}</strong></p>" for one in run.summary.get("warnings", []))
         yield f"<p>{escape(use_of_tokens(run.summary))}<br>waited: {escape(longest_waits(run.summary))}</p>"
         busy, idle = run.summary["perf"]["busy_seconds"], run.summary["perf"]["idle_seconds"]
         shares = [(role, [f"{busy[role] / max(1e-9, busy[role] + idle[role]):.0%}"]) for role in sorted(busy)]
         yield _table("Roles", ["busy"], shares)
-        yield _table("Evaluations", ["reverse KL", "pass rate"], _evaluations(run))
+        yield _table("Evaluations", [title for title, _, _ in HELD_OUT], _evaluations(run))
+        for kind in ("sources", "teachers"):
+            yield _table(f"Held out, by {kind[:-1]}", [title for title, _, _ in HELD_OUT], _parts(run, kind))
     yield from _samples(run)
     yield _fold("Configuration", _text(run.folder / "config.json"))
     yield _fold("Versions", json.dumps(run.summary.get("versions", {}), indent=1))
@@ -108,10 +119,19 @@ def _details(run: Run, named: bool) -> Iterable[str]:
 
 def _evaluations(run: Run) -> list[tuple[str, list[str]]]:
     found = run.summary.get("evaluations") or []
-    return [
-        (one["version"], [_form(one.get("reverse_kl"), ".3f"), _form(one.get("pass_rate"), ".1%")])
-        for one in found
-    ]
+    return [(one["version"], _held_out(one)) for one in found]
+
+
+def _held_out(*reports: Any) -> list[str]:
+    """Cells of HELD_OUT, of one report or of several after each other."""
+    return [" → ".join(_form(_at(one, key), form) for one in reports) for _, key, form in HELD_OUT]
+
+
+def _parts(run: Run, kind: str) -> list[tuple[str, list[str]]]:
+    """The figures before and after the run by data source or teacher, where there are several."""
+    before, after = run.summary.get("before") or {}, run.summary.get("after") or {}
+    early, late = (one.get(kind) or {} for one in (before, after))
+    return [(name, _held_out(early.get(name), late.get(name))) for name in late or early]
 
 
 def _samples(run: Run) -> Iterable[str]:
@@ -157,4 +177,5 @@ def _text(path: Path) -> str:
 
 
 def _image(png: bytes, what: str) -> str:
-    return f'<img alt="{escape(what)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return f'<div class=wide><img alt="{escape(what)}" src="{source}"></div>'

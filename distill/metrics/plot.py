@@ -99,7 +99,8 @@ def _curve(lines: Sequence[Line], figure: str) -> tuple[list[float], list[float]
     tokens_at = {
         line["step"]: line["train/tokens_total"] / 1e3 for line in lines if "train/tokens_total" in line
     }
-    found = [line for line in lines if figure in line]
+    known = tokens_at.keys() | {0}  # an evaluation beyond is of steps that are being made anew
+    found = [line for line in lines if figure in line and line["step"] in known]
     return [tokens_at.get(line["step"], 0.0) for line in found], [line[figure] for line in found]
 
 

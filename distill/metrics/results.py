@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict
 
@@ -16,7 +17,7 @@ from sync.errors import DataError
 from sync.jsonl import read_lines
 
 Row = dict[str, Any]
-AXES: Final = ("step", "time")
+AXES: Final = ("step", "lineage", "time")
 """Of every line of metrics.jsonl."""
 
 
@@ -36,6 +37,8 @@ class Summary(TypedDict):
     error: str | None
     problems: list[str]
     """What the end of the run did not show; empty: everything was shown."""
+    warnings: list[str]
+    """What was wasted since the run's newest start, and what to change."""
     before: Row | None
     after: Row | None
     """Of the final version; None: it was not evaluated."""
@@ -70,8 +73,8 @@ class Run(NamedTuple):
     summary: Row
     """As `Summary`; empty while the run goes on."""
     metrics: list[Row]
-    """Rows of metrics.jsonl, of steps and of evaluations (`eval/…`), each with its `step`; without figures
-    that are null because they are not finite."""
+    """Rows of metrics.jsonl, of steps and of evaluations (`eval/…`), each with its `step` and `lineage`, none
+    twice (`newest`); without figures that are null because they are not finite."""
 
     @property
     def config(self) -> RunConfig:
@@ -101,5 +104,27 @@ def read_run(folder: Path) -> Run:
         )
     path = folder / "summary.json"
     summary = json.loads(path.read_text()) if path.is_file() else {}
-    rows = [{name: value for name, value in line.items() if value is not None} for line in lines]
+    rows = [{name: value for name, value in line.items() if value is not None} for line in newest(lines)]
     return Run(folder, summary, rows)
+
+
+def newest(lines: Sequence[Row]) -> list[Row]:
+    """Without what a later start of the trainer did again or left behind.
+
+    Of each step the last row of training and the last one of an evaluation, and no row of training from the
+    first step of a later lineage on.
+    """
+    kept: list[Row] = []
+    seen: set[tuple[bool, int]] = set()
+    first: dict[int, int] = {}
+    for line in reversed(lines):
+        step, lineage = line["step"], line.get("lineage", 0)
+        trained = not any(name.startswith("eval/") for name in line)
+        left = trained and any(step >= at for later, at in first.items() if later > lineage)
+        if left or (trained, step) in seen:
+            continue
+        seen.add((trained, step))
+        if trained:
+            first[lineage] = min(step, first.get(lineage, step))
+        kept.append(line)
+    return kept[::-1]

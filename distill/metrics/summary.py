@@ -112,7 +112,14 @@ def of_step(state: RunState, report: StepReport) -> dict[str, float]:
 
 def of_evaluation(report: EvalReport, best: bool | None = None) -> dict[str, float]:
     """Figures of one evaluation; `best`: of all so far, where it is known."""
-    names = ("reverse_kl", "reverse_kl_error", "pass_rate", "truncated")
+    names = ("reverse_kl", "reverse_kl_error", "pass_rate", "reward", "truncated")
+    parts = {
+        kind: {
+            name.replace("/", "_"): {key: getattr(one, key) for key in ("reverse_kl", "pass_rate", "reward")}
+            for name, one in found.items()
+        }
+        for kind, found in (("source", report.sources), ("teacher", report.teachers))
+    }
     sets = {
         name: {
             "pass_at_1": one.pass_at_1.value,
@@ -121,7 +128,8 @@ def of_evaluation(report: EvalReport, best: bool | None = None) -> dict[str, flo
         }
         for name, one in report.sets.items()
     }
-    return flat({"eval": {name: getattr(report, name) for name in names} | {"best": best} | sets})
+    own = {name: getattr(report, name) for name in names} | {"best": best}
+    return {name: one for found in (own, sets, parts) for name, one in flat({"eval": found}).items()}
 
 
 def summarise(state: RunState, timeline: Timeline, metric: Metric = "reverse_kl") -> dict[str, Any]:
@@ -257,13 +265,18 @@ def threads(config: RunConfig) -> dict[str, int | None]:
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Rows of the short table: what, before, after."""
-    wanted = {"reverse KL (nats per token)": ("reverse_kl", ".3f"), "pass rate": ("pass_rate", ".1%")}
-    rows = []
+    wanted = {
+        "reverse KL (nats per token)": ("reverse_kl", ".3f"),
+        "pass rate": ("pass_rate", ".1%"),
+        "reward": ("reward", ".3f"),
+    }
+    rows, shown = [], [[None, None]]
     for what, (key, form) in wanted.items():
         values = [(summary.get(side) or {}).get(key) for side in ("before", "after")]
-        if values != [None, None]:
+        if values not in shown:  # rewards of 0 and 1 are the pass rate
             before, after = ("–" if value is None else format(value, form) for value in values)
             rows.append((what, before, after))
+            shown.append(values)
     return rows
 
 

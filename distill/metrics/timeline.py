@@ -14,6 +14,8 @@ import msgspec
 
 REPLICAS, TEACHERS, TRAINER, LATE = "replicas", "teachers", "trainer", "late rollouts"
 """What a role can be blocked on."""
+CUT_SECONDS = 5.0
+"""Longest that work is under way at a step's end without a span: a run that goes on can be measured."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -94,6 +96,16 @@ class Timeline:
             start = end - seconds.get(what, 0.0)
             self.add(role, what, start, end, busy=what != "wait")
             end = start
+        self.cut(CUT_SECONDS)
+
+    def cut(self, seconds: float = 0.0) -> None:
+        """Emit what has been under way for so long, as if it ended now; its rest is a span of its own."""
+        now = self._clock()
+        for role, state in self._roles.items():
+            for what, start in state.active.items():
+                if now - start >= seconds:
+                    self._emit(Span(role, what, start, now))
+                    state.active[what] = now
 
     def _emit(self, span: Span) -> None:
         if self._sink is not None and span.end > span.start:

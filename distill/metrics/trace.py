@@ -1,14 +1,17 @@
 """trace.json of a run, for ui.perfetto.dev or chrome://tracing: every role on one clock.
 
 A process per role and a thread per kind of work, from timeline.jsonl; counters of each step, from
-metrics.jsonl. Times are microseconds since the first span. Source: the Trace Event Format, events "X"
-(complete), "C" (counter) and "M" (names).
+metrics.jsonl. Times are whole microseconds since the first span. Perfetto drops what overlaps on a thread, as
+spans do that a late report dated: they are cut where the one before ends. Source: the Trace Event Format,
+events "X" (complete), "C" (counter) and "M" (names).
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,11 +49,14 @@ def _spans(spans: Sequence[Event], began: float) -> Iterator[Event]:
         yield _name("process_name", role, process, 0)
     for (role, what), thread in threads.items():
         yield _name("thread_name", what, roles[role], thread)
-    for span in spans:
-        track, start = (span["role"], span["what"]), float(span["start"])
-        place = {"pid": roles[span["role"]], "tid": threads[track]}
-        times = {"ts": MICRO * (start - began), "dur": MICRO * (float(span["end"]) - start)}
-        yield {"ph": "X", "name": span["what"], **place, **times}
+    ends: dict[int, int] = defaultdict(int)
+    for span in sorted(spans, key=itemgetter("start")):
+        thread = threads[span["role"], span["what"]]
+        start, end = (round(MICRO * (float(span[edge]) - began)) for edge in ("start", "end"))
+        start = max(start, ends[thread])
+        ends[thread] = end = max(start, end)
+        place = {"pid": roles[span["role"]], "tid": thread}
+        yield {"ph": "X", "name": span["what"], **place, "ts": start, "dur": end - start}
 
 
 def _counters(lines: Sequence[Event], began: float) -> Iterator[Event]:

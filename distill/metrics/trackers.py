@@ -14,7 +14,7 @@ from distill.config import RunConfig
 from distill.metrics.names import SECTIONS
 from sync import secrets
 from sync.jsonl import JsonLines
-from sync.wire import RunIdentity
+from sync.wire import RunIdentity, Version
 
 log = logging.getLogger(__name__)
 TABLE_ROWS = 200
@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """One JSON object a line: {"step": …, "time": seconds since the epoch, name: figure, …}.
+    """One JSON object a line: {"step": …, "lineage": …, "time": seconds since the epoch, name: figure, …}.
 
     A figure that is not finite, such as the loss of a skipped step, is null.
     """
@@ -79,10 +79,11 @@ class Wandb:
             | {"git": git_state(), "versions": versions()},
             settings=wandb.Settings(silent=True, save_code=False, disable_git=True, console="off"),
         )
-        self._run.define_metric("step", hidden=True)
+        for axis in ("step", "lineage"):
+            self._run.define_metric(axis, hidden=True)
         for section in SECTIONS:
             self._run.define_metric(f"{section}/*", step_metric="step")
-        for name, kept in {"reverse_kl": "min", "pass_rate": "max"}.items():
+        for name, kept in {"reverse_kl": "min", "pass_rate": "max", "reward": "max"}.items():
             self._run.define_metric(f"eval/{name}", step_metric="step", summary=f"{kept},last")
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -160,8 +161,8 @@ def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
     return config.tracking.wandb
 
 
-def log_all(sinks: Sequence[Sink], step: int, figures: Mapping[str, Any]) -> None:
-    """Log the figures that are numbers to every sink."""
+def log_all(sinks: Sequence[Sink], version: Version, figures: Mapping[str, Any]) -> None:
+    """Log the figures that are numbers, and the version's lineage, to every sink."""
     numbers = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
     for sink in sinks:
-        sink.log(step, numbers)
+        sink.log(version.step, {"lineage": version.lineage, **numbers})

@@ -1,11 +1,12 @@
-"""A finished run in place of a plan's assumptions.
+"""A run in place of a plan's assumptions, finished or not.
 
-    timeline.jsonl   seconds of each stage's spans, all starts of the run together
-    metrics.jsonl    tokens and rows of each step, when it ended, tokens that each teacher scored
-    summary.json     steps, age, bytes of versions
+    timeline.jsonl   seconds of each stage's spans
+    metrics.jsonl    tokens and rows of each step, when it ended, its age, tokens that each teacher scored,
+                     bytes of versions
 
-A stage is `speed` times faster than the plan of that run's own configuration on the same device; a plan of
-another configuration is scaled by the same factor. So a plan of the run itself gives the run's own seconds.
+The first seconds are left out: they pay for warming up. A stage is `speed` times faster than the plan of that
+run's own configuration on the same device; a plan of another configuration is scaled by the same factor. So a
+plan of the run itself gives the run's own seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final, NamedTuple
@@ -22,6 +24,8 @@ from distill.planning.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengt
 from sync.errors import DataError
 from sync.jsonl import read_lines
 
+WARM_UP_SECONDS: Final = 10.0
+"""After the first step's end, and at most half of the steps: not measured."""
 PAUSE: Final = 10.0
 """Times the median interval between two steps: a longer one is a restart or a resume, and left out."""
 
@@ -41,53 +45,59 @@ class Measured(NamedTuple):
 
 def measure(run_dir: Path) -> Measured:
     """Raises DataError for a folder without the files of a run of two steps or more."""
-    run = read_run(run_dir)
-    steps, summary = [row for row in run.metrics if "train/rows" in row], run.summary
+    steps = sorted((row for row in read_run(run_dir).metrics if "train/rows" in row), key=itemgetter("time"))
     if len(steps) < 2:
         raise DataError(f"--measured {run_dir}: metrics.jsonl has {len(steps)} steps, and 2 are needed")
-    if missing := {"buffer", "sync"} - summary.keys():
-        raise DataError(f"--measured {run_dir}: summary.json lacks {', '.join(sorted(missing))}")
-    made, sync = max(line["step"] for line in steps), summary["sync"]
-    shares = sync["bytes_delta"] and sync["bytes_full"] and sync["bytes_delta"] / sync["bytes_full"]
+    warm = sum(row["time"] < steps[0]["time"] + WARM_UP_SECONDS for row in steps)
+    steps = steps[min(warm, len(steps) // 2) - 1 :]
+    ends = [row["time"] for row in steps]
+    full, delta = (steps[-1].get(f"sync/bytes_{kind}") for kind in ("full", "delta"))
+    before, *steps = steps
     return Measured(
-        _lengths(run_dir, steps),
-        _stage_seconds(run_dir, made),
-        _interval([line["time"] for line in steps]),
-        summary["buffer"]["age_mean"],
-        shares or None,
+        _lengths(run_dir, before, steps),
+        {kind: seconds / len(steps) for kind, seconds in _stage_seconds(run_dir, ends[0], ends[-1]).items()},
+        _interval(ends),
+        mean(row["buffer/age_mean"] for row in steps),
+        delta / full if full and delta else None,
     )
 
 
-def _lengths(run_dir: Path, steps: Sequence[dict[str, Any]]) -> Lengths:
+def _lengths(run_dir: Path, before: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Lengths:
+    """`before`: the step before them. What teachers scored up to it, as for the preflight, is left out.
+
+    Teachers count from a start on: a step of an earlier start leaves out nothing.
+    """
     completion = sum(line["train/tokens"] for line in steps) / sum(line["train/rows"] for line in steps)
     counts: dict[str, float] = defaultdict(float)
     for name, value in steps[-1].items():
         if name.startswith("teacher/"):
-            counts[name.rpartition("/")[2]] += value
+            early = before.get(name, 0.0)
+            counts[name.rpartition("/")[2]] += value - (early if value >= early else 0.0)
     if not counts["sequences"]:
         raise DataError(f"--measured {run_dir}: its last step counts no scored sequence")
     whole = counts["tokens"] / counts["sequences"]
     return Lengths(max(1.0, whole - completion), completion, f"measured in {run_dir.name}")
 
 
-def _stage_seconds(run_dir: Path, steps: float) -> dict[str, float]:
+def _stage_seconds(run_dir: Path, begin: float, end: float) -> dict[str, float]:
+    """Of each stage, between two moments."""
     by_role: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in read_lines(run_dir / "timeline.jsonl"):
         if span["what"] == GENERATE and span["role"].startswith("teacher "):
             continue  # a teacher's completions
         kind = {"publish": TRAIN, "checkpoint": TRAIN}.get(span["what"], span["what"])
-        by_role[kind][span["role"]] += span["end"] - span["start"]
-    if missing := [kind for kind in (GENERATE, SCORE, TRAIN) if not by_role[kind]]:
+        by_role[kind][span["role"]] += max(0.0, min(end, span["end"]) - max(begin, span["start"]))
+    if missing := [kind for kind in (GENERATE, SCORE, TRAIN) if not sum(by_role[kind].values())]:
         raise DataError(f"--measured {run_dir}: timeline.jsonl has no span of {', '.join(missing)}")
     return {
-        GENERATE: mean(by_role[GENERATE].values()) / steps,
-        SCORE: max(by_role[SCORE].values()) / steps,
-        TRAIN: sum(by_role[TRAIN].values()) / steps,
+        GENERATE: mean(by_role[GENERATE].values()),
+        SCORE: max(by_role[SCORE].values()),
+        TRAIN: sum(by_role[TRAIN].values()),
     }
 
 
 def _interval(ends: Sequence[float]) -> float:
-    between = [late - early for early, late in pairwise(sorted(ends))]
+    between = [late - early for early, late in pairwise(ends)]
     usual = PAUSE * median(between)
     return mean(seconds for seconds in between if seconds <= usual)
 

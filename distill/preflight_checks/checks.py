@@ -333,8 +333,8 @@ def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:
             "objective.task rewards the student's completions and objective.on_policy is 0, so there are "
             "none: raise on_policy, or leave objective.task out"
         )
-    if evaluation is not None and evaluation.metric == "pass_rate" and not split.rewarded:
+    if evaluation is not None and evaluation.metric != "reverse_kl" and not split.rewarded:
         yield (
-            f'evaluation.metric is "pass_rate" and prompts of type "{kind}" have no reward: '
+            f'evaluation.metric is "{evaluation.metric}" and prompts of type "{kind}" have no reward: '
             'set prompts.reward_fn, or evaluation.metric = "reverse_kl"'
         )

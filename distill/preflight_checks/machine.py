@@ -96,7 +96,7 @@ def estimate(config: RunConfig) -> DiskNeeds:
     local_replicas = 0 if config.student.urls else config.student.replicas
     evaluation = config.evaluation
     others = 0 if evaluation is None else 1 + (evaluation.replica is not None)
-    mirrors = 2 * (local_replicas + others)
+    mirrors = 2 * (local_replicas + others) if config.student.mirror_folder is None else 0
     store = 0 if weights.transport == "broadcast" else (weights.keep_anchors + 1) * (1 + weights.anchor_share)
     fixed = (trainer.keep_checkpoints + 1) * saved + (store + mirrors + 2) * model
     return DiskNeeds(saved, int(fixed), bytes_per_token(config))

@@ -154,7 +154,9 @@ def load_rewards(prompts: PromptsConfig) -> RewardFn:
         task = tasks.load(prompts.task, prompts.options)
         return partial(_reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
     name = prompts.reward_fn or ""
-    of_text = BUILT_IN.get(name) or load_function(name, "prompts.reward_fn", tuple(BUILT_IN))
+    of_text = BUILT_IN.get(name) or load_function(
+        name, "prompts.reward_fn", tuple(BUILT_IN), "distill.rewards"
+    )
     return partial(_reward, f"prompts.reward_fn {name!r}", of_text)
 
 

@@ -7,6 +7,7 @@ Published ──▶ admit every live replica ──▶ Audience (to the trainer,
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -59,9 +60,11 @@ class Broadcasts:
         self._count += 1
         self._pool.by_broadcast = True
         live = [replica for replica in self._live() if replica.version != published.version]
-        size, group = 1 + len(live), f"{published.version.lineage}-{self._count}-{secrets.token_hex(8)}"
+        size = 1 + sum(replica.workers for replica in live)
+        group = f"{published.version.lineage}-{self._count}-{secrets.token_hex(8)}"
         self._group, self._lost = group, {}
-        for rank, replica in enumerate(live, 1):
+        ranks = itertools.accumulate((replica.workers for replica in live), initial=1)
+        for rank, replica in zip(ranks, live, strict=False):
             ticket = BroadcastTicket(published.rendezvous, group, rank, size)
             request = self._pool.request_for(published.version, ticket)
             task = asyncio.create_task(self._receive(replica, request, self._lost))

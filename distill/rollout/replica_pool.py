@@ -47,6 +47,7 @@ class Replica:
         self.founding = founding  # it belongs to the run's configuration
         self.phase = Phase.ABSENT
         self.version: Version | None = None  # what it serves; None: the folder it was started with
+        self.workers = 1  # processes that share the model
         self.in_flight = 0  # completions it works on
         self.joined = 0  # how often it has begun to serve
         self.streams: set[asyncio.Task[None]] = set()  # tasks that read completions from it
@@ -263,7 +264,8 @@ class ReplicaPool:
         while not replica.excluded:
             try:
                 if await replica.engine.alive():
-                    replica.version = (await replica.engine.state()).version
+                    state = await replica.engine.state()
+                    replica.version, replica.workers = state.version, state.workers
                     replica.lost.clear()
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)

@@ -1,13 +1,13 @@
 """The append-only journal of a run: a restarted controller rebuilds its state from it.
 
-    segment  "DJL2" | entry*        journal-00000000.log, journal-00000001.log, …
-    entry    "DJ" | u32 length | u32 crc32 | msgpack of one record
+    segment  "DJL3" | entry*        journal-00000000.log, journal-00000001.log, …
+    entry    "DJ" | u32 length | u32 crc32 | block: some of the records of one commit
              "DS" | u32 length | u32 crc32 | u64 offset: a sync marker; this segment was durable up to there
-    archive  "DA" | u32 length | u32 crc32 | zlib of msgpack: the segment's compacted records
+    archive  "DA" | u32 length | u32 crc32 | block: the segment's compacted records
                                     archive-00000000.log, one per archived segment
 
 Every crc32 also covers the place (segment, offset; a marker's or an archive's segment), so that an entry that
-was moved, repeated or removed is detected.
+was moved, repeated or removed is detected. Module `entries` compresses records into blocks.
 
 A sync marker follows an fsync. A crash or power cut may tear or blank whatever was not yet synced: an
 invalid entry in the last segment that no marker covers is truncated, with all that follows it. An invalid
@@ -23,35 +23,34 @@ import asyncio
 import logging
 import os
 import re
-import struct
-import zlib
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, Union
+from typing import Final, Literal
 
-import msgspec
-
+from distill.run_log.entries import (
+    ARCHIVE,
+    BLOCK,
+    HEAD,
+    MARKER,
+    OFFSET,
+    Segment,
+    encode_entry,
+    pack_block,
+    unpack_block,
+)
 from distill.run_log.records import Location, Record, Snapshot, compacted
 from sync.durable import FULL, force, is_full, make_folder
 from sync.durable import write as replace_file
 from sync.errors import DataError
 
-SEGMENT_MAGIC: Final = b"DJL2"
-_RECORD: Final = b"DJ"
-_MARKER: Final = b"DS"
-_ARCHIVE: Final = b"DA"
-_HEAD: Final = struct.Struct("<2sII")
-_PLACE: Final = struct.Struct("<2sIQQ")
-_OFFSET: Final = struct.Struct("<Q")
+SEGMENT_MAGIC: Final = b"DJL3"
+MARKER_BYTES: Final = HEAD.size + OFFSET.size
+_BLOCK_BYTES: Final = 256 << 10  # of a block's records: what is decompressed to read one of them
 _NAME: Final = re.compile(r"(?:journal|archive)-(\d{8,})\.log")
-MARKER_BYTES: Final = _HEAD.size + _OFFSET.size
-_AnyRecord: Any = Union[tuple(Record.__subclasses__())]  # noqa: UP007
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_AnyRecord)
-_archive_decoder = msgspec.msgpack.Decoder(list[_AnyRecord])
 logger = logging.getLogger(__name__)
 
 
@@ -59,9 +58,9 @@ class Journal:
     """Records in `folder`; one writer.
 
     Exhaust `replay()`, then call `append()` any number of times; nothing is on disk until the following
-    `commit()` returns. One writer thread encodes, writes and syncs records in the order of `append`. When the
-    disk is full, `commit()` blocks until there is space, and with it everybody who needs the record to be
-    safe; the file always ends after a whole record.
+    `commit()` returns. One writer thread compresses, writes and syncs records in the order of `append`. When
+    the disk is full, `commit()` blocks until there is space, and with it everybody who needs the record to be
+    safe; the file always ends after a whole block.
     """
 
     def __init__(
@@ -83,6 +82,7 @@ class Journal:
         self._file, self._segment = -1, 0  # the newest segment
         self._written = 0  # its valid bytes
         self._unsynced = False  # something was written that no sync marker on disk covers
+        self._read_block = lru_cache(maxsize=4)(_read_block)
 
     def replay(self) -> Iterator[tuple[Location, Record]]:
         """Every record that a restart needs, oldest first; truncates an unsynced tail.
@@ -92,8 +92,7 @@ class Journal:
         numbers = _replayed(self.folder)
         for number in numbers:
             path = segment_path(self.folder, number)
-            for offset, record in scan(path, last=number == numbers[-1]):
-                yield Location(number, offset), record
+            yield from scan(path, last=number == numbers[-1])
         if numbers:
             self._segment = numbers[-1]  # a truncation is forced, too, before anything is appended
             force(segment_path(self.folder, self._segment))
@@ -128,37 +127,34 @@ class Journal:
     # --- in the writer's thread ---------------------------------------------------------------------------
 
     def _flush(self, forced: bool) -> None:
+        most = min(_BLOCK_BYTES, self._segment_bytes)
         while self._pending:
-            record, location = self._pending[0]
-            location.segment, location.offset = self._write_record(record)
-            self._pending.popleft()
+            now = range(len(self._pending))  # more may be appended meanwhile
+            payload, count = pack_block((self._pending[place][0] for place in now), most)
+            place = self._write_block(payload, isinstance(self._pending[0][0], Snapshot))
+            for index in range(count):
+                _, location = self._pending.popleft()
+                location.segment, location.offset, location.index = *place, index
         if forced and self._unsynced:
             self._write_sync_marker()
 
-    def _write_record(self, record: Record) -> tuple[int, int]:
-        """(segment, offset) of the record; a snapshot starts a segment."""
+    def _write_block(self, payload: bytes, is_snapshot: bool) -> tuple[int, int]:
+        """(segment, offset) of the block; a snapshot's starts a segment."""
         if self._file < 0:
             self._open(self._segment)
-        if isinstance(record, Snapshot) and self._written > len(SEGMENT_MAGIC):
+        full = self._written + HEAD.size + len(payload) > self._segment_bytes
+        if (is_snapshot or full) and self._written > len(SEGMENT_MAGIC):
             self._open(self._segment + 1)
-        entry = self._encoded(record)
-        if len(SEGMENT_MAGIC) < self._written and self._written + len(entry) > self._segment_bytes:
-            self._open(self._segment + 1)
-            entry = self._encoded(record)
-        place = self._segment, self._written
-        self._write_all(entry)
-        return place
-
-    def _encoded(self, record: Record) -> bytes:
-        """The entry for the segment's end; writes the magic of a new segment first."""
         if not self._written:
             self._write_all(SEGMENT_MAGIC)
-        return encode_entry(record, self._segment, self._written)
+        place = self._segment, self._written
+        self._write_all(encode_entry(BLOCK, payload, *place))
+        return place
 
     def _write_sync_marker(self) -> None:
         """Sync what was written, then append a sync marker."""
         os.fsync(self._file)
-        self._write_all(_entry(_MARKER, _OFFSET.pack(self._written), self._segment, 0))
+        self._write_all(encode_entry(MARKER, OFFSET.pack(self._written), self._segment, 0))
         os.fsync(self._file)
         self._unsynced = False
 
@@ -186,7 +182,7 @@ class Journal:
 
     def read(self, location: Location) -> Record:
         """A committed record."""
-        return _read_entry(segment_path(self.folder, location.segment), location.offset)
+        return self._read_block(segment_path(self.folder, location.segment), location.offset)[location.index]
 
     async def archive(self, before: int, needed: set[int]) -> int:
         """Archive the segments below `before` that are not `needed`; how many.
@@ -245,7 +241,7 @@ def _replayed(folder: Path) -> list[int]:
 def _base(folder: Path, number: int) -> int | None:
     """First segment to replay, from the snapshot that heads segment `number`; None: it has none."""
     try:
-        record = _read_entry(segment_path(folder, number), len(SEGMENT_MAGIC))
+        record = _read_block(segment_path(folder, number), len(SEGMENT_MAGIC))[0]
     except DataError:  # torn by a crash, or damaged: `scan` decides
         return None
     if not isinstance(record, Snapshot):
@@ -270,8 +266,7 @@ def read_all(folder: Path) -> Iterator[tuple[Location, Record]]:
     for number in numbers:
         path = segment_path(folder, number)
         if path.exists():
-            for offset, record in scan(path, last=number == numbers[-1], mend=False):
-                yield Location(number, offset), record
+            yield from scan(path, last=number == numbers[-1], mend=False)
         else:  # archived, perhaps while the segments before it were read
             for record in _read_archive(segment_path(folder, number, "archive")):
                 yield Location(number, 0), record
@@ -281,9 +276,9 @@ def _archive(folder: Path, number: int) -> bool:
     """Replace a segment by its compacted records, without snapshots; False: the disk is full."""
     path = segment_path(folder, number)
     records = [compacted(one) for _, one in scan(path, last=False) if not isinstance(one, Snapshot)]
-    data = zlib.compress(_encoder.encode(records))
+    payload, _ = pack_block(records, sys.maxsize)
     try:
-        replace_file(segment_path(folder, number, "archive"), _entry(_ARCHIVE, data, number, 0))
+        replace_file(segment_path(folder, number, "archive"), encode_entry(ARCHIVE, payload, number, 0))
     except OSError as error:
         if is_full(error):
             return False
@@ -293,87 +288,34 @@ def _archive(folder: Path, number: int) -> bool:
 
 
 def _read_archive(path: Path) -> list[Record]:
-    data = _Segment(path, memoryview(path.read_bytes())).payload(0, _ARCHIVE)
-    if data is None:
+    payload = Segment(path, memoryview(path.read_bytes())).payload(0, ARCHIVE)
+    if payload is None:
         raise DataError(f"{path} is damaged: restore the file from a copy; only the audit needs it")
-    return _decoded(_archive_decoder, zlib.decompress(data), str(path))
+    return unpack_block(payload, str(path))
 
 
-# --- entries ----------------------------------------------------------------------------------------------
-
-
-def encode_entry(record: Record, segment: int, offset: int) -> bytes:
-    """One record as it stands at that place."""
-    return _entry(_RECORD, _encoder.encode(record), segment, offset)
-
-
-def _entry(kind: bytes, payload: bytes, segment: int, offset: int) -> bytes:
-    return _HEAD.pack(kind, len(payload), _crc(kind, payload, segment, offset)) + payload
-
-
-def _crc(kind: bytes, payload: bytes | memoryview, segment: int, offset: int) -> int:
-    place = offset if kind == _RECORD else 0
-    return zlib.crc32(payload, zlib.crc32(_PLACE.pack(kind, len(payload), segment, place)))
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder, payload: bytes | memoryview, where: str) -> Any:
-    try:
-        return decoder.decode(payload)
-    except msgspec.DecodeError as error:
-        told = f"{where} holds a record that this release cannot read ({error})"
-        raise DataError(f"{told}: go on with the release that wrote it") from None
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """A segment's bytes, or those of it from `begin` on."""
-
-    path: Path
-    data: memoryview
-    begin: int = 0
-
-    def payload(self, offset: int, kind: bytes = _RECORD) -> memoryview | None:
-        """Payload of a whole and valid entry at `offset`; None: there is none."""
-        body = offset - self.begin + _HEAD.size
-        if body > len(self.data):
-            return None
-        found, length, crc = _HEAD.unpack_from(self.data, body - _HEAD.size)
-        payload = self.data[body : body + length]
-        if found != kind or len(payload) != length:
-            return None
-        number = int(self.path.stem.partition("-")[2])
-        return payload if _crc(kind, payload, number, offset) == crc else None
-
-    def record(self, offset: int, payload: memoryview) -> Record:
-        return _decoded(_decoder, payload, f"{self.path} at byte {offset}")
-
-    def was_durable(self, offset: int) -> bool:
-        """Whether a later sync marker covers the byte at `offset`."""
-        for found in re.finditer(re.escape(_MARKER), self.data[offset + 1 :]):
-            payload = self.payload(offset + 1 + found.start(), _MARKER)
-            if payload is not None and _OFFSET.unpack(payload)[0] > offset:
-                return True
-        return False
-
-
-def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[int, Record]]:
-    """(offset, record) of every entry of a segment; truncates the unsynced tail of the `last` one, if `mend`.
+def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[Location, Record]]:
+    """Every record of a segment and its place; truncates the unsynced tail of the `last` one, if `mend`.
 
     Raises DataError when the segment is damaged anywhere else.
     """
     data = memoryview(path.read_bytes())
     magic = bytes(data[: len(SEGMENT_MAGIC)])
     if not SEGMENT_MAGIC.startswith(magic.rstrip(b"\0")):
-        raise DataError(f"{path} does not begin with {SEGMENT_MAGIC!r}: it is no journal segment, or damaged")
-    segment = _Segment(path, data)
+        raise DataError(
+            f"{path} does not begin with {SEGMENT_MAGIC!r}, but with {magic!r}: it is of another release, no "
+            "journal segment, or damaged; go on with the release that wrote it, or start a new run"
+        )
+    segment = Segment(path, data)
     offset = len(magic) if magic == SEGMENT_MAGIC else 0
     while 0 < offset < len(data):
         payload = segment.payload(offset)
         if payload is not None:
-            yield offset, segment.record(offset, payload)
-        elif (payload := segment.payload(offset, _MARKER)) is None:
+            for index, record in enumerate(unpack_block(payload, f"{path} at byte {offset}")):
+                yield Location(segment.number, offset, index), record
+        elif (payload := segment.payload(offset, MARKER)) is None:
             break
-        offset += _HEAD.size + len(payload)
+        offset += HEAD.size + len(payload)
     if offset == len(data) > 0:
         return
     if not last or segment.was_durable(offset):
@@ -386,14 +328,14 @@ def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[int, Re
         os.truncate(path, offset)
 
 
-def _read_entry(path: Path, offset: int) -> Record:
+def _read_block(path: Path, offset: int) -> list[Record]:
     with path.open("rb") as file:
         file.seek(offset)
-        head = file.read(_HEAD.size)
-        length = _HEAD.unpack(head)[1] if len(head) == _HEAD.size else 0
-        segment = _Segment(path, memoryview(head + file.read(length)), offset)
+        head = file.read(HEAD.size)
+        length = HEAD.unpack(head)[1] if len(head) == HEAD.size else 0
+        segment = Segment(path, memoryview(head + file.read(length)), offset)
     payload = segment.payload(offset)
     if payload is None:
         damage = f"{path} is damaged at byte {offset}"
         raise DataError(f"{damage}: restore the file from a copy, or start a new run")
-    return segment.record(offset, payload)
+    return unpack_block(payload, f"{path} at byte {offset}")

@@ -49,11 +49,12 @@ class Record(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Base of every journal entry."""
 
 
-class Location(msgspec.Struct, array_like=True):
+class Location(msgspec.Struct, array_like=True, order=True):
     """Where a record stands in the journal: known once it is committed, -1 until then."""
 
     segment: int = -1
-    offset: int = -1
+    offset: int = -1  # of the record's block
+    index: int = 0  # of the record in it
 
 
 class Opened(Record, frozen=True):

@@ -171,7 +171,7 @@ class RunLog:
                 self.drop(too_old, "too_old", f"older than {hard} at step {state.next_step}")
             if lost := sorted({*part} & {*too_old}):
                 logger.warning("trainers died on a batch with %s: too old to be tried by themselves", lost)
-            if not self._quarantine_unusable(chosen) and (chosen or not part):
+            if await self._usable_in_memory(chosen) and (chosen or not part):
                 break
         if not chosen:
             return None
@@ -258,20 +258,26 @@ class RunLog:
         record = self._read(rollout.id)
         return record if self._validator is None else self._validator.journaled(record, self.state)
 
-    def _quarantine_unusable(self, chosen: list[str]) -> int:
-        """Quarantine those of `chosen` that cannot be used; how many there were."""
-        count = 0
-        for rollout in chosen:
-            if rollout not in self.state.buffer:  # dropped with its group
+    async def _usable_in_memory(self, chosen: list[str]) -> bool:
+        """Whether all of `chosen` are in memory, as after a restart they are not.
+
+        If not, reads them back, one after the other between the loop's other tasks, in the order of the
+        journal, and quarantines those that cannot be used: what is chosen may be another choice afterwards.
+        """
+        buffer, where = self.state.buffer, self.state.where
+        released = [one for one in chosen if buffer[one].is_released]
+        released.sort(key=lambda one: where.get(one, r.Location()))
+        for rollout in released:
+            await asyncio.sleep(0)
+            if rollout not in buffer:  # dropped meanwhile, or with its group
                 continue
-            found = self._checked(self.state.buffer[rollout])
+            found = self._checked(buffer[rollout])
             if isinstance(found, Rollout):
-                self.state.buffer[rollout] = found
+                buffer[rollout] = found
                 continue
             self.drop([rollout], "unusable", str(found))
             self._quarantined(Prompt(rollout, []), "unusable", str(found), [])
-            count += 1
-        return count
+        return not released
 
     def rollouts(self, batch: Batch) -> list[Rollout]:
         """The rollouts of a batch, in order; released ones are read back from the journal."""

@@ -1,18 +1,19 @@
 """Tasks that generate prompts and check completions: one module each, found by name.
 
-A task module has `make(**options) -> Task`; "package.module:function" names such a function of any module. A
-module whose models can be made from scratch also has `make_models(folder, seed) -> Models` (see
-`distill.tasks.sort_letters`).
+A task module has `make(**options) -> Task`; "package.module:function", or an entry point of distill.tasks,
+names such a function of any module. A module whose models can be made from scratch also has
+`make_models(folder, seed) -> Models` (see `distill.tasks.sort_letters`).
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from sync.errors import ConfigError, DistillError
-from sync.own_code import resolve
+from sync.own_code import registered, resolve
 
 
 class TaskPrompt(NamedTuple):
@@ -61,14 +62,15 @@ def load(name: str, options: dict[str, Any] | None = None) -> Task:
 
     Raises ConfigError when there is none, or when it does not take `options`.
     """
-    module = name if "." in name else f"{__name__}.{name}"
+    built_in = any(name == one.name for one in pkgutil.iter_modules(__path__))
     try:
-        make = resolve(name if ":" in name else f"{module}:make")
+        named = f"{__name__}.{name}" if built_in else registered(name, "distill.tasks")
+        make = resolve(named if ":" in named else f"{named}:make")
     except Exception as error:  # importing runs the user's own code
         raise ConfigError(
             f"prompts.task {name!r} cannot be loaded ({type(error).__name__}: {error}): "
-            'name a module of distill.tasks, "package.module" with make(**options), or another function as '
-            '"package.module:function"'
+            'name a module of distill.tasks, "package.module" with make(**options), another function as '
+            '"package.module:function", or an entry point of distill.tasks'
         ) from error
     try:
         task: Task = make(**(options or {}))

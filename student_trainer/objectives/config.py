@@ -7,7 +7,7 @@ an objective consists of.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -138,8 +138,10 @@ class SFT(PolicyGradientTerms):
 
 
 class Own(Mixing):
-    """An objective of your own: `type = "package.module:function"` names it (docs/extending.md)."""
+    """An objective of your own: `type = "package.module:function"` names it, or the name that an installed
+    package registers (docs/extending.md)."""
 
+    group: ClassVar = "distill.objectives"
     type: Literal["own"]
     name: str
     """Filled in from `type`: a function with the protocol of `divergences.Objective`."""
@@ -151,15 +153,15 @@ class Own(Mixing):
     """Further keyword arguments of the function."""
 
 
+_Objectives = Auto | Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT | Own
+
+
 def _typed(table: Any) -> Any:
-    return typed({"type": "auto", **table}) if isinstance(table, dict) else table
+    return typed(get_args(_Objectives), {"type": "auto", **table}) if isinstance(table, dict) else table
 
 
 ObjectiveConfig = Annotated[
-    Annotated[
-        Auto | Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT | Own,
-        Field(discriminator="type"),
-    ],
+    Annotated[_Objectives, Field(discriminator="type")],
     BeforeValidator(_typed),
 ]
 """A table without `type` is `Auto`."""

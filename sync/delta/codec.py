@@ -4,7 +4,7 @@
     SAME                              nothing changed
     GAPS     changed, 4 streams       distances between changed elements and their ULP differences
     BITMAP   changed, 3 streams       one bit per element instead of distances
-    CLASSES  the rest of the blob     ordered by the old exponent and entropy coded (effort "small")
+    CLASSES  the rest of the blob     entropy coded by what the old exponents foretell (effort "small")
     WHOLE    1 stream                 the new bits themselves
     stream = length, stored length, then bytes: zstd level 1, or as they are when both lengths are equal
 
@@ -59,14 +59,11 @@ def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
             f"cannot take the difference of {old.dtype}{old.shape} and {new.dtype}{new.shape}: "
             "both must be flat arrays of the same bits"
         )
-    by_difference = kind in MANTISSA and new.itemsize in (2, 4)
     blob = None
-    if effort == "small" or not by_difference or len(new) == 0:
-        if _equal(old, new):
-            return bytes([Mode.SAME])
-        blob = _by_class(on_host(old), on_host(new), MANTISSA[kind]) if by_difference else None
-    if blob is None and by_difference:
-        blob = _by_position(old, new)
+    if kind in MANTISSA and new.itemsize in (2, 4) and len(new) > 0:
+        blob = _differences(old, new, MANTISSA[kind], effort)
+    elif _equal(old, new):
+        return bytes([Mode.SAME])
     return _whole(on_host(new)) if blob is None or len(blob) > new.nbytes else blob
 
 
@@ -82,7 +79,7 @@ def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
     elif mode == Mode.CLASSES and kind in MANTISSA:
         from sync.delta import entropy
 
-        _fits(entropy.apply_classes(bits, MANTISSA[kind], np.frombuffer(reader.rest(), np.uint8).copy()))
+        _fits(entropy.apply_changes(bits, MANTISSA[kind], reader.rest()))
     elif mode in (Mode.GAPS, Mode.BITMAP) and kind in MANTISSA:
         _apply_positions(reader, bits, Mode(mode))
     elif mode != Mode.SAME:
@@ -111,15 +108,8 @@ def _whole(new: np.ndarray) -> bytes:
     return bytes([Mode.WHOLE]) + _pack([new])
 
 
-def _by_class(old: np.ndarray, new: np.ndarray, mantissa: int) -> bytes | None:
+def _differences(old: Any, new: Any, mantissa: int, effort: Effort) -> bytes | None:
     """None: the result would be longer than `new`."""
-    from sync.delta import entropy
-
-    stream = entropy.encode_classes(old, new, mantissa)
-    return None if stream is None else bytes([Mode.CLASSES]) + stream.tobytes()
-
-
-def _by_position(old: Any, new: Any) -> bytes:
     if isinstance(new, np.ndarray):
         from sync.delta import kernels
 
@@ -128,6 +118,12 @@ def _by_position(old: Any, new: Any) -> bytes:
         gaps, wide_gaps, steps, wide_steps = _scan_tensors(old, new)
     if len(gaps) == 0:
         return bytes([Mode.SAME])
+    if effort == "small":
+        from sync.delta import entropy, kernels
+
+        changes = kernels.changes(gaps, wide_gaps, steps, wide_steps)
+        stream = entropy.encode_changes(on_host(old), mantissa, *changes)
+        return None if stream is None else bytes([Mode.CLASSES]) + stream
     by_bytes = wide_steps.view(np.uint8).reshape(-1, new.itemsize).T.ravel()
     head, places = Mode.GAPS, [gaps, wide_gaps]
     if len(gaps) > _GAP_SHARE * len(new) + 64:

@@ -1,399 +1,326 @@
-"""The small mode's compiled loops: changes ordered by the old exponent, then range coded.
+"""The small mode's compiled loops: changes by the hazard that lies between them, range coded.
 
-Whether a weight moves by a unit in the last place depends on its exponent, which the receiver knows. So the
-elements of one exponent class are taken together, in order of position: per class, the distance from one
-changed element to the next (counted within the class) and its ULP difference are coded with probabilities
-that adapt. A stream is a sequence of blocks of BLOCK elements; a block is, for each class, the number of
-changes, then (gap, size, sign) of each. What a reader decodes is checked against the array.
+Whether a weight moves by a unit in the last place depends on its exponent, which the receiver knows. So each
+class (old exponent) has a hazard, the -log2 of the probability that an element of it stays, measured by the
+encoder and sent in half octaves. The hazards of all elements, in order of position, lay them out on a line;
+within one bit of hazard the next change comes with probability 1/2, whatever the classes are. A change is
+coded as its element's interval on that line, counted from the end of the last changed one, and its sign by a
+half of that; CELL without a change is one symbol. Both sides sum hazards over words of four elements.
 
-Bits go through a binary range coder with 64-bit bounds and 16-bit probabilities that learn. Its state travels
-as (low, span, position) when writing and (code, span, position) when reading; a reader past the end of the
-stream reads zeros. Numbers are adaptive Golomb codes: the quotient in unary and two leading bits of the
-remainder through models, the other bits as they are. Divisor and models follow a running mean, so that few
-models serve every scale and learn within tens of numbers.
+    stream = number of changes, hazards of the classes, then per change: cells, interval and sign, size
 """
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
-from sync.delta.kernels import CLASSES, collect, compiled, place, typed
+from sync.delta.kernels import CLASSES, compiled, moved, typed
+from sync.delta.range_coder import (
+    CODER,
+    FULL,
+    GAMMA,
+    WRITER,
+    fresh,
+    put,
+    put_number,
+    take,
+    take_number,
+)
 
-SCALES: Final = 112
-"""Half octaves of a running mean, from 1/16."""
-PER_SCALE: Final = 8
-"""Models of one scale; quotient: 0-4, leading bits of the remainder: 5-7."""
-FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
-"""Span at the start of a stream."""
-MARGIN: Final = 256
-"""Bytes; two numbers and a bit take fewer, escapes included."""
-WRITER: Final = "Tuple((uint64, uint64, int64))"
-READER: Final = "Tuple((uint64, uint64, int64, int64))"
-CODER: Final = "uint64, uint64, int64, uint8[::1]"
-MODELS: Final = "int64[:, ::1]"
-MEANS: Final = "int64[:, :, ::1]"
-_SLOWEST: Final = 120
-_RATES: Final = np.array([65536 * 2 // (2 * n + 3) for n in range(_SLOWEST)], np.int64)
-_MEMORY: Final = 96  # numbers that a running mean remembers
-_QUOTIENTS: Final = 20  # a longer one is an escape
-_TOP, _BYTE = np.uint64(56), np.uint64(8)
-_LEAST: Final = np.uint64(1 << 48)
-_ZERO: Final = np.uint64(0)
-BLOCK: Final = 1 << 20
-"""Elements coded together."""
-_GAPS, _SIZES, _COUNTS, _EMPTY = (kind * SCALES * PER_SCALE for kind in range(4))
-_SIGN: Final = _EMPTY + 2
-_MODELS: Final = _SIGN + 2
-
-
-# --- bits -------------------------------------------------------------------------------------------------
-
-
-@typed("void(int64[:, ::1], int64, int64)")
-def _learn(models: Any, i: int, bit: int) -> None:
-    """Move model i towards `bit`; models[i, 0] is P(1) · 2**16, models[i, 1] how often it was used."""
-    rate = _RATES[models[i, 1]]
-    if bit:
-        models[i, 0] += ((65536 - models[i, 0]) * rate) >> 16
-    else:
-        models[i, 0] -= (models[i, 0] * rate) >> 16
-    if models[i, 1] < _SLOWEST - 1:
-        models[i, 1] += 1
+UNIT: Final = 18
+"""log2 of the steps that a hazard of one bit is divided into."""
+CELL: Final = 8 << UNIT
+"""Hazard that is skipped at once."""
+BLOCK: Final = 4096
+"""Elements whose hazards are summed at once."""
+MARGIN: Final = 64
+"""Words of 32 bits; one change takes fewer, its skipped cells aside."""
+_SHARE: Final = np.uint64(28)  # log2 of the total that intervals are parts of
+_HALF: Final = 9  # bits of each of the two steps in which a power of two is looked up
+_STRONGEST: Final = 2 * UNIT + 5  # half octaves: a hazard of almost six bits
+_SAMPLED: Final = 128  # blocks, evenly spread, that hazards are measured on
+_COUNTS, _LEVELS = CLASSES * GAMMA, (CLASSES + 1) * GAMMA  # models, after those of each class's sizes
+_WORD: Final = np.uint64(32)
+_ONE, _ZERO, _LANE = np.uint64(1), np.uint64(0), np.uint64(0xFFFF)
+_WEIGHT_OF: Final = np.round(2.0 ** (np.arange(_STRONGEST + 1) / 2)).astype(np.uint32)
 
 
-@typed("void(uint8[::1], int64)")
-def _carry(out: Any, pos: int) -> None:
-    """Add one to the number that out[:pos] spells."""
-    pos -= 1
-    while out[pos] == 255:
-        out[pos] = 0
-        pos -= 1
-    out[pos] += 1
+# --- hazards ----------------------------------------------------------------------------------------------
 
 
-@typed(f"{WRITER}({CODER})")
-def _flush(low: Any, span: Any, pos: int, out: Any) -> tuple[Any, Any, int]:
-    """Write the leading bytes that are settled; `out` has room for eight more."""
-    while span < _LEAST:
-        out[pos] = np.uint8(low >> _TOP)
-        pos += 1
-        low <<= _BYTE
-        span <<= _BYTE
-    return low, span, pos
+def _powers(roots: int) -> np.ndarray:
+    """2**(31 - i / 2**roots), i below 2**_HALF, from whole numbers alone: equal on every machine."""
+    one, root, out = 1 << 128, 2 << 128, []
+    for _ in range(roots):
+        root = math.isqrt(root * one)
+    power = one << 31
+    for _ in range(1 << _HALF):
+        out.append(power >> 128)
+        power = power * one // root
+    return np.array(out, np.uint64)
 
 
-@typed(f"{WRITER}({CODER}, {MODELS}, int64, int64)")
-def put_bit(low: Any, span: Any, pos: int, out: Any, models: Any, i: int, bit: int) -> tuple[Any, Any, int]:
-    """Code `bit` with model i; `out` has room for eight more bytes."""
-    bound = (span >> np.uint64(16)) * np.uint64(models[i, 0])
-    if bit:
-        span = bound
-    else:
-        if low + bound < low:
-            _carry(out, pos)
-        low += bound
-        span -= bound
-    _learn(models, i, bit)
-    return _flush(low, span, pos, out)
+_COARSE: Final = _powers(_HALF)
+_FINE: Final = _powers(UNIT)
+_WITHIN: Final = (1 << UNIT) - 1
 
 
-@typed(f"{WRITER}({CODER}, int64, int64)")
-def _put_plain(low: Any, span: Any, pos: int, out: Any, value: int, bits: int) -> tuple[Any, Any, int]:
-    """`bits` bits of `value` as they are, 16 at a time."""
-    while bits > 0:
-        take = min(bits, 16)
-        bits -= take
-        span >>= np.uint64(take)
-        step = span * np.uint64((value >> bits) & ((1 << take) - 1))
-        if low + step < low:
-            _carry(out, pos)
-        low += step
-        low, span, pos = _flush(low, span, pos, out)
-    return low, span, pos
+@typed("uint64(int64)")
+def chance(hazard: int) -> Any:
+    """P(a change within `hazard` steps) in parts of 2**28, up to CELL; rises by at least 2 at every step."""
+    within = hazard & _WITHIN
+    power = _COARSE[within >> _HALF] * _FINE[within & ((1 << _HALF) - 1)]
+    return (_ONE << _SHARE) - (power >> np.uint64(34 + (hazard >> UNIT)))
 
 
-@typed("int64(uint64, uint64, int64, uint8[::1])")
-def finish(low: Any, span: Any, pos: int, out: Any) -> int:
-    """Write the fewest bytes that name a number in [low, low + span); returns the stream's length."""
-    last = low + span - np.uint64(1)
-    if last < low:
-        last = FULL
-    for count in range(8):
-        keep = np.uint64(64 - 8 * count)
-        value = _ZERO if count == 0 else (last >> keep) << keep
-        if value >= low:
-            for j in range(count):
-                out[pos + j] = np.uint8(value >> np.uint64(56 - 8 * j))
-            return pos + count
-    return -1
+_OCTAVE: Final = np.array([8 - min(max(top.bit_length(), 1), 8) for top in range(257)])
+_LOGS: Final = np.round((1 - np.log2(1 + np.arange(514) / 512)) * (1 << (UNIT + 8))).astype(np.int64)
 
 
-@typed("uint64(uint64, uint8[::1], int64)")
-def _shift_in(code: Any, data: Any, pos: int) -> Any:
-    """Append byte `pos` of `data` to `code`; zeros follow its end."""
-    byte = np.uint64(data[pos]) if pos < data.size else _ZERO
-    return (code << _BYTE) | byte
+@typed("int64(uint64)")
+def hazard_of(share: Any) -> int:
+    """The largest hazard whose `chance` is at most `share`, which is below that of CELL."""
+    left = (_ONE << _SHARE) - share  # 2**20 to 2**28, of which a table gives the logarithm
+    octave = _OCTAVE[left >> np.uint64(20)]
+    left = (left << np.uint64(octave)) - (_ONE << np.uint64(27))
+    at, rest = left >> np.uint64(18), np.int64(left & np.uint64((1 << 18) - 1))
+    near = _LOGS[at] + (((_LOGS[at + _ONE] - _LOGS[at]) * rest) >> 18)
+    hazard = (octave << UNIT) + (near >> 8)
+    while hazard >= CELL or chance(hazard) > share:
+        hazard -= 1
+    while chance(hazard + 1) <= share:
+        hazard += 1
+    return hazard
 
 
-@typed(f"{WRITER}({CODER})")
-def _refill(code: Any, span: Any, pos: int, data: Any) -> tuple[Any, Any, int]:
-    while span < _LEAST:
-        code = _shift_in(code, data, pos)
-        span <<= _BYTE
-        pos += 1
-    return code, span, pos
+@typed("Tuple((int64[::1], int64[::1]))(uint64[::1], uint64, uint64, int64[::1], int64)")
+def _measure(words: Any, mantissa: Any, mask: Any, places: Any, stride: int) -> tuple[Any, Any]:
+    """(elements, changes) of each class, in every `stride`-th block."""
+    seen, changed = np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
+    for begin in range(0, words.size, BLOCK // 4 * stride):
+        for word in words[begin : begin + BLOCK // 4]:
+            for lane in range(4):
+                seen[(word >> (mantissa + np.uint64(16 * lane))) & mask & _LANE] += 1
+        first, last = np.searchsorted(places, 4 * begin), np.searchsorted(places, 4 * begin + BLOCK)
+        for i in places[first:last]:
+            changed[(words[i >> 2] >> (mantissa + np.uint64(16 * (i & 3)))) & mask & _LANE] += 1
+    return seen, changed
 
 
-@typed(f"{WRITER}(uint8[::1])")
-def opening(data: Any) -> tuple[Any, Any, int]:
-    """State of a reader at the start of `data`."""
-    code = _ZERO
-    for pos in range(8):
-        code = _shift_in(code, data, pos)
-    return code, FULL, 8
+def _levels(seen: np.ndarray, changed: np.ndarray) -> tuple[int, list[int]]:
+    """(first class seen, hazards from it to the last one in half octaves of a step)."""
+    stays = 1 - (changed + 0.02) / (seen + 0.04)
+    measured = np.round(2 * (UNIT + np.log2(-np.log2(stays)))).clip(0, _STRONGEST)
+    classes = np.flatnonzero(seen)
+    levels: list[int] = []
+    for c in range(classes[0], classes[-1] + 1):
+        levels.append(int(measured[c]) if seen[c] else max(0, levels[-1] - 2))
+    return int(classes[0]), levels
 
 
-@typed(f"{READER}({CODER}, {MODELS}, int64)")
-def take_bit(code: Any, span: Any, pos: int, data: Any, models: Any, i: int) -> tuple[Any, Any, int, int]:
-    """Inverse of `put_bit`; the bit comes last."""
-    bound = (span >> np.uint64(16)) * np.uint64(models[i, 0])
-    if code < bound:
-        span = bound
-        bit = 1
-    else:
-        code -= bound
-        span -= bound
-        bit = 0
-    _learn(models, i, bit)
-    code, span, pos = _refill(code, span, pos, data)
-    return code, span, pos, bit
+def _weights(first: int, levels: list[int]) -> np.ndarray:
+    """Hazard of every class, uint32; it halves with every exponent where none is known."""
+    at, last = np.arange(CLASSES), first + len(levels) - 1
+    beyond = (first - at).clip(0) - (at - last).clip(0)
+    return _WEIGHT_OF[(np.array(levels)[at.clip(first, last) - first] + 2 * beyond).clip(0, _STRONGEST)]
 
 
-@typed(f"{READER}({CODER}, int64)")
-def _take_plain(code: Any, span: Any, pos: int, data: Any, bits: int) -> tuple[Any, Any, int, int]:
-    value: Any = 0
-    while bits > 0:
-        take = min(bits, 16)
-        bits -= take
-        span >>= np.uint64(take)
-        part: Any = min(np.int64(code // span), (1 << take) - 1)
-        code -= np.uint64(part) * span
-        value = (value << take) | part
-        code, span, pos = _refill(code, span, pos, data)
-    return code, span, pos, value
+def _pairs(weights: np.ndarray) -> np.ndarray:
+    """Sum of the hazards of two classes, [65536]: class a and b at a + 256 b."""
+    return (weights[None, :] + weights[:, None]).ravel()
 
 
-# --- numbers ----------------------------------------------------------------------------------------------
+@typed("void(uint64[::1], uint64, uint64, uint32[::1], uint64[::1])")
+def _sum(words: Any, mantissa: Any, mask: Any, pairs: Any, sums: Any) -> None:
+    """Hazard before each word of a block; the block's own after the last one."""
+    total = _ZERO
+    for j in range(words.size):
+        classes = (words[j] >> mantissa) & mask
+        classes |= classes >> np.uint64(8)
+        sums[j] = total
+        total += np.uint64(pairs[classes & _LANE] + pairs[(classes >> _WORD) & _LANE])
+    sums[words.size :] = FULL
+    sums[words.size] = total
 
 
-@typed("int64(int64[:, ::1], int64)")
-def _scale(mean: Any, c: int) -> int:
-    """Half octaves of class c's running mean (mean[c, 0] / mean[c, 1]) above 1/16."""
-    total = mean[c, 0] * 16
-    count = mean[c, 1]
-    octave = 0
-    while octave < 54 and total >= count << (octave + 1):
-        octave += 1
-    return 2 * octave + int(total * 5 >= (count * 7) << octave)
+@typed("Tuple((int64, int64, int64))(uint64[::1], uint64[::1], uint32[::1], uint64, uint64, int64)")
+def _element(sums: Any, words: Any, weights: Any, mantissa: Any, mask: Any, i: int) -> tuple[Any, Any, Any]:
+    """(class of element i of a block, hazard before it, its own)."""
+    low = (words[i >> 2] >> mantissa) & mask
+    at = np.int64(sums[i >> 2])
+    own = np.int64(weights[low & np.uint64(255)])
+    for lane in range(1, 4):
+        here = np.int64(weights[(low >> np.uint64(16 * lane)) & np.uint64(255)])
+        at += own if lane <= i & 3 else 0
+        own = here if lane <= i & 3 else own
+    return np.int64((low >> np.uint64(16 * (i & 3))) & np.uint64(255)), at, own
 
 
-@typed("void(int64[:, ::1], int64, int64)")
-def _follow(mean: Any, c: int, value: int) -> None:
-    """Take `value` into class c's running mean."""
-    mean[c, 0] += min(value, 1 << 40)
-    mean[c, 1] += 1
-    if mean[c, 1] >= _MEMORY:
-        mean[c, 0] = (mean[c, 0] + 1) >> 1
-        mean[c, 1] >>= 1
+# --- changes ----------------------------------------------------------------------------------------------
 
 
-@typed(f"{WRITER}({CODER}, {MODELS}, int64, int64[:, ::1], int64, int64)")
-def put_number(
-    low: Any, span: Any, pos: int, out: Any, models: Any, base: int, mean: Any, c: int, value: int
-) -> tuple[Any, Any, int]:
-    """Code a number from 0 to 2**40 - 1 with the models from `base` on and the running mean `mean[c]`."""
-    scale = _scale(mean, c)
-    k = max(0, (scale >> 1) - 4)
-    at = base + scale * PER_SCALE
-    quotient = min(value >> k, _QUOTIENTS)
-    for j in range(quotient):
-        low, span, pos = put_bit(low, span, pos, out, models, at + min(j, 4), 1)
-    if quotient == _QUOTIENTS:
-        low, span, pos = _put_plain(low, span, pos, out, value, 40)
-    else:
-        low, span, pos = put_bit(low, span, pos, out, models, at + min(quotient, 4), 0)
-        if k > 0:
-            first = (value >> (k - 1)) & 1
-            low, span, pos = put_bit(low, span, pos, out, models, at + 5, first)
-            if k > 1:
-                second = (value >> (k - 2)) & 1
-                low, span, pos = put_bit(low, span, pos, out, models, at + 6 + first, second)
-                low, span, pos = _put_plain(low, span, pos, out, value & ((1 << (k - 2)) - 1), k - 2)
-    _follow(mean, c, value)
-    return low, span, pos
+@typed(f"{WRITER}({CODER}, int64, int64, int64)")
+def _put_change(low: Any, span: Any, pos: int, out: Any, gap: int, own: int, up: int) -> tuple[Any, Any, int]:
+    """Code the half, for its sign, of the interval of an element of hazard `own` after `gap`."""
+    while gap >= CELL:
+        start = (span >> _SHARE) * chance(CELL)
+        low, span, pos = put(low, pos, out, start, span - start)
+        gap -= CELL
+    start = chance(gap)
+    size = (chance(min(gap + own, CELL)) - start) >> _ONE
+    share = span >> _SHARE
+    return put(low, pos, out, (start + size * np.uint64(up)) * share, size * share)
 
 
-@typed(f"{READER}({CODER}, {MODELS}, int64, int64[:, ::1], int64)")
-def take_number(
-    code: Any, span: Any, pos: int, data: Any, models: Any, base: int, mean: Any, c: int
-) -> tuple[Any, Any, int, int]:
-    """Inverse of `put_number`; the number comes last."""
-    scale = _scale(mean, c)
-    k = max(0, (scale >> 1) - 4)
-    at = base + scale * PER_SCALE
-    quotient = 0
-    more = 1
-    while quotient < _QUOTIENTS and more:
-        code, span, pos, more = take_bit(code, span, pos, data, models, at + min(quotient, 4))
-        quotient += more
-    if quotient == _QUOTIENTS:
-        code, span, pos, value = _take_plain(code, span, pos, data, 40)
-    else:
-        value = quotient
-        if k > 0:
-            code, span, pos, first = take_bit(code, span, pos, data, models, at + 5)
-            value = (value << 1) | first
-            if k > 1:
-                code, span, pos, second = take_bit(code, span, pos, data, models, at + 6 + first)
-                code, span, pos, rest = _take_plain(code, span, pos, data, k - 2)
-                value = (((value << 1) | second) << (k - 2)) | rest
-    _follow(mean, c, value)
-    return code, span, pos, value
+def encode_changes(old: np.ndarray, mantissa: int, places: np.ndarray, codes: np.ndarray) -> bytes | None:
+    """Stream of the changes of `old` at `places` by `codes` (`kernels.zigzag`); None: longer than `old`."""
+    layout = _layout(old, mantissa)
+    stride = max(1, old.size // (BLOCK * _SAMPLED))
+    first, levels = _levels(*_measure(*layout, places, stride))
+    weights = _weights(first, levels)
+    out, models = np.empty(old.nbytes // 4 + 2 * MARGIN + CLASSES, np.uint32), fresh(CLASSES + 2)
+    head = np.array(_head(len(places), first, levels), np.int64)
+    length = _encode(head, out, models, (*layout, weights, _pairs(weights)), places, codes)
+    if length < 0:
+        return None
+    data = out[:length].astype(">u4").tobytes()
+    return data[:-4] + data[-4:].rstrip(b"\0")
 
 
-# --- blocks ---------------------------------------------------------------------------------------------
+def _layout(bits: np.ndarray, mantissa: int) -> tuple[np.ndarray, Any, Any]:
+    """(words, mantissa, mask): upper 16 bits of four elements each; classes: `(word >> mantissa) & mask`."""
+    shift = 8 * bits.itemsize - 16
+    if shift or bits.size % 4:
+        bits = np.pad((bits >> shift).astype(np.uint16), (0, -bits.size % 4), "edge")
+    classes = min(CLASSES, 1 << (16 + shift - mantissa)) - 1
+    words = np.require(bits.view(np.uint64), requirements="A")
+    return words, np.uint64(mantissa - shift), np.uint64(classes * 0x0001000100010001)
 
 
-@typed("void(int64[:, ::1], int64, int64)")
-def _inherit(mean: Any, c: int, before: int) -> None:
-    """A class that is met for the first time starts from the mean of the one before it."""
-    if mean[c, 1] == 0:
-        mean[c, 0] = max(1, 2 * mean[before, 0] // mean[before, 1])
-        mean[c, 1] = 2
-
-
-def fresh() -> tuple[np.ndarray, np.ndarray]:
-    """(models, running means) at the start of a stream; both sides start from these.
-
-    Means are int64 [3, CLASSES + 1, 2] of gaps, sizes and counts; row CLASSES holds the start.
-    """
-    models = np.zeros((_MODELS, 2), np.int64)
-    models[:, 0] = 1 << 15
-    means = np.zeros((3, CLASSES + 1, 2), np.int64)
-    means[0, CLASSES] = 32, 1
-    means[1, CLASSES] = 1, 4
-    means[2] = 64, 2
-    return models, means
-
-
-def encode_classes(
-    old: np.ndarray, new: np.ndarray, mantissa: int, room: int | None = None
-) -> np.ndarray | None:
-    """Stream of all changes from `old` to `new`; None: it takes more than `room` (None: `new`) bytes."""
-    counts = np.zeros((-(-old.size // BLOCK), CLASSES), np.int64)
-    listed: list[np.ndarray] = [np.empty((2, 0), np.uint32)]
-    for block, begin in enumerate(range(0, old.size, BLOCK)):
-        a, b = old[begin : begin + BLOCK], new[begin : begin + BLOCK]
-        classes, found = np.empty(a.size, np.uint8), np.empty((2, a.size), np.uint32)
-        k = collect(a, b, 8 * old.itemsize, mantissa, counts[block], classes, found)
-        listed.append(found[:, np.argsort(classes[:k], kind="stable")])
-    out = np.empty((new.nbytes if room is None else room) + 2 * MARGIN, np.uint8)
-    gaps, codes = np.ascontiguousarray(np.concatenate(listed, axis=1))
-    length = _encode(counts, gaps, codes, *fresh(), out)
-    return None if length < 0 else out[:length]
+def _head(count: int, first: int, levels: list[int]) -> list[tuple[int, int]]:
+    """(models, number) of all that precedes the changes; a level is told by its distance from two below."""
+    steps = [level - before + 2 for before, level in pairwise(levels)]
+    told = [first, len(levels), *levels[:1], *(2 * abs(step) - (step > 0) for step in steps)]
+    return [(_COUNTS, count), *((_LEVELS, number) for number in told)]
 
 
 @compiled
-def _encode(counts: Any, gaps: Any, codes: Any, models: Any, means: Any, out: Any) -> int:
-    """Code changes in the stream's order: counts int64 [blocks, CLASSES], gaps and codes uint32.
-
-    Returns the length, or -1 when `out` is too short.
-    """
-    low, span, pos, start = _ZERO, FULL, 0, 0
-    for block in range(counts.shape[0]):
-        end = start + counts[block].sum()
-        low, span, pos = _put_block(
-            low, span, pos, out, models, means, counts[block], gaps[start:end], codes[start:end]
-        )
-        if pos < 0:
-            return -1
-        start = end
-    return finish(low, span, pos, out)
-
-
-@typed(f"{WRITER}({CODER}, {MODELS}, {MEANS}, int64[::1], uint32[::1], uint32[::1])")
-def _put_block(
-    low: Any, span: Any, pos: int, out: Any, models: Any, means: Any, counts: Any, gaps: Any, codes: Any
-) -> tuple[Any, Any, int]:
-    """Code one block, class by class; the position is -1 when `out` is too short."""
-    gap_means, size_means, count_means = means[0], means[1], means[2]
-    at, before, empty = 0, CLASSES, 1
-    for c in range(CLASSES):
-        if pos > out.size - MARGIN:
-            return low, span, -1
-        count = counts[c]
-        low, span, pos = put_bit(low, span, pos, out, models, _EMPTY + empty, int(count == 0))
-        empty = int(count == 0)
-        if empty:
-            continue
-        low, span, pos = put_number(low, span, pos, out, models, _COUNTS, count_means, c, count - 1)
-        _inherit(gap_means, c, before)
-        _inherit(size_means, c, before)
-        before = c
-        for j in range(at, at + count):
-            if pos > out.size - MARGIN:
-                return low, span, -1
-            gap, code = np.int64(gaps[j]), np.int64(codes[j])
-            low, span, pos = put_number(low, span, pos, out, models, _GAPS, gap_means, c, gap)
-            low, span, pos = put_number(low, span, pos, out, models, _SIZES, size_means, c, (code - 1) >> 1)
-            low, span, pos = put_bit(low, span, pos, out, models, _SIGN, code & 1)
-        at += count
-    return low, span, pos
+def _encode(head: Any, out: Any, models: Any, tables: Any, places: Any, codes: Any) -> int:
+    """Code the changes; the stream's length in words, or -1 when `out` is too short."""
+    (words, mantissa, mask, weights, pairs), sums = tables, np.empty(BLOCK // 4 + 17, np.uint64)
+    low, span, pos, k, end = _ZERO, FULL, 0, 0, 0
+    base: Any = 0
+    for i in range(head.shape[0]):
+        low, span, pos = put_number(low, span, pos, out, models, head[i, 0], head[i, 1])
+    for begin in range(0, words.size, BLOCK // 4):
+        block = words[begin : begin + BLOCK // 4]
+        _sum(block, mantissa, mask, pairs, sums)
+        while k < places.size and places[k] < 4 * begin + BLOCK:
+            c, at, own = _element(sums, block, weights, mantissa, mask, places[k] - 4 * begin)
+            code, gap = np.int64(codes[k]), base + at - end
+            if pos + (gap >> (UNIT + 5)) > out.size - MARGIN:
+                return -1
+            low, span, pos = _put_change(low, span, pos, out, gap, own, 1 - (code & 1))
+            low, span, pos = put_number(low, span, pos, out, models, c * GAMMA, (code - 1) >> 1)
+            end = base + at + own
+            k += 1
+        base += np.int64(sums[block.size])
+    whole = 63
+    while (_ONE << np.uint64(whole)) > span:
+        whole -= 1
+    rest = (_ONE << np.uint64(whole)) - _ONE
+    low, span, pos = put(low, pos, out, (_ZERO - low) & rest, _ONE)
+    return pos
 
 
-def apply_classes(bits: np.ndarray, mantissa: int, data: np.ndarray) -> int:
-    """Inverse of `encode_classes`, in place. Returns 0, or -1 when the stream does not fit `bits`."""
-    return int(_apply(bits, 8 * bits.itemsize, mantissa, BLOCK, *fresh(), data))
+def apply_changes(bits: np.ndarray, mantissa: int, stream: memoryview) -> int:
+    """Inverse of `encode_changes`, in place. Returns 0, or -1 when the stream does not fit `bits`."""
+    padded = bytes(stream) + bytes(8 + -len(stream) % 4)
+    data = np.frombuffer(padded, ">u4").astype(np.uint32)
+    models, levels = fresh(CLASSES + 2), [0]
+    state: Any = (np.uint64(data[0]) << _WORD | np.uint64(data[1]), FULL, 2)
+    *state, count = take_number(*state, data, models, _COUNTS)
+    *state, first = take_number(*state, data, models, _LEVELS)
+    *state, length = take_number(*state, data, models, _LEVELS)
+    if count > bits.size or length == 0 or first + length > CLASSES:
+        return -1
+    for k in range(length):
+        *state, told = take_number(*state, data, models, _LEVELS)
+        levels.append(told if k == 0 else levels[-1] - 2 + ((told + 1) // 2 if told & 1 else -told // 2))
+    if not all(0 <= level <= _STRONGEST for level in levels):
+        return -1
+    weights = _weights(first, levels[1:])
+    code, span = np.uint64(state[0]), np.uint64(state[1])
+    tables = *_layout(bits, mantissa), weights, _pairs(weights)
+    return int(_decode(code, span, state[2], data, models, tables, count, bits, 8 * bits.itemsize))
 
 
 @compiled
-def _apply(bits: Any, width: int, mantissa: int, block: int, models: Any, means: Any, data: Any) -> int:
-    found = np.empty((2, min(block, bits.size) + 1), np.int64)
-    first = np.zeros(CLASSES + 1, np.int64)
-    code, span, pos = opening(data)
-    for begin in range(0, bits.size, block):
-        part = bits[begin : begin + block]
-        code, span, pos = _take_block(code, span, pos, data, models, means, part.size, first, found)
-        if pos < 0 or place(part, width, mantissa, first, found[0], found[1]) != 0:
+def _decode(
+    code: Any, span: Any, pos: int, data: Any, models: Any, tables: Any, count: int, bits: Any, width: int
+) -> int:
+    """Apply `count` changes, those of a block when it is left; 0, or -1 as soon as one does not fit."""
+    words, mantissa, mask, weights, pairs = tables
+    sums, block = np.empty(BLOCK // 4 + 17, np.uint64), words[:0]
+    places, codes = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    begin, base, end, k, j = -BLOCK, 0, 0, 0, 0
+    total: Any = 0
+    for _ in range(count):
+        edge = (span >> _SHARE) * chance(CELL)
+        while code >= edge:
+            code, span, pos = take(code, pos, data, edge, span - edge)
+            end += CELL
+            edge = (span >> _SHARE) * chance(CELL)
+            if pos > data.size + 3:
+                return -1
+        share = span >> _SHARE
+        part = code // share
+        target = end + hazard_of(part)
+        while target >= base + total:
+            for n in range(k):
+                bits[places[n]] = moved(np.int64(bits[places[n]]), codes[n], width)
+            begin, base, k, j = begin + BLOCK, base + total, 0, 0
+            if begin >= bits.size:
+                return -1
+            block = words[begin // 4 : begin // 4 + BLOCK // 4]
+            _sum(block, mantissa, mask, pairs, sums)
+            total = np.int64(sums[block.size])
+        i, j = _find(sums, block, weights, mantissa, mask, np.uint64(target - base), j)
+        c, at, own = _element(sums, block, weights, mantissa, mask, i)
+        gap = base + at - end
+        if gap < 0 or begin + i >= bits.size:
             return -1
-    return 0 if pos <= data.size + 8 else -1
+        start = chance(gap)
+        size = (chance(min(gap + own, CELL)) - start) >> _ONE
+        up = int(part >= start + size)
+        if part >= start + size + size:
+            return -1
+        code, span, pos = take(code, pos, data, (start + size * np.uint64(up)) * share, size * share)
+        code, span, pos, longer = take_number(code, span, pos, data, models, c * GAMMA)
+        places[k], codes[k] = begin + i, 2 * longer + 1 + up
+        k += 1
+        end = base + at + own
+    for n in range(k):
+        bits[places[n]] = moved(np.int64(bits[places[n]]), codes[n], width)
+    return 0 if pos <= data.size + 3 else -1
 
 
-@typed(f"{WRITER}({CODER}, {MODELS}, {MEANS}, int64, int64[::1], int64[:, ::1])")
-def _take_block(
-    code: Any, span: Any, pos: int, data: Any, models: Any, means: Any, size: int, first: Any, found: Any
-) -> tuple[Any, Any, int]:
-    """Inverse of `_put_block`; class c's changes are first[c] … first[c + 1]. Position -1: too many."""
-    gap_means, size_means, count_means = means[0], means[1], means[2]
-    at, before, empty = 0, CLASSES, 1
-    for c in range(CLASSES):
-        first[c] = at
-        code, span, pos, empty = take_bit(code, span, pos, data, models, _EMPTY + empty)
-        if empty:
-            continue
-        code, span, pos, count = take_number(code, span, pos, data, models, _COUNTS, count_means, c)
-        if count >= size - at:
-            return code, span, -1
-        _inherit(gap_means, c, before)
-        _inherit(size_means, c, before)
-        before = c
-        for _ in range(count + 1):
-            code, span, pos, gap = take_number(code, span, pos, data, models, _GAPS, gap_means, c)
-            code, span, pos, length = take_number(code, span, pos, data, models, _SIZES, size_means, c)
-            code, span, pos, sign = take_bit(code, span, pos, data, models, _SIGN)
-            found[0, at], found[1, at] = gap, ((length + 1) << 1) - sign
-            at += 1
-    first[CLASSES] = at
-    return code, span, pos
+@typed("Tuple((int64, int64))(uint64[::1], uint64[::1], uint32[::1], uint64, uint64, uint64, int64)")
+def _find(
+    sums: Any, words: Any, weights: Any, mantissa: Any, mask: Any, hazard: Any, j: int
+) -> tuple[int, int]:
+    """(element of a block, word) that a hazard falls on, at word j or after; sums end in sixteen maxima."""
+    while sums[j + 16] <= hazard:
+        j += 16
+    for step in (8, 4, 2, 1):
+        j += step if sums[j + step] <= hazard else 0
+    low = (words[j] >> mantissa) & mask
+    end, i = sums[j], 4 * j
+    for lane in range(3):
+        end += weights[(low >> np.uint64(16 * lane)) & np.uint64(255)]
+        i += int(end <= hazard)
+    return i, j

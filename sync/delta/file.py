@@ -1,6 +1,6 @@
 """One rank's delta file: a header that says which range of which tensor each blob is for, then the blobs.
 
-"ODDELTA1" · header length (4 bytes, little-endian) · zstd(msgpack(Header)) · blobs
+"ODDELTA2" · header length (4 bytes, little-endian) · zstd(msgpack(Header)) · blobs
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
-_MAGIC: Final = b"ODDELTA1"
+_MAGIC: Final = b"ODDELTA2"
 _MOST_HEADER: Final = 1 << 20
 _RANGE_BYTES: Final = 96
 """A header's entry for one range, without its name, is no longer."""
@@ -124,7 +124,8 @@ def parse(data: bytes | memoryview, most: int = _MOST_HEADER) -> tuple[Header, m
     view = memoryview(data)
     if bytes(view[:8]) != _MAGIC:
         raise SnapshotError(
-            f"a delta file begins with {bytes(view[:8])!r}, not {_MAGIC!r}: it is another file"
+            f"a delta file begins with {bytes(view[:8])!r}, not {_MAGIC!r}: it is another file, or another "
+            "release wrote it; resume the run with this one, which publishes a full snapshot first"
         )
     end = 12 + int.from_bytes(view[8:12], "little")
     packed = view[12:end]

@@ -21,6 +21,7 @@ from sync.delta.codec import ESCAPE
 CLASSES: Final = 256
 """Exponents of the widest kind; f2 uses 32 of them."""
 _ONE: Final = np.uint64(1)
+_AT_ONCE: Final = 4096  # words compared without a branch
 _UPPER_HALF: Final = np.uint64(0xFFFFFFFF00000000)
 _ODD_QUARTERS: Final = np.uint64(0xFFFF0000FFFF0000)
 _TOPS: Final = {16: np.uint64(0x8000800080008000), 32: np.uint64(0x8000000080000000)}
@@ -106,20 +107,26 @@ def _scan(
     lanes = 64 // width
     narrow_lanes = width // 32  # 0: four lanes of 16 bits, 1: two of 32
     k, g, s, last = 0, 0, 0, -1
-    for word in range(old_words.size):
-        different = old_words[word] ^ new_words[word]
-        if different == 0:
-            continue
-        found = (((different & ~tops) + ~tops) | different) & tops  # the top bit of every lane that differs
-        while found:
-            low = found & (~found + _ONE)
-            found ^= low
-            lane = 2 * int((low & _UPPER_HALF) != 0) + int((low & _ODD_QUARTERS) != 0)
-            i = word * lanes + (lane >> narrow_lanes)
-            g = _put(i - last - 1, gaps, k, wide_gaps, g)
-            s = _put(zigzag(np.int64(old[i]), np.int64(new[i]), width) - 1, steps, k, wide_steps, s)
-            last = i
-            k += 1
+    differing = np.empty(_AT_ONCE, np.int64)
+    for begin in range(0, old_words.size, _AT_ONCE):
+        many = 0
+        for word in range(begin, min(begin + _AT_ONCE, old_words.size)):
+            differing[many] = word
+            many += int(old_words[word] != new_words[word])
+        for word in differing[:many]:
+            different = old_words[word] ^ new_words[word]
+            found = (
+                ((different & ~tops) + ~tops) | different
+            ) & tops  # the top bit of each lane that differs
+            while found:
+                low = found & (~found + _ONE)
+                found ^= low
+                lane = 2 * int((low & _UPPER_HALF) != 0) + int((low & _ODD_QUARTERS) != 0)
+                i = word * lanes + (lane >> narrow_lanes)
+                g = _put(i - last - 1, gaps, k, wide_gaps, g)
+                s = _put(zigzag(np.int64(old[i]), np.int64(new[i]), width) - 1, steps, k, wide_steps, s)
+                last = i
+                k += 1
     for i in range(old_words.size * lanes, old.size):
         if old[i] != new[i]:
             g = _put(i - last - 1, gaps, k, wide_gaps, g)
@@ -139,6 +146,19 @@ def _take(narrow: Any, k: int, wide: Any, w: int) -> tuple[int, int]:
         return -1, w
     value = np.int64(wide[w])
     return value, w + 1
+
+
+@compiled
+def changes(gaps: Any, wide_gaps: Any, steps: Any, wide_steps: Any) -> tuple[Any, Any]:
+    """(places, zigzagged differences) of what `scan` found."""
+    places, codes = np.empty(gaps.size, np.int64), np.empty(gaps.size, np.uint32)
+    g, s, i = 0, 0, -1
+    for k in range(gaps.size):
+        gap, g = _take(gaps, k, wide_gaps, g)
+        step, s = _take(steps, k, wide_steps, s)
+        i += gap + 1
+        places[k], codes[k] = i, step + 1
+    return places, codes
 
 
 @compiled
@@ -169,47 +189,3 @@ def apply_bitmap(bits: Any, width: int, bitmap: Any, steps: Any, wide_steps: Any
             bits[i] = moved(np.int64(bits[i]), step + 1, width)
             k += 1
     return 0 if k == steps.size and s == wide_steps.size else -1
-
-
-@compiled
-def collect(old: Any, new: Any, width: int, mantissa: int, counts: Any, classes: Any, found: Any) -> int:
-    """Changes in order of position, with the exponent class each belongs to; returns how many.
-
-    `found`: gaps, counted within a class, and ULP differences; `counts`: changes of each class.
-    """
-    seen = np.zeros(CLASSES, np.int64)
-    last = np.full(CLASSES, -1, np.int64)
-    k = 0
-    for i in range(old.size):
-        c = (np.int64(old[i]) >> mantissa) & (CLASSES - 1)
-        if old[i] != new[i]:
-            classes[k], found[0, k] = c, seen[c] - last[c] - 1
-            found[1, k] = zigzag(np.int64(old[i]), np.int64(new[i]), width)
-            last[c] = seen[c]
-            counts[c] += 1
-            k += 1
-        seen[c] += 1
-    return k
-
-
-@compiled
-def place(bits: Any, width: int, mantissa: int, first: Any, gaps: Any, codes: Any) -> int:
-    """Apply changes, class c's being first[c] … first[c + 1]; -1 when some are left, else 0."""
-    left: Any = np.full(CLASSES, -1, np.int64)
-    next_ = first[:CLASSES].copy()
-    c: Any
-    for c in range(CLASSES):
-        if first[c] < first[c + 1]:
-            left[c] = gaps[first[c]]
-    for i in range(bits.size):
-        c = (np.int64(bits[i]) >> mantissa) & (CLASSES - 1)
-        if left[c] == 0:
-            bits[i] = moved(np.int64(bits[i]), codes[next_[c]], width)
-            next_[c] += 1
-            left[c] = gaps[next_[c]] if next_[c] < first[c + 1] else -1
-        else:
-            left[c] -= 1
-    for c in range(CLASSES):
-        if next_[c] != first[c + 1]:
-            return -1
-    return 0

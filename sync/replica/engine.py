@@ -1,12 +1,15 @@
 """vLLM's weight-transfer engine of this project: checkpoints or adapters from a folder, or a broadcast.
 
 One class serves all of them, so that all load, record and revert in the same code. It differs from vLLM's
-own engines in what failure means: an update that fails is reverted (`WorkerExtension.distill_revert`) before
-anyone may resume, and a revert that fails ends the process.
+own engines in what a pause is for and in what failure means: everything but the last copy comes before it; an
+update that fails in it is reverted (`WorkerExtension.distill_revert`) before anyone may resume, and a revert
+that fails ends the process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,12 +26,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from sync.address import token_from_environment
-from sync.broadcast import Reception
+from sync.broadcast import Reception, in_thread
 from sync.errors import ConfigError
 from sync.replica.routing import RouteRecord
-from sync.replica.swap import Source, Swap
-from sync.replica.vllm_weights import initial_weights, leave_out_padding, load_adapter, load_weights
-from sync.snapshots.checkpoint import read_folder
+from sync.replica.swap import Place, Source, Swap
+from sync.replica.vllm_weights import initial_weights, leave_out_padding, stage_adapter, stage_weights
+from sync.snapshots.checkpoint import NamedTensors, read_folder
 from sync.wire import BroadcastTicket
 
 
@@ -38,21 +41,31 @@ class NoInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """Where one update comes from."""
+class NoUpdate(WeightTransferUpdateInfo):
+    """Of vLLM's own update session, which is not used."""
+
+
+class Update(msgspec.Struct, frozen=True):
+    """Where one version comes from: one of both."""
 
     path: str | None = None
-    """A checkpoint or adapter folder; None: the last broadcast that was received."""
+    """A checkpoint or adapter folder."""
+    broadcast: BroadcastTicket | None = None
+    """That of this replica's first worker; worker i has the i-th rank from there."""
+    timeout_seconds: float = 0.0
+    """Of the broadcast."""
+    staging_bytes: int | None = None
+    """Of `ReplicaConfig`."""
 
 
-class CheckpointEngine(WeightTransferEngine[NoInfo, UpdateInfo]):
-    """Loads checkpoints into one worker's model, or adapters when it was started for them.
+class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
+    """Brings checkpoints into one worker's model, or adapters when it was started for them.
 
     Registered as "distill" by `sync.replica.plugin`.
     """
 
     init_info_cls = NoInfo
-    update_info_cls = UpdateInfo
+    update_info_cls = NoUpdate
     supports_draft_weight_update = False
 
     def __init__(
@@ -64,13 +77,70 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         leave_out_padding(model, vllm_config)
-        if vllm_config.lora_config is None:
-            initial = Source("the model folder of the start", partial(initial_weights, vllm_config, model))
-        else:
-            initial = self._adapter(None)
-        self.swap = Swap(partial(load_weights, model, self.model_config), initial)
-        self.reception: Reception | None = None
-        """The broadcast that is being received or was received last, and is not applied yet."""
+        self._adapters = vllm_config.lora_config is not None
+        start = partial(initial_weights, vllm_config, model)
+        initial = Source("the model folder of the start", start, self._stage(None))
+        self.swap = Swap(self._adapter(None) if self._adapters else initial)
+        self._reception: Reception | None = None
+        self._preparing: Future[None] | None = None
+
+    def prepare(self, update: Update, rank: int) -> None:
+        """Begin to receive or read one version and to stage it, in the background, after what began before.
+
+        `rank`: of this worker in its replica.
+        """
+        before, reception = self._preparing, None
+        if update.broadcast is not None:
+            ticket = msgspec.structs.replace(update.broadcast, rank=update.broadcast.rank + rank)
+            token = token_from_environment()
+            reception = Reception(ticket, update.timeout_seconds, self.device, token)
+
+        def work() -> None:
+            if before is not None:
+                wait([before])
+            self.swap.prepare(self._source(update, reception))
+
+        self._reception, self._preparing = reception, in_thread(work)
+
+    def progress(self) -> dict[str, Any]:
+        """{"done": bool, "bytes": received by broadcast, "error": text or None} of what is being prepared."""
+        if self._preparing is None:
+            return {"done": True, "bytes": 0, "error": "nothing was asked for"}
+        done, reception = self._preparing.done(), self._reception
+        error = self._preparing.exception() if done else None
+        return {
+            "done": done,
+            "bytes": 0 if reception is None else reception.bytes_received,
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }
+
+    def settle(self) -> None:
+        """Free what the last update replaced, in the background."""
+        self._reception, self._preparing = None, in_thread(self.swap.settle)
+
+    def _source(self, update: Update, reception: Reception | None) -> Source:
+        """Waits for the broadcast, where the version comes by one."""
+        path = None if update.path is None else Path(update.path)
+        if self._adapters:
+            if path is None:
+                raise RuntimeError("adapters are not broadcast: publish them to a store")
+            return self._adapter(path)
+        stage = self._stage(update.staging_bytes)
+        if path is not None:
+            return Source(str(path), partial(read_folder, path), stage)
+        assert reception is not None, "a path or a ticket"
+        received = reception.result()
+        return Source(f"broadcast {received.group}", received.tensors.items, stage, received.digests)
+
+    def _stage(self, room: int | None) -> Callable[[NamedTensors], Place]:
+        return partial(stage_weights, self.model, self.vllm_config, self.device, room)
+
+    def _adapter(self, folder: Path | None) -> Source:
+        """An adapter in a folder; None: the empty one, which leaves the model as it was started."""
+        stage = partial(stage_adapter, self.model, self.vllm_config, folder)
+        if folder is None:
+            return Source("no adapter", tuple, stage)
+        return Source(str(folder), partial(read_folder, folder), stage)
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Nothing to do."""
@@ -78,32 +148,9 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Nothing to do: an update is one call, so that it cannot be left half made."""
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """vLLM's own, without waiting for an accelerator: there may be none."""
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one update. Its failure is not raised here but kept for `distill_outcome` of all workers."""
-        self.swap.apply(self._source(update_info.path))
-
-    def _source(self, path: str | None) -> Source:
-        if self.vllm_config.lora_config is not None:
-            if path is None:
-                raise RuntimeError("adapters are not broadcast: publish them to a store")
-            return self._adapter(Path(path))
-        if path is not None:
-            return Source(path, partial(read_folder, Path(path)))
-        if self.reception is None:
-            raise RuntimeError("no broadcast was received: stage it first")
-        received, self.reception = self.reception.result(), None
-        return Source(f"broadcast {received.group}", received.tensors.items, received.digests)
-
-    def _adapter(self, folder: Path | None) -> Source:
-        """An adapter in a folder; None: the empty one, which leaves the model as it was started."""
-        load = partial(load_adapter, self.model, self.vllm_config, folder)
-        if folder is None:
-            return Source("no adapter", tuple, load=load)
-        return Source(str(folder), partial(read_folder, folder), load=load)
+    def receive_weights(self, update_info: NoUpdate) -> None:
+        """Refused: vLLM's own session has no revert."""
+        raise RuntimeError("weights come through /distill/v1/update alone")
 
     def finish_weight_update(self) -> None:
         """Nothing to do."""
@@ -119,8 +166,8 @@ class WorkerExtension:
     """What the API process may call in every vLLM worker by `collective_rpc`; arguments are plain data.
 
     Named by `--worker-extension-cls`: vLLM adds it to its worker's base classes, so `self` is a vLLM worker
-    and all names carry a prefix. An update runs: [distill_receive, distill_received]* while generating,
-    pause, vLLM's update_weights, distill_outcome of all, distill_revert of all if any failed, resume.
+    and all names carry a prefix. An update runs: distill_prepare, then distill_prepared until it is done,
+    while generating; pause, distill_apply, distill_revert of all if any failed, resume, distill_settle.
     """
 
     weight_transfer_engine: CheckpointEngine
@@ -130,13 +177,25 @@ class WorkerExtension:
     distill_record: RouteRecord | None = None
     """Set by the first `distill_record_routes`."""
 
-    def distill_apply(self, update: dict[str, str]) -> None:
-        """Load an adapter outside of vLLM's weight update session; see `distill_outcome`."""
-        self.weight_transfer_engine.update_weights(update)
+    def distill_prepare(self, update: dict[str, Any]) -> None:
+        """Begin to stage an `Update`; see `distill_prepared`."""
+        self.weight_transfer_engine.prepare(msgspec.convert(update, Update), self.rank)
 
-    def distill_outcome(self) -> str | None:
-        """Why the last update failed in this worker; None: it is loaded."""
+    def distill_prepared(self) -> dict[str, Any]:
+        """See `CheckpointEngine.progress`."""
+        return self.weight_transfer_engine.progress()
+
+    def distill_apply(self) -> str | None:
+        """Put in place what is staged: why that failed in this worker; None: it holds the new version."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.swap.apply()
         return self.weight_transfer_engine.swap.error
+
+    def distill_settle(self) -> None:
+        """After an update that succeeded in all workers."""
+        self.weight_transfer_engine.settle()
 
     def distill_revert(self) -> None:
         """Load what was held before the last update (before the first one: what the engine was started with),
@@ -149,29 +208,6 @@ class WorkerExtension:
     def distill_digests(self) -> dict[str, str] | None:
         """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: none were."""
         return self.weight_transfer_engine.swap.digests
-
-    def distill_receive(self, ticket: dict[str, Any], timeout: float) -> None:
-        """Start to receive a broadcast in the background, into host memory, while generation goes on.
-
-        Raises ConfigError when the replica has more than one worker: a ticket is one rank.
-        """
-        workers = self.vllm_config.parallel_config.world_size
-        if workers != 1:
-            raise ConfigError(
-                f"this replica has {workers} workers and a broadcast has one rank for it: "
-                'set weights.transport = "snapshot", or one device per replica'
-            )
-        engine = self.weight_transfer_engine
-        engine.swap.settle()
-        own = msgspec.convert(ticket, BroadcastTicket)
-        engine.reception = Reception(own, timeout, engine.device, token_from_environment())
-
-    def distill_received(self) -> dict[str, Any]:
-        """{"done": bool, "bytes": int, "error": text or None} of the broadcast being received."""
-        reception = self.weight_transfer_engine.reception
-        if reception is None:
-            return {"done": True, "bytes": 0, "error": "no broadcast was asked for"}
-        return {"done": reception.done, "bytes": reception.bytes_received, "error": reception.error}
 
     def distill_record_routes(self) -> dict[str, Any]:
         """Record the experts of every token from now on; again changes nothing. Call it before any request.

@@ -24,12 +24,12 @@ from sync.replica import completions, metrics, routing, vllm_compat
 from sync.server import RunGuard, TokenGuard, read_message, refuse, reply
 from sync.settings import ReplicaConfig
 from sync.stores import open_store
-from sync.subscribe import Mirror
+from sync.subscribe import Mirror, check_local
 
 logger = logging.getLogger(__name__)
 PREFIX: Final = "/distill/v1/"
 _POLL_SECONDS: Final = 0.01
-"""Between two questions whether a broadcast has been received."""
+"""Between two questions whether a version is staged."""
 _request_numbers = itertools.count()
 
 
@@ -38,6 +38,7 @@ class ReplicaMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         config = ReplicaConfig.from_environment()
+        check_local(config.mirror)
         claim = Claim(wire.RunIdentity(config.run))
         claiming = (PREFIX + "generate", PREFIX + "update")
         self._guarded = TokenGuard(RunGuard(_Routes(app, config, claim), claim, claiming))
@@ -136,7 +137,13 @@ class _Routes:
         in_flight = sum(generation.open for generation in self._generations)
         tokens = vllm_compat.tokens_written()
         return reply(
-            wire.ReplicaState(version=updater.version, requests=in_flight, digests=digests, tokens=tokens)
+            wire.ReplicaState(
+                version=updater.version,
+                requests=in_flight,
+                digests=digests,
+                tokens=tokens,
+                workers=vllm_compat.workers(request.app.state.engine_client),
+            )
         )
 
 
@@ -269,9 +276,9 @@ class Updater:
                 )
             started = time.perf_counter()
             self._check_cache(request)
-            path, bytes_read = await self._stage(request)
+            bytes_read = await self._stage(request)
             staged = time.perf_counter()
-            load = await self._swap(request, {} if path is None else {"path": path})
+            load = await self._swap(request)
             reply = wire.UpdateReply(
                 version=request.version,
                 bytes_read=bytes_read,
@@ -280,7 +287,8 @@ class Updater:
                 apply_seconds=load,
             )
             metrics.updated(reply)
-            if path is not None:
+            await vllm_compat.call_workers(self._engine, "distill_settle")
+            if request.broadcast is None:
                 await asyncio.to_thread(self._mirror.promote, request.version)
         return reply
 
@@ -292,33 +300,34 @@ class Updater:
                 'the replica without enable-prefix-caching, or use kv_on_swap = "recompute"'
             )
 
-    async def _stage(self, request: wire.UpdateRequest) -> tuple[str | None, int]:
-        """Folder of the mirror to load (None: a broadcast in the worker's memory) and bytes received."""
-        if request.broadcast is not None:
-            return None, await self._receive(request.broadcast)
-        self._mirror.follow(self._claim.run_id)
-        staged = await asyncio.to_thread(self._mirror.stage, request.version)
-        return str(staged.path), staged.bytes_read
+    async def _stage(self, request: wire.UpdateRequest) -> int:
+        """Bytes that came, from the store or by broadcast; the version is staged in all workers.
 
-    async def _receive(self, ticket: wire.BroadcastTicket) -> int:
-        """Bytes of the broadcast, now in the worker's memory. Raises SnapshotError when it failed."""
-        timeout = self._config.timeout_seconds
-        await vllm_compat.call_workers(self._engine, "distill_receive", msgspec.to_builtins(ticket), timeout)
+        Raises SnapshotError when it is not; nothing has changed then.
+        """
+        names, bytes_read = ("timeout_seconds", "staging_bytes"), 0
+        update = {name: getattr(self._config, name) for name in names}
+        if request.broadcast is None:
+            self._mirror.follow(self._claim.run_id)
+            mirrored = await asyncio.to_thread(self._mirror.stage, request.version)
+            update["path"], bytes_read = str(mirrored.path), mirrored.bytes_read
+        else:
+            update["broadcast"] = msgspec.to_builtins(request.broadcast)
+        await vllm_compat.call_workers(self._engine, "distill_prepare", update)
         while True:
-            (answer,) = await vllm_compat.call_workers(self._engine, "distill_received")
-            if answer["error"] is not None:
-                raise SnapshotError(f"broadcast {ticket.group} failed: {answer['error']}")
-            if answer["done"]:
-                return int(answer["bytes"])
+            workers = await vllm_compat.call_workers(self._engine, "distill_prepared")
+            if errors := [one["error"] for one in workers if one["error"] is not None]:
+                raise SnapshotError(f"{request.version} was not staged, the old version goes on: {errors[0]}")
+            if all(one["done"] for one in workers):
+                return bytes_read + sum(one["bytes"] for one in workers)
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _swap(self, request: wire.UpdateRequest, source: dict[str, str]) -> float:
-        """Seconds of loading. The engine resumes on the new version, or on the old one and SnapshotError is
-        raised; any other error leaves it paused, for its process is ending."""
+    async def _swap(self, request: wire.UpdateRequest) -> float:
+        """Seconds of placing what is staged. The engine resumes on the new version, or on the old one and
+        SnapshotError is raised; any other error leaves it paused, for its process is ending."""
         await vllm_compat.pause(self._engine, clear_cache=request.kv_on_swap == "recompute")
         started = time.perf_counter()
-        await vllm_compat.apply(self._engine, source)
-        failures = [f for f in await vllm_compat.call_workers(self._engine, "distill_outcome") if f]
+        failures = [f for f in await vllm_compat.call_workers(self._engine, "distill_apply") if f]
         if failures:
             await vllm_compat.call_workers(self._engine, "distill_revert")
             await vllm_compat.resume(self._engine)

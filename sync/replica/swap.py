@@ -1,9 +1,11 @@
 """Swapping a live model's weights so that it always ends on one whole, known checkpoint.
 
-    WHOLE ── apply: all tensors loaded ──▶ WHOLE (new)
-      ▲ └─── apply: failed on the way ───▶ MIXED
-      └──────────── revert ───────────────┘        revert that fails: the process must end
+    WHOLE ── prepare: read, digested, staged ──▶ WHOLE, with staged weights
+      ▲ └─── prepare fails: nothing changed         │ apply
+      │ ◀──────────── all of it is in place ────────┤
+      └── revert ── MIXED ◀── it failed on the way ─┘      revert that fails: the process must end
 
+`prepare` works while the model generates, in a thread of its own; `apply` and `revert` while it does not.
 Several workers may hold one model: when one of them ends MIXED, all revert, those that succeeded too.
 """
 
@@ -13,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 from sync.errors import SnapshotError
 from sync.snapshots.checkpoint import NamedTensors, digesting
@@ -21,6 +23,8 @@ from sync.snapshots.checkpoint import NamedTensors, digesting
 logger = logging.getLogger(__name__)
 MIXED_EXIT: Final = 70
 """Exit status of a process whose model cannot be brought back to whole weights."""
+Place: TypeAlias = Callable[[], None]
+"""Puts staged weights into the live model. It may raise halfway."""
 
 
 @dataclass(frozen=True)
@@ -30,22 +34,27 @@ class Source:
     name: str
     """For messages."""
     read: Callable[[], NamedTensors]
+    stage: Callable[[NamedTensors], Place]
+    """Makes its tensors ready for the model without changing that, or raises; works again afterwards. Where a
+    model cannot be staged, `Place` takes the tensors and so loads them while nothing is generated."""
     digests: dict[str, str] | None = None
     """What reading must give, checkpoint tensor name → BLAKE3 hex; None: not known beforehand."""
-    load: Callable[[NamedTensors], None] | None = None
-    """How its tensors get into the model; None: as all of this swap's do."""
+
+
+class _Staged(NamedTuple):
+    source: Source
+    place: Place
+    digests: dict[str, str]
+    """Of what was read so far."""
 
 
 class Swap:
-    """The checkpoint that one worker's model holds.
+    """The checkpoint that one worker's model holds; `initial` is what it holds now."""
 
-    `load(tensors)` must put every parameter of the model from `tensors`, or raise; it may raise halfway,
-    and must work again afterwards. `initial` is what the model holds now.
-    """
-
-    def __init__(self, load: Callable[[NamedTensors], None], initial: Source) -> None:
-        self._load = load
+    def __init__(self, initial: Source) -> None:
         self._current = self._previous = initial
+        self._staged: _Staged | None = None
+        self._replaced: _Staged | None = None  # frees what was replaced, which takes time
         self.error: str | None = None
         """Why the last `apply` failed; None: it did not."""
         self.mixed = False
@@ -53,31 +62,46 @@ class Swap:
 
     @property
     def digests(self) -> dict[str, str] | None:
-        """Digests of the bytes last given to the loader; None before the first `apply`."""
+        """Digests of the bytes that the model's weights were made of; None before the first `apply`."""
         return self._current.digests
 
-    def apply(self, source: Source) -> None:
-        """Load `source`. On failure `error` says why, and the caller must `revert`. Raises nothing else."""
+    def prepare(self, source: Source) -> None:
+        """Read and stage `source` for `apply`, in place of what was staged before.
+
+        Raises what reading and staging raise; the model is as it was.
+        """
+        self._staged = None
+        self._staged = _stage(source)
+
+    def apply(self) -> None:
+        """Put in place what `prepare` staged. On failure `error` says why, and the caller must `revert`.
+
+        Raises SnapshotError when nothing is staged, or an earlier failure was not reverted.
+        """
+        staged, self._staged = self._staged, None
         if self.mixed:
             raise SnapshotError("an update failed before and was not reverted: revert it, or restart")
+        if staged is None:
+            raise SnapshotError("nothing is staged: prepare a version first")
         self.mixed, self.error = True, None
         try:
-            loaded = self._loaded(source)
-        except Exception as error:  # the loader runs any model's code: whatever it raises is reverted
-            logger.exception("loading %s failed", source.name)
-            self.error = f"{source.name}: {type(error).__name__}: {error}"
+            loaded = _place(staged)
+        except Exception as error:  # placing may run any model's loader: whatever it raises is reverted
+            logger.exception("loading %s failed", staged.source.name)
+            self.error = f"{staged.source.name}: {type(error).__name__}: {error}"
             return
         self._previous, self._current, self.mixed = self._current, loaded, False
+        self._replaced = staged
 
     def revert(self) -> None:
-        """Load again what the model held before the last `apply`.
+        """Stage and place again what the model held before the last `apply`.
 
         Raises whatever the loader raises, or SnapshotError when the old checkpoint is no longer what it was;
         the model is then mixed for good and the process must end.
         """
         target = self._current if self.mixed else self._previous
-        self.mixed = True
-        self._current = self._previous = self._loaded(target)
+        self.mixed, self._replaced = True, None
+        self._current = self._previous = _place(_stage(target))
         self.mixed = False
 
     def revert_or_end(self) -> None:
@@ -91,16 +115,28 @@ class Swap:
 
     def settle(self) -> None:
         """Forget what was held before the last `apply`, with its memory: it cannot be reverted any more."""
-        self._previous = self._current
+        self._previous, self._replaced = self._current, None
 
-    def _loaded(self, source: Source) -> Source:
-        digests: dict[str, str] = {}
-        (source.load or self._load)(digesting(source.read(), digests))
-        if source.digests is not None and digests != source.digests:
-            changed = sorted(
-                k for k in digests.keys() | source.digests if digests.get(k) != source.digests.get(k)
-            )
-            raise SnapshotError(
-                f"{source.name} gave other bytes than recorded in {changed[:3]}: it was altered"
-            )
-        return replace(source, digests=digests)
+
+def _stage(source: Source) -> _Staged:
+    digests: dict[str, str] = {}
+    staged = _Staged(source, source.stage(digesting(source.read(), digests)), digests)
+    if digests:
+        _check(staged)
+    return staged
+
+
+def _place(staged: _Staged) -> Source:
+    staged.place()
+    _check(staged)
+    return replace(staged.source, digests=staged.digests)
+
+
+def _check(staged: _Staged) -> None:
+    """Raise SnapshotError when other bytes were read than recorded."""
+    found, recorded = staged.digests, staged.source.digests
+    if recorded is not None and found != recorded:
+        changed = sorted(k for k in found.keys() | recorded if found.get(k) != recorded.get(k))
+        raise SnapshotError(
+            f"{staged.source.name} gave other bytes than recorded in {changed[:3]}: it was altered"
+        )

@@ -24,7 +24,6 @@ import torch
 import vllm
 from prometheus_client import REGISTRY
 from vllm.config import ModelConfig
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
@@ -137,6 +136,11 @@ def limits(engine: Any) -> Limits:
     return Limits(vocab_size=config.get_vocab_size(), max_length=config.max_model_len)
 
 
+def workers(engine: Any) -> int:
+    """Processes that share the model."""
+    return int(engine.vllm_config.parallel_config.world_size)
+
+
 def prefix_caching(engine: Any) -> bool:
     """Whether requests may share KV blocks of equal prefixes."""
     return bool(engine.vllm_config.cache_config.enable_prefix_caching)
@@ -239,16 +243,6 @@ async def pause(engine: Any, clear_cache: bool) -> None:
 async def resume(engine: Any) -> None:
     """Go on after `pause`."""
     await _answer(engine, engine.engine_core.resume_scheduler_async())
-
-
-async def apply(engine: Any, update: dict[str, str]) -> None:
-    """Hand one update to the weight-transfer engine of every worker; says nothing about its success."""
-    if engine.vllm_config.lora_config is not None:  # the end of vLLM's own session removes every adapter
-        await call_workers(engine, "distill_apply", update)
-        return
-    await _answer(engine, engine.start_weight_update())
-    await _answer(engine, engine.update_weights(WeightTransferUpdateRequest(update_info=update)))
-    await _answer(engine, engine.finish_weight_update())
 
 
 async def stamp(engine: Any, version: str) -> None:

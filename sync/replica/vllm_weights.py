@@ -1,8 +1,8 @@
-"""Beside `vllm_compat`, every touch of vLLM 0.32 that weights need; all of it in a worker.
+"""Beside `vllm_compat` and `vllm_staging`, every touch of vLLM 0.32 that weights need; all of it in a worker.
 
 `model_loader.reload` (layerwise reload), `get_model_loader(...).get_all_weights`, what `ParallelLMHead` and
-experts pack on the CPU, `model.lora_manager` with `LoRAModel` and `PEFTHelper`, and `model.compute_logits`,
-which both model runners call outside of captured graphs.
+experts pack on the CPU, `model.lora_manager` with `LoRAModel`, `PEFTHelper` and how a manager merges and
+holds an adapter, and `model.compute_logits`, which both model runners call outside of captured graphs.
 tests/integration/test_replica.py and test_lora.py exercise all of it against the pinned version.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +31,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from sync.replica.swap import Place
 from sync.replica.vllm_compat import ADAPTER
+from sync.replica.vllm_staging import Staging, why_not_staged
 from sync.snapshots.checkpoint import NamedTensors
 from sync.tokenizers import never_sample_from, vocab_size
 
@@ -54,39 +58,74 @@ def initial_weights(config: VllmConfig, model: torch.nn.Module) -> Iterator[tupl
 
 
 @torch.no_grad()
-def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -> None:
-    """Put a whole checkpoint into a live model, in place, through layerwise reload.
+def stage_weights(
+    model: Any, config: VllmConfig, device: torch.device, room: int | None, tensors: NamedTensors
+) -> Place:
+    """Make a whole checkpoint ready for a live model, which may generate meanwhile.
 
-    Works on the CPU, where linear layers hold packed weights only, and by construction on CUDA (tensors keep
-    their storage, so captured graphs stay valid; not run here). Raises what the model's loader raises, and
-    ValueError for a parameter that got nothing; the model is then mixed, but can be loaded again.
+    `device`: the worker's, with its index: a thread begins on the first one. `room`: of `why_not_staged`.
+
+    Raises what the model's loader raises, and ValueError for a parameter that got nothing; the model is as it
+    was. A model that is not staged is loaded by what is returned, for the reason that is logged.
+    """
+    quantised = config.model_config.quantization is not None
+    if reason := why_not_staged(model, quantised, room):
+        logger.warning("weights are loaded inside the pause: %s", reason)
+        return partial(load_weights, model, config.model_config, tensors)
+    held, staging = {name for name, _ in model.named_parameters()}, Staging(model)
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+            missing = _fill(staging.shadow, held, tensors)
+            staging.finish()
+        _refuse(missing)
+    except BaseException:
+        staging.drop()
+        raise
+    finally:
+        staging.close()
+    return staging.place
+
+
+@torch.no_grad()
+def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -> None:
+    """Put a whole checkpoint into a live model that is not staged, in place, through layerwise reload.
+
+    Raises as `stage_weights`; the model is then mixed, but can be loaded again.
     """
     held = {name for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
     try:
-        expected = held & {name for name, _ in model.named_parameters()}  # without what vLLM computes of them
-        loaded = model.load_weights(tensors)
-        if past := _not_reloaded(model) & (loaded or set()):
-            raise ValueError(
-                f"vLLM loads {sorted(past)[:3]} past a reload, so that the old values would stay"
-            )
+        missing = _fill(model, held, tensors)
         finalize_layerwise_reload(model, model_config)
     except BaseException:
         _abandon_reload(model)
         raise
-    _repack_heads(model)
     if current_platform.is_cpu():
-        _repack_experts(model)
-    if missing := set() if loaded is None or model_config.quantization else expected - loaded:
+        _repack(model)
+    if model_config.quantization is None:
+        _refuse(missing)
+
+
+def _fill(model: Any, held: set[str], tensors: NamedTensors) -> set[str]:
+    """Parameters that got nothing, of a model in layerwise reload that otherwise has those of `held`."""
+    expected = held & {name for name, _ in model.named_parameters()}  # without what vLLM computes of them
+    loaded = model.load_weights(tensors)
+    if past := _not_reloaded(model) & (loaded or set()):
+        raise ValueError(f"vLLM loads {sorted(past)[:3]} past a reload, so that the old values would stay")
+    return set() if loaded is None else expected - loaded
+
+
+def _refuse(missing: set[str]) -> None:
+    if missing:
         raise ValueError(f"the checkpoint has nothing for {sorted(missing)[:3]}: publish a whole checkpoint")
 
 
 @torch.no_grad()
-def load_adapter(model: Any, config: VllmConfig, folder: Path | None, tensors: NamedTensors) -> None:
-    """Put an adapter in the place of the one before, under ADAPTER's number, between two decode steps.
+def stage_adapter(model: Any, config: VllmConfig, folder: Path | None, tensors: NamedTensors) -> Place:
+    """Make an adapter ready for the place of the one before, under ADAPTER's number.
 
     `tensors` are those of `folder`, whose adapter_config.json says how they apply; None: an empty adapter.
-    Raises ValueError for an adapter that does not fit; the model may then hold none and can be loaded again.
+    Raises ValueError for an adapter that does not fit.
     """
     manager, lora = model.lora_manager, config.lora_config
     assert lora is not None, "started with --enable-lora"
@@ -112,9 +151,15 @@ def load_adapter(model: Any, config: VllmConfig, folder: Path | None, tensors: N
     stray = [name for name in others if ".experts" not in name]
     if stray:
         raise ValueError(f"the engine takes no adapter of {stray[:3]}: train other target_modules")
-    manager.remove_adapter(ADAPTER.adapter_id)
-    manager.add_adapter(adapter)
-    manager.activate_adapter(ADAPTER.adapter_id)
+    manager._validate_moe_lora_format(adapter)
+    manager._create_merged_loras_inplace(adapter)
+    return partial(_place_adapter, manager, adapter)
+
+
+def _place_adapter(manager: Any, adapter: LoRAModel) -> None:
+    manager.remove_adapter(adapter.id)
+    manager._registered_adapters[adapter.id] = adapter
+    manager.activate_adapter(adapter.id)
 
 
 def _not_reloaded(model: Any) -> set[str]:
@@ -133,18 +178,13 @@ def _abandon_reload(model: torch.nn.Module) -> None:
         info.reset()
 
 
-def _repack_heads(model: torch.nn.Module) -> None:
-    """On the CPU an output head multiplies with a packed copy of its weight. A head tied to the embedding has
-    no weights of its own to load, so layerwise reload leaves its old copy in place: pack it anew."""
-    for head in model.modules():
-        if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
-            cast(Any, head).quant_method.process_weights_after_loading(head)
-
-
-def _repack_experts(model: torch.nn.Module) -> None:
-    """On the CPU a kernel reads the weights of experts in a layout of its own, and vLLM 0.32 packs them
-    only at its first load. What a reload brought lies as in the checkpoint: pack it, or it is misread."""
+def _repack(model: torch.nn.Module) -> None:
+    """Pack anew what the CPU's kernels read in a layout of their own and a reload leaves as it was: an output
+    head that is tied to the embedding, so has no weights of its own to load, and experts, which vLLM 0.32
+    packs only at its first load."""
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod):
+        method: Any = getattr(layer, "quant_method", None)
+        if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+            method.process_weights_after_loading(layer)
+        elif isinstance(method, UnquantizedFusedMoEMethod):
             cast(Any, method).moe_kernel.fused_experts.process_weights_after_loading(layer)

@@ -92,9 +92,9 @@ class Store(ABC):
         """The client's errors as StoreError; without a key, of the store itself."""
         try:
             yield
-        except self.absent:
-            raise self._missing(key) from None
-        except self.failures as error:
+        except (*self.absent, *self.failures) as error:
+            if verb != "write" and isinstance(error, self.absent):  # of a write: what is to hold the key
+                raise self._missing(key) from None
             why = " ".join(str(getattr(error, "strerror", None) or error).splitlines())[:400]
             what = f"{key!r} in {self}" if key else str(self)
             remedy = _FULL if is_full(error) else self.remedy

@@ -24,16 +24,15 @@ import msgspec
 import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
-from sync.wire.evaluator import CompletionsReply, EvalReport
+from sync.wire.evaluator import CompletionsReply, EvalReport, PartReport
 from sync.wire.replica import MASK_TIES, Generated, Routing, Sampling, SamplingMask, UpdateReply
-from sync.wire.teacher import Head, Kept, Scored, TeacherCompletion, Want
+from sync.wire.teacher import DIGEST_BYTES, Head, Kept, Scored, TeacherCompletion, Want
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport
 
 ROUNDING: Final = 0.02
 """How far half precision may put a log-probability above 0, a mass above 1 or a divergence below 0."""
 ANY_ID: Final = 1 << 31
 """A vocabulary size that refuses no id: for callers that do not know theirs."""
-DIGEST_BYTES: Final = 32
 Event = StepReport | Published | CheckpointSaved | FinalDigests
 
 
@@ -330,11 +329,10 @@ def same_version(answer: CompletionsReply | EvalReport | UpdateReply, version: V
 
 def evaluation(report: EvalReport, version: Version) -> Problem | None:
     """An evaluation of `version`; an exact divergence is at least 0."""
-    low = report.reverse_kl_error is None and report.reverse_kl < -ROUNDING
+    of_all: list[EvalReport | PartReport] = [report, *report.sources.values(), *report.teachers.values()]
+    low = [one.reverse_kl for one in of_all if one.reverse_kl_error is None and one.reverse_kl < -ROUNDING]
     rule = "at least 0 where it is exact"
-    return same_version(report, version) or (
-        Problem("reverse_kl", f"{report.reverse_kl}", rule) if low else None
-    )
+    return same_version(report, version) or (Problem("reverse_kl", f"{low[0]}", rule) if low else None)
 
 
 def event(message: Event, start: int, reached: int, newest: int) -> Problem | None:

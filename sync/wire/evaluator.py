@@ -60,6 +60,17 @@ class SetReport(msgspec.Struct, frozen=True):
     """maj@k: share of prompts whose most frequent answer passes; None: the reward function names none."""
 
 
+class PartReport(msgspec.Struct, frozen=True):
+    """Figures of the held-out completions of one data source, or of one teacher; as those of all."""
+
+    completions: Count
+    tokens: Count
+    reverse_kl: Number
+    reverse_kl_error: Amount | None
+    pass_rate: Share | None
+    reward: Number | None
+
+
 class EvalReport(Message, frozen=True):
     """Evaluator → controller: the figures of one version; they go into the journal and metrics."""
 
@@ -79,8 +90,14 @@ class EvalReport(Message, frozen=True):
     """Standard error of an estimated reverse_kl, over completions; None: it is exact for them."""
     pass_rate_interval: tuple[Share, Share] | None = None
     """95 % confidence interval; None: no pass rate."""
+    reward: Number | None = None
+    """Mean reward of held-out completions, 0 where the function failed; None: no pass rate."""
     sets: dict[str, SetReport] = {}
     """Named sets that were evaluated with this version."""
+    sources: dict[str, PartReport] = {}
+    """By data source; empty: there is one."""
+    teachers: dict[str, PartReport] = {}
+    """By the teacher that scored them; empty: there is one."""
 
 
 class ProbeRequest(Message, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -149,14 +149,14 @@ class GenerateFailed(Message, frozen=True):
 
 
 class BroadcastTicket(msgspec.Struct, frozen=True):
-    """A replica's rank in one broadcast of weights from the trainer, which is rank 0 of the group."""
+    """A replica's ranks in one broadcast of weights from the trainer, which is rank 0 of the group."""
 
     address: str
     """"host:port" of the store of keys that the trainer serves."""
     group: str
     """Name of the group's keys in that store; a new one for every broadcast."""
     rank: int
-    """1 … world_size - 1."""
+    """1 … world_size - 1: of the replica's first worker; the others have the following ones."""
     world_size: int
 
 
@@ -195,3 +195,5 @@ class ReplicaState(Message, frozen=True):
     """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: not asked for."""
     tokens: Count | None = None
     """Tokens generated since the engine started, unfinished completions included; None: no statistics."""
+    workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 10)] = 1
+    """Processes that share the model, each a member of a broadcast."""

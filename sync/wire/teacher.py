@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -61,6 +61,9 @@ class ScoreRequest(Message, frozen=True):
     """Seconds from arrival after which the caller has given up; None: no deadline."""
 
 
+DIGEST_BYTES: Final = 16
+
+
 class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a teacher keeps the scores of one sequence: GET {url}/v1/scores/{key} until they are released,
     evicted, or the process ends. The body: frames of ScoreReply, each with a Scored of the next positions."""
@@ -72,7 +75,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     size: Count
     """Bytes of the body."""
     digest: bytes
-    """BLAKE3 of the body, 32 bytes."""
+    """BLAKE3 of the body, DIGEST_BYTES of it: the journal holds one for every rollout."""
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -182,7 +182,7 @@ class Audience(Message, frozen=True):
 
     group: str
     world_size: int
-    """1 + replicas; 1: no replica listens, send nothing."""
+    """1 + workers of the replicas; 1: none listens, send nothing."""
 
 
 class BroadcastMembers(Message, frozen=True):

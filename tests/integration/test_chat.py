@@ -1,8 +1,7 @@
-"""`distill chat` with a real teacher process for the student and for the teacher."""
+"""`distill chat` of a LoRA run: real teacher processes for the base + `final` adapter and for the teacher."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -10,21 +9,36 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from run_on_letters import NAME, ROOT, command
+from transformers import AutoModelForCausalLM
 
 from distill.config.loading import load
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+ARGUMENTS = ["--max-tokens", "5", "--temperature", "0.01"]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+def save_adapter(base: Path, folder: Path) -> None:
+    """An adapter that changes every answer."""
+    torch.manual_seed(1)
+    settings = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    wrapped.save_pretrained(folder)
 
 
 def test_piped_prompts_get_two_answers_each_and_no_process_is_left(tmp_path: Path) -> None:
     command(tmp_path, 1)
-    run = tmp_path / NAME
-    shutil.copytree(tmp_path / "student", run / "final")
-    config = load(tmp_path / f"{NAME}.toml").model_dump(mode="json")
+    run, base = tmp_path / NAME, tmp_path / "student"
+    save_adapter(base, run / "final")
+    config = load(tmp_path / f"{NAME}.toml", ["trainer.lora.rank=4"]).model_dump(mode="json")
     (run / "config.json").write_text(json.dumps(config))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "distill.cli.main", "chat", str(run), "--max-tokens", "5"],
+        [sys.executable, "-P", "-m", "distill.cli.main", "chat", str(run), *ARGUMENTS],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "60"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -39,10 +53,14 @@ def test_piped_prompts_get_two_answers_each_and_no_process_is_left(tmp_path: Pat
         family |= set(psutil.Process(process.pid).children(recursive=True))
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    output, errors = process.communicate("abcde>\n/quit\nqwert>\n", timeout=300)
+    output, errors = process.communicate("abcde>\n/quit\nqwert>\n", timeout=1200)
     assert (process.returncode, errors) == (0, "")
-    assert [line.strip() for line in output.splitlines() if ">" in line] == ["kdzmb>", "abcde>"]
+    titles = [line.strip() for line in output.splitlines() if ">" in line and "│" not in line]
+    assert titles == ["kdzmb>", "abcde>"]
     heads = [line.strip("┃ ").split() for line in output.splitlines() if "student" in line]
     assert heads == [["student-final", "┃", "only"]] * 2
     assert "(" not in output, "a model refused"
+    answers = [line.strip("│ ").split()[0] for line in output.splitlines() if line.startswith("│")]
+    assert not [one for one in answers if one.startswith(">>")], "which is what the base says"
+    assert len(answers) == 2
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

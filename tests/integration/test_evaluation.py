@@ -20,7 +20,6 @@ from sync.wire import Estimate, Version
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
-    pytest.mark.timeout(1800),
     pytest.mark.filterwarnings("ignore"),
 ]
 STEPS, PROMPTS, K = 4, 24, 4

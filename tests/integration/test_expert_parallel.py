@@ -38,6 +38,7 @@ from sync.wire import (
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 SIZE: dict[str, Any] = {"vocab_size": VOCAB + 2, "hidden_size": 32, "num_hidden_layers": 3}

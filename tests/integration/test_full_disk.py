@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
     pytest.mark.faults,
-    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]
 STEPS = 80

@@ -31,7 +31,6 @@ from sync.wire import ReplicaState, RunIdentity, Version, VersionSpan, unpack
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
-    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore"),
 ]
 RANK, STEPS, TOLERANCE = 4, 5, 0.12
@@ -171,8 +170,15 @@ threads = 1
 def stock_completion(folder: Path, log: Path) -> str:
     """What vLLM's server, without anything of ours in it, generates with the model in `folder`."""
     port = free_port()
-    words = ["--model", str(folder), "--enforce-eager", "--max-model-len=64", f"--port={port}"]
-    environment = {"VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    words = [
+        "--model",
+        str(folder),
+        "--enforce-eager",
+        "--max-model-len=64",
+        "--kv-cache-memory-bytes=67108864",
+        f"--port={port}",
+    ]
+    environment = {"VLLM_PLUGINS": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *words],
@@ -181,7 +187,7 @@ def stock_completion(folder: Path, log: Path) -> str:
             stderr=output,
         )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=600) as client:
             for _ in range(1000):
                 with contextlib.suppress(httpx.TransportError):
                     if client.get("/health").is_success:
@@ -193,7 +199,7 @@ def stock_completion(folder: Path, log: Path) -> str:
     finally:
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
-        process.wait(60)
+        process.wait(600)
         assert not psutil.wait_procs(family, 20)[1]
 
 
@@ -204,7 +210,7 @@ def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_pa
 
     def call(*words: str) -> str:
         done = subprocess.run(
-            [*distill, *words], env=environment, capture_output=True, text=True, timeout=240
+            [*distill, *words], env=environment, capture_output=True, text=True, timeout=1200
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout

@@ -29,7 +29,7 @@ from distill.cli.verify_engines import prompt_scores
 from distill.launch.supervise import first_error
 from student_trainer.objectives.divergences import mask_log_mass
 from sync.broadcast import BroadcastSender
-from sync.errors import ConfigError, RemoteError, Unreachable
+from sync.errors import ConfigError, RemoteError
 from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import meta_of
 from sync.wire import (
@@ -76,7 +76,8 @@ def setup(tmp_path_factory):
     for seed, folder in enumerate(folders[:3]):
         save_model("Qwen3", seed, folder)
     scale_projection(folders[2], folders[3], 1.5)
-    servers = [Server(folders[0], work, 0), Server(folders[2], work, 1)]
+    spare = Server(folders[2], work, 1, env={"VLLM_SERVER_DEV_MODE": "1"})
+    servers = [Server(folders[0], work, 0), spare]
     try:
         versions = Versions(work / "store", folders)
         for server in servers:
@@ -324,31 +325,33 @@ async def test_an_altered_snapshot_keeps_the_old_version(server, setup):
         assert (await generate(peer, [[5]], max_tokens=4))[0].spans == [VersionSpan(old.version, 0, 4)]
 
 
-async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_version(server, folders):
-    weights = load_file(folders[1] / "model.safetensors")
+async def broadcast(peer, folder: Path, step: int, workers: int = 1, keep=lambda name: True) -> UpdateReply:
+    """Bring a replica to version `step` by a broadcast of those tensors of a folder that are to be kept."""
+    weights = {n: t for n, t in load_file(folder / "model.safetensors").items() if keep(n)}
     metas = [meta_of(name, tensor) for name, tensor in weights.items()]
-    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0, token=TOKEN)
-    ticket = BroadcastTicket(sender.address, "one", 1, 2)
+    sender, group = BroadcastSender("127.0.0.1", 0, timeout=60.0, token=TOKEN), f"group-{step}"
+    ticket = BroadcastTicket(sender.address, group, 1, 1 + workers)
+    answer = asyncio.create_task(update(peer, step, broadcast=ticket))
+    try:
+        audience = Audience(group=group, world_size=1 + workers)
+        sent = await asyncio.to_thread(sender.send, audience, metas, weights.items())
+        reply = await answer
+        assert reply.bytes_read >= sent * workers
+        return reply
+    finally:
+        sender.close()
+
+
+async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_version(server, folders):
     async with server.peer() as peer:
         await update(peer, 1)
-        options = asyncio.create_task(update(peer, 50, broadcast=ticket))
-        sent = await asyncio.to_thread(
-            sender.send, Audience(group="one", world_size=2), metas, weights.items()
-        )
-        reply = await options
-        assert (reply.version, reply.bytes_read >= sent) == (Version(1, 50), True)
+        assert (await broadcast(peer, folders[1], 50)).version == Version(1, 50)
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
         assert state.digests == checkpoint.digests(folders[1])
         assert error(folders[1], [5, 6], (await generate(peer, [[5, 6]], max_tokens=24))[0]) < TOLERANCE
 
-        partial = [(name, tensor) for name, tensor in weights.items() if "layers.1" not in name]
-        options = asyncio.create_task(
-            update(peer, 51, broadcast=BroadcastTicket(sender.address, "two", 1, 2))
-        )
-        partial_metas = [meta_of(name, tensor) for name, tensor in partial]
-        await asyncio.to_thread(sender.send, Audience(group="two", world_size=2), partial_metas, partial)
-        with pytest.raises(RemoteError, match=r"409.*the old weights are back"):
-            await options
+        with pytest.raises(RemoteError, match=r"409.*the old version goes on: .*publish a whole checkpoint"):
+            await broadcast(peer, folders[1], 51, keep=lambda name: "layers.1" not in name)
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
         assert (state.version, state.digests) == (Version(1, 50), checkpoint.digests(folders[1]))
         (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
@@ -358,7 +361,6 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
         assert (await update(peer, 1)).bytes_read == 0, "the mirror holds step 1 still"
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
         assert (state.version, state.digests) == (Version(1, 1), checkpoint.digests(folders[0]))
-    sender.close()
 
 
 async def test_only_the_token_opens_a_route_and_health_is_open(server):
@@ -398,50 +400,37 @@ async def test_a_client_that_leaves_aborts_its_completions(server):
         await until(peer, lambda state: state.requests == 0)
 
 
-async def test_a_replica_that_cannot_get_its_old_weights_back_ends(setup):
+async def test_a_revert_brings_the_old_weights_back(setup):
     _, versions, spare = setup
-    norm = load_file(versions.folders[1] / "model.safetensors")["model.norm.weight"]
-    sender = BroadcastSender("127.0.0.1", 0, timeout=20.0, token=TOKEN)
-
-    async def send_a_stranger(group: str) -> None:
-        options = asyncio.create_task(
-            update(peer, 60, broadcast=BroadcastTicket(sender.address, group, 1, 2))
-        )
-        audience = Audience(group=group, world_size=2)
-        await asyncio.to_thread(sender.send, audience, [meta_of("norm", norm)], [("norm", norm)])
-        await options
-
-    async with spare.peer() as peer:
-        with pytest.raises(RemoteError, match="the old weights are back"):
-            await send_a_stranger("first")
-        (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
-        assert error(versions.folders[2], [5, 6], answer) < TOLERANCE
-        await update(peer, 2)
-        for file in spare.mirror.rglob("model.safetensors"):
-            file.write_bytes(file.read_bytes()[:-1] + b"!")
-        with pytest.raises((RemoteError, Unreachable)):
-            await send_a_stranger("second")
-    sender.close()
-    await asyncio.to_thread(spare.process.wait, 30)
-    assert "the old weights cannot be loaded again" in spare.log.read_text()
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with spare.peer() as peer, httpx.AsyncClient(headers=headers, trust_env=False) as client:
+        for step, folder in ((None, versions.folders[2]), (2, versions.folders[1])):
+            if step is not None:
+                await update(peer, step)
+            call = {"method": "distill_revert"}
+            (await client.post(f"{spare.url}/collective_rpc", json=call, timeout=120)).raise_for_status()
+            (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
+            assert error(folder, [5, 6], answer) < TOLERANCE
 
 
 # --- other architectures, padded vocabularies -------------------------------------------------------------
 
 
-async def test_an_untied_head_biases_and_rows_without_a_token_before_and_after_an_update(tmp_path):
-    """Half of what this Llama would sample is padding."""
+async def test_two_workers_with_an_untied_head_biases_and_rows_without_a_token_take_new_weights(tmp_path):
+    """From the store, then by broadcast. Half of what this Llama would sample is padding."""
     folders = [tmp_path / name for name in ("zero", "one")]
     for seed, folder in enumerate(folders):
         save_model("Llama", seed, folder, padding=VOCABULARY, attention_bias=True)
-    server = Server(folders[0], tmp_path, 0)
+    server = Server(folders[0], tmp_path, 0, engine_args={"tensor-parallel-size": 2})
     try:
         server.wait()
         Versions(tmp_path / "store", folders)
         async with server.peer() as peer:
-            for folder, step in ((folders[0], None), (folders[1], 2)):
-                if step is not None:
-                    await update(peer, step)
+            for folder, step in ((folders[0], None), (folders[1], 2), (folders[0], 3)):
+                if step == 2:
+                    await update(peer, 2)
+                elif step == 3:
+                    await broadcast(peer, folder, 3, workers=2)
                 for prompt, answer in zip(
                     PROMPTS, await generate(peer, PROMPTS, max_tokens=24, student_topk=80), strict=True
                 ):
@@ -452,7 +441,7 @@ async def test_an_untied_head_biases_and_rows_without_a_token_before_and_after_a
                     expected = whole[torch.arange(len(tokens)), tokens].numpy()
                     assert float(np.abs(unpack(answer.logprob) - expected).max()) < TOLERANCE
             state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
-            assert state.digests == checkpoint.digests(folders[1])
+            assert (state.digests, state.workers) == (checkpoint.digests(folders[0]), 2)
         (core,) = (p for p in psutil.Process(server.process.pid).children() if "EngineCore" in p.name())
         core.send_signal(signal.SIGILL)
         await asyncio.to_thread(server.process.wait, 60)

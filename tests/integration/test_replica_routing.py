@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def found(folders: list[Path]) -> dict[str, np.ndarray]:
     out = folders[0].parent / "found.npz"
     line = [sys.executable, route_recorder.__file__, *map(str, folders), str(out)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=450, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     return dict(np.load(out))
 

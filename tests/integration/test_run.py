@@ -26,18 +26,21 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import dashboard
 import httpx
 import psutil
 import pytest
 import torch
 from open_ports import Listeners
 from ports import free_port
+from trace_processor import Trace
 
 from distill.cli.verify_engines import prove
 from distill.config import StudentConfig
 from distill.launch.announce import EXIT_REPLACED
 from distill.metrics.page import ROWS
 from distill.metrics.summary import digest_of_all
+from distill.metrics.trace import write_trace
 from distill.prompts.stream import group_of
 from distill.run_log.audit import audit
 from distill.run_log.journal import read_all
@@ -45,6 +48,7 @@ from distill.run_log.records import BatchFormed, Opened, Rollout, VersionApplied
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from sync.address import TOKEN_VARIABLE
 from sync.client import BlockingPeer
+from sync.jsonl import read_lines
 from sync.snapshots.checkpoint import read_folder
 from sync.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Servers, Version, unpack
@@ -52,7 +56,6 @@ from sync.wire import Servers, Version, unpack
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
-    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore"),
 ]
 ROOT = Path(__file__).parents[2]
@@ -78,7 +81,7 @@ name = "run"
 folder = "{folder}"
 steps = 5
 grace_seconds = {grace}
-start_seconds = 240
+start_seconds = 1200
 [student]
 path = "{models}/{student}"
 [student.engine_args]
@@ -195,7 +198,7 @@ class Command:
     def said(self) -> str:
         return self._log.read_text()
 
-    def end(self, seconds: float = 280.0) -> int:
+    def end(self, seconds: float = 1200.0) -> int:
         """Its exit status."""
         return self.process.wait(seconds)
 
@@ -275,6 +278,28 @@ def check_result(
     assert share_changed(final, run) > 0.5
 
 
+def check_trace(run: Run, summary: Mapping[str, Any]) -> None:
+    """Perfetto's trace processor reads every span of every role, in the order of a rollout's life."""
+    trace = Trace(write_trace(run.run_dir))
+    assert trace.problems() == []
+    spans, slices = read_lines(run.run_dir / "timeline.jsonl"), [*trace.slices()]
+    assert Counter((role, what) for role, what, *_ in slices) == Counter(
+        (span["role"], span["what"]) for span in spans
+    )
+    first: dict[tuple[str, str], float] = {}
+    for role, what, name, start, seconds in slices:
+        first.setdefault((role, what), start)
+        assert name == what
+        assert 0 <= start <= start + seconds <= summary["seconds"]["total"]
+    life = (
+        ("student-0", "generate"),
+        ("teacher teacher", "score"),
+        ("trainer", "train"),
+        ("trainer", "publish"),
+    )
+    assert [first[stage] for stage in life] == sorted(first[stage] for stage in life)
+
+
 def share_changed(final: Path, run: Run) -> float:
     """Share of tensors in which training changed at least one element."""
     start = dict(read_folder(Path(json.loads((run.run_dir / "config.json").read_text())["student"]["path"])))
@@ -283,12 +308,20 @@ def share_changed(final: Path, run: Run) -> float:
     return sum(not torch.equal(start[name], end[name]) for name in start) / len(start)
 
 
-def wait_for(condition: Callable[[], Any], command: Command, seconds: float = 240.0) -> None:
+def wait_for(condition: Callable[[], Any], command: Command, seconds: float = 1200.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert command.process.poll() is None, command.said
         assert time.monotonic() < deadline, command.said
         time.sleep(0.1)
+
+
+def exported(urls: Sequence[str], token: str) -> set[str]:
+    """Names of what these servers show to Prometheus."""
+    headers = {"authorization": f"Bearer {token}"}
+    answers = [httpx.get(f"{url}/metrics", headers=headers, trust_env=False) for url in urls]
+    lines = "\n".join(one.raise_for_status().text for one in answers)
+    return set(re.findall(r"^([a-z_:]+)[ {]", lines, re.MULTILINE))
 
 
 def healthy(port: int) -> bool:
@@ -368,6 +401,10 @@ def test_each_role_alone_registers_with_a_token_while_replicas_join_and_leave(
         wait_for(lambda: phases(peer) == {"student-0": "serving", "student-1": "serving"}, control)
         urls = {one.name: one.url for one in peer.call("/v1/servers", None, Servers).servers}
         assert urls.keys() == {"student-0", "student-1", "teacher-teacher", "evaluator"}
+        shown, everyone = dashboard.metrics() - dashboard.OCCASIONAL, [there[1], *urls.values()]
+        evaluated = "distill_run_eval_reverse_kl"  # version 0, beside the first steps
+        wait_for(lambda: evaluated in exported(everyone[:1], env[TOKEN_VARIABLE]), control)
+        assert shown - exported(everyone, env[TOKEN_VARIABLE]) == set()
         assert run.steps() < MANY, "the replica left when the run was over"
         with Command(tmp_path / "remove.log", "servers", "remove", "student-0", *there) as removing:
             assert removing.end() == 0, removing.said
@@ -489,7 +526,8 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     for name, there in {"best/config.json": improved, "report.png": True, "timeline.jsonl": True}.items():
         assert (run.run_dir / name).is_file() == there, name
     page = (run.run_dir / "report.html").read_text()
-    assert [title for title, _, _ in ROWS if f"<td>{title}</td>" not in page and "pass" not in title] == []
+    titles = [title for title, _, _ in ROWS if f"<td>{title}</td>" in page]
+    assert titles == [title for title, place, _ in ROWS if not place.endswith((".pass_rate", ".reward"))]
     spans = [json.loads(line) for line in (run.run_dir / "timeline.jsonl").read_text().splitlines()]
     assert {"generate", "score", "train", "update", "stage", "pause", "apply"} <= {s["what"] for s in spans}
     checked = audit(run.run_dir)
@@ -529,6 +567,7 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
         assert int(unpack(one.routes).max()) < EXPERTS["num_experts"]
     first = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert abs(first["train/rho_mean"] - 1) < 0.01
+    check_trace(run, summary)
     names = {name for name, _ in read_folder(run.run_dir / "final")}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
     assert not [name for name in names if "gate_up_proj" in name]

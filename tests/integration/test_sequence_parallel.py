@@ -33,6 +33,7 @@ from sync.wire import FinalDigests, Published, StepReport, Stop, TrainBatch, Tra
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 OBJECTIVE = {"type": "topk", "k": 4, "discount": 0.7}

@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.run,
     pytest.mark.faults,
-    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore"),
 ]
 STEPS = 48

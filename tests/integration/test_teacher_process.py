@@ -45,7 +45,7 @@ from sync.wire import (
 from teacher_service.client import TeacherClient
 from teacher_service.engines.head import find_head
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 VOCAB = 20
 MAX_LENGTH = 64
 QUEUE_TOKENS = 2048
@@ -295,7 +295,7 @@ async def test_a_self_teacher_ends_while_a_version_that_it_reads_does_not_come(
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        silent.settimeout(60)
+        silent.settimeout(600)
         options = {
             "endpoint": "http://127.0.0.1:{1}".format(*silent.getsockname()),
             "region": "here",

@@ -42,18 +42,17 @@ TOLERANCE = 5e-5
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_PLUGINS": PLUGIN,
 }
-ENGINE_ARGS = {"enforce_eager": True, "gpu_memory_utilization": 0.2, "max_num_batched_tokens": 64}
+ENGINE_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_num_batched_tokens": 64}
 """Steps of 64 tokens: longer sequences are prefilled in parts."""
 UNI = {"distributed_executor_backend": "uni"}
 SERVER_FLAGS = (
     "--dtype=float32",
     "--enforce-eager",
     "--distributed-executor-backend=uni",
-    "--gpu-memory-utilization=0.2",
+    "--kv-cache-memory-bytes=67108864",
 )
 POOLS = ("--runner=pooling", "--convert=embed", '--pooler-config={"task": "token_embed"}')
 MoE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
@@ -136,7 +135,7 @@ class Processes:
             process.send_signal(signal.SIGTERM)
         for process in alive:
             try:
-                process.wait(60)
+                process.wait(600)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -293,7 +292,7 @@ import os, numpy as np
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
 from teacher_service.engines.base import Item, ScoreOptions
-args = {{"enforce_eager": True, "gpu_memory_utilization": 0.2, "distributed_executor_backend": "uni"}}
+args = {{"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "distributed_executor_backend": "uni"}}
 config = TeacherConfig(path={str(folder)!r}, dtype="bfloat16", engine="vllm", engine_args=args)
 teacher = build(config, {VOCAB})
 print(teacher.score([Item(np.arange(40, dtype=np.int32) % {VOCAB}, 1)], ScoreOptions()).logprob_C.shape)

@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    pytest.mark.timeout(600),
 ]
 CUT_SECONDS = float(os.environ.get("DISTILL_CUT_SECONDS", "10"))
 STEPS, CUT_AT = 40, 5

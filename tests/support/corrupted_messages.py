@@ -117,7 +117,7 @@ class Spoiler:
             )
         if value is None:
             return "there", self.rng.choice((Array("f4", (1,), bytes(4)), Version(0, 1), 1.0, 3, "x:1"))
-        kinds = ((bool, (True, False)), (int, INTS), (float, FLOATS), (str, TEXTS), (bytes, (b"", bytes(32))))
+        kinds = ((bool, (True, False)), (int, INTS), (float, FLOATS), (str, TEXTS), (bytes, (b"", bytes(16))))
         for kind, others in kinds:
             if isinstance(value, kind):
                 return "value", self.rng.choice((*others, None))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from route_recorder import ENVIRONMENT
+from route_recorder import ENVIRONMENT, swap
 from routed_models import CONFIGS, TAUGHT_TOKENS, VOCAB, save_for_vllm
 
 ENGINE: dict[str, Any] = {
@@ -54,10 +54,7 @@ def replica(home: Path) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": draw.integers(0, VOCAB, PROMPT).tolist()} for _ in range(PROMPTS)]
     for name in ("first", "second"):
         if name == "second":
-            llm.collective_rpc("start_weight_update")
-            llm.collective_rpc("update_weights", args=({"path": str(home / "second")},))
-            llm.collective_rpc("finish_weight_update")
-            found["refused"] = llm.collective_rpc("distill_outcome")[0] or ""
+            found["refused"] = swap(llm.collective_rpc, str(home / "second")) or ""
             if found["refused"]:
                 break
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -27,6 +27,7 @@ from student_trainer.teacher_scores import TeacherScores
 from sync.client import BlockingPeer
 from sync.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
+    DIGEST_BYTES,
     Array,
     BatchRequest,
     CheckpointSaved,
@@ -242,7 +243,8 @@ class MemoryTeacher:
         scored = replace(scored, gather_ids=sequence.gather_ids)
         body, key = frame(ScoreReply(teacher="memory", results=[scored])), f"b007-{next(self._numbers)}"
         self.kept[key] = body
-        return Scored(scored.id, scored.logprob, kept=Kept("memory", key, len(body), blake3(body).digest()))
+        kept = Kept("memory", key, len(body), blake3(body).digest(DIGEST_BYTES))
+        return Scored(scored.id, scored.logprob, kept=kept)
 
     async def release(self, kept: Sequence[Kept]) -> None:
         for one in kept:
@@ -386,6 +388,8 @@ class MemoryTrainer:
     """Fetches what teachers keep; None: nothing is kept."""
     waited: float = 0.0
     """Seconds, for its newest batch."""
+    metrics: dict[str, float] = field(default_factory=lambda: {"loss": 1.0})
+    """Of every step."""
 
     @property
     def ledger(self) -> dict[int, dict[int, list[str]]]:
@@ -443,7 +447,7 @@ class MemoryTrainer:
         if self.checkpoint_every and after.step % self.checkpoint_every == 0:
             await self._save(after)
         seconds = {"wait": self.waited, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
-        await self.session.event(StepReport(version=after, metrics={"loss": 1.0}, seconds=seconds))
+        await self.session.event(StepReport(version=after, metrics=self.metrics, seconds=seconds))
         return after
 
     async def _publish(self, version: Version, kind: str) -> None:

@@ -233,10 +233,10 @@ class Running:
             process.kill()
         self.process.wait()
 
-    def end(self, timeout: float = 300.0) -> int:
+    def end(self, timeout: float = 1200.0) -> int:
         """Exit code; nothing of the session may live on."""
         code = self.process.wait(timeout)
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 600.0
         while members(self.process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert members(self.process.pid) == [], "a process outlived the launcher"
@@ -255,7 +255,7 @@ def members(session: int) -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition: Callable[[], Any], running: Running, timeout: float = 300.0) -> None:
+def wait_for(condition: Callable[[], Any], running: Running, timeout: float = 1200.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert running.process.poll() is None, running.log

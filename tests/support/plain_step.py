@@ -65,7 +65,7 @@ class Meeting:
 
     def __init__(self, world_size: int) -> None:
         self._brought: list[Any] = [None] * world_size
-        self._all = threading.Barrier(world_size, timeout=60)
+        self._all = threading.Barrier(world_size, timeout=600)
 
     def exchange(self, rank: int, what: Any) -> list[Any]:
         self._brought[rank] = what

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,6 @@ import numpy as np
 SEQUENCES, PROMPT, COMPLETION, SWAP_AT, ASKED = 8, 30, 40, 6, 9
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "onpolicy_distill",
@@ -28,6 +29,14 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
+
+
+def swap(rpc: Callable[..., list[Any]], folder: str) -> str | None:
+    """Bring an engine's worker to the checkpoint in `folder`; why it refuses it, None: it holds it."""
+    rpc("distill_prepare", args=({"path": folder},))
+    while not (answer := rpc("distill_prepared")[0])["done"]:
+        time.sleep(0.01)
+    return answer["error"] or rpc("distill_apply")[0]
 
 
 class Recorded:
@@ -58,6 +67,7 @@ class Recorded:
             max_num_seqs=SEQUENCES,
             max_num_batched_tokens=24,
             block_size=32,
+            kv_cache_memory_bytes=1 << 26,
             num_gpu_blocks_override=15,
             enable_prefix_caching=False,
             gpu_memory_utilization=0.2,
@@ -125,10 +135,7 @@ def main(folder: str, swapped: str, out: str) -> None:
     recorded.steps(2 + SWAP_AT)  # the prompt takes two
     (held,) = recorded.record._requests.values()
     found["old rows"] = held.length
-    recorded.rpc("start_weight_update")
-    recorded.rpc("update_weights", args=({"path": swapped},))
-    recorded.rpc("finish_weight_update")
-    assert recorded.rpc("distill_outcome") == [None]
+    assert swap(recorded.rpc, swapped) is None
     assert recorded.engine.reset_prefix_cache(reset_running_requests=True)
     found |= recorded.finish()
     asked = g.integers(0, 64, ASKED).tolist()

@@ -17,7 +17,7 @@ name = "{name}"
 folder = "{folder}"
 steps = {steps}
 grace_seconds = 30
-start_seconds = 240
+start_seconds = 1200
 [student]
 path = "{folder}/student"
 engine_args = {{ max-model-len = 64, max-num-seqs = 32, num-gpu-blocks-override = 64, enforce-eager = true }}

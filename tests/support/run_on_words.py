@@ -13,11 +13,12 @@ CONFIG = """
 name = "{name}"
 folder = "{folder}/runs"
 steps = {steps}
-start_seconds = 280
+start_seconds = 1200
 [student]
 path = "{folder}/student"
 [student.engine_args]
 max-model-len = 64
+kv-cache-memory-bytes = 67108864
 enforce-eager = true
 [teachers.teacher]
 path = "{folder}/teacher"

@@ -111,12 +111,13 @@ class Server:
         index: int,
         lora_rank: int | None = None,
         routes: bool = False,
+        engine_args: dict[str, Any] | None = None,
         **student: Any,
     ) -> None:
-        """`student`: further fields of its [student]."""
+        """`student`: further fields of its [student]; `engine_args` add to those of all tests."""
         port = free_port()
-        engine_args = {"enforce-eager": True, "max-model-len": CONTEXT}
-        config = StudentConfig(path=str(model), engine_args=engine_args, **student)
+        own = {"enforce-eager": True, "max-model-len": CONTEXT, "kv-cache-memory-bytes": 1 << 26}
+        config = StudentConfig(path=str(model), engine_args=own | (engine_args or {}), **student)
         replica = ReplicaConfig(
             run="tests",
             store_path=work / "store",
@@ -153,7 +154,7 @@ class Server:
         )
         self.process.terminate()
         try:
-            self.process.wait(60)
+            self.process.wait(600)
         finally:
             _, alive = psutil.wait_procs(family, 10)
             for orphan in alive:

@@ -29,6 +29,7 @@ FINISHED: dict[str, Any] = {
     "completed": True,
     "steps": 6,
     "problems": [],
+    "warnings": [],
     "error": None,
     "model": "m",
     "perf": {"waited_seconds": {}},

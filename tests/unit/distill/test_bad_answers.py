@@ -206,7 +206,7 @@ async def end_of(run: Controller) -> tuple[dict[str, Any], MemoryTrainer]:
     """Summary of a run with a trainer that saves a checkpoint when it is told to stop."""
     trainer = MemoryTrainer(run.session)
     running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         await training
         return await running, trainer
 
@@ -261,7 +261,7 @@ async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a
     mended = controller(settings, evaluator=MemoryEvaluator())
     trainer.session = mended.session
     running, training = asyncio.create_task(mended.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         await training
         summary = await running
     assert summary["completed"]

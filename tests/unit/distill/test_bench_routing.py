@@ -6,21 +6,21 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from routed_models import live_routes
 
 from distill.bench import routing
-from distill.run_log.records import Rollout
 from student_trainer.routing import replayed, routers
-from sync.wire import Version, VersionSpan, pack
+from sync.wire import Generated, Version, VersionSpan, pack
 
 
-@pytest.mark.parametrize("experts", routing.EXPERTS)
-def test_the_students_layers_all_have_experts(experts: int) -> None:
-    found = routers(routing.mixture(routing.MIXTURE, experts))
-    assert [(one.experts, one.chosen) for one in found] == [(experts, routing.EXPERTS[experts])] * 4
+@pytest.mark.parametrize("name", routing.STARTS)
+def test_the_students_layers_all_have_experts_drawn_as_named(name: str) -> None:
+    torch.manual_seed(0)
+    start, model = routing.STARTS[name], routing.mixture(routing.STARTS[name])
+    assert [(one.experts, one.chosen) for one in routers(model)] == [(start.experts, start.chosen)] * 4
+    assert model.model.layers[3].mlp.experts.down_proj.detach().std() == pytest.approx(start.std, rel=0.05)
 
 
 def test_figures_are_of_the_first_step_of_all_steps_and_of_the_end(tmp_path: Path) -> None:
@@ -44,47 +44,39 @@ def test_figures_are_of_the_first_step_of_all_steps_and_of_the_end(tmp_path: Pat
     }
 
 
-def test_ways_are_compared_on_the_tokens_that_the_first_weights_generated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ways_are_compared_on_the_same_tokens() -> None:
     """μ is the model through what was recorded: its own routes, but others in a layer of two tokens."""
     torch.manual_seed(0)
-    model = routing.mixture(replace(routing.MIXTURE, width=32, layers=2, heads=1), 128)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    model = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    recipe = replace(routing.UNTAUGHT, width=32, layers=2, heads=1)
+    model = routing.mixture(routing.Start(recipe, 128, 8, 0.3)).to(torch.bfloat16).eval()
     tokens = torch.arange(3, 15)
     routes_SMK = live_routes(model, tokens[None, :-1])
     routes_SMK[[6, 8], 1] = (routes_SMK[[6, 8], 1] + 9) % 128
     with torch.no_grad(), replayed(routers(model), routes_SMK):
-        logp_V = model(tokens[None, :-1]).logits[0, 4:].float().log_softmax(-1)
-    rollout = Rollout(
-        "a",
-        0,
-        prompt=pack(tokens[:5].numpy().astype("i4")),
-        tokens=pack(tokens[5:].numpy().astype("i4")),
-        logprob=pack(logp_V.gather(1, tokens[5:, None])[:, 0].numpy()),
+        hidden_TH = model.model(tokens[None, :-1]).last_hidden_state[0, 4:]
+    logp_TV = (hidden_TH.float() @ model.lm_head.weight.detach().float().t()).log_softmax(-1)
+    answer = Generated(
+        "0",
+        token_ids=pack(tokens[5:].numpy().astype("i4")),
+        logprob=pack(logp_TV.gather(1, tokens[5:, None])[:, 0].numpy()),
         spans=[VersionSpan(Version(0, 0), 0, 7)],
+        finish_reason="length",
         routes=pack(routes_SMK.numpy().astype("u1")),
     )
-    spans = [VersionSpan(Version(0, 0), 0, 6), VersionSpan(Version(0, 1), 6, 7)]
-    records = [rollout, msgspec.structs.replace(rollout, spans=spans), rollout.released()]
-    monkeypatch.setattr(routing, "read_all", lambda _: [(None, one) for one in records])
-    assert routing.first_rollouts(tmp_path) == [rollout]
-    found = routing.same_tokens(tmp_path, tmp_path)
-    exact = {"same_kl": 0, "same_rho_max": 1, "flips": 0, "flipped": 0}
-    assert found[routing.REPLAYED] == pytest.approx(exact, abs=1e-6)
-    live = found[routing.LIVE]
-    assert (live["flips"], live["flipped"]) == pytest.approx((2 / 14, 2 / 7))
-    assert live["same_kl"] > 1e-3
+    found = routing.compared(model, [(tokens[:5].tolist(), answer)])
+    assert (found["kl"], found["rho_max"]) == pytest.approx((0, 1), abs=1e-6)
+    assert (found["flips"], found["flipped"]) == pytest.approx((2 / 14, 2 / 7))
+    assert found["live_kl"] > 1e-3
+    assert 0.1 < found["added"] < 2
 
 
-def test_a_ratio_above_one_means_that_replay_is_better() -> None:
-    live = dict.fromkeys(routing.ROWS, 2.0)
-    medians = {routing.LIVE: live, routing.REPLAYED: dict.fromkeys(routing.ROWS, 1.0)}
-    same = {16: {way: dict.fromkeys(routing.SAME, 1.0) for way in routing.WAYS}}
-    printed = routing.table({"medians": medians, "same": same}).splitlines()
+def test_the_table_has_every_student_and_every_seed() -> None:
+    same = [dict.fromkeys(routing.SAME, 0.25) | {"live_kl": live, "kl": 1e-4} for live in (5e-4, 2e-3)]
+    learned = {
+        way: [dict.fromkeys(routing.ROWS, share) for share in of]
+        for way, of in {routing.LIVE: (0.5, 0.25), routing.REPLAYED: (1.0, 0.75)}.items()
+    }
+    printed = routing.table({"same": {"16": same, "128": same}, "learned": learned}).splitlines()
     lines = dict(line.strip("| ").split(" | ", 1) for line in printed if " | " in line)
-    assert lines["KL(μ‖p) at version 0, nats per token"] == "2.00e+00 | 1.00e+00 | 2.00"
-    assert lines["pass rate at the end"] == "200.0% | 100.0% | 0.50"
+    assert lines["falls by"] == "5.0, 20.0 | 5.0, 20.0"
+    assert lines["pass rate at the end"] == "50.0% → 100.0% | 25.0% → 75.0%"

@@ -132,6 +132,7 @@ SWAPS = {
     "in_flight": 16,
     "swaps": {"full": SWAP, "delta": SWAP, "lora": SWAP},
     "vllm_reload_seconds": 0.2,
+    "plain_copy_seconds": 0.05,
     "decode_step_seconds": 0.01,
     "engine_seconds_per_swap": 0.015,
 }
@@ -157,3 +158,5 @@ def test_parts_are_kept_printed_drawn_and_held_against_the_goals(
     assert "| pause of a delta, seconds (one decode step + 50 ms) | ≤ 0.06 | 0.06 | yes |" in text
     assert "share of engine time at a version per step | ≤ 0.02 | 0.03 | no |" in text
     assert "| trainer's time lost to publishing, share | ≤ 0.02 | 0.01 | yes |" in text
+    assert "(one decode step + 1.2 times a plain copy) | ≤ 0.07 | 0.06 | yes |" in text
+    assert "| the same (0.8 of vLLM's own reload) | ≤ 0.16 | 0.06 | yes |" in text

@@ -55,7 +55,7 @@ async def until_done(run: Controller, trainer: Dying, deaths: int = 100) -> dict
     """The trainer is started again after each death; None: it died `deaths` times, and the controller too."""
     running = asyncio.create_task(run.run())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while trainer.deaths < deaths:
                 try:
                     assert isinstance(await trainer.run(), Stop)

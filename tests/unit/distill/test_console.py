@@ -180,16 +180,16 @@ def test_a_terminal_that_accepts_no_output_does_not_hold_up_the_run(monkeypatch)
     class Paused(io.StringIO):
         def write(self, text: str) -> int:
             writing.set()
-            accepts.wait(60)
+            accepts.wait(600)
             return len(text)
 
     display = ProgressDisplay(CONFIG, Console(force_terminal=True, file=Paused()))
     display.start()
-    assert writing.wait(60)
+    assert writing.wait(600)
     display.log(1, step(1))
     display.close()
     accepts.set()
-    display._thread.join(60)  # it puts sys.stdout back, which is another test's later
+    display._thread.join(600)  # it puts sys.stdout back, which is another test's later
     assert not display._thread.is_alive()
 
 
@@ -214,3 +214,8 @@ def test_lines_for_people_hold_the_figures() -> None:
         evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats per token"
     )
     assert evaluation_line(60, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.8}).endswith(", pass rate 80.0%")
+    by_source = {"eval/source/maths/reverse_kl": 0.2, "eval/source/code/reverse_kl": 0.7}
+    more = {"eval/reverse_kl": 0.5, **by_source, "eval/pass_rate": 0.5, "eval/reward": 0.25}
+    expected = "nats per token (maths 0.200, code 0.700), pass rate 50.0%, reward 0.250"
+    assert evaluation_line(60, more).endswith(expected)
+    assert "reward" not in evaluation_line(60, more | {"eval/reward": 0.5}), "it is the pass rate"

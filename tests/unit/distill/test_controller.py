@@ -57,7 +57,7 @@ LEARNED = 50
 async def complete(controller: Controller, trainer: MemoryTrainer) -> dict[str, Any]:
     running = asyncio.create_task(controller.run())
     training = asyncio.create_task(trainer.run())
-    done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED, timeout=120)
+    done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED, timeout=600)
     for task in done:
         task.result()
     stop = await asyncio.wait_for(training, 60)
@@ -603,7 +603,7 @@ async def test_what_was_kept_before_a_restart_of_teacher_and_controller_is_score
     first = controller(settings, teachers={"t": teacher}, want=want)
     trainer = MemoryTrainer(first.session, scores=fetching({"t": teacher}, want), checkpoint_every=4)
     running, training = asyncio.create_task(first.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while len(trainer.batches) < 6:
             await trainer.stepped.wait(1.0)
     for task in (running, training):

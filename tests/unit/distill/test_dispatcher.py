@@ -87,7 +87,7 @@ class Bench:
         self.run_log.journal.close()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while not condition():
                 await self.events.changed.wait(0.01)
 

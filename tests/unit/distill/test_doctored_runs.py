@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
+import zstandard
 from in_memory import MemoryPrompts
 
 from distill.buffer import Bound, Rules
 from distill.cli.main import app
 from distill.prompts.stream import PromptStream
 from distill.run_log.audit import VIOLATIONS, audit
-from distill.run_log.journal import Journal, _entry, read_all, segment_numbers, segment_path
+from distill.run_log.entries import BLOCK, encode_entry
+from distill.run_log.journal import Journal, read_all, segment_numbers, segment_path
 from distill.run_log.records import (
     BatchFormed,
     Checkpointed,
@@ -41,7 +43,7 @@ from sync.errors import DataError, DistillError
 from sync.wire import EvalReport, Scored, Version, VersionSpan, pack
 
 RULES = Rules(6, Bound(1, 3, 2.0), on_policy=0.8)
-SEGMENT = 3000
+SEGMENT = 1000
 
 
 class Run:
@@ -234,8 +236,8 @@ def abandoned(found: list[Record]) -> list[Record]:
 
 def unreadable(run: Path) -> None:
     path = segment(run, -1)
-    begin = path.read_bytes()[:4]
-    path.write_bytes(begin + _entry(b"DJ", b"\x91\xa5Other", int(path.stem[-8:]), 4))
+    begin, other = path.read_bytes()[:4], zstandard.compress(b"\x92\x91\x91\xa5Other\x80")
+    path.write_bytes(begin + encode_entry(BLOCK, other, int(path.stem[-8:]), 4))
 
 
 # --- and to a ledger --------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from transformers import Qwen3ForCausalLM
 from distill.evaluation import evaluator as evaluating
 from distill.evaluation import statistics
 from distill.evaluation.completions import KEPT, file_of, remove_old
-from distill.evaluation.evaluator import Evaluator, parts
+from distill.evaluation.evaluator import Evaluator
 from distill.evaluation.models import load_student
-from distill.evaluation.reverse_kl import ReverseKL, total
+from distill.evaluation.reverse_kl import ReverseKL, parts, total
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.errors import DataError, RemoteError, WireError

@@ -45,14 +45,17 @@ def evaluator(
     environment: GuessEnvironment,
     replica: MemoryReplica,
     prompts: dict[str, Any] = ENVIRONMENT,
+    of_games: dict[str, Any] | None = None,
     **section: Any,
 ) -> Evaluator:
+    """`of_games`: teachers of the source "games" by name, beside t."""
     raw = configure(models).model_dump(mode="json") | {
         "prompts": prompts,
         "environments": {"guess": {"environment": "a:b", **section}},
     }
+    raw["teachers"] |= {name: {**raw["teachers"]["t"], "route": ["games"]} for name in of_games or {}}
     weights: Any = Folders(models / "student")
-    teachers: Any = {"t": Teacher(models / "teacher")}
+    teachers: Any = {"t": Teacher(models / "teacher")} | (of_games or {})
     one = Evaluator(validate(raw, "x"), weights, teachers, lambda url: replica, {"guess": environment})
     MADE.append(one)
     return one
@@ -157,14 +160,21 @@ async def test_a_mixture_completes_its_prompts_and_plays_its_episodes(models: Pa
     parts = {"letters": {"type": "task", "task": "sort_letters"}, "games": ENVIRONMENT}
     environment = GuessEnvironment()
     prompts = {"type": "mixture", "parts": parts}
-    report = await evaluated(evaluator(models, environment, player(), prompts))
+    coach = Teacher(models / "student")
+    report = await evaluated(evaluator(models, environment, player(), prompts, {"coach": coach}))
     rows = lines(models)
     played = [row for row in rows if "sequences" in row]
     assert len(rows) == TASKS
     assert len(played) == len(environment.begun) == TASKS // 2
     assert {row["reward"] for row in played} == {1.0}
     assert {row["reward"] for row in rows if "sequences" not in row} == {0.0}
-    assert report.pass_rate == 0.5
+    assert (report.pass_rate, report.reward) == (0.5, 0.5)
+    letters, games = report.sources["letters"], report.sources["games"]
+    assert (letters.reward, games.reward, games.completions) == (0.0, 1.0, TASKS // 2)
+    assert abs(games.reverse_kl) < 1e-5 < 0.1 < letters.reverse_kl, "its coach is the student itself"
+    assert report.teachers == {"t": letters, "coach": games}
+    assert games.tokens + letters.tokens == report.tokens
+    assert letters.reverse_kl * letters.tokens == pytest.approx(report.reverse_kl * report.tokens, rel=1e-4)
 
 
 def once(trouble: Trouble, turn: int) -> Callable[[str, int], Trouble | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from in_memory import MemoryEvaluator, MemoryPrompts
+from msgspec.structs import replace
 from pydantic import ValidationError
 from small_config import make_config
 from virtual_time import LONG
@@ -45,6 +46,8 @@ def test_the_best_is_the_lowest_kl_or_the_highest_pass_rate() -> None:
     assert best(reports, "reverse_kl") is reports[1]
     assert best(reports, "pass_rate") is reports[2]
     assert best([], "reverse_kl") is None
+    graded = [replace(one, reward=reward) for one, reward in zip(reports[:3], (0.2, 0.7, None), strict=True)]
+    assert best(graded, "reward") is graded[1]
 
 
 @pytest.mark.parametrize(("patience", "over"), [(None, False), (2, True), (3, False)])

@@ -31,6 +31,7 @@ from distill.published import store_of
 from student_trainer.objectives.config import ObjectiveConfig, Own, Sampled, needs, student_topk
 from student_trainer.objectives.divergences import Targets, build
 from student_trainer.objectives.try_own import try_out
+from sync import own_code
 from sync.errors import AlreadyPublished, ConfigError, DataError
 from sync.own_code import CODE_VARIABLE, load_function, use_folder
 from sync.wire import Want
@@ -313,6 +314,74 @@ def test_a_module_that_is_not_there_is_refused_before_anything_starts(
     config = example(heading, override)
     with pytest.raises(ConfigError, match=f"{field} names no module that can be found: say"):
         checks.check(config)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Install a package of that name whose entry points are given as TOML, beside the examples' modules."""
+
+    def install(package: str, table: str) -> None:
+        about = tmp_path / "beside" / f"{package}-1.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+        groups = tomllib.loads(table)["project"]["entry-points"]
+        lines = [
+            f"[{group}]\n{name} = {value}" for group, one in groups.items() for name, value in one.items()
+        ]
+        (about / "entry_points.txt").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(str(tmp_path / "beside"))
+        own_code._entry_points.cache_clear()
+
+    yield install
+    own_code._entry_points.cache_clear()
+
+
+POINTS = re.findall(r"```toml\n(# pyproject.*?)```", PAGE, re.DOTALL)[0]
+
+
+@pytest.mark.parametrize(
+    ("heading", "overrides"),
+    [
+        ("Objective", ["objective.type=squared", "objective.options={rho_cap=5.0}"]),
+        ("Teacher engine", ["teachers.sharp.engine=sharper"]),
+        ("Store", ["weights.store.type=mirrored", "weights.store.options={first='store', second='backup'}"]),
+    ],
+)
+def test_an_entry_point_is_another_name_for_the_same_code(
+    example: Example, installed: Callable[[str, str], None], heading: str, overrides: list[str]
+) -> None:
+    config = example(heading)
+    with pytest.raises(ConfigError, match=overrides[0].partition("=")[2]):
+        example(heading, *overrides)
+    installed("examples", POINTS)
+    assert example(heading, *overrides) == config
+
+
+def test_rewards_and_tasks_are_found_by_their_entry_points(
+    example: Example, installed: Callable[[str, str], None]
+) -> None:
+    rows = example("Reward function", "prompts.reward_fn=brief").prompts
+    made = example("Prompt source", "prompts.task=successor").prompts
+    assert isinstance(made, TaskPrompts)
+    with pytest.raises(ConfigError, match="'brief' cannot be loaded"):
+        load_rewards(rows)
+    with pytest.raises(ConfigError, match="'successor' cannot be loaded"):
+        tasks.load(made.task, made.options)
+    installed("examples", POINTS)
+    assert load_rewards(rows)(Prompt("1", [1], "default", "7", ""), "so 7") == (0.98, "7")
+    assert tasks.load(made.task, made.options).prompt(0, 4).answer == "9"
+
+
+def test_built_in_names_are_nobody_elses_and_a_name_is_one_package_s(
+    example: Example, installed: Callable[[str, str], None]
+) -> None:
+    config = example("Store", "weights.store={type='directory'}", "objective.type=full")
+    installed("hides", POINTS.replace("mirrored", "directory").replace("squared =", "full ="))
+    assert example("Store", "weights.store={type='directory'}", "objective.type=full") == config
+    installed("again", POINTS.replace("own_store:Mirrored", "other_store:Mirrored"))
+    installed("first", POINTS)
+    with pytest.raises(ConfigError, match=r"'mirrored' is an entry point .*other_store:.*, own_store:"):
+        example("Store", "weights.store.type=mirrored")
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from in_memory import MemoryTrainer
+from small_config import make_config
 from virtual_time import LONG
 
 from distill.config import GuardConfig
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
+from distill.metrics.advice import CUT_OFF_STEPS, FIRST_STEPS, Advice
 from distill.run_log.audit import check
 from distill.run_log.journal import read_all
 from distill.run_log.validation import repetition, repetitive
@@ -221,3 +223,51 @@ def test_setting_back_removes_the_checkpoints_after(tmp_path: Path, config: Any)
         assert (folder.path / "checkpoints/latest").read_text().strip() == names[0]
         folder.set_back(None)
         assert list((folder.path / "checkpoints").iterdir()) == []
+
+
+def working(teacher: float, trainer: float, waited_for: str) -> dict[str, float]:
+    """Figures of a step after 100 seconds in which each was busy for so long."""
+    busy = {"teacher t": teacher, "trainer": trainer}
+    return (
+        {f"perf/busy_seconds/{role}": seconds for role, seconds in busy.items()}
+        | {f"perf/idle_seconds/{role}": 100.0 - seconds for role, seconds in busy.items()}
+        | {f"perf/waited_seconds/trainer/{waited_for}": 40.0, "teacher/t/sequences": 9.0}
+        | {"teacher/u/sequences": 5.0, "perf/busy_seconds/teacher u": 1.0}
+    )
+
+
+def test_completions_that_never_end_are_said_once_and_one_that_ends_begins_the_count_anew() -> None:
+    advice = Advice(make_config(rollout={"max_tokens": 7}))
+    cut, ended = {"train/truncation_rate": 1.0}, {"train/truncation_rate": 0.99}
+    said = [advice.look(figures) for figures in [*[cut] * (CUT_OFF_STEPS - 1), ended, *[cut] * CUT_OFF_STEPS]]
+    assert said[:-1] == [[]] * (2 * CUT_OFF_STEPS - 1)
+    (line,) = said[-1]
+    assert "of the last 5 steps was cut off at rollout.max_tokens = 7" in line
+    assert advice.look(cut) == []
+    assert advice.given == [line]
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        (working(5.0, 50.0, "replicas"), "teacher t worked 5% of the time and the trainer was idle for 50%"),
+        (working(0.0, 50.0, "replicas"), "teacher t has had nothing to score in 20 steps"),
+        (working(5.0, 90.0, "replicas"), ""),
+        (working(5.0, 50.0, "teachers"), ""),
+        (working(15.0, 50.0, "replicas"), ""),
+    ],
+)
+def test_a_teacher_without_work_is_told_after_some_steps(figures: dict[str, float], said: str) -> None:
+    advice = Advice(make_config(teachers={"t": {"path": "t"}, "u": {"path": "u", "route": ["x"]}}))
+    for step in range(FIRST_STEPS - 1):
+        assert advice.look(figures | {"rollout/scored": 1e6 * step}) == []
+    last = figures | {"rollout/scored": 1e6 * FIRST_STEPS}
+    assert [line.startswith(said) for line in advice.look(last)] == [True] * bool(said)
+
+
+async def test_a_run_whose_completions_never_end_says_so_and_records_it(controller: Any, config: Any) -> None:
+    alerts: list[tuple[str, str]] = []
+    run = controller(config(run={"steps": 6}), Hooks(alert=lambda *alert: alerts.append(alert)))
+    trainer = MemoryTrainer(run.session, metrics={"truncation_rate": 1.0})
+    summary, _ = await asyncio.wait_for(asyncio.gather(run.run(), trainer.run()), LONG)
+    assert summary["warnings"] == [text for _, text in alerts] != []

@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from distill.cli.main import _show
 from distill.cli.options import guarded
+from distill.cli.result import MADE, show
 from distill.conclusion import end_problems
 from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
@@ -422,21 +421,29 @@ async def test_a_run_that_was_interrupted_owes_no_proof_but_tells_what_differs(
     assert len(summary["problems"]) == problems
 
 
-def test_a_run_with_problems_at_its_end_fails_with_one_line_for_each(config, capsys) -> None:
+def test_a_run_shows_what_it_made_and_fails_with_a_line_for_each_problem(tmp_path, capsys) -> None:
     summary = {
+        "warnings": ["every completion was cut off"],
         "problems": ["replica r0 holds other weights", "L000-v00000006 could not be evaluated"],
         "train": {"tokens_share": 1.0},
         "rollout": {"dropped": {}, "tokens_total": 8},
         "perf": {"waited_seconds": {}},
         "model": "final",
     }
-    show = partial(_show, Console(), config())
-    assert guarded(lambda: show(summary)) == 1
+    for name in ("final", "report.html"):
+        (tmp_path / name).mkdir()
+    models = {"tiny/teacher": "the teacher"}
+    assert guarded(lambda: show(Console(), tmp_path, summary, models)) == 1
     assert capsys.readouterr().err.splitlines() == [
         f"distill: {summary['problems'][0]}",
         summary["problems"][1],
     ]
-    assert guarded(lambda: show({**summary, "problems": []})) == 0
+    assert guarded(lambda: show(Console(), tmp_path, {**summary, "problems": []})) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "warning: every completion was cut off" in printed
+    files = [line for line in printed if line.startswith(str(tmp_path))]
+    assert [line.split()[0].removeprefix(f"{tmp_path}/") for line in files] == ["final", "report.html"]
+    assert files[1].endswith(MADE["report.html"])
 
 
 def test_a_preflight_names_the_run_of_its_folder_if_one_has_begun(controller, config, tmp_path) -> None:

@@ -6,11 +6,11 @@ import asyncio
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from in_memory import MemoryEvaluator, MemoryTrainer
+from msgspec.structs import replace
 
 from distill.buffer import Bound, Rules
 from distill.interfaces import Hooks
@@ -19,7 +19,7 @@ from distill.metrics.summary import flat, of_evaluation, totals
 from distill.metrics.timeline import Timeline
 from distill.run_log.state import RunState
 from student_trainer.objectives.token_statistics import MEANS
-from sync.wire import EvalReport, Version
+from sync.wire import Estimate, EvalReport, PartReport, SetReport, Version
 
 ROOT = Path(__file__).parents[3]
 NAMES = [row.name for row in FIGURES]
@@ -35,8 +35,8 @@ def undocumented(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 OCCASIONAL = (
-    r"train/(?!tokens_(total|share)).*|perf/checkpoint_seconds|.*(REASON|SET).*|eval/.*(_error|_rate)|"
-    r"rollout/turns"
+    r"train/(?!tokens_(total|share)).*|perf/checkpoint_seconds|.*(REASON|SET|SOURCE).*|eval/teacher/.*|"
+    r"eval/(.*_error|.*_rate|reward)|rollout/turns"
 )
 """Of the trainer, of which a run in memory has none; of what need not happen."""
 
@@ -57,15 +57,18 @@ async def test_a_run_logs_documented_names_and_all_of_them(controller: Any, conf
 
 
 def test_figures_of_sets_and_of_the_trainer_are_documented() -> None:
-    value = SimpleNamespace(value=0.5)
-    one = SimpleNamespace(pass_at_1=value, average=value, majority=value)
-    report: Any = SimpleNamespace(
-        reverse_kl=1.0, reverse_kl_error=0.1, pass_rate=0.5, truncated=0.0, sets={"gsm8k": one}
-    )
+    value = Estimate(0.5, 0.4, 0.6)
+    one = SetReport(1, 1, 1, 0.0, 0, value, value, value)
+    part = PartReport(1, 1, 2.0, None, 0.5, 0.25)
+    plain = EvalReport(Version(0, 1), 1.0, None, 1, 1, 0.0, 0.0)
+    report = replace(
+        plain, reverse_kl_error=0.1, pass_rate=0.5, reward=0.5, sets={"gsm8k": one},
+        sources={"open/maths": part}, teachers={"large": part},
+    )  # fmt: skip
     found = of_evaluation(report, True)
     assert (found["eval/gsm8k/majority"], found["eval/best"]) == (0.5, 1.0)
+    assert (found["eval/source/open_maths/reverse_kl"], found["eval/teacher/large/reward"]) == (2.0, 0.25)
     assert {row for name in found for row in rows_of(name)} == {n for n in NAMES if n.startswith("eval/")}
-    plain = EvalReport(Version(0, 1), 1.0, None, 1, 1, 0.0, 0.0)
     assert of_evaluation(plain, False).keys() == {"eval/reverse_kl", "eval/truncated", "eval/best"}
     assert undocumented(f"train/{name}" for name in MEANS.keys() - {"rho_squared_mean"}) == {}
     assert undocumented(["train/reverse_kl/math", "rollout/dropped/too_old", "teacher/t/tokens"]) == {}

@@ -262,21 +262,29 @@ def test_a_measured_run_replaces_what_is_assumed(model: str, tmp_path: Path) -> 
 
 
 def made_run(folder: Path) -> None:
-    """Four steps of 8 rollouts of 7 tokens, an end every two seconds, and a restart that lasted an hour."""
+    """Slow steps of ten seconds, then four that end every two seconds, the last after a restart of an hour.
+
+    Of 8 rollouts of 7 tokens; the spans that begin before the end of the warm-up reach into it.
+    """
     folder.mkdir(exist_ok=True)
-    counts = {"teacher/t/tokens": 12 * 32, "teacher/t/sequences": 32}
-    ends = [0, 2, 4, 3604]
-    steps = [
-        {"step": n + 1, "time": end, "train/rows": 8, "train/tokens": 56, **counts}
-        for n, end in enumerate(ends)
+    counts = {"train/rows": 8, "train/tokens": 56, "sync/bytes_delta": 25, "sync/bytes_full": 100}
+    steps: list[dict[str, Any]] = []
+    for n, end in enumerate((0, 9, 11, 13, 15, 3615), 1):
+        scored = {
+            "teacher/t/tokens": 5000 + 12 * 8 * n,
+            "teacher/t/sequences": 100 + 8 * n,
+        }  # the preflight's
+        steps.append({"step": n, "time": end, "buffer/age_mean": 1.5, **scored, **counts})
+    steps[0] |= {"train/tokens": 800, "buffer/age_mean": 9}
+    spans = [
+        ("student-0", "generate", 2, 16),
+        ("student-1", "generate", 9, 14),
+        ("teacher t", "score", 10, 11),
     ]
-    spans = [("student-0", "generate", 7), ("student-1", "generate", 5), ("teacher t", "score", 1)]
-    spans += [("trainer", "train", 3), ("trainer", "publish", 1), ("trainer", "wait", 9)]
-    lines = [{"role": role, "what": what, "start": 0, "end": end} for role, what, end in spans]
+    spans += [("trainer", "train", 8, 12), ("trainer", "publish", 3611, 3612), ("trainer", "wait", 9, 99)]
+    lines = [{"role": role, "what": what, "start": a, "end": b} for role, what, a, b in spans]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*steps, {"step": 4, "eval/x": 1}])))
     (folder / "timeline.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    sync = {"bytes_delta": 25, "bytes_full": 100}
-    (folder / "summary.json").write_text(json.dumps({"buffer": {"age_mean": 1.5}, "sync": sync}))
 
 
 def test_the_command_prints_writes_and_refuses_what_does_not_fit(

@@ -162,7 +162,7 @@ def test_wandb_keeps_no_secret_of_the_configuration_or_the_command_line(
     sink = Wandb(config, RunIdentity(config.run.name, "0123abcd"))
     sink.log(1, {"loss": 0.5})
     sink.close()
-    deadline, written = time.monotonic() + 60.0, files(config.run_dir / "wandb")
+    deadline, written = time.monotonic() + 600.0, files(config.run_dir / "wandb")
     while not recorded(written) and time.monotonic() < deadline:  # its service writes on behind the end
         time.sleep(0.1)
         written = files(config.run_dir / "wandb")

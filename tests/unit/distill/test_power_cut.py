@@ -16,7 +16,8 @@ from power_cut import power_cut
 
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.run_log.journal import Journal, encode_entry, read_all, segment_path
+from distill.run_log.entries import HEAD
+from distill.run_log.journal import Journal, read_all, segment_path
 from distill.run_log.records import Dropped, Location, Record
 from sync.errors import DataError
 
@@ -64,10 +65,11 @@ class Watched:
         return path.name
 
     def end_of(self, record: int) -> tuple[str, int]:
-        """File of a record, and the byte behind it."""
-        entry, at = self.records[record]
-        end = at.offset + len(encode_entry(entry, at.segment, at.offset))
-        return segment_path(self.folder, at.segment).name, end
+        """File of a record, and the byte behind its block."""
+        _, at = self.records[record]
+        path = segment_path(self.folder, at.segment)
+        _, length, _ = HEAD.unpack_from(path.read_bytes(), at.offset)
+        return path.name, at.offset + HEAD.size + length
 
     def journal(self) -> Journal:
         """A journal whose every write and fsync is followed."""
@@ -115,7 +117,7 @@ async def lived(
             assert not training.done(), training.exception()
         training.cancel()
         await asyncio.gather(training, return_exceptions=True)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             await trainer.run()
             assert (await run)["completed"]
     assert len(watched.sizes) > 2

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dashboard
 import httpx
 import pytest
 from in_memory import MemoryReplica
@@ -225,9 +226,7 @@ def names(exported: Series, evaluator: Series) -> set[str]:
 
 
 def test_every_metric_of_the_dashboard_is_exported(names: set[str]) -> None:
-    panels = json.loads((ROOT / "configs/grafana.json").read_text())["panels"]
-    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
-    used = {name for query in queries for name in re.findall(r"([a-z_:]+)\{", query)}
+    panels, used = json.loads(dashboard.FILE.read_text())["panels"], dashboard.metrics()
     (folder,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
     engine = (Path(folder) / "v1/metrics/loggers.py").read_text()
     assert len(used) > 40

@@ -53,7 +53,18 @@ def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
     ):
         assert line.count(word) == 1
     assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "distill"}
+    assert json.loads(line[line.index("--hf-overrides") + 1]) == {"head_dtype": "float32"}
     assert not any(word.startswith("--distributed-executor-backend") for word in line)
+
+
+def test_logits_are_fp32_unless_the_users_overrides_say_otherwise():
+    for given, passed in (
+        ({"rope_theta": 1.0}, {"head_dtype": "float32", "rope_theta": 1.0}),
+        ({"head_dtype": "model"}, {"head_dtype": "model"}),
+    ):
+        line, _ = built(engine_args={"hf_overrides": given})
+        assert line.count("--hf-overrides") == 1
+        assert json.loads(line[line.index("--hf-overrides") + 1]) == passed
 
 
 def test_replicas_sample_differently_unless_told(cpu):
@@ -66,7 +77,8 @@ def test_only_the_cpu_build_gets_the_settings_of_the_cpu(cpu):
     assert ("--distributed-executor-backend=uni" in line) == cpu
     assert ("--gpu-memory-utilization=0.2" in line) == cpu
     assert ("--enforce-eager" in line) == cpu, "compiling takes minutes and gains nothing there"
-    assert ("VLLM_CPU_KVCACHE_SPACE" in environment) == cpu
+    assert (f"--kv-cache-memory-bytes={1 << 30}" in line) == cpu
+    assert "--kv-cache-memory-bytes=9" in built(engine_args={"kv-cache-memory-bytes": 9})[0]
     assert ("TORCHDYNAMO_DISABLE" in environment) == cpu, "vLLM would compile its sampler's helpers"
     assert "TORCHDYNAMO_DISABLE" not in built(engine_args={"enforce-eager": False})[1]
     assert "--gpu-memory-utilization=0.5" in built(engine_args={"gpu-memory-utilization": 0.5})[0]
@@ -94,6 +106,8 @@ def test_the_token_is_inherited_and_written_nowhere(cpu, monkeypatch):
         ({"engine_args": {"logprobs-mode": "raw_logprobs"}}, "processed_logprobs"),
         ({"engine_args": {"data_parallel_size": 2}}, r"data-parallel-size' makes.*set student\.replicas"),
         ({"engine_args": {"api-server-count": 2}}, "api-server-count"),
+        ({"engine_args": {"hf-overrides": '{"a": 1}'}}, '"hf-overrides" must be one table'),
+        ({"engine_args": {"hf-overrides.a": 1}}, '"hf-overrides" must be one table'),
         ({"devices": ["0"], "index": 1}, "student-1: devices has 1 entries"),
         ({"host": "0.0.0.0"}, TOKEN_VARIABLE),
     ],

@@ -66,7 +66,7 @@ class World:
         return audience
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while not condition():
                 await self.events.changed.wait(0.01)
 
@@ -239,21 +239,27 @@ async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> N
         await world.until(lambda: world.pool.least_busy() is b)
 
 
-async def test_a_broadcast_has_every_live_replica_as_a_member() -> None:
+async def test_a_broadcast_has_every_worker_of_the_live_replicas_as_a_member() -> None:
     requests: list[UpdateRequest] = []
 
     class Listening(MemoryReplica):
+        workers = 1
+
+        async def state(self, digests: bool = False) -> ReplicaState:
+            return msgspec.structs.replace(await super().state(digests), workers=self.workers)
+
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
             requests.append(request)
             return await super().update(request, timeout)
 
     world = World(a=Listening(), b=Listening(), gone=Listening(up=False))
+    world.pool.replicas["a"].engine.workers = 2  # type: ignore[attr-defined]
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         first = world.broadcast(1)
-        assert first.world_size == 3
+        assert first.world_size == 1 + 2 + 1
         await world.until(lambda: world.pool.slowest() == Version(0, 1))
-        assert [one.broadcast.rank for one in requests if one.broadcast] == [1, 2]
+        assert [one.broadcast.rank for one in requests if one.broadcast] == [1, 3]
         assert {one.broadcast.group for one in requests if one.broadcast} == {first.group}
         assert world.broadcast(2).group != first.group
         await world.until(lambda: world.pool.slowest() == Version(0, 2))

@@ -1,4 +1,4 @@
-"""The picture and the figures of a run."""
+"""The picture, the page, the trace and the figures of a run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import math
 from pathlib import Path
 
 import pytest
+from browser import DESKTOP, PHONE, Size, look
 from matplotlib.figure import Figure
 from small_config import make_config
+from trace_processor import Trace
 
 from distill.metrics.page import write_page
 from distill.metrics.plot import draw, draw_cost, middle_window
 from distill.metrics.results import read_run
+from distill.metrics.samples import SAMPLES, Sample
 from distill.metrics.summary import before_and_after, complete, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
 from distill.metrics.trace import write_trace
 from distill.metrics.trackers import MetricsFile, log_all
+from distill.tasks.sort_letters import FIRST_LETTER_ID, letter_tokenizer
 from sync.errors import DataError
 from sync.jsonl import JsonLines, read_lines
+from sync.wire import Version
 
 
 def write_run(folder: Path, steps: int = 30, passed: bool = True) -> None:
@@ -76,6 +81,23 @@ def test_a_run_of_an_earlier_version_is_refused_by_the_first_name_that_is_gone(t
         read_run(tmp_path)
 
 
+def test_steps_that_a_resume_or_a_rollback_did_again_are_read_once(tmp_path: Path) -> None:
+    """Killed after step 4, resumed at 2; rolled back to 3 from 5, and stopped after 4."""
+    trained = [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (1, 5), (2, 4)]
+    lines = [{"step": step, "lineage": lineage, "train/loss": 1.0} for lineage, step in trained]
+    evaluated = {"step": 2, "lineage": 0, "eval/reverse_kl": 0.5}
+    lines[4:4] = [evaluated]  # it is later than the steps that were trained meanwhile
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = read_run(tmp_path).metrics
+    assert [(one["lineage"], one["step"]) for one in found if "train/loss" in one] == [
+        (0, 1),
+        (0, 2),
+        (1, 3),
+        (2, 4),
+    ]
+    assert evaluated in found
+
+
 def test_a_line_that_was_altered_is_refused_but_a_cut_last_one_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n{"a"')
@@ -95,12 +117,12 @@ def test_the_window_lies_in_the_middle_of_the_training() -> None:
 
 def test_figures_go_to_every_sink_without_what_is_no_number(tmp_path: Path) -> None:
     sinks = [MetricsFile(tmp_path / name) for name in "mn"]
-    log_all(sinks, 3, {"a": 1, "b": None, "c": 0.5, "d": True})
+    log_all(sinks, Version(2, 3), {"a": 1, "b": None, "c": 0.5, "d": True})
     for sink, name in zip(sinks, "mn", strict=True):
         sink.close()
         line = json.loads((tmp_path / name).read_text())
         assert line.pop("time") > 0
-        assert line == {"step": 3, "a": 1.0, "c": 0.5, "d": 1.0}
+        assert line == {"step": 3, "lineage": 2, "a": 1.0, "c": 0.5, "d": 1.0}
 
 
 def not_json(word: str) -> float:
@@ -145,6 +167,10 @@ def test_the_table_shows_what_is_known() -> None:
         ("reverse KL (nats per token)", "1.250", "0.170"),
         ("pass rate", "20.0%", "81.5%"),
     ]
+    summary["before"]["reward"], summary["after"]["reward"] = 0.2, 0.815
+    assert len(before_and_after(summary)) == 2, "a reward of 0 or 1 is the pass rate"
+    summary["after"]["reward"] = 0.75
+    assert before_and_after(summary)[2] == ("reward", "0.200", "0.750")
     assert before_and_after({"before": None, "after": {"reverse_kl": 0.5, "pass_rate": None}}) == [
         ("reverse KL (nats per token)", "–", "0.500")
     ]
@@ -200,27 +226,108 @@ def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     page = write_page([tmp_path / "one", tmp_path / "two"], tmp_path / "compare.html").read_text()
     assert "<tr><th></th><th>one</th><th>two</th></tr>" in page
     assert "<tr><td>reverse KL after</td><td>0.250</td><td>0.125</td></tr>" in page
+    by_name = {"maths": {"reverse_kl": 0.25, "pass_rate": 0.5, "reward": 0.5}}
+    sides = {"before": {"sources": by_name}, "after": {"sources": by_name | {"code": {"reverse_kl": 0.5}}}}
+    (tmp_path / "one" / "summary.json").write_text(json.dumps({**SUMMARY, **sides}))
+    page = write_page([tmp_path / "one"], tmp_path / "report.html").read_text()
+    assert "<tr><th>Held out, by source</th><th>reverse KL</th><th>pass rate</th><th>reward</th></tr>" in page
+    assert "<td>maths</td><td>0.250 → 0.250</td><td>50.0% → 50.0%</td><td>0.500 → 0.500</td>" in page
+    assert "<td>code</td><td>– → 0.500</td><td>– → –</td><td>– → –</td>" in page
+    assert "by teacher" not in page
     with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
         write_page([tmp_path], tmp_path / "compare.html")
 
 
-def test_the_trace_has_every_span_on_a_track_of_its_role_and_kind(tmp_path: Path) -> None:
+def test_perfetto_reads_every_span_on_a_track_of_its_role_and_kind_and_the_counters(tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=2)
-    events = json.loads(write_trace(tmp_path / "run").read_text())["traceEvents"]
-    names = {(one["name"], one["pid"], one["tid"]): one["args"]["name"] for one in events if one["ph"] == "M"}
-    spans = [one for one in events if one["ph"] == "X"]
+    trace = Trace(write_trace(tmp_path / "run"))
+    assert trace.problems() == []
     origin = 0.6  # the first span begins there
-    expected = {("student-0", "generate"): (0.6, 1.6, 0.5), ("trainer", "train"): (1.0, 2.0, 0.2)}
-    for (role, what), (first, second, seconds) in expected.items():
-        own = [one for one in spans if names["process_name", one["pid"], 0] == role]
-        assert {names["thread_name", one["pid"], one["tid"]] for one in own} == {what}
-        assert [one["ts"] for one in own] == pytest.approx([1e6 * (at - origin) for at in (first, second)])
-        assert [one["dur"] for one in own] == pytest.approx([1e6 * seconds] * 2)
-    assert len(spans) == 4
-    counters = {one["name"] for one in events if one["ph"] == "C"}
-    assert counters == {"train/reverse_kl", "buffer/age_mean", "train/tokens_total"}
+    spans = {("student-0", "generate"): (0.6, 1.6, 0.5), ("trainer", "train"): (1.0, 2.0, 0.2)}
+    expected = [
+        (role, what, what, at - origin, seconds)
+        for (role, what), (*both, seconds) in spans.items()
+        for at in both
+    ]
+    assert [*trace.slices()] == [pytest.approx(one) for one in expected]
+    counters = trace.rows(
+        "select name, count(*) as samples from counter join counter_track t on t.id = track_id group by 1"
+    )
+    names = "buffer/age_mean", "train/reverse_kl", "train/tokens_total"
+    assert [*counters] == [(f"{name} value", 2) for name in names]
+
+
+def test_spans_that_overlap_on_a_track_are_cut_and_none_is_dropped(tmp_path: Path) -> None:
+    spans = JsonLines(tmp_path / "timeline.jsonl")
+    for start, end in ((5.0, 7.0), (6.0, 6.5), (6.75, 8.0)):  # a late report, then two in time
+        spans.write(Span("trainer", "train", start, end))
+    spans.close()
+    trace = Trace(write_trace(tmp_path))
+    assert trace.problems() == []
+    assert sorted(one[3:] for one in trace.slices()) == [(0.0, 2.0), (2.0, 0.0), (2.0, 1.0)]
 
 
 def test_a_folder_without_spans_has_no_trace(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no timeline\.jsonl"):
         write_trace(tmp_path)
+
+
+# --- in a browser
+
+LONG = 200
+"""Tokens of a completion that no window holds in one line."""
+SEEN = """{
+    overflow: document.documentElement.scrollWidth - innerWidth,
+    loaded: performance.getEntriesByType("resource").filter(one => !one.name.startsWith("data:")).length,
+    pictures: [...document.images].map(one => [one.naturalWidth, one.getBoundingClientRect().width]),
+    shades: [...document.querySelectorAll(".tokens span")].map(one => getComputedStyle(one).backgroundColor),
+    rows: [...document.querySelectorAll("td:first-child")].map(one => one.textContent),
+    size: parseFloat(getComputedStyle(document.body).fontSize),
+}"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs with samples, one with pass rates."""
+    folder = tmp_path_factory.mktemp("runs")
+    letter_tokenizer().save_pretrained(folder / "student")
+    found = [folder / "passing-run", folder / "other-run"]
+    for run, passed in zip(found, (True, False), strict=True):
+        write_run(run, passed=passed)
+        after = {"reverse_kl": 0.25, "pass_rate": 0.5 if passed else None}
+        evaluations = [{"version": "L000-v00000030", **after}]
+        summary = {**SUMMARY, "after": after, "evaluations": evaluations, "versions": {"torch": "2"}}
+        (run / "summary.json").write_text(json.dumps(summary))
+        config = make_config(student={"path": str(folder / "student")})
+        (run / "config.json").write_text(config.model_dump_json())
+        lines, tokens = JsonLines(run / SAMPLES), [FIRST_LETTER_ID + i % 26 for i in range(LONG)]
+        logp = [-1.0] * LONG, [-1.0 - (i % 4) for i in range(LONG)]
+        lines.write(Sample("L000-v00000001", "0:1:0", 1, "t", [3], tokens, *logp, None, False, False))
+        lines.close()
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_a_page_fits_its_window_and_shows_curves_and_coloured_samples_by_itself(
+    runs: list[Path], tmp_path: Path, size: Size, count: int
+) -> None:
+    seen, console = look(write_page(runs[:count], tmp_path / "page.html"), size, SEEN)
+    assert console == []
+    assert seen["loaded"] == 0
+    assert seen["overflow"] <= 0
+    assert seen["size"] >= 16
+    ((drawn, shown),) = seen["pictures"]
+    assert drawn > 1000
+    assert shown >= 800, "a label is too small to read, and the picture scrolls by itself"
+    assert len(seen["shades"]) == LONG * count
+    assert len(set(seen["shades"])) == 4
+
+
+@pytest.mark.parametrize(("which", "passes"), [(0, True), (1, False)])
+def test_a_pass_rate_has_a_row_where_the_run_has_one(
+    runs: list[Path], tmp_path: Path, which: int, passes: bool
+) -> None:
+    seen, _ = look(write_page([runs[which]], tmp_path / "page.html"), DESKTOP, SEEN)
+    assert "reverse KL after" in seen["rows"]
+    assert ("pass rate after" in seen["rows"]) == passes

@@ -207,7 +207,7 @@ def test_a_power_cut_at_any_byte_gives_a_run_that_can_go_on(
 
     asyncio.run(live())
     path = segment_path(folder, segment_numbers(folder)[-1])
-    ends = [offset for offset, _ in scan(path, last=True)][1:] + [path.stat().st_size]
+    ends = [place.offset for place, _ in scan(path, last=True)][1:] + [path.stat().st_size]
     first = next(iter(scan(path, last=True)), (0, None))[1]
     forced = ends[0] if isinstance(first, Snapshot) else 0
     os.truncate(path, max(forced, cut % (path.stat().st_size + 1)))
@@ -242,6 +242,26 @@ async def test_batches_whose_rollouts_were_forgotten_are_formed_anew(tmp_path: P
     assert (record.start, record.branch) == (0, 0)
     assert set(run_log.state.buffer) == {f"0:{i}:0" for i in range(6, 12)}
     run_log.journal.close()
+
+
+async def test_a_rollout_that_is_dropped_while_a_batch_is_read_back_is_in_none(tmp_path: Path) -> None:
+    run_log = opened(tmp_path)
+    await run_log.open_lineage(None, "model")
+    run_log.admit([rollout(asked, Version(0, 0)) for asked in run_log.issue(BATCH + 1)])
+    await run_log.journal.commit()
+    run_log.journal.close()
+    again = opened(tmp_path)
+    await again.open_lineage(None, "model")
+    assert all(one.is_released for one in again.state.buffer.values())
+    first, *others = again.state.buffer
+    forming = asyncio.create_task(again.form_batch())
+    await asyncio.sleep(0)
+    again.drop([first], "straggler", "while others are read")
+    batch = await forming
+    assert batch is not None
+    assert batch.ids == others
+    assert not any(one.is_released for one in batch.rollouts)
+    again.journal.close()
 
 
 async def test_a_prompt_that_never_ends_is_dropped_after_some_attempts(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ async def test_every_child_and_grandchild_is_gone_after_stop_though_some_ignore_
         [ChildSpec("stubborn", STUBBORN), ChildSpec("parent", PARENT)], tmp_path, restarts=0
     )
     await supervisor.start()
-    await supervisor.ready(60)
+    await supervisor.ready(600)
     await spoke(supervisor, "stubborn", "parent")
     processes = [p for child in supervisor.children.values() for p in below(child.process.pid)]
     assert len(processes) == 4
@@ -90,7 +90,7 @@ async def test_a_child_that_dies_at_start_is_named_with_its_last_lines(tmp_path:
     supervisor = Supervisor([ChildSpec("teacher-a", dying, url="http://127.0.0.1:9")], tmp_path, 5)
     await supervisor.start()
     with pytest.raises(ChildFailed, match=r"teacher-a ended with status 3(.|\n)*no such model"):
-        await supervisor.ready(60)
+        await supervisor.ready(600)
     await supervisor.stop(1)
 
 
@@ -107,7 +107,7 @@ async def test_the_first_error_is_told_when_it_is_far_above_the_last_lines(tmp_p
     with pytest.raises(
         ChildFailed, match=r"29 vllm.EngineDead(.|\n)*the first error .*: RuntimeError: head_dim=16"
     ):
-        await supervisor.ready(60)
+        await supervisor.ready(600)
     await supervisor.stop(1)
 
 
@@ -128,7 +128,7 @@ async def test_a_child_that_a_signal_ends_is_named_with_the_signal_and_its_last_
     with pytest.raises(
         ChildFailed, match=r"student-0 was ended by SIGILL \(illegal instruction\), (.|\n)*tiles"
     ):
-        await supervisor.ready(60)
+        await supervisor.ready(600)
     await supervisor.stop(1)
 
 
@@ -136,7 +136,7 @@ async def test_a_program_that_does_not_exist_is_a_failed_start(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("x", ["/no/such/program"], url="http://127.0.0.1:9")], tmp_path, 5)
     await supervisor.start()
     with pytest.raises(ChildFailed, match=r"status 127(.|\n)*cannot be started"):
-        await supervisor.ready(60)
+        await supervisor.ready(600)
     await supervisor.stop(1)
 
 
@@ -151,7 +151,7 @@ async def test_a_child_that_never_answers_is_named_with_its_log(tmp_path: Path):
 async def test_a_death_is_mended_until_the_budget_is_spent(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=2, first_pause=0.01)
     await supervisor.start()
-    await supervisor.ready(60)
+    await supervisor.ready(600)
     child, lives = supervisor.children["flaky"], set[int]()
 
     async def murder() -> None:
@@ -204,8 +204,8 @@ async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_a
     ]
     supervisor = Supervisor(specs, tmp_path / "logs", restarts=1, first_pause=0.01)
     await supervisor.start()
-    starting = asyncio.create_task(supervisor.ready(60))
-    async with asyncio.timeout(60):
+    starting = asyncio.create_task(supervisor.ready(600))
+    async with asyncio.timeout(600):
         while len(lives) < 2:
             assert not starting.done()
             await asyncio.sleep(0.02)
@@ -226,7 +226,7 @@ async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path
         spec = ChildSpec("server", serving, url=f"http://127.0.0.1:{port}")
         supervisor = Supervisor([spec], tmp_path, restarts=50, first_pause=0.2)
         await supervisor.start()
-        ready = asyncio.create_task(supervisor.ready(60))
+        ready = asyncio.create_task(supervisor.ready(600))
         log = supervisor.children["server"].log_path
         await asyncio.to_thread(until, lambda: "already in use" in log.read_text())
     try:
@@ -243,7 +243,7 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     await supervisor.start()
     await spoke(supervisor, "early", "late")
     early = supervisor.children["early"]
-    waiting, first = asyncio.create_task(supervisor.ready(60)), early.process
+    waiting, first = asyncio.create_task(supervisor.ready(600)), early.process
     await asyncio.to_thread(until, lambda: early.phase is Phase.READY)
     os.killpg(first.pid, signal.SIGKILL)
     await asyncio.to_thread(until, lambda: supervisor._restarts_left == 0)
@@ -261,7 +261,7 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
 async def test_a_death_between_ready_and_watch_is_restarted(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=1, first_pause=0.2)
     await supervisor.start()
-    await supervisor.ready(60)
+    await supervisor.ready(600)
     child = supervisor.children["flaky"]
     first = child.process
     assert supervisor.status() == {"flaky": ("ready", 0)}
@@ -382,7 +382,7 @@ async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path):
     told: list[object] = []
     supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
     await supervisor.start()
-    await supervisor.ready(60)
+    await supervisor.ready(600)
     first = supervisor.children["hangs"].process
     watching = asyncio.create_task(supervisor.watch(60))
     supervisor.kill_child("somebody else's")
@@ -420,7 +420,7 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neig
     specs = [server("stopped"), server("well")]
     supervisor = Supervisor(specs, tmp_path, restarts=1, first_pause=0.01, health_seconds=3.0)
     await supervisor.start()
-    await supervisor.ready(60)
+    await supervisor.ready(600)
     stopped, well = supervisor.children["stopped"], supervisor.children["well"]
     watching, first, other = asyncio.create_task(supervisor.watch(60)), stopped.process, well.process
     below(first.pid)[0].send_signal(signal.SIGSTOP)
@@ -435,7 +435,7 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neig
 async def test_a_server_that_takes_long_to_start_is_not_taken_for_stalled(tmp_path: Path):
     supervisor = Supervisor([server("slow", 2.0)], tmp_path, restarts=0, health_seconds=0.2)
     await supervisor.start()
-    await supervisor.ready(60)
+    await supervisor.ready(600)
     assert supervisor.children["slow"].status is None
     await supervisor.stop(5)
 
@@ -447,7 +447,7 @@ async def test_a_restarted_child_that_does_not_come_up_is_killed_and_started_aga
     )
     supervisor = Supervisor([spec], tmp_path, restarts=2, first_pause=0.01)
     await supervisor.start()
-    await supervisor.ready(60)
+    await supervisor.ready(600)
     watching, child = asyncio.create_task(supervisor.watch(0.5)), supervisor.children["late"]
     supervisor.kill_child("late")
     await asyncio.to_thread(until, lambda: len(starts) == 3 and child.phase is Phase.READY)

@@ -31,12 +31,14 @@ def test_overlapping_work_of_one_role_counts_once() -> None:
 
 
 def test_work_that_still_goes_on_counts_up_to_now() -> None:
-    clock = Clock()
-    timeline = Timeline(None, clock)
+    clock, spans = Clock(), []
+    timeline = Timeline(spans.append, clock)
     timeline.level("teacher", "score", 2)
     clock.now = 103.0
     assert timeline.busy_seconds() == {"teacher": 3.0}
     assert timeline.idle_seconds() == {"teacher": 0.0}
+    timeline.cut()
+    assert spans == [Span("teacher", "score", 100.0, 103.0)]
 
 
 def test_what_another_process_measured_is_added() -> None:

@@ -1,11 +1,11 @@
-"""What wandb and TensorBoard record, read back: wandb's offline file with its own message types."""
+"""What wandb and TensorBoard record, read back: wandb's offline file by its own `wandb leet inspect`."""
 
 from __future__ import annotations
 
 import json
-import struct
-import time
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,24 +29,6 @@ from sync.jsonl import JsonLines
 from sync.wire import RunIdentity
 
 TABLE = "samples.nrows"
-BLOCK, FILE_HEADER, HEADER = 32768, 7, struct.Struct("<IHB")
-
-
-def records(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file: LevelDB's log format behind a header of its own."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, whole = path.read_bytes(), FILE_HEADER, b""
-    while at + HEADER.size <= len(data):
-        if BLOCK - at % BLOCK < HEADER.size:  # the rest of a block is padding
-            at += BLOCK - at % BLOCK
-            continue
-        _, length, kind = HEADER.unpack_from(data, at)
-        whole += data[at + HEADER.size : at + HEADER.size + length]
-        at += HEADER.size + length
-        if kind in (1, 4):  # whole, or its last part
-            yield wandb_internal_pb2.Record.FromString(whole)
-            whole = b""
 
 
 @pytest.fixture
@@ -61,7 +43,7 @@ def run(tmp_path: Path) -> Any:
     return config
 
 
-def recorded(run: Any, use: Callable[[Wandb], None]) -> list[Any]:
+def recorded(run: Any, use: Callable[[Wandb], None]) -> list[dict[str, Any]]:
     """Records of a wandb run that is opened, used and closed."""
     lines = JsonLines(run.run_dir / SAMPLES)
     lines.write(
@@ -72,7 +54,22 @@ def recorded(run: Any, use: Callable[[Wandb], None]) -> list[Any]:
     use(sink)
     sink.close()
     (path,) = run.run_dir.glob("wandb/offline-run-*/*.wandb")
-    return wait_for_end(path)
+    words = "leet", "inspect", "--json", "--follow", "--idle-timeout", "60s"
+    command = [sys.executable, "-m", "wandb", *words, str(path)]  # to the record that ends the run
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert found[-1]["type"] == "exit"
+    return found
+
+
+def of(kind: str, records: list[dict[str, Any]]) -> list[Any]:
+    """The records of one kind."""
+    return [one[kind] for one in records if one["type"] == kind]
+
+
+def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was logged, each time."""
+    return [one["item"] for one in of("history", records)]
 
 
 def test_figures_have_the_step_as_axis_and_samples_become_a_table(run: Any) -> None:
@@ -81,21 +78,21 @@ def test_figures_have_the_step_as_axis_and_samples_become_a_table(run: Any) -> N
             sink.log(step, {"train/reverse_kl": 1 / step})
 
     found = recorded(run, use)
-    (started,) = (one.run for one in found if one.WhichOneof("record_type") == "run")
-    assert started.run_id == f"{run.run.name}-0123abcd"
-    assert (started.run_group, list(started.tags), started.notes) == ("trials", ["a"], "first")
-    config = {item.key: json.loads(item.value_json) for item in started.config.update}
+    (started,) = of("run", found)
+    assert started["run_id"] == f"{run.run.name}-0123abcd"
+    assert (started["run_group"], started["tags"], started["notes"]) == ("trials", ["a"], "first")
+    config = started["config"]["update"]
     assert config["versions"]["torch"] == torch.__version__
     assert config["git"] == git_state()
-    metrics = [one.metric for one in found if one.HasField("metric")]
-    axes = {one.glob_name: one.step_metric for one in metrics if one.glob_name}
+    metrics = of("metric", found)
+    axes = {one["glob_name"]: one["step_metric"] for one in metrics if "glob_name" in one}
     assert axes == {f"{section}/*": "step" for section in SECTIONS}
-    (kl,) = (one for one in metrics if one.name == "eval/reverse_kl")
-    assert (kl.step_metric, kl.summary.min, kl.summary.last) == ("step", True, True)
-    history = [values(one.history) for one in found if one.HasField("history")]
-    steps = [(one["step"], one["train/reverse_kl"]) for one in history if "train/reverse_kl" in one]
+    (kl,) = (one for one in metrics if one.get("name") == "eval/reverse_kl")
+    assert (kl["step_metric"], kl["summary"]) == ("step", {"min": True, "last": True})
+    logged = history(found)
+    steps = [(one["step"], one["train/reverse_kl"]) for one in logged if "train/reverse_kl" in one]
     assert steps == [(1, 1.0), (2, 0.5)]
-    (table,) = (one for one in history if TABLE in one)
+    (table,) = (one for one in logged if TABLE in one)
     assert (table[TABLE], table["samples.ncols"]) == (1, 7)
     (file,) = run.run_dir.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
     row = json.loads(file.read_text())["data"][0]
@@ -114,13 +111,16 @@ def test_samples_come_again_after_evaluations_alerts_at_once_and_the_report_at_t
         sink.alert("rolled back", "step 3: reverse_kl is 9")
 
     found = recorded(run, use)
-    assert [(one.alert.title, one.alert.text, one.alert.level) for one in found if one.HasField("alert")] == [
-        ("rolled back", "step 3: reverse_kl is 9", "WARN")
-    ]
-    keys = [values(one.history) for one in found if one.HasField("history")]
-    curve = [one["eval/reverse_kl"] for one in keys if "eval/reverse_kl" in one]
+    (alert,) = of("alert", found)
+    assert (alert["title"], alert["text"], alert["level"]) == (
+        "rolled back",
+        "step 3: reverse_kl is 9",
+        "WARN",
+    )
+    logged = history(found)
+    curve = [one["eval/reverse_kl"] for one in logged if "eval/reverse_kl" in one]
     assert curve == [1 / step for step in (1, 2, 3, 4)]
-    assert sum(TABLE in one for one in keys) == 3, "after every second evaluation, and at the end"
+    assert sum(TABLE in one for one in logged) == 3, "after every second evaluation, and at the end"
     (picture,) = run.run_dir.glob("wandb/offline-run-*/files/media/images/report_*.png")
     assert picture.read_bytes() == (run.run_dir / "report.png").read_bytes()
 
@@ -166,18 +166,3 @@ def test_tensorboard_that_is_not_installed_is_refused(monkeypatch: pytest.Monkey
     problems = list(checks._others(make_config(tracking={"tensorboard": True})))
     assert len(problems) == 1
     assert "pip install 'onpolicy-distill[tensorboard]'" in problems[0]
-
-
-def values(history: Any) -> dict[str, Any]:
-    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in history.item}
-
-
-def wait_for_end(path: Path) -> list[Any]:
-    """Its service writes on behind the end."""
-    deadline = time.monotonic() + 60.0
-    while time.monotonic() < deadline:
-        found = list(records(path))
-        if any(one.WhichOneof("record_type") == "exit" for one in found):
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"{path} has no end after a minute")

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def facts() -> Facts:
     script = [PYTHON, ROOT / "tests/support/verifiers_player.py"]
-    done = subprocess.run(script, env=ENV, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(script, env=ENV, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Task was destroyed" not in done.stderr
     assert "never retrieved" not in done.stderr
@@ -234,6 +234,6 @@ async def test_a_service_whose_tools_die_ends_to_be_started_again(tmp_path: Path
 
 def test_a_service_of_what_cannot_be_loaded_ends_with_the_reason(tmp_path: Path) -> None:
     child, _ = serve(tmp_path, "no_such_taskset")
-    _, log = child.communicate(timeout=120)
+    _, log = child.communicate(timeout=600)
     assert child.returncode == 2
     assert "environments.e: verifiers cannot load 'no_such_taskset' (ModuleNotFoundError" in log

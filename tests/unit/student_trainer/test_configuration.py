@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import socket
@@ -160,11 +161,16 @@ def test_the_trainers_own_file_is_checked(tmp_path: Path) -> None:
         read_settings(TrainerConfig, tmp_path / "none.json")
 
 
+def started_on(argv: list[str]) -> Any:
+    """Machine → device of each rank, as deepspeed reads it."""
+    return json.loads(base64.urlsafe_b64decode(argv[argv.index("--world_info") + 1]))
+
+
 def test_the_launcher_gets_ranks_module_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv, env = launch.command(config(JSONS[0], ranks=3, threads=2, env={"A": "b"}), Path("t.json"))
     assert argv[1:3] == ["-m", "student_trainer.launch"]
-    assert argv[argv.index("--num_accelerators") + 1] == "3"
+    assert started_on(argv) == {"node-0": ["0", "1", "2"]}
     assert argv[-4:] == ["--module", "student_trainer", "--config", "t.json"]
     assert (env["PYTHONSAFEPATH"], env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"], env["A"]) == (
         "1",
@@ -193,7 +199,7 @@ def test_ranks_of_several_machines_meet_at_another_port_after_every_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(launch, "_launch", started.append)
+    monkeypatch.setattr("deepspeed.launcher.runner.main", started.append)
     monkeypatch.setattr(sys, "argv", ["launch", "--hostfile", "hosts", "--module", "m"])
     with socket.socket() as thief:
         launch.main()
@@ -205,10 +211,10 @@ def test_ranks_of_several_machines_meet_at_another_port_after_every_start(
 
 def test_devices_are_passed_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     argv, _ = launch.command(config(JSONS[0], ranks=2, devices="4,6"), Path("t.json"))
-    assert argv[argv.index("--include") + 1] == "localhost:4,6"
+    assert started_on(argv) == {"node-0": ["4", "6"]}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
     argv, _ = launch.command(config(JSONS[0], ranks=2), Path("t.json"))
-    assert argv[argv.index("--include") + 1] == "localhost:1,2"
+    assert started_on(argv) == {"node-0": ["1", "2"]}
     with pytest.raises(ConfigError, match="every rank needs a device"):
         launch.command(config(JSONS[0], ranks=2, devices="4"), Path("t.json"))
 

@@ -35,7 +35,7 @@ def test_bytes_of_any_length_reach_every_rank(tmp_path: Path, size: int) -> None
         )
         for rank in range(size)
     ]
-    told = [json.loads(process.communicate(timeout=120)[0]) for process in started]
+    told = [json.loads(process.communicate(timeout=600)[0]) for process in started]
     lengths = ([0, 1], [0, 0], [3, 2])
     expected = [[(bytes([7 + rank]) * part[rank]).hex() for rank in range(size)] for part in lengths]
     assert told == [expected] * size

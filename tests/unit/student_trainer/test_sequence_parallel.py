@@ -72,7 +72,7 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
         assert process.stdin is not None
         process.stdin.write(cases)
         process.stdin.close()
-    assert [process.wait(timeout=300) for process in started] == [0] * WORLD
+    assert [process.wait(timeout=1200) for process in started] == [0] * WORLD
     found = [json.loads(Path(f"{meeting}.{rank}").read_text()) for rank in range(WORLD)]
     return [dict(zip(names, one, strict=True)) for one in found]
 

@@ -14,6 +14,7 @@ from student_trainer.step import collate
 from student_trainer.teacher_scores import TeacherScores
 from sync.errors import DataError, Interrupted, Overloaded, RemoteError, Unreachable
 from sync.wire import (
+    DIGEST_BYTES,
     Array,
     Kept,
     Rows,
@@ -80,7 +81,7 @@ class Teacher:
         whole, key = scores(sequence), f"b0-{len(self.kept)}"
         body = b"".join(frame(ScoreReply(teacher="t", results=[part])) for part in halves(whole))
         self.kept[url, key] = body
-        return Kept(url, key, len(body), blake3(body).digest())
+        return Kept(url, key, len(body), blake3(body).digest(DIGEST_BYTES))
 
     def connect(self, url: str) -> Any:
         teacher = self
@@ -189,7 +190,7 @@ def test_too_few_positions_are_scored_again() -> None:
     short = frame(
         ScoreReply(teacher="t", results=[halves(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4]))))[0]])
     )
-    kept = [Kept(HERE, place[1], len(short), blake3(short).digest())]
+    kept = [Kept(HERE, place[1], len(short), blake3(short).digest(DIGEST_BYTES))]
     teacher.kept[place] = short
     rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
     rows = filled(teacher, msgspec.structs.replace(given, micro_batches=[rows]))
@@ -288,7 +289,7 @@ def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_
     (place,) = teacher.kept
     body = frame(ScoreReply(teacher="t", results=[whole]))
     teacher.kept = {} if gone else {place: body}
-    kept = [Kept(*place, len(body), blake3(body).digest())]
+    kept = [Kept(*place, len(body), blake3(body).digest(DIGEST_BYTES))]
     rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
     given = msgspec.structs.replace(given, micro_batches=[rows])
     (rows,) = rank(teacher, Want(entropy=True), student_topk=2).filled(given).micro_batches

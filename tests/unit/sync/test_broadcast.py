@@ -99,7 +99,7 @@ def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sende
     sender = sender_with_patience
     reception = receive(sender, "lost", 1, 3, timeout=3600.0)
     news = iter([None, None, "student-1: it was killed"])
-    with pytest.raises(Unreachable, match=r"broadcast lost to 2 replicas .*student-1: it was killed"):
+    with pytest.raises(Unreachable, match=r"broadcast lost to 2 workers .*student-1: it was killed"):
         sender.send(Audience(group="lost", world_size=3), METAS, WEIGHTS.items(), lambda: next(news))
     with pytest.raises(SnapshotError, match="student-1: it was killed"):
         reception.result()

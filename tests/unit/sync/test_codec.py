@@ -148,7 +148,7 @@ def test_full_precision_weights_that_all_move_take_half_of_their_bytes_and_noise
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
-def test_the_small_mode_comes_within_a_twentieth_of_the_entropy_given_the_exponent(share: float) -> None:
+def test_the_small_mode_comes_within_a_fiftieth_of_the_entropy_given_the_exponent(share: float) -> None:
     """Changes of ±1 ULP whose probability halves with each exponent: H = Σ_c N_c·h(p_c) + changes · 1 bit."""
     random = np.random.default_rng(7)
     old = weights(random, 400_000, "bf16")
@@ -163,12 +163,12 @@ def test_the_small_mode_comes_within_a_twentieth_of_the_entropy_given_the_expone
     entropy_bits = -(count * (p * np.log2(p) + (1 - p) * np.log2(1 - p))).sum()
     bound = (entropy_bits + hit.sum()) / 8
     blob = round_trip(old, new, "bf16", "small")
-    assert bound < len(blob) < 1.05 * bound + 100
+    assert bound < len(blob) < 1.02 * bound
 
 
-def test_a_stream_of_many_blocks_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_many_blocks_survives() -> None:
     random = np.random.default_rng(8)
-    old = weights(random, 2 * entropy.BLOCK + 777, "bf16")
+    old = weights(random, 200 * entropy.BLOCK + 777, "bf16")
     round_trip(old, nudged(random, old, 0.003), "bf16", "small")
 
 
@@ -367,10 +367,10 @@ def test_streams_that_promise_more_than_they_hold_are_refused_before_anything_is
     assert not bits.any()
 
 
-def test_changes_of_a_class_that_the_array_does_not_have_are_refused() -> None:
+def test_changes_beyond_the_end_of_the_array_are_refused() -> None:
     random = np.random.default_rng(11)
     old = weights(random, 2000, "bf16")
     blob = codec.encode(old, nudged(random, old, 0.1), "bf16", "small")
     assert codec.mode_of(blob) == Mode.CLASSES
     with pytest.raises(SnapshotError, match="do not fit"):
-        codec.apply(np.zeros(2000, "u2"), blob, "bf16")
+        codec.apply(old[:1000].copy(), blob, "bf16")

@@ -139,7 +139,7 @@ def test_more_ranges_than_tensors_are_refused(store: MemoryStore, tmp_path: Path
     [
         (b"", "it is another file"),
         (delta_file(nested(90_000, b"\x91", b"\x90"), b""), "header cannot be read|impossible length"),
-        (b"ODDELTA1" + b"\xff" * 8, "impossible length"),
+        (b"ODDELTA2" + b"\xff" * 8, "impossible length"),
     ],
     ids=["empty", "nested", "endless"],
 )

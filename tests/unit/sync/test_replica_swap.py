@@ -1,8 +1,10 @@
-"""A model whose loader may fail halfway ends on one whole checkpoint, or its process ends."""
+"""A model whose weights may come halfway ends on one whole checkpoint, or its process ends."""
 
 import logging
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,21 +17,26 @@ from sync.snapshots.checkpoint import tensor_digest as digest
 
 
 class Model:
-    """Two tensors; loading fails after the first one when told to."""
+    """Two tensors; staging refuses `refused`, and placing fails after the first one when told to."""
 
     def __init__(self) -> None:
         self.held = {"a": 0.0, "b": 0.0}
-        self.fail_on = ""
+        self.refused, self.fail_on = "", ""
 
-    def load(self, tensors) -> None:
-        for name, tensor in tensors:
+    def stage(self, tensors):
+        staged = {name: float(tensor) for name, tensor in tensors}
+        if self.refused in staged:
+            raise RuntimeError(f"no room for {self.refused}")
+        return partial(self._place, staged.items())
+
+    def not_staged(self, tensors):
+        return partial(self._place, ((name, float(tensor)) for name, tensor in tensors))
+
+    def _place(self, tensors) -> None:
+        for name, value in tensors:
             if name == self.fail_on:
-                raise RuntimeError(f"no room for {name}")
-            self.held[name] = float(tensor)
-
-
-def source(value: float, digests=None) -> Source:
-    return Source(str(value), {"a": torch.tensor(value), "b": torch.tensor(value)}.items, digests)
+                raise RuntimeError(f"{name} broke")
+            self.held[name] = value
 
 
 @pytest.fixture
@@ -38,58 +45,106 @@ def model():
 
 
 @pytest.fixture
-def swap(model):
-    return Swap(model.load, source(0.0))
+def source(model):
+    def make(value: float, digests=None, read=None) -> Source:
+        tensors = {"a": torch.tensor(value), "b": torch.tensor(value)}
+        return Source(str(value), read or tensors.items, model.stage, digests)
+
+    return make
 
 
-def test_what_was_handed_over_is_on_record(swap, model):
+@pytest.fixture
+def swap(source):
+    return Swap(source(0.0))
+
+
+def follow(swap: Swap, source: Source) -> None:
+    swap.prepare(source)
+    swap.apply()
+
+
+def test_nothing_changes_before_what_was_staged_is_put_in_place(swap, model, source):
     assert swap.digests is None
-    swap.apply(source(1.0))
+    swap.prepare(source(1.0))
+    assert (model.held, swap.digests) == ({"a": 0.0, "b": 0.0}, None)
+    swap.apply()
     assert model.held == {"a": 1.0, "b": 1.0}
     assert swap.digests == {name: digest(torch.tensor(1.0)) for name in "ab"}
     assert (swap.error, swap.mixed) == (None, False)
+    with pytest.raises(SnapshotError, match="nothing is staged"):
+        swap.apply()
 
 
-def test_a_load_that_fails_halfway_is_told_and_reverted(swap, model):
-    swap.apply(source(1.0))
+def test_nothing_is_read_or_digested_while_what_was_staged_is_put_in_place(swap, source, monkeypatch):
+    weights = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
+    reads = []
+    swap.prepare(source(1.0, read=lambda: reads.append("a read") or weights.items()))
+    monkeypatch.setattr("sync.snapshots.checkpoint.tensor_digest", lambda tensor: reads.append("a digest"))
+    swap.apply()
+    assert reads == ["a read"]
+    assert not swap.mixed
+
+
+def test_a_version_that_cannot_be_staged_changes_nothing(swap, model, source):
+    follow(swap, source(1.0))
+    model.refused = "b"
+    with pytest.raises(RuntimeError, match="no room for b"):
+        swap.prepare(source(2.0))
+    assert (model.held, swap.mixed) == ({"a": 1.0, "b": 1.0}, False)
+    with pytest.raises(SnapshotError, match="nothing is staged"):
+        swap.apply()
+
+
+def test_what_fails_halfway_is_told_and_reverted(swap, model, source):
+    follow(swap, source(1.0))
     model.fail_on = "b"
-    swap.apply(source(2.0))
+    follow(swap, source(2.0))
     assert swap.mixed
-    assert "no room for b" in swap.error
+    assert "b broke" in swap.error
     assert model.held == {"a": 2.0, "b": 1.0}
-    with pytest.raises(SnapshotError, match="not reverted"):
-        swap.apply(source(3.0))
     model.fail_on = ""
+    with pytest.raises(SnapshotError, match="not reverted"):
+        follow(swap, source(3.0))
     swap.revert()
     assert model.held == {"a": 1.0, "b": 1.0}
     assert swap.digests == {name: digest(torch.tensor(1.0)) for name in "ab"}
     assert not swap.mixed
 
 
-def test_a_worker_that_succeeded_can_revert_with_the_others(swap, model):
-    swap.apply(source(1.0))
-    swap.apply(source(2.0))
+def test_a_worker_that_succeeded_can_revert_with_the_others(swap, model, source):
+    follow(swap, source(1.0))
+    follow(swap, source(2.0))
     swap.revert()
     assert model.held == {"a": 1.0, "b": 1.0}
-    swap.apply(source(2.0))
+    follow(swap, source(2.0))
     swap.settle()
     swap.revert()
     assert model.held == {"a": 2.0, "b": 2.0}
 
 
-def test_bytes_other_than_announced_are_no_success(swap, model):
-    swap.apply(source(1.0, {"a": digest(torch.tensor(1.0)), "b": digest(torch.tensor(9.0))}))
+def test_bytes_other_than_announced_are_not_staged(swap, model, source):
+    wrong = {"a": digest(torch.tensor(1.0)), "b": digest(torch.tensor(9.0))}
+    with pytest.raises(SnapshotError, match="'b'"):
+        swap.prepare(source(1.0, wrong))
+    assert (model.held, swap.mixed) == ({"a": 0.0, "b": 0.0}, False)
+
+
+def test_a_model_that_is_not_staged_is_read_in_the_pause_and_checked_there(swap, model, source):
+    given = replace(source(1.0), stage=model.not_staged)
+    follow(swap, given)
+    assert model.held == {"a": 1.0, "b": 1.0}
+    assert swap.digests == {name: digest(torch.tensor(1.0)) for name in "ab"}
+    follow(swap, replace(given, digests={"a": "another"}))
     assert swap.mixed
-    assert "'b'" in swap.error
+    assert "gave other bytes" in swap.error
 
 
-def test_an_old_checkpoint_that_changed_meanwhile_is_not_reverted_to(model):
+def test_an_old_checkpoint_that_changed_meanwhile_is_not_reverted_to(swap, model, source):
     weights = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
-    swap = Swap(model.load, source(0.0))
-    swap.apply(Source("old", weights.items))
+    follow(swap, replace(source(1.0, read=weights.items), name="old"))
     weights["b"] = torch.tensor(5.0)
     model.fail_on = "a"
-    swap.apply(source(2.0))
+    follow(swap, source(2.0))
     model.fail_on = ""
     with pytest.raises(SnapshotError, match=r"old gave other bytes .*'b'"):
         swap.revert()
@@ -98,8 +153,8 @@ def test_an_old_checkpoint_that_changed_meanwhile_is_not_reverted_to(model):
 
 ENDING = """
 from sync.replica.swap import Source, Swap
-def load(tensors): raise RuntimeError("broken")
-Swap(load, Source("old", dict().items)).revert_or_end()
+def stage(tensors): raise RuntimeError("broken")
+Swap(Source("old", dict().items, stage)).revert_or_end()
 print("still here")
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import threading
@@ -13,12 +12,11 @@ from typing import Literal
 from uuid import uuid4
 
 import bucket_server
-import httpx
 import msgspec
 import pytest
+import s3_server
 from fault_proxy import Proxy, proxy
 from memory_store import MemoryStore
-from moto.server import ThreadedMotoServer
 
 from sync.errors import AlreadyPublished, StoreError
 from sync.settings import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
@@ -40,13 +38,8 @@ def hub() -> Iterator[bucket_server.Hub]:
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """Address of an S3 server with a bucket named "bucket"."""
-    logging.getLogger("werkzeug").disabled = True
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    httpx.put(f"{address}/bucket", trust_env=False).raise_for_status()
-    yield address
-    server.stop()
+    with s3_server.serve() as address:
+        yield address
 
 
 @pytest.fixture

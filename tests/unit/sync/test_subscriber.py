@@ -10,12 +10,12 @@ from safetensors.numpy import save_file
 
 from sync.claims import Claim
 from sync.delta.file import Slice
-from sync.errors import SnapshotError
+from sync.errors import ConfigError, SnapshotError
 from sync.publish import Publisher
 from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.stores import open_store
-from sync.subscribe import Subscriber
+from sync.subscribe import Subscriber, check_local
 from sync.wire import RunIdentity, Version
 
 
@@ -38,3 +38,39 @@ def test_nothing_is_followed_before_a_run_claims_the_process_and_then_that_run_a
     with pytest.raises(SnapshotError, match="of another run 'toy'"):
         followed.folder(Version(0, 0))
     followed._mirror.close()
+
+
+MOUNTS = """\
+/dev/vda / ext4 rw 0 0
+server:/home /home nfs4 rw 0 0
+/dev/sdb /home/local\\040disk xfs rw 0 0
+lustre@tcp:/x /scratch lustre rw 0 0
+files /cloud fuse.gcsfuse rw 0 0
+overlay /image fuse.fuse-overlayfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("/home/me/runs/mirrors", "nfs4 at /home"),
+        ("/scratch/not-there/m", "lustre at /scratch"),
+        ("/cloud/a", "fuse.gcsfuse at /cloud"),
+        ("/home/local disk/mirrors", None),
+        ("/image/tmp", None),
+        ("/homes", None),
+    ],
+)
+def test_a_mirror_on_a_network_file_system_is_refused_by_name(
+    folder: str, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS)
+    monkeypatch.setattr("sync.subscribe._MOUNTS", mounts)
+    if kind is None:
+        check_local(Path(folder))
+        return
+    config = ReplicaConfig(run="r", store_path=tmp_path, mirror=Path(folder))
+    with pytest.raises(ConfigError, match=rf"network file system \({kind}\): set student\.mirror_folder"):
+        Subscriber(config, Claim(RunIdentity("r")))
+    assert not Path(folder).exists()

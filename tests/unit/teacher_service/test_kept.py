@@ -14,7 +14,18 @@ from table_engine import TableEngine, random_table
 
 from sync.client import Peer
 from sync.errors import RemoteError
-from sync.wire import Scored, ScoreReply, ScoreRequest, ScoreSequence, Want, encode, frames, pack, unpack
+from sync.wire import (
+    DIGEST_BYTES,
+    Scored,
+    ScoreReply,
+    ScoreRequest,
+    ScoreSequence,
+    Want,
+    encode,
+    frames,
+    pack,
+    unpack,
+)
 from teacher_service.client import TeacherClient
 from teacher_service.kept import PART_BYTES, KeptScores
 
@@ -47,7 +58,7 @@ def test_a_body_larger_than_the_memory_is_kept_on_disk(tmp_path: Path) -> None:
     kept = store(tmp_path, 0, 1 << 30)
     body = np.random.default_rng(0).bytes(3 * PART_BYTES + 7)
     one = kept.put([body])
-    assert (one.size, one.digest, one.url) == (len(body), blake3(body).digest(), "")
+    assert (one.size, one.digest, one.url) == (len(body), blake3(body).digest(DIGEST_BYTES), "")
     assert read(kept, one.key) == body
 
 
@@ -103,7 +114,10 @@ async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released
             assert reference.kept is not None
             assert reference.kept.url == url
             body = await peer.once(f"/v1/scores/{reference.kept.key}", None, 5)
-            assert (len(body), blake3(body).digest()) == (reference.kept.size, reference.kept.digest)
+            assert (len(body), blake3(body).digest(DIGEST_BYTES)) == (
+                reference.kept.size,
+                reference.kept.digest,
+            )
             (reply,) = frames(body, ScoreReply)
             given = next(one.gather_ids for one in asked if one.id == whole.id)
             assert reply.results == [msgspec.structs.replace(whole, gather_ids=given)]
@@ -126,7 +140,7 @@ async def test_a_long_body_comes_in_frames_of_some_positions(
         assert isinstance(scored, Scored)
         assert scored.kept is not None
         body = await peer.once(f"/v1/scores/{scored.kept.key}", None, 5)
-        assert (len(body), blake3(body).digest()) == (scored.kept.size, scored.kept.digest)
+        assert (len(body), blake3(body).digest(DIGEST_BYTES)) == (scored.kept.size, scored.kept.digest)
         parts = [one for reply in frames(body, ScoreReply) for one in reply.results]
         assert [part.hidden.shape for part in parts] == [(100, 50), (100, 50), (49, 50)]
         logprob = np.concatenate([unpack(part.logprob) for part in parts])

@@ -1,0 +1,102 @@
+"""A short run of a configuration, for its speed: `distill plan CONFIG --probe`.
+
+Every role is started as in a run, steps are trained until SECONDS of them can be measured, and all of it is
+stopped. Left out is what a plan leaves out: evaluations, checkpoints, trackers. Versions go to a folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from distill.aio import cancel
+from distill.config import RunConfig
+from distill.config.cluster import LocalCluster
+from distill.launch.run import run
+from sync.errors import ConfigError, Interrupted
+from sync.jsonl import read_lines
+from sync.settings import DirectoryStoreConfig
+
+NAME: Final = "probe"
+SECONDS: Final = 40.0
+"""From the end of the first step; of those a plan leaves out what `distill.planning.measured` does."""
+LEAST_STEPS: Final = 6
+"""However long they take."""
+POLL_SECONDS: Final = 0.5
+
+
+async def probe(config: RunConfig, folder: Path, say: Callable[[str], None]) -> Path:
+    """The folder, in `folder`, of a run that has been stopped; `say` gets its state as it changes.
+
+    Raises ConfigError for roles that run elsewhere, DistillError when the run fails.
+    """
+    check_here(config)
+    short = shortened(config, folder)
+    say("starting every role")
+    running = asyncio.create_task(run(short, console=Console(quiet=True)))
+    watching = asyncio.create_task(_measurable(short.run_dir / "metrics.jsonl", say))
+    try:
+        done, _ = await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    except Interrupted:
+        raise Interrupted("the probe was stopped, and nothing of it is kept") from None
+    finally:
+        await cancel([running, watching])
+        if config.student.mirror_folder is not None:
+            await asyncio.to_thread(shutil.rmtree, short.mirrors.parent, ignore_errors=True)
+    return short.run_dir
+
+
+def check_here(config: RunConfig) -> None:
+    """Raises ConfigError for roles that this machine does not start."""
+    elsewhere = {
+        f"cluster.type is {config.cluster.type!r}": not isinstance(config.cluster, LocalCluster),
+        "student.urls is set": bool(config.student.urls),
+        f"trainer.nodes is {config.trainer.nodes}": config.trainer.nodes > 1,
+        f"controller.trainer is {config.controller.trainer!r}": config.controller.trainer != "launch",
+    }
+    claimed = {
+        f"environments.{name}.urls is set": bool(one.urls) for name, one in config.environments.items()
+    } | {
+        f"teachers.{name}.urls is set and it follows the student": bool(one.urls)
+        for name, one in config.teachers.items()
+        if one.follow_student_every is not None
+    }
+    elsewhere |= claimed  # such a server works for the first run that uses it, and refuses the next
+    if found := [what for what, applies in elsewhere.items() if applies]:
+        raise ConfigError(
+            f"--probe starts all that keeps a run's state on this machine, and {', '.join(found)}: begin the "
+            "run, and plan with --measured RUN_DIR after some steps"
+        )
+
+
+def shortened(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration of the probe's run in `folder`; its steps are the run's, for the schedule."""
+    own = config.student.mirror_folder
+    changes = {
+        "run": {"name": NAME, "folder": folder},
+        "trainer": {"checkpoint_every": 0, "checkpoint_minutes": 0},
+        "weights": {"store": DirectoryStoreConfig()},
+        "student": {"mirror_folder": own and own / folder.name},
+        "tracking": {"wandb": "disabled", "tensorboard": False, "samples_every": 0},
+    }
+    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
+    teachers = {name: one.model_copy(update={"keep_folder": None}) for name, one in config.teachers.items()}
+    return config.model_copy(update={**sections, "teachers": teachers, "evaluation": None})
+
+
+async def _measurable(path: Path, say: Callable[[str], None]) -> None:
+    """Return when there are enough steps."""
+    steps, seconds = 0, 0.0
+    while steps < LEAST_STEPS or seconds < SECONDS:
+        await asyncio.sleep(POLL_SECONDS)
+        ends = [line["time"] for line in read_lines(path) if "train/rows" in line]
+        if len(ends) > steps:
+            steps, seconds = len(ends), ends[-1] - ends[0]
+            say(f"{steps} steps in {seconds:.0f} s")

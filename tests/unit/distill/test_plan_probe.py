@@ -1,0 +1,109 @@
+"""`distill plan --probe` around its run; tests/integration/test_plan_probe.py makes a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_config import make_config
+
+import distill
+from distill import quickstart
+from distill.bench import plan as bench
+from distill.config import RunConfig
+from distill.launch import probe
+from sync.errors import ConfigError, RemoteError
+from sync.jsonl import JsonLines
+
+ROOT = Path(__file__).parents[3]
+
+
+async def begun(config: RunConfig, ends: list[float], then: BaseException | None) -> None:
+    """In place of a run: its steps end at these seconds, then it fails, or goes on for ever."""
+    config.run_dir.mkdir(parents=True)
+    lines = JsonLines(config.run_dir / "metrics.jsonl")
+    for end in ends:
+        lines.write({"step": 1, "time": end, "train/rows": 8})
+    if then is not None:
+        raise then
+    await asyncio.Event().wait()
+
+
+@pytest.mark.virtual_time
+async def test_it_is_stopped_after_its_seconds_and_as_many_steps_as_a_mean_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    async def of_a_run(*ends: float) -> Path:
+        monkeypatch.setattr(probe, "run", lambda config, **_: begun(config, [*ends], None))
+        return await probe.probe(make_config(), tmp_path / str(ends), said.append)
+
+    enough = 0.0, 1.0, 2.0, 3.0, 4.0, probe.SECONDS
+    assert await of_a_run(*enough) == tmp_path / str(enough) / probe.NAME
+    assert said[-1] == "6 steps in 40 s"
+    for few in (enough[1:], enough[:-1]):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(of_a_run(*few), 3600)
+
+
+@pytest.mark.virtual_time
+async def test_a_run_that_fails_fails_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "run", lambda config, **_: begun(config, [], RemoteError("teacher ended")))
+    with pytest.raises(RemoteError, match="teacher ended"):
+        await probe.probe(make_config(), tmp_path, print)
+
+
+def test_its_run_leaves_nothing_outside_its_folder(tmp_path: Path) -> None:
+    store = {"type": "bucket", "bucket": "acme/weights"}
+    config = make_config(
+        run={"steps": 900}, weights={"store": store, "codec": "small"}, tracking={"wandb": "online"}
+    )
+    short = probe.shortened(config, tmp_path)
+    assert short.run_dir == tmp_path / "probe"
+    assert (short.weights.store.type, short.weights.codec) == ("directory", "small")
+    assert (short.tracking.wandb, short.tracking.samples_every, short.evaluation) == ("disabled", 0, None)
+    assert (short.trainer.checkpoint_every, short.trainer.checkpoint_minutes) == (0, 0)
+    assert short.run.steps == 900
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"student": {"urls": ["http://127.0.0.1:1"]}}, r"student\.urls is set"),
+        ({"trainer": {"nodes": 2}}, r"trainer\.nodes is 2"),
+        ({"controller": {"trainer": "external"}}, r"controller\.trainer is 'external'"),
+        ({"cluster": {"type": "external"}}, r"cluster\.type is 'external'"),
+    ],
+)
+def test_roles_elsewhere_are_refused(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--probe starts .* and {words}: .*--measured RUN_DIR"):
+        probe.check_here(make_config(**section))
+
+
+def test_a_plan_is_calibrated_by_one_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        distill.plan(make_config(), measured=tmp_path, probe=True)
+
+
+@pytest.mark.parametrize("name", bench.SHAPES)
+def test_every_shape_of_the_benchmark_is_a_configuration_whose_models_can_be_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ROOT / "configs/quickstart.toml", [f"trainer.deepspeed={ROOT}/configs/deepspeed/zero3_cpu.json"]
+    monkeypatch.setattr(quickstart, "source", lambda seed: source)
+    config = bench.configured(tmp_path, bench.SHAPES[name])
+    if bench.SHAPES[name] is not None:
+        assert distill.preflight(config).prompts == bench.PROMPTS
+        assert distill.plan(config, device="cpu").refusal is None
+
+
+def test_a_ratio_beyond_the_goal_is_said() -> None:
+    one = {"completion_tokens": 9.6, "assumed": 0.1, "planned": 0.5, "measured": 0.65, "ratio": 1.3}
+    lines = bench.table({"far": one, "near": one | {"ratio": 1.05}}).splitlines()
+    assert lines[2:] == [
+        "| far | 10 | 0.1 | 0.5 | 0.65 | 1.30 (goal: within 20%) |",
+        "| near | 10 | 0.1 | 0.5 | 0.65 | 1.05 |",
+    ]
