@@ -80,7 +80,16 @@ def test_every_full_disk_pauses_the_run_which_then_completes(tmp_path: Path) -> 
         summary = kill_target.summary()
         assert summary["completed"]
         assert summary["weights_identical"]
-        assert summary["lineages"] == 1, "nothing died of it"
+        assert summary["lineages"] == 1, "\n".join(["the trainer died:", *told(run_dir / "logs")])
+
+
+def told(logs: Path) -> list[str]:
+    """The last lines of the launcher and of the trainer."""
+    return [
+        line
+        for name in ("launcher", "trainer")
+        for line in (logs / f"{name}.log").read_text().splitlines()[-60:]
+    ]
 
 
 def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
