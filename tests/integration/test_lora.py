@@ -175,6 +175,7 @@ def stock_completion(folder: Path, log: Path) -> str:
         str(folder),
         "--enforce-eager",
         "--max-model-len=64",
+        "--dtype=float32",  # in bf16 vLLM 0.32 dies by SIGILL on processors with AMX
         "--kv-cache-memory-bytes=67108864",
         f"--port={port}",
     ]

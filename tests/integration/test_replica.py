@@ -155,6 +155,7 @@ def test_another_version_of_vllm_is_refused_by_name_on_a_processor_with_amx(monk
     from sync.replica import vllm_compat
 
     monkeypatch.setattr("vllm.__version__", "0.33.0")
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     vllm_compat.avoid_amx_attention()
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
     with pytest.raises(ConfigError, match=r"vLLM 0\.33\.0 was not tried on processors with AMX"):
