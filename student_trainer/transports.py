@@ -159,7 +159,7 @@ class SnapshotTransport:
             report = self._publisher.anchor(version, self._parent, own, shards, kind)  # type: ignore[arg-type]
         finally:
             if own is not None:
-                shutil.rmtree(own)
+                shutil.rmtree(own, ignore_errors=True)
         due = self._report(report)
         if self._rank0 and time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + _COLLECT_SECONDS

@@ -147,7 +147,7 @@ class Weights:
                 # peft's empty model card would be a fifth of a small adapter
                 (folder / "README.md").unlink(missing_ok=True)
             else:
-                self._model.save_pretrained(folder, state_dict=state)
+                self._model.save_pretrained(folder, state_dict=dict(state))  # it empties what it is given
                 tokenizer.save_pretrained(folder)
             let_others_read(folder)
 

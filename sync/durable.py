@@ -108,7 +108,7 @@ def until_disk_space(work: Callable[[], T], what: str, pause: float = RETRY_SECO
     while True:
         try:
             result = work()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # libraries in other languages have kinds of their own
             if not is_full(error):
                 raise
             if not waiting:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from memory_store import MemoryStore
+from tmpfs import mounted
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from distill.bench.faults import BALLAST, free
+from student_trainer import ranks
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, with_adapters
 from student_trainer.head import HeadShape
@@ -54,6 +63,39 @@ def test_a_saved_folder_holds_what_is_published(dtype: torch.dtype, tied: bool, 
     assert saved.keys() == shards.keys() == weights.digests().keys()
     assert ("lm_head.weight" in saved) is not tied
     assert all(np.array_equal(saved[name].ravel(), shards[name]) for name in saved)
+
+
+def test_a_folder_is_waited_for_whatever_part_of_it_finds_the_disk_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each library that writes a part has an error of its own for a full disk."""
+    weights = Weights(Student(model(torch.bfloat16, tied=True), HeadShape(11), 8).model, ALONE)
+    letters = Tokenizer(WordLevel({f"letter-{n}": n for n in range(500)}, unk_token="letter-0"))
+    tokenizer, waits = PreTrainedTokenizerFast(tokenizer_object=letters), list[int]()
+    weights.save_folder(tmp_path / "wanted", tokenizer)
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "wanted").iterdir()}
+    with mounted(tmp_path / "disk", 512) as disk:
+        for pages in range(16):
+
+            def wait(_: float, pages: int = pages) -> None:
+                waits.append(pages)
+                free(disk)
+
+            monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=wait))
+            leave(disk, pages)
+            weights.save_folder(disk / "out", tokenizer)
+            assert {path.name: path.read_bytes() for path in (disk / "out").iterdir()} == wanted
+            shutil.rmtree(disk / "out")
+            (disk / BALLAST).unlink(missing_ok=True)
+    assert 8 <= len(waits) < 16, "some of these disks have room for all of it"
+    assert waits == list(range(len(waits)))
+
+
+def leave(disk: Path, pages: int) -> None:
+    """Fill a disk but for some pages."""
+    space = os.statvfs(disk)
+    with (disk / BALLAST).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (space.f_bavail - pages) * space.f_frsize)
 
 
 def test_the_checksum_of_the_shards_changes_with_a_single_bit() -> None:
