@@ -250,6 +250,10 @@ class Run:
         path = self.run_dir / "metrics.jsonl"
         return path.read_text().count('"train/loss"') if path.is_file() else 0
 
+    def figures(self) -> list[dict[str, Any]]:
+        """Of every step; an evaluation of the model folder may be written before the first."""
+        return [line for line in read_lines(self.run_dir / "metrics.jsonl") if "train/loss" in line]
+
     def logs(self, command: Command) -> str:
         parts = [command.said]
         for path in sorted((self.run_dir / "logs").glob("*.log")):
@@ -509,8 +513,7 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
     summary = run.finish(*settings, more=("--resume",))
     assert run.served == 4, "controller, teacher, replica, evaluator"
     assert "trainer.lr: 0.001 -> 0.0002 (takes effect)" in (tmp_path / "run.log").read_text()
-    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["train/lr"] for line in lines if "train/loss" in line] == [1e-3] * reached + [2e-4] * 2
+    assert [line["train/lr"] for line in run.figures()] == [1e-3] * reached + [2e-4] * 2
     rates = [json.loads((run.run_dir / f"config{n}.json").read_text())["trainer"]["lr"] for n in (".0", "")]
     assert rates == [1e-3, 2e-4]
     shown = [p for p in tmp_path.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
@@ -565,8 +568,7 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
         assert one.routes is not None
         assert one.routes.shape == (one.prompt.shape[0] + one.length - 1, 2, EXPERTS["num_experts_per_tok"])
         assert int(unpack(one.routes).max()) < EXPERTS["num_experts"]
-    first = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[0])
-    assert abs(first["train/rho_mean"] - 1) < 0.01
+    assert abs(run.figures()[0]["train/rho_mean"] - 1) < 0.01
     check_trace(run, summary)
     names = {name for name, _ in read_folder(run.run_dir / "final")}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
