@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -85,6 +86,7 @@ def shortened(config: RunConfig, folder: Path) -> RunConfig:
         "weights": {"store": DirectoryStoreConfig()},
         "student": {"mirror_folder": own and own / folder.name},
         "tracking": {"wandb": "disabled", "tensorboard": False, "samples_every": 0},
+        "guard": {"patience": sys.maxsize},  # a run that is held takes no more steps
     }
     sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
     teachers = {name: one.model_copy(update={"keep_folder": None}) for name, one in config.teachers.items()}

@@ -138,17 +138,29 @@ def _warn(done: Future[Any]) -> None:
 
 
 class TensorBoard:
-    """A Sink: event files in `tensorboard/` of the run's folder, for `tensorboard --logdir`."""
+    """A Sink: event files in `tensorboard/` of the run's folder, for `tensorboard --logdir`.
+
+    A new lineage begins with a session start, for which TensorBoard drops what it holds of that step and of
+    later ones: steps that a resume or a rollback does again show once.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.summary import Writer
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = Writer(str(folder))
+        self._writer, self._lineage = EventFileWriter(str(folder)), 0.0
         self.close = self._writer.close
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, figure in figures.items():
-            self._writer.add_scalar(name, figure, step)
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        now = time.time()
+        if figures["lineage"] > self._lineage:
+            self._lineage = figures["lineage"]
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=now, step=step, session_log=start))
+        values = [Summary.Value(tag=name, simple_value=figure) for name, figure in figures.items()]
+        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
 
 
 def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from distill import quickstart
 from distill.bench import plan as bench
 from distill.config import RunConfig
 from distill.launch import probe
+from distill.trainer_api.guard import Guard
 from sync.errors import ConfigError, RemoteError
 from sync.jsonl import JsonLines
 
@@ -67,6 +69,13 @@ def test_its_run_leaves_nothing_outside_its_folder(tmp_path: Path) -> None:
     assert (short.tracking.wandb, short.tracking.samples_every, short.evaluation) == ("disabled", 0, None)
     assert (short.trainer.checkpoint_every, short.trainer.checkpoint_minutes) == (0, 0)
     assert short.run.steps == 900
+
+
+def test_bad_steps_do_not_hold_it(tmp_path: Path) -> None:
+    limits = make_config(guard={"max_grad_norm": 0.1, "patience": 1}).guard
+    guard = Guard(probe.shortened(make_config(guard=limits.model_dump()), tmp_path).guard)
+    assert Guard(limits).look(1, {"grad_norm": 1.0})
+    assert not any(guard.look(step, {"loss": math.nan, "grad_norm": 1.0}) for step in range(100))
 
 
 @pytest.mark.parametrize(

@@ -146,19 +146,23 @@ def test_quarantines_and_restarts_raise_alerts(tmp_path: Path) -> None:
     ]
 
 
-def test_tensorboard_has_every_figure(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="extra `tensorboard`")
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+def test_tensorboard_shows_every_figure_and_a_repeated_step_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = TensorBoard(tmp_path)
-    sink.log(3, {"train/loss": 0.5, "eval/best": 1.0})
-    sink.close()
-    (file,) = tmp_path.iterdir()
-    events = [event for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
-    values = [
-        (event.step, one.tag, one.tensor.float_val[0]) for event in events for one in event.summary.value
-    ]
-    assert values == [(3, "train/loss", 0.5), (3, "eval/best", 1.0)]
+    first, resumed = TensorBoard(tmp_path), TensorBoard(tmp_path)
+    for step, loss in enumerate([0.5, 0.4, 0.3]):
+        first.log(step, {"lineage": 1, "train/loss": loss})
+    first.close()
+    resumed.log(1, {"lineage": 2, "train/loss": 0.45})
+    resumed.log(2, {"lineage": 2, "train/loss": 0.35})
+    resumed.log(3, {"lineage": 1, "eval/best": 1.0})
+    resumed.log(2, {"lineage": 3, "train/loss": 0.25})
+    resumed.close()
+    shown = EventAccumulator(str(tmp_path)).Reload()
+    assert shown.Tags()["scalars"] == ["lineage", "train/loss", "eval/best"]
+    losses = [(one.step, round(one.value, 2)) for one in shown.Scalars("train/loss")]
+    assert losses == [(0, 0.5), (1, 0.45), (2, 0.25)]
+    assert shown.Scalars("eval/best") == []
 
 
 def test_tensorboard_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
