@@ -39,6 +39,7 @@ from torch import Tensor
 from student_trainer import checkpoint_files as files
 from student_trainer.ranks import Ranks, all_done
 from sync import durable
+from sync.decoding import json_decoder
 from sync.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def save(engine: Any, folder: Path, index: files.Index, ranks: Ranks, keep: int)
     done(bind(_write_all, engine, partial, ranks))
     done(lambda: own.update(_digests(partial, ranks)))
     for part in ranks.collect(msgspec.json.encode(own)):
-        index.files |= msgspec.json.decode(part, type=dict[str, files.File])
+        index.files |= json_decoder(dict[str, files.File]).decode(part)
     done(bind(_finish, partial, final, index, keep) if ranks.rank == 0 else lambda: None)
     return final
 

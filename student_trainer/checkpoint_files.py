@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from sync.decoding import json_decoder
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def saved(folder: Path) -> list[Path]:
 def index(path: Path) -> tuple[Index | None, str | None]:
     """The index of a checkpoint, and what is wrong with it or with sizes of files."""
     try:
-        index = msgspec.json.decode((path / INDEX).read_bytes(), type=Index)
+        index = json_decoder(Index).decode((path / INDEX).read_bytes())
         Version.parse(index.version)
     except (FileNotFoundError, NotADirectoryError):
         return None, f"it has no {INDEX}"

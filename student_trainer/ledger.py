@@ -25,6 +25,7 @@ from typing import Final
 
 import msgspec
 
+from sync.decoding import json_decoder
 from sync.durable import append, force, make_folder, until_disk_space
 from sync.errors import DataError
 from sync.wire import Version
@@ -127,14 +128,14 @@ def _read_file(path: Path, lineage: Lineage, number: int, rank: int) -> None:
     """Add a file to its lineage. Raises DataError at the first line that is damaged."""
     texts = _texts(path)
     for text in islice(texts, 1):
-        first = msgspec.json.decode(text, type=_First)
+        first = json_decoder(_First).decode(text)
         if (first.lineage, first.rank) != (number, rank):
             raise DataError(f"{path} was written as that of lineage {first.lineage}, rank {first.rank}")
         if lineage.start is not None and (lineage.parent, lineage.start) != (first.parent, first.step):
             raise DataError(f"{path} begins at step {first.step} from {first.parent}, another rank elsewhere")
         lineage.parent, lineage.start = first.parent, first.step
     for expected, text in enumerate(texts, 1 + (lineage.start or 0)):
-        line = msgspec.json.decode(text, type=_Step)
+        line = json_decoder(_Step).decode(text)
         if line.step != expected:
             raise DataError(f"{path} holds step {line.step} where step {expected} belongs")
         lineage.shown.setdefault(line.step, {})[rank] = (tuple(line.ids), line.weights)

@@ -21,13 +21,12 @@ from threading import Thread
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import msgspec
-
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.engine import Learner
 from sync.address import token_from_environment
 from sync.broadcast import BroadcastSender, own_address
+from sync.decoding import convert
 from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.publish import Publisher, PublishReport
 from sync.retry import retrying
@@ -169,7 +168,7 @@ class SnapshotTransport:
     def _report(self, report: PublishReport) -> bool:
         """Adapters always go whole; else an anchor is due when the deltas since the last cost too much."""
         if self._rank0:
-            self._client.report(msgspec.convert(report, Published, from_attributes=True))
+            self._client.report(convert(report, Published, from_attributes=True))
         return self._learner.weights.adapters or report.anchor_due
 
     def _collect_garbage(self) -> None:

@@ -47,6 +47,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 import torch
 
+from sync.decoding import json_decoder
 from sync.errors import SnapshotError, Unreachable
 from sync.rendezvous import Group, Meeting, Served, Visitor, backend_name, broadcast_key, used
 from sync.snapshots.checkpoint import TensorMeta, meta_of
@@ -283,7 +284,7 @@ class Reception:
         if store.check(["given up"]):
             raise SnapshotError(store.get("given up").decode())
         self._check_backend(store.get("backend").decode())
-        metas = msgspec.json.decode(store.get("plan"), type=list[TensorMeta])
+        metas = json_decoder(list[TensorMeta]).decode(store.get("plan"))
         host, _, port = ticket.address.rpartition(":")
         own = own_address(host, int(port))
         store.set(f"here/{ticket.rank}", "1")
@@ -291,7 +292,7 @@ class Reception:
         group = Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
         with used(group, self._groups, self._given_up.is_set):
             tensors = self._receive_buckets(group, plan(metas))
-        sent = msgspec.json.decode(store.get("digests"), type=dict[str, str])
+        sent = json_decoder(dict[str, str]).decode(store.get("digests"))
         digests = {name: digest(tensor) for name, tensor in tensors.items()}
         if digests != sent:
             wrong = sorted(name for name in sent if digests.get(name) != sent[name])

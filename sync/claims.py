@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from sync.decoding import json_decoder
 from sync.errors import WireError, WrongServer
 from sync.wire import RunIdentity
 
@@ -66,7 +67,7 @@ class Claim:
 def parse(header: str | None) -> RunIdentity | None:
     """Inverse of `Claim.headers`. Raises WireError."""
     try:
-        return None if header is None else msgspec.json.decode(header, type=RunIdentity)
+        return None if header is None else json_decoder(RunIdentity).decode(header)
     except msgspec.DecodeError as error:
         raise WireError(
             f"header {RUN_HEADER} of {len(header or '')} characters names no run: {error}"

@@ -30,6 +30,8 @@ from blake3 import blake3
 from torch import distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from sync.decoding import msgpack_decoder
+
 logger = logging.getLogger(__name__)
 _NONCE: Final = 32
 _MOST_FRAME: Final = 1 << 26
@@ -210,7 +212,7 @@ class _Visit(socketserver.BaseRequestHandler):
             body = line.receive()
             self.request.settimeout(None)
             while True:
-                found = self.server.ask(msgspec.msgpack.decode(body, type=Ask))
+                found = self.server.ask(msgpack_decoder(Ask).decode(body))
                 line.send(msgspec.msgpack.encode(found))
                 body = line.receive()
         except StrangerError:
@@ -251,7 +253,7 @@ class Visitor:
         """The server's answer; any thread may ask."""
         with self._turn, self._told():
             self._line.send(msgspec.msgpack.encode(ask))
-            return msgspec.msgpack.decode(self._line.receive(), type=bytes | None)
+            return msgpack_decoder(bytes | None).decode(self._line.receive())  # type: ignore[arg-type]
 
 
 # --- the group --------------------------------------------------------------------------------------------

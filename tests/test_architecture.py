@@ -46,6 +46,18 @@ def test_files_and_functions_are_short() -> None:
     assert too_long == set(LARGER_WITH_A_REASON), "too long without a reason, or a reason no longer needed"
 
 
+def test_typed_decoders_are_built_under_one_lock() -> None:
+    """Two threads that build them at once crash the process: see `sync.decoding`."""
+    elsewhere = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            typed = words.endswith(".decode") and any(one.arg == "type" for one in node.keywords)
+            if typed or (words.startswith("msgspec.") and words.endswith((".Decoder", ".convert"))):
+                elsewhere.append(f"{path.relative_to(ROOT)}: {words}")
+    assert {text.partition(":")[0] for text in elsewhere} == {"sync/decoding.py"}, elsewhere
+
+
 def test_light_modules_import_nothing_heavy() -> None:
     code = (
         f"import sys, {', '.join(LIGHT_MODULES)}; print(*[m for m in {HEAVY_MODULES!r} if m in sys.modules])"

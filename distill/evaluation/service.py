@@ -39,6 +39,7 @@ from distill.registry import controller_url, expected_servers, follow
 from distill.rollout.replica_client import HttpReplica
 from sync.address import Place, token_from_environment
 from sync.claims import Claim
+from sync.decoding import convert
 from sync.durable import write_json
 from sync.errors import ConfigError, DistillError
 from sync.secrets import redact_process
@@ -178,7 +179,7 @@ class BestKeeper:
         known = json.loads(self._record.read_text())
         if known.pop("run_id", None) not in (None, self._claim.run_id):
             return True  # another run left it in this folder
-        old = msgspec.convert({**known, "version": Version.parse(known["version"])}, EvalReport)
+        old = convert({**known, "version": Version.parse(known["version"])}, EvalReport)
         return score(report, self._metric) > score(old, self._metric)
 
 

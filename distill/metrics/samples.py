@@ -13,6 +13,7 @@ from rich.text import Text
 from distill.buffer import Batch
 from distill.config.loading import load_run_dir
 from distill.run_log.records import Rollout
+from sync.decoding import convert
 from sync.errors import DataError
 from sync.jsonl import JsonLines, read_lines
 from sync.tokenizers import load_tokenizer
@@ -124,7 +125,7 @@ def _rounded(values: np.ndarray) -> list[float]:
 def read_samples(run_dir: Path) -> list[Sample]:
     """Samples of a run, in the order of writing. Raises DataError for a file that was altered."""
     try:
-        return [msgspec.convert(line, Sample) for line in read_lines(run_dir / SAMPLES)]
+        return [convert(line, Sample) for line in read_lines(run_dir / SAMPLES)]
     except msgspec.ValidationError as error:
         raise DataError(f"{run_dir / SAMPLES} holds something else than samples: {error}") from None
 

@@ -30,6 +30,7 @@ import numpy as np
 from distill.prompts.reward_worker import Outcome, Task, receive, send
 from distill.prompts.rewards import Reward, RewardSource
 from distill.prompts.stream import Prompt
+from sync.decoding import msgpack_decoder
 from sync.errors import ConfigError, DataError, how_it_ended
 
 START_SECONDS: Final = 120.0
@@ -42,7 +43,7 @@ EXIT_SECONDS: Final = 5.0
 """Until a worker that has closed its pipe has ended."""
 MOST_WORKERS: Final = min(4, os.cpu_count() or 1)
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Outcome)
+_decoder = msgpack_decoder(Outcome)
 
 
 class _Died(Exception):

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from distill.config.prompts import PromptsConfig
 from distill.prompts.rewards import Completion, load_rewards
 from distill.prompts.stream import Prompt
+from sync.decoding import msgpack_decoder
 from sync.errors import DistillError
 from sync.secrets import redact_process
 
@@ -64,7 +65,7 @@ def main() -> None:
     tasks, outcomes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Task])
+    encoder, decoder = msgspec.msgpack.Encoder(), msgpack_decoder(list[Task])
     source = receive(tasks)
     if source is None:
         return

@@ -26,6 +26,7 @@ from distill.config.prompts import DatasetPrompts
 from distill.prompts.rows import Row, RowReader, open_dataset
 from distill.prompts.stream import Prompt
 from sync import durable
+from sync.decoding import json_decoder
 from sync.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class StreamSource:
         if not path.is_file():
             return
         try:
-            saved = msgspec.json.decode(path.read_bytes(), type=_Saved)
+            saved = json_decoder(_Saved).decode(path.read_bytes())
         except msgspec.DecodeError as error:
             log.warning("%s cannot be used (%s): the rows are read from the start", path, error)
             return

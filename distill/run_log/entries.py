@@ -24,6 +24,7 @@ import numpy as np
 import zstandard
 
 from distill.run_log.records import Record, Snapshot
+from sync.decoding import msgpack_decoder
 from sync.errors import DataError
 from sync.wire import DTYPES, Array
 
@@ -95,7 +96,7 @@ class _Block(msgspec.Struct, array_like=True):
     columns: dict[str, _Column]  # by field and dtype; empty: the records are whole
 
 
-_decoder = msgspec.msgpack.Decoder(_Block)
+_decoder = msgpack_decoder(_Block)
 
 
 def pack_block(records: Iterable[Record], most: int) -> tuple[bytes, int]:

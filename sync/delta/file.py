@@ -17,6 +17,7 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 
+from sync.decoding import msgpack_decoder
 from sync.delta import codec
 from sync.errors import SnapshotError
 from sync.snapshots import checkpoint
@@ -136,7 +137,7 @@ def parse(data: bytes | memoryview, most: int = _MOST_HEADER) -> tuple[Header, m
                 "this model): it was cut or altered"
             )
         head = zstandard.ZstdDecompressor().decompress(packed)
-        header = msgspec.msgpack.decode(head, type=Header)
+        header = msgpack_decoder(Header).decode(head)
     except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SnapshotError(f"a delta file's header cannot be read: {error}; it was altered") from None
     blobs = view[end:]

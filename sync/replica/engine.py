@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from sync.address import token_from_environment
 from sync.broadcast import Reception, in_thread
+from sync.decoding import convert
 from sync.errors import ConfigError
 from sync.replica.routing import RouteRecord
 from sync.replica.swap import Place, Source, Swap
@@ -179,7 +180,7 @@ class WorkerExtension:
 
     def distill_prepare(self, update: dict[str, Any]) -> None:
         """Begin to stage an `Update`; see `distill_prepared`."""
-        self.weight_transfer_engine.prepare(msgspec.convert(update, Update), self.rank)
+        self.weight_transfer_engine.prepare(convert(update, Update), self.rank)
 
     def distill_prepared(self) -> dict[str, Any]:
         """See `CheckpointEngine.progress`."""

@@ -11,6 +11,7 @@ import numpy as np
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
+from sync.decoding import json_decoder
 from sync.errors import SnapshotError, StoreError
 from sync.stores import check_key
 
@@ -92,9 +93,9 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorAt]]:
         raise SnapshotError(f"{file} states a header of {length} bytes: it was cut or altered")
     try:
         with safe_open(file, framework="numpy"):
-            entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            entries = json_decoder(dict[str, msgspec.Raw]).decode(text)
         entries.pop("__metadata__", None)
-        decoded = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
+        decoded = {name: json_decoder(_Entry).decode(raw) for name, raw in entries.items()}
     except _UNREADABLE as error:
         raise SnapshotError(f"{file} cannot be read as safetensors: {error}; it was cut or altered") from None
     for name, entry in decoded.items():
@@ -198,7 +199,7 @@ def _settings(path: Path) -> dict[str, msgspec.Raw]:
     try:
         if (size := path.stat().st_size) > _MOST_SETTINGS:
             raise SnapshotError(f"{path} has {size} bytes, settings take at most {_MOST_SETTINGS}")
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        return json_decoder(dict[str, msgspec.Raw]).decode(path.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SnapshotError(f"{path} is no file of settings: {error}; it was altered") from None
 

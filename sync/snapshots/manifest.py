@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
+from sync.decoding import json_decoder
 from sync.delta import file as delta_file
 from sync.delta.file import Header
 from sync.errors import SnapshotError, StoreError, WireError
@@ -108,7 +109,7 @@ def dump(struct: msgspec.Struct) -> bytes:
 def load(data: bytes, kind: type[M], key: str) -> M:
     """Inverse of `dump`. Raises SnapshotError that names `key`."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return json_decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SnapshotError(f"{key} is not a {kind.__name__}: {error}; it was altered, or is newer") from None
 

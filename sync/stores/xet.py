@@ -20,6 +20,7 @@ from typing import Annotated, Final, TypeVar
 import hf_xet
 import msgspec
 
+from sync.decoding import msgpack_decoder
 from sync.errors import StoreError
 from sync.stores import Store, content, read_small
 from sync.stores.directory import DirectoryStore
@@ -85,7 +86,7 @@ class XetStore(Store):
 
     def _pointer(self, key: str) -> _Pointer:
         try:
-            pointer = msgspec.msgpack.decode(read_small(self._keys, key), type=_Pointer)
+            pointer = msgpack_decoder(_Pointer).decode(read_small(self._keys, key))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StoreError(f"{self} has damaged {key!r}: {error}") from None
         if pointer.content is None and pointer.hash is None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from sync.decoding import msgpack_decoder
 from sync.errors import WireError
 
 SCHEMA: Final = 2
@@ -156,7 +157,6 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
-_decoders: dict[Any, msgspec.msgpack.Decoder] = {}
 
 
 def encode(message: Message) -> bytes:
@@ -169,11 +169,8 @@ def decode(body: bytes | memoryview, kind: type[M]) -> M:
 
     Raises WireError when it is another message, another schema, or no message.
     """
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
-        message = decoder.decode(body)
+        message = msgpack_decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", str(kind))
         raise WireError(f"body of {len(body)} bytes is not a {name}: {error}{_found(body, error)}") from None

@@ -228,7 +228,7 @@ def test_a_guard_without_its_client_runs_nothing(tmp_path: Path) -> None:
 # --- what a job does ----------------------------------------------------------------------------------------
 
 ROLE = """
-import signal, sys, time
+import os, signal, sys, time
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 open("{folder}/started", "a").write(" ".join(sys.argv[1:]) + "\\n")
@@ -238,6 +238,8 @@ while not asked and time.monotonic() < deadline:
 stopped = bool(asked)
 open("{folder}/over", "w")
 time.sleep(0.5)  # a second signal would come now
+while {held} and not os.path.exists("{folder}/let go"):
+    time.sleep(0.02)
 open("{folder}/asked", "a").write(f"{{len(asked)}}\\n")
 sys.exit(130 if stopped else {status})
 """
@@ -245,11 +247,16 @@ sys.exit(130 if stopped else {status})
 
 @pytest.fixture
 def started(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[bytes]]:
-    """Starts a job's program with a stand-in for `distill`; returns when the stand-in runs."""
+    """Starts a job's program with a stand-in for `distill`; returns when the stand-in runs.
 
-    def start(*words: str, seconds: float = 60.0, status: int = 0) -> subprocess.Popen[bytes]:
+    `held`: the stand-in ends when there is a file `let go`, not before.
+    """
+
+    def start(
+        *words: str, seconds: float = 60.0, status: int = 0, held: bool = False
+    ) -> subprocess.Popen[bytes]:
         role = tmp_path / "role.py"
-        role.write_text(ROLE.format(folder=tmp_path, seconds=seconds, status=status))
+        role.write_text(ROLE.format(folder=tmp_path, seconds=seconds, status=status, held=held))
         program = (
             "import sys; from distill.launch.slurm import job\n"
             f"job._DISTILL[:] = [sys.executable, {str(role)!r}]\n"
@@ -301,13 +308,13 @@ def test_a_run_goes_on_where_its_folder_holds_one(slurm, started, tmp_path: Path
 
 def test_the_array_of_replicas_lives_as_long_as_the_run(slurm, started, tmp_path: Path) -> None:
     array = ["--array", "distill-x-replicas", "replicas.sh"]
-    running = started(job.RUN, str(tmp_path), *array, "--", "run.toml")
+    running = started(job.RUN, str(tmp_path), *array, "--", "run.toml", held=True)
     cancel = ["scancel", "--name=distill-x-replicas"]
     assert slurm() == [cancel, ["sbatch", "replicas.sh"]]
     assert not [name for name in calls(tmp_path)[1]["environment"] if name.startswith("SLURM_")]
     running.terminate()
-    until(lambda: slurm()[2:] == [cancel])
-    assert not (tmp_path / "asked").exists(), "it goes before the run, which may be killed for its time"
+    until(lambda: slurm()[2:] == [cancel])  # before the run has ended, which may be killed for its time
+    (tmp_path / "let go").touch()
     assert running.wait(20) == 130
 
 
