@@ -345,6 +345,27 @@ def class_streams_of_another_array_or_cut_ones_are_refused(lib: Any) -> None:
     refused(lib, b"\3", np.full(1 << 8, 0x3C00, "u8"), "i8", why="altered or is newer")
 
 
+def heads_that_no_array_has_are_refused(lib: Any) -> None:
+    """More changes than elements, classes that there are not, hazards that no class has."""
+    old, genuine, strongest = np.full(64, 0x3C00, "u2"), lib.entropy._head, lib.entropy._STRONGEST
+    new = nudged(old, 4)
+    count = int((old != new).sum())
+    heads: list[tuple[int, int, list[int]]] = [
+        (65, 120, [36]),
+        (count, 120, []),
+        (count, 120, [36] * 137),
+        (count, 257, [36]),
+        (count, 120, [strongest + 1]),
+        (count, 120, [1, -1]),
+    ]
+    try:
+        for head in heads:
+            lib.entropy._head = lambda *_, head=head: genuine(*head)
+            refused(lib, b"\3" + _classes(lib, old, new), old.copy(), why="do not fit")
+    finally:
+        lib.entropy._head = genuine
+
+
 def _classes(lib: Any, old: np.ndarray, new: np.ndarray) -> bytes:
     changes = lib.kernels.changes(*lib.kernels.scan(old, new))
     return lib.entropy.encode_changes(old, 7, *changes)
@@ -559,6 +580,7 @@ CHECKS = [
     modes_are_chosen_by_size,
     a_chain_is_covered_and_verified,
     class_streams_of_another_array_or_cut_ones_are_refused,
+    heads_that_no_array_has_are_refused,
     blocks_follow_one_another,
     numbers_of_every_size_survive,
     small_blobs_are_these,
