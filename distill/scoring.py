@@ -302,12 +302,14 @@ class TeacherQueue:
 
     def _settle(self, queue: _Queue, rollout: Rollout, message: Message, outcome: Outcome) -> None:
         """Finish, reject or requeue a rollout."""
-        if isinstance(outcome, ScoreRefused) and not outcome.unusable:
-            detail = f"teacher {queue.teacher}: {outcome.error}"
-            return self._events.emit(RolloutRejected(rollout, "teacher_refused", detail))
         teacher = self._parts.teachers[queue.teacher]
         server = teacher.answered_by(rollout.id)
         name = f"teacher {queue.teacher} at {server}"
+        if isinstance(outcome, ScoreRefused) and not outcome.unusable:
+            detail = f"teacher {queue.teacher}: {outcome.error}"
+            self._events.emit(RolloutRejected(rollout, "teacher_refused", detail))
+            refused = f"{name} refused {rollout.id}: {outcome.error}"
+            return self._budget.bad(name, rollout.id, refused, lambda: teacher.leave_out(server))
         problem: Problem | str | None
         if isinstance(outcome, ScoreRefused):
             problem = outcome.error

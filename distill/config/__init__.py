@@ -211,9 +211,9 @@ class GuardConfig(Settings):
     repeats: int | None = Field(None, ge=2)
     """Quarantine a completion that ends in so many copies of the same 1 to 8 tokens; None: never."""
     bad_answers: int = Field(8, ge=1)
-    """Consecutive invalid answers of one server (a replica, a teacher's URL, the evaluator) before it is
-    excluded; the run fails when the last of its kind is. Failures of a reward_fn or a prompt_transform are
-    counted the same way."""
+    """Consecutive refusals or invalid answers of one server (a replica, a teacher's URL, the evaluator) until
+    it is excluded; the run fails when the last of its kind is. Failures of a reward_fn or a prompt_transform
+    are counted the same way."""
 
 
 class PreflightConfig(Settings):

@@ -21,6 +21,7 @@ from sync.settings import ModelSource, Settings
 
 S = TypeVar("S", bound=Settings)
 log = logging.getLogger(__name__)
+_PUT_BACK = "the file was altered: put it back, or start a new run under another run.name"
 
 RENAMED: Final = {
     "awake_teachers": "max_loaded_teachers",
@@ -77,16 +78,27 @@ def load_run_dir(run_dir: Path) -> RunConfig:
 
 
 def _of_run_dir(run_dir: Path) -> dict[str, Any]:
+    raw = secrets.filled(recorded(run_dir))  # with those of a role that a launcher started
+    raw["run"]["folder"] = str(run_dir.absolute().parent)
+    del raw["content"]
+    return raw
+
+
+def recorded(run_dir: Path) -> dict[str, Any]:
+    """What config.json in a run's folder holds, secrets hidden: the tables of a configuration, and `content`.
+
+    Raises ConfigError when there is none, or another file in its place.
+    """
     path = run_dir / "config.json"
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
+        raw = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name the folder of a run") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    raw = secrets.filled(raw)  # with those of a role that a launcher started
-    raw["run"]["folder"] = str(run_dir.absolute().parent)
-    raw.pop("content", None)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON ({error}): {_PUT_BACK}") from None
+    for part in ("run", "content"):
+        if not isinstance(raw, dict) or not isinstance(raw.get(part), dict):
+            raise ConfigError(f"{path} has no table {part!r}, which every run writes: {_PUT_BACK}")
     return raw
 
 

@@ -7,7 +7,6 @@ DeepSpeed's configuration are compared themselves (`content`), wherever they com
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -19,7 +18,7 @@ import msgspec
 from blake3 import blake3
 
 from distill.config import ControllerConfig, RunConfig
-from distill.config.loading import load_run_dir
+from distill.config.loading import load_run_dir, recorded
 from distill.preflight_checks.machine import check_disk
 from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, sample_prompts
@@ -74,15 +73,21 @@ class RunFolder:
     def keep(self, config: RunConfig, content: dict[str, Any]) -> list[str]:
         """Write config.json, and keep an earlier one that differs as config.N.json; a line for every change.
 
-        Raises ConfigError, and writes nothing, when a resumed run must not change so.
+        What a resume has no prompts of keeps its digest, for the next one. Raises ConfigError, and writes
+        nothing, when a resumed run must not change so, or when what it ran with is not known.
         """
         path, lines = self.path / "config.json", []
         record = secrets.hide(config.model_dump(mode="json")) | {"content": secrets.hide(content)}
-        if path.is_file():
-            kept = json.loads(path.read_text())
+        if self._resumed or path.exists():
+            kept = recorded(self.path)
             if self._resumed:
                 before = load_run_dir(self.path).model_dump(mode="json")
                 lines = compare(before | {"content": kept["content"]}, record)
+                record["content"] |= {
+                    name: kept["content"][name]
+                    for name in _OPTIONAL
+                    if record["content"][name] is None and name in kept["content"]
+                }
             if kept != record:
                 number = len([*self.path.glob("config.*.json")])
                 durable.write_json(self.path / f"config.{number}.json", kept, mode=0o600)
@@ -221,6 +226,10 @@ DECISIONS: Final = {
 not listed is refused with its section. `*`: the name of a teacher or an environment."""
 
 
+_OPTIONAL: Final = ("prompts", "held_out")
+"""Parts of `content` that a run may not have."""
+
+
 def content(config: RunConfig, split: PromptSplit) -> dict[str, Any]:
     """Digests of what a run trains on and with, wherever it comes from; of endless prompts, of a sample."""
     deepspeed = deepspeed_config(config.trainer)
@@ -256,7 +265,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     refused: list[str] = []
     for path, old, new in _differences(before, now):
-        if path in (("content", "prompts"), ("content", "held_out")) and None in (old, new):
+        if path in [("content", name) for name in _OPTIONAL] and None in (old, new):
             continue
         decision = decide(path)
         line = f"{'.'.join(path).removeprefix('content.')}: {old!s:.80} -> {new!s:.80} ({decision})"

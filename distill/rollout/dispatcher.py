@@ -286,9 +286,9 @@ class Dispatcher:
         replica.backoff.reset()
         self._load(replica, -1)
         if isinstance(answer, GenerateFailed) and not answer.unusable:
-            self._pool.budget.good(replica.server)
             logger.warning("prompt %s was refused by its replica: %s", rollout.id, answer.error)
             self._run_log.drop([rollout.id], "engine_failed", answer.error)
+            self._pool.bad_answer(replica, f"it refused the prompt: {answer.error}", rollout.id)
             if rollout.source_prompt.environment:
                 self._broken(rollout.id)
         elif problem := self._problem(rollout, answer):
@@ -298,7 +298,10 @@ class Dispatcher:
             self._send_again([rollout], "unusable")
             self._pool.bad_answer(replica, str(problem), rollout.id)
         elif isinstance(answer, Generated):
-            self._pool.budget.good(replica.server)
+            if answer.token_ids.shape[0]:
+                self._pool.budget.good(replica.server)
+            elif answer.finish_reason not in ("abort", "time"):
+                self._pool.bad_answer(replica, "it completed a prompt without a token", rollout.id)
             if not rollout.source_prompt.environment:
                 self._completed(rollout, answer)
             elif answer.finish_reason == "abort" or answer.token_ids.shape[0] == 0:

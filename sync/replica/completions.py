@@ -131,7 +131,7 @@ def generated(
     reason = completion.finish_reason
     if reason not in _REASONS or (length == 0 and reason not in ("abort", TIMED_OUT)):
         why = f"the engine ended the completion after {length} tokens: {reason!r}"
-        return GenerateFailed(id=id, error=why)
+        return GenerateFailed(id=id, error=why, unusable=True)  # never the prompt's fault
     mask = _mask(completion) if sampling.mask else None
     if isinstance(mask, str):
         return GenerateFailed(id=id, error=mask, unusable=True)

@@ -296,6 +296,35 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_and_the_run_go
     assert summary["rollout"]["requeued"]["unusable"] >= 8
 
 
+def without_tokens(answer: Generated) -> Answer:
+    none: dict[str, Any] = {name: pack(np.zeros(0, "i4")) for name in ("token_ids", "logprob")}
+    return msgspec.structs.replace(answer, **none | {"logprob": pack(np.zeros(0, "f4"))}, spans=[])
+
+
+def refused(answer: Generated) -> Answer:
+    return GenerateFailed(id=answer.id, error="out of memory")
+
+
+@pytest.mark.parametrize(
+    ("replica", "teacher", "says"),
+    [
+        (MemoryReplica(spoil=refused), MemoryTeacher(), "refused the prompt: out of memory"),
+        (MemoryReplica(spoil=without_tokens), MemoryTeacher(), "completed a prompt without a token"),
+        (MemoryReplica(), MemoryTeacher(refuses=lambda _: True), "too long for this teacher"),
+        (MemoryReplica(), MemoryTeacher(rejects=lambda _: True), "one sequence cannot be read"),
+    ],
+)
+async def test_a_server_that_only_refuses_ends_the_run_instead_of_using_up_prompts(
+    controller, replica: MemoryReplica, teacher: MemoryTeacher, says: str
+) -> None:
+    run = controller(replicas={"r0": replica}, teachers={"t": teacher})
+    summary, _ = await end_of(run)
+    assert not summary["completed"]
+    assert "gave 8 unusable answers one after the other" in summary["error"]
+    assert says in summary["error"]
+    assert sum(summary["rollout"]["dropped"].values()) < 100
+
+
 @pytest.mark.parametrize("who", ["replica", "teacher", "refusing teacher", "evaluator"])
 async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a_resume_goes_on(
     controller, config, who: str

@@ -205,6 +205,49 @@ def test_a_refused_resume_leaves_the_record_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "x/config.2.json").exists()
 
 
+def test_held_out_prompts_are_compared_across_a_resume_without_them(tmp_path: Path) -> None:
+    test_every_configuration_of_a_run_is_kept(tmp_path)
+    for held_out in ("4 prompts, b", None, "4 prompts, b"):
+        with RunFolder.open(config(tmp_path), resume=True) as folder:
+            folder.keep(config(tmp_path), {"prompts": "a", "held_out": held_out, "deepspeed": {}})
+    with (
+        RunFolder.open(config(tmp_path), resume=True) as folder,
+        pytest.raises(ConfigError, match="held_out"),
+    ):
+        folder.keep(config(tmp_path), {"prompts": "a", "held_out": "4 prompts, c", "deepspeed": {}})
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (None, "cannot be read"),
+        ("folder", "cannot be read"),
+        (b"", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "has no table 'run'"),
+        (b'{"run": {}}', "has no table 'content'"),
+        (b'{"run": 3, "content": {}}', "has no table 'run'"),
+    ],
+    ids=["missing", "folder", "empty", "no text", "nested", "list", "no content", "no run"],
+)
+def test_a_run_whose_record_is_gone_or_altered_is_not_resumed(
+    tmp_path: Path, damage: bytes | str | None, says: str
+) -> None:
+    test_every_configuration_of_a_run_is_kept(tmp_path)
+    record = tmp_path / "x/config.json"
+    record.unlink()
+    if damage == "folder":
+        record.mkdir()
+    elif isinstance(damage, bytes):
+        record.write_bytes(damage)
+    given = {"prompts": "a", "held_out": None, "deepspeed": {}}
+    with RunFolder.open(config(tmp_path), resume=True) as folder, pytest.raises(ConfigError, match=says):
+        folder.keep(config(tmp_path), given)
+    with pytest.raises(ConfigError, match=says):
+        load_run_dir(tmp_path / "x")
+
+
 @pytest.mark.parametrize(
     ("summary", "steps"),
     [({"completed": False, "steps": 2}, 3), ({"problems": ["x"]}, 3), ({"error": "x"}, 3), ({}, 4)],
