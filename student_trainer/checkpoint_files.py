@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from sync.decoding import json_decoder
+from sync.errors import DataError
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,16 @@ class Index(msgspec.Struct):
 
 
 def latest(folder: Path) -> str:
-    """What `latest` names; empty: there is none."""
+    """What `latest` names; empty: there is none. Raises DataError when it is no file."""
     path = folder / "latest"
-    return path.read_text(errors="replace").strip() if path.exists() else ""
+    try:
+        return path.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): write the name of a checkpoint beside it into it"
+        ) from None
 
 
 def saved(folder: Path) -> list[Path]:
@@ -64,17 +72,33 @@ def saved(folder: Path) -> list[Path]:
 def index(path: Path) -> tuple[Index | None, str | None]:
     """The index of a checkpoint, and what is wrong with it or with sizes of files."""
     try:
+        Version.parse(path.name)
+    except ValueError:
+        return None, "no checkpoint is named so"
+    try:
         index = json_decoder(Index).decode((path / INDEX).read_bytes())
-        Version.parse(index.version)
     except (FileNotFoundError, NotADirectoryError):
         return None, f"it has no {INDEX}"
-    except (msgspec.MsgspecError, ValueError):
+    except OSError as error:
+        return None, f"its {INDEX} cannot be read ({error.strerror})"
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None, f"its {INDEX} is damaged"
+    if index.version != path.name:
+        return None, f"it is checkpoint {index.version:.40}, which was put in its place"
+    if not index.files:
+        return None, f"its {INDEX} names no files"
     for name, entry in index.files.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != entry.size:
+        if _size(path / name) != entry.size:
             return None, f"{name} is missing or cut short"
     return index, None
+
+
+def _size(file: Path) -> int | None:
+    """Bytes of a file; None: it is none."""
+    try:
+        return file.stat().st_size if file.is_file() else None
+    except (OSError, ValueError):  # names that no file can have
+        return None
 
 
 def retain(folder: Path, keep: int) -> None:

@@ -21,7 +21,7 @@ from sync.settings import ModelSource, Settings
 
 S = TypeVar("S", bound=Settings)
 log = logging.getLogger(__name__)
-_PUT_BACK = "the file was altered: put it back, or start a new run under another run.name"
+PUT_BACK: Final = "the file was altered: put it back, or start a new run under another run.name"
 
 RENAMED: Final = {
     "awake_teachers": "max_loaded_teachers",
@@ -80,12 +80,12 @@ def load_run_dir(run_dir: Path) -> RunConfig:
 def _of_run_dir(run_dir: Path) -> dict[str, Any]:
     raw = secrets.filled(recorded(run_dir))  # with those of a role that a launcher started
     raw["run"]["folder"] = str(run_dir.absolute().parent)
-    del raw["content"]
+    raw.pop("content", None)
     return raw
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """What config.json in a run's folder holds, secrets hidden: the tables of a configuration, and `content`.
+    """What config.json in a run's folder holds, secrets hidden: the tables of a configuration, and "content".
 
     Raises ConfigError when there is none, or another file in its place.
     """
@@ -95,10 +95,9 @@ def recorded(run_dir: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name the folder of a run") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}): {_PUT_BACK}") from None
-    for part in ("run", "content"):
-        if not isinstance(raw, dict) or not isinstance(raw.get(part), dict):
-            raise ConfigError(f"{path} has no table {part!r}, which every run writes: {_PUT_BACK}")
+        raise ConfigError(f"{path} is not JSON ({error}): {PUT_BACK}") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("run"), dict):
+        raise ConfigError(f"{path} has no table 'run', which every run writes: {PUT_BACK}")
     return raw
 
 

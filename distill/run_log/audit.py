@@ -19,7 +19,7 @@ from typing import Final
 from distill.buffer import Bound, Rules
 from distill.run_log import records as r
 from distill.run_log.journal import read_all
-from distill.run_log.records import Concluded, LineageOpened, Location, Record, Rollout
+from distill.run_log.records import Concluded, LineageOpened, Location, Record, Rollout, contradictions
 from distill.run_log.snapshot import differs
 from distill.run_log.state import RunState
 from student_trainer.checkpoint_files import index, latest, saved
@@ -48,7 +48,7 @@ class Evidence:
         self.batches: dict[Version, tuple[list[str], Bound]] = {}  # with the bound when it was formed
         self.opened: list[LineageOpened] = []
         self.reached: dict[int, int] = {}  # lineage → newest step that the trainer reported
-        self.shown: dict[int, int] = {}  # lineage → newest step that any record names
+        self.shown: dict[int, int] = {}  # the same of any record
         self.checkpoint: Version | None = None  # the newest on record
         self.wrong_weight: set[str] = set()
         self.impossible: list[str] = []  # with tokens of versions that had not been published then
@@ -64,22 +64,17 @@ class Evidence:
 
     def _take(self, record: Record, at: Location) -> None:
         """Apply a record and note it. Raises DataError when it contradicts those before it."""
-        if isinstance(record, r.Opened):
-            hard = record.max_staleness if record.hard_limit is None else record.hard_limit
-            bound = Bound(record.max_staleness, hard, record.half_life)
-            self.state.rules = Rules(record.batch, bound, record.group, supervised=record.supervised)
-        elif self.state.opened is None:
+        if self.state.opened is None and not isinstance(record, r.Opened):
             raise DataError("the journal does not begin with the opening of a run: it is not whole")
-        try:
+        with contradictions(record, at):
+            if isinstance(record, r.Opened):
+                hard = record.max_staleness if record.hard_limit is None else record.hard_limit
+                bound = Bound(record.max_staleness, hard, record.half_life)
+                self.state.rules = Rules(record.batch, bound, record.group, supervised=record.supervised)
             if isinstance(record, r.Snapshot) and differs(record, self.state):
                 raise ValueError(f"{record.checkpoint} has other prompts, rollouts or counts")
             self.state.replay(record, at)
             self._note(record, self.state)
-        except (LookupError, ValueError, AssertionError) as error:
-            raise DataError(
-                f"segment {at.segment}, byte {at.offset} of the journal: {type(record).__name__} contradicts "
-                f"the records before it ({type(error).__name__}: {error})"
-            ) from None
 
     def _note(self, record: Record, state: RunState) -> None:
         match record:
@@ -191,12 +186,11 @@ class AuditReport:
     tokens: int = 0  # generated, of scored rollouts
     tokens_by_teacher: int = 0  # of them, those that teachers generated
     open_prompts: list[str] = field(default_factory=list)
-    """r.Issued, neither scored nor dropped: a resumed run requeues them."""
+    """Neither scored nor dropped: a resumed run requeues them."""
     dropped: dict[str, int] = field(default_factory=dict)  # rollouts by reason
     late: int = 0  # rollouts of batches at a weight below 1, because of their age
     again: int = 0  # steps that were trained again on the same rows of the same ranks
-    differing: list[str] = field(default_factory=list)
-    """Of them, those that gave other weights than the first time."""
+    differing: list[str] = field(default_factory=list)  # of them, those that gave other weights
     oldest: int = 0  # greatest age of a trained rollout, in versions
     violations: dict[str, list[str]] = field(default_factory=dict)
     """Name in `VIOLATIONS` → what was found; checks that found nothing are left out."""
@@ -302,19 +296,26 @@ def unknown_version(e: Evidence) -> list[str]:
 
 @_check
 def checkpoint_missing(e: Evidence) -> Iterator[str]:
-    """`latest` names no whole checkpoint: a resume would not find what was saved.
+    """`latest` names no whole checkpoint of this run, or an older one than is on record.
 
     A folder of checkpoints that was removed whole is no violation.
     """
     if (folder := e.checkpoints) is None:
         return
-    while True:
-        name = latest(folder)
-        problem = index(folder / name)[1] if name else None
-        if name == latest(folder):  # else the run saved another one meanwhile
-            break
+    try:
+        while True:
+            name = latest(folder)
+            found, problem = index(folder / name) if name else (None, None)
+            if name == latest(folder):  # else the run saved another one meanwhile
+                break
+    except DataError as error:
+        return (yield str(error))
+    if found and e.state.opened and found.run_id not in (None, e.state.opened.id):
+        problem = f"run {found.run_id} saved it, not run {e.state.opened.id}"
+    elif found and e.checkpoint and Version.parse(found.version) < e.checkpoint:
+        problem = f"it is older than {e.checkpoint}, which is on record"
     if problem:
-        yield f"{folder / 'latest'} names {name}: {problem}"
+        yield f"{folder / 'latest'} names {name:.40}: {problem}"
     elif not name and e.checkpoint and saved(folder):
         yield f"{folder / 'latest'} is missing, and checkpoint {e.checkpoint} is on record"
 

@@ -133,13 +133,20 @@ def unpack_block(payload: bytes | memoryview, where: str) -> list[Record]:
     try:
         is_zstd = payload[: len(zstandard.FRAME_HEADER)] == zstandard.FRAME_HEADER
         block = _decoder.decode(zstandard.ZstdDecompressor().decompress(payload) if is_zstd else payload)
-    except (msgspec.DecodeError, zstandard.ZstdError) as error:
+        return _filled(block)
+    except (msgspec.MsgspecError, zstandard.ZstdError, LookupError, ValueError, MemoryError) as error:
         told = f"{where} holds a record that this release cannot read ({error})"
         raise DataError(f"{told}: go on with the release that wrote it") from None
-    data = {field: _arrays(field, column) for field, column in block.columns.items()}
+
+
+def _filled(block: _Block) -> list[Record]:
+    """Its records with the data of their arrays."""
+    data = {field: [*_arrays(field, column)] for field, column in block.columns.items()}
+    for arrays in data.values():
+        arrays.reverse()
 
     def give(field: str, array: Array) -> Array:
-        return Array(array.dtype, array.shape, next(data[field]))
+        return Array(array.dtype, array.shape, data[field].pop())
 
     return [_with_arrays(record, give) for record in block.records] if data else block.records
 
@@ -167,6 +174,8 @@ def _planes(field: str, arrays: list[bytes]) -> bytes:
 
 
 def _arrays(field: str, column: _Column) -> Iterator[bytes]:
+    if sum(column.sizes) != len(column.planes):
+        raise ValueError(f"{field} of {sum(column.sizes)} bytes holds {len(column.planes)}")
     data, end = np.frombuffer(column.planes, "u1").reshape(_width(field), -1).T.tobytes(), 0
     for size in column.sizes:
         end += size

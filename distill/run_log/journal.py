@@ -20,6 +20,8 @@ An archive appears by one rename; its segment is removed afterwards. If a crash 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import os
 import re
@@ -226,7 +228,9 @@ def segment_path(folder: Path, number: int, kind: str = "journal") -> Path:
 
 def segment_numbers(folder: Path, kind: str = "journal") -> list[int]:
     """Segments in `folder`, oldest first. `kind` "archive": the archived ones instead."""
-    return sorted(int(m[1]) for path in folder.glob(f"{kind}-*.log") if (m := _NAME.fullmatch(path.name)))
+    named = [(path, _NAME.fullmatch(path.name)) for path in folder.glob(f"{kind}-*.log")]
+    numbers = [(path, int(name[1])) for path, name in named if name]
+    return sorted(number for path, number in numbers if path == segment_path(folder, number, kind))
 
 
 def _replayed(folder: Path) -> list[int]:
@@ -251,9 +255,10 @@ def _base(folder: Path, number: int) -> int | None:
 
 def _check_whole(folder: Path, numbers: Collection[int], first: int) -> None:
     """Raise DataError unless `numbers` are all from `first` to the greatest."""
-    if gaps := set(range(first, max(numbers, default=-1))) - {*numbers}:
-        gap = segment_path(folder, min(gaps))
-        raise DataError(f"{gap} is missing between other segments: restore it, or start a new run")
+    for expected, number in zip(itertools.count(first), sorted(numbers), strict=False):
+        if number != expected:
+            gap = segment_path(folder, expected)
+            raise DataError(f"{gap} is missing between other segments: restore it, or start a new run")
 
 
 def read_all(folder: Path) -> Iterator[tuple[Location, Record]]:
@@ -288,7 +293,7 @@ def _archive(folder: Path, number: int) -> bool:
 
 
 def _read_archive(path: Path) -> list[Record]:
-    payload = Segment(path, memoryview(path.read_bytes())).payload(0, ARCHIVE)
+    payload = Segment(path, memoryview(_bytes(path))).payload(0, ARCHIVE)
     if payload is None:
         raise DataError(f"{path} is damaged: restore the file from a copy; only the audit needs it")
     return unpack_block(payload, str(path))
@@ -299,7 +304,7 @@ def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[Locatio
 
     Raises DataError when the segment is damaged anywhere else.
     """
-    data = memoryview(path.read_bytes())
+    data = memoryview(_bytes(path))
     magic = bytes(data[: len(SEGMENT_MAGIC)])
     if not SEGMENT_MAGIC.startswith(magic.rstrip(b"\0")):
         raise DataError(
@@ -328,8 +333,23 @@ def scan(path: Path, *, last: bool, mend: bool = True) -> Iterator[tuple[Locatio
         os.truncate(path, offset)
 
 
+def _bytes(path: Path) -> bytes:
+    with _readable(path):
+        return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): restore the file from a copy, or start a new run"
+        ) from None
+
+
 def _read_block(path: Path, offset: int) -> list[Record]:
-    with path.open("rb") as file:
+    with _readable(path), path.open("rb") as file:
         file.seek(offset)
         head = file.read(HEAD.size)
         length = HEAD.unpack(head)[1] if len(head) == HEAD.size else 0

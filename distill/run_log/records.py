@@ -6,12 +6,14 @@ subclass of Record is a kind of entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
 from distill.prompts.stream import Prompt
+from sync.errors import DataError
 from sync.wire import Array, EvalReport, Generated, Kept, SamplingMask, Scored, Version, VersionSpan
 
 DropReason = Literal[
@@ -222,7 +224,7 @@ class LineageOpened(Record, frozen=True):
     branch: int
     fingerprint: str
     without: list[str] = []  # rollouts of batches that are left for good: dropped, as "rolled_back"
-    ranks: int = 1  # of the trainer
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1  # of the trainer
     parts: list[list[str]] = []
     """Of batches that trainers died on: the rollouts of each are a batch of their own from now on."""
 
@@ -317,3 +319,15 @@ def compacted(record: Record) -> Record:
         prompts = [Prompt(prompt.id, [], prompt.source) for prompt in record.prompts]
         return Issued(prompts, record.epoch, record.position, record.by_teacher)
     return record
+
+
+@contextmanager
+def contradictions(record: Record, at: Location) -> Iterator[None]:
+    """Turn what applying a record raises, whose bytes are whole, into a DataError that names its place."""
+    try:
+        yield
+    except (LookupError, ValueError, AssertionError, ArithmeticError) as error:
+        raise DataError(
+            f"segment {at.segment}, byte {at.offset} of the journal: {type(record).__name__} contradicts the "
+            f"records before it ({type(error).__name__}: {error}): restore it from a copy, or start a new run"
+        ) from None

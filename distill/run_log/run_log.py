@@ -19,7 +19,15 @@ from distill.events import Events, Quarantined, ScoresUnneeded
 from distill.prompts.stream import Cursor, Prompt, PromptStream
 from distill.run_log import records as r
 from distill.run_log.journal import Journal
-from distill.run_log.records import DropReason, LineageOpened, Opened, Record, RequeueReason, Rollout
+from distill.run_log.records import (
+    DropReason,
+    LineageOpened,
+    Opened,
+    Record,
+    RequeueReason,
+    Rollout,
+    contradictions,
+)
 from distill.run_log.snapshot import base, cover, restore, take
 from distill.run_log.state import RunState
 from distill.run_log.validation import Validator
@@ -62,9 +70,10 @@ class RunLog:
             run, seed, rules.batch, *limits, rules.group, per_prompt, rows, supervised=rules.supervised
         )
         for number, (location, record) in enumerate(journal.replay()):
-            if isinstance(record, r.Snapshot) and number == 0:
-                self.state = restore(record, rules, journal.read)
-            self.state.replay(record, location)
+            with contradictions(record, location):
+                if isinstance(record, r.Snapshot) and number == 0:
+                    self.state = restore(record, rules, journal.read)
+                self.state.replay(record, location)
         if self.state.opened is not None:
             _check_same_prompts(journal.folder, self.state.opened, now)
         self.state.forget_unavailable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import re
 import shutil
@@ -20,6 +21,7 @@ from in_memory import MemoryPrompts
 from distill.buffer import Bound, Rules
 from distill.cli.main import app
 from distill.prompts.stream import PromptStream
+from distill.run_log import entries
 from distill.run_log.audit import VIOLATIONS, audit
 from distill.run_log.entries import BLOCK, encode_entry
 from distill.run_log.journal import Journal, read_all, segment_numbers, segment_path
@@ -30,6 +32,7 @@ from distill.run_log.records import (
     Evaluated,
     Issued,
     LineageOpened,
+    Opened,
     Record,
     Rollout,
     Stepped,
@@ -40,7 +43,7 @@ from distill.run_log.run_log import RunLog, is_teacher_turn
 from distill.run_log.state import Batch
 from student_trainer.ledger import Ledger, read
 from sync.errors import DataError, DistillError
-from sync.wire import EvalReport, Scored, Version, VersionSpan, pack
+from sync.wire import Array, EvalReport, Scored, Version, VersionSpan, pack
 
 RULES = Rules(6, Bound(1, 3, 2.0), on_policy=0.8)
 SEGMENT = 1000
@@ -135,14 +138,14 @@ def records(run: Path) -> list[Record]:
     return [record for _, record in read_all(run / "journal")]
 
 
-def rewritten(run: Path, entries: list[Record]) -> None:
+def rewritten(run: Path, found: list[Record]) -> None:
     """A journal of these records, sound byte by byte."""
     shutil.rmtree(run / "journal")
 
     async def write() -> None:
         journal = Journal(run / "journal", "batch", SEGMENT)
-        for entry in entries:
-            journal.append(entry)
+        for record in found:
+            journal.append(record)
         await journal.commit(durable=True)
         journal.close()
 
@@ -240,6 +243,44 @@ def unreadable(run: Path) -> None:
     path.write_bytes(begin + encode_entry(BLOCK, other, int(path.stem[-8:]), 4))
 
 
+def linked_to_itself(run: Path) -> None:
+    path = segment(run, 1)
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def with_block(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """The last block with arrays of the last segment but one is another one."""
+
+    def doctor(run: Path) -> None:
+        path = segment(run, -2)
+        found = entries_of(path)
+        for place in reversed(range(1, len(found))):
+            if found[place][10:14] != zstandard.FRAME_HEADER:
+                continue
+            block = entries._decoder.decode(zstandard.decompress(found[place][10:]))
+            if block.columns:
+                break
+        change(block)
+        other = zstandard.compress(msgspec.msgpack.encode(block))
+        begin = b"".join(found[:place])
+        path.write_bytes(begin + encode_entry(BLOCK, other, int(path.stem[-8:]), len(begin)))
+
+    return doctor
+
+
+def cut_column(block: Any) -> None:
+    column = next(iter(block.columns.values()))
+    column.planes = column.planes[:-4]
+
+
+def a_bomb(run: Path) -> None:
+    """Its frame states a petabyte."""
+    path = segment(run, -1)
+    frame = zstandard.FRAME_HEADER + b"\xe0" + (1 << 50).to_bytes(8, "little") + bytes(9)
+    path.write_bytes(path.read_bytes()[:4] + encode_entry(BLOCK, frame, int(path.stem[-8:]), 4))
+
+
 # --- and to a ledger --------------------------------------------------------------------------------------
 
 
@@ -280,6 +321,29 @@ def newest(run: Path) -> Path:
     return run / "checkpoints" / (run / "checkpoints/latest").read_text().strip()
 
 
+def latest_names(name: str) -> Callable[[Path], object]:
+    return lambda run: (run / "checkpoints/latest").write_text(f"{name}\n")
+
+
+def with_index(**fields: Any) -> Callable[[Path], object]:
+    """The newest checkpoint's index says something else."""
+
+    def doctor(run: Path) -> None:
+        path = newest(run) / "checkpoint.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return doctor
+
+
+def as_folder(path: Callable[[Path], Path]) -> Callable[[Path], object]:
+    def doctor(run: Path) -> None:
+        found = path(run)
+        found.unlink()
+        found.mkdir()
+
+    return doctor
+
+
 class Lie(NamedTuple):
     guarantee: str
     """As docs/operations.md says it."""
@@ -301,6 +365,29 @@ AS_BATCHED = "every step trained its batch, completely and exclusively"
 RESUMABLE = "`latest` names an existing checkpoint"
 
 LIES = [
+    Lie(WHOLE, "a segment is a folder", as_folder(lambda run: segment(run, 1)), "journal_damaged"),
+    Lie(WHOLE, "a segment is a link to itself", linked_to_itself, "journal_damaged"),
+    Lie(
+        WHOLE,
+        "a segment is far ahead",
+        lambda run: segment_path(run / "journal", 99_999_999).write_bytes(b""),
+        "journal_damaged",
+    ),
+    Lie(
+        WHOLE,
+        "a trainer of too many ranks",
+        changed(LineageOpened, lambda r: replaced(r, ranks=10**9)),
+        "journal_damaged",
+    ),
+    Lie(
+        WHOLE,
+        "a half-life of zero",
+        changed(Opened, lambda r: replaced(r, half_life=0.0), 0),
+        "journal_damaged",
+    ),
+    Lie(WHOLE, "a column is missing", with_block(lambda block: block.columns.popitem()), "journal_damaged"),
+    Lie(WHOLE, "a column is cut", with_block(cut_column), "journal_damaged"),
+    Lie(WHOLE, "a block of more bytes than there is memory", a_bomb, "journal_damaged"),
     Lie(WHOLE, "the journal is gone", lambda run: shutil.rmtree(run / "journal"), "journal_damaged"),
     Lie(WHOLE, "a segment is missing", lambda run: segment(run, 1).unlink(), "journal_damaged"),
     Lie(WHOLE, "the first segment is missing", lambda run: segment(run, 0).unlink(), "journal_damaged"),
@@ -514,6 +601,35 @@ LIES = [
     Lie(
         RESUMABLE, "`latest` is gone", lambda run: (run / "checkpoints/latest").unlink(), "checkpoint_missing"
     ),
+    Lie(RESUMABLE, "`latest` names an older one", latest_names(str(Version(0, 4))), "checkpoint_missing"),
+    Lie(RESUMABLE, "`latest` names no version", latest_names("../ledger"), "checkpoint_missing"),
+    Lie(RESUMABLE, "`latest` names what no file can be", latest_names("L" * 5000), "checkpoint_missing"),
+    Lie(
+        RESUMABLE,
+        "`latest` is a folder",
+        as_folder(lambda run: run / "checkpoints/latest"),
+        "checkpoint_missing",
+    ),
+    Lie(
+        RESUMABLE,
+        "an index is a folder",
+        as_folder(lambda run: newest(run) / "checkpoint.json"),
+        "checkpoint_missing",
+    ),
+    Lie(
+        RESUMABLE,
+        "an older one is in its place",
+        with_index(version=str(Version(0, 4))),
+        "checkpoint_missing",
+    ),
+    Lie(RESUMABLE, "another run saved it", with_index(run_id="other"), "checkpoint_missing"),
+    Lie(RESUMABLE, "its index names no files", with_index(files={}), "checkpoint_missing"),
+    Lie(
+        RESUMABLE,
+        "its index names what no file can be",
+        with_index(files={"x" * 5000: {"size": 1, "blake3": ""}, "\0": {"size": 1, "blake3": ""}}),
+        "checkpoint_missing",
+    ),
 ]
 
 
@@ -604,6 +720,56 @@ def test_whatever_becomes_of_any_file_the_audit_ends_with_a_report(
         if report.ok:  # nothing that was lost matters: a mark, a tail that no fsync covers, no index
             assert report.trained in (48, 50)
         shutil.rmtree(run)
+
+
+INTEGERS = [-(2**63), -1, 0, 1, 7, 2**31, 2**62]
+TEXTS = ["", "x", "0:0:0", "9:9:9", "+", "a" * 1000]
+REALS = [math.nan, math.inf, -1.0, 0.0]
+
+
+def altered(value: Any, rng: random.Random) -> Any:
+    """Another value of the same type, at one place below it."""
+    if isinstance(value, Array):
+        return msgspec.structs.replace(value, shape=rng.choice([(), (7,), (1 << 40, 2), (-1,)]))
+    if isinstance(value, msgspec.Struct):
+        name = rng.choice(value.__struct_fields__)
+        return msgspec.structs.replace(value, **{name: altered(getattr(value, name), rng)})
+    if isinstance(value, list) and value:
+        place = rng.randrange(len(value))
+        made = [*value[:place], *value[place + 1 :]], [*value, value[place]], value[::-1]
+        inside = [*value[:place], altered(value[place], rng), *value[place + 1 :]]
+        return rng.choice([*made, inside, inside])
+    if isinstance(value, Version):
+        return rng.choice([Version(0, 0), Version(0, 4), Version(99, 3), Version(value.lineage, 2**62)])
+    made_of: dict[type, Any] = {
+        bool: [not value],
+        int: INTEGERS,
+        float: REALS,
+        str: TEXTS,
+        bytes: [b"", b"x"],
+    }
+    return rng.choice(made_of.get(type(value), [value]))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_a_record_says_the_audit_ends_with_a_report(sound: Path, tmp_path: Path, seed: int) -> None:
+    """Records whose bytes are whole; the run log that would resume refuses them with a message or goes on."""
+    rng, found, refused = random.Random(seed), records(sound), 0
+    run = Path(shutil.copytree(sound, tmp_path / "run"))
+    for _ in range(60):
+        place = rng.randrange(len(found))
+        rewritten(run, [*found[:place], altered(found[place], rng), *found[place + 1 :]])
+        report = audit(run)
+        assert report.ok == (not report.violations)
+        refused += "journal_damaged" in report.violations
+        journal = Journal(run / "journal", "batch", SEGMENT)
+        try:
+            RunLog(journal, PromptStream(MemoryPrompts(), 0), run="r", seed=0, rules=RULES)
+        except DistillError as error:
+            assert str(error)  # noqa: PT017
+        finally:
+            journal.close()
+    assert refused
 
 
 def test_a_run_that_goes_on_has_no_violation(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_run_whose_record_is_gone_or_altered_is_not_resumed(
     given = {"prompts": "a", "held_out": None, "deepspeed": {}}
     with RunFolder.open(config(tmp_path), resume=True) as folder, pytest.raises(ConfigError, match=says):
         folder.keep(config(tmp_path), given)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=says if "content" not in says else "missing"):
         load_run_dir(tmp_path / "x")
 
 
