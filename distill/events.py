@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from distill.aio import Signal
 from distill.prompts.stream import Prompt
@@ -19,6 +19,8 @@ from sync.wire import Generated
 
 logger = logging.getLogger(__name__)
 E = TypeVar("E")
+AT_FAULT: Final = "if the prompts are at fault, correct or drop them, otherwise see the server's log"
+"""What to do about refusals one after the other."""
 
 
 class TeacherIssued(NamedTuple):

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from distill.aio import Signal
 from distill.config import BufferConfig, RunConfig
 from distill.events import (
+    AT_FAULT,
     ErrorBudget,
     Events,
     RolloutRejected,
@@ -308,7 +309,7 @@ class TeacherQueue:
         if isinstance(outcome, ScoreRefused) and not outcome.unusable:
             detail = f"teacher {queue.teacher}: {outcome.error}"
             self._events.emit(RolloutRejected(rollout, "teacher_refused", detail))
-            refused = f"{name} refused {rollout.id}: {outcome.error}"
+            refused = f"{name} refused {rollout.id}: {outcome.error} ({AT_FAULT})"
             return self._budget.bad(name, rollout.id, refused, lambda: teacher.leave_out(server))
         problem: Problem | str | None
         if isinstance(outcome, ScoreRefused):

@@ -13,6 +13,7 @@ from typing import Literal
 from distill.buffer import depth
 from distill.config import AtLimit, RunConfig
 from distill.events import (
+    AT_FAULT,
     CompletionReady,
     EpisodeBroken,
     EpisodeIssued,
@@ -288,7 +289,8 @@ class Dispatcher:
         if isinstance(answer, GenerateFailed) and not answer.unusable:
             logger.warning("prompt %s was refused by its replica: %s", rollout.id, answer.error)
             self._run_log.drop([rollout.id], "engine_failed", answer.error)
-            self._pool.bad_answer(replica, f"it refused the prompt: {answer.error}", rollout.id)
+            refused = f"it refused the prompt: {answer.error} ({AT_FAULT})"
+            self._pool.bad_answer(replica, refused, rollout.id)
             if rollout.source_prompt.environment:
                 self._broken(rollout.id)
         elif problem := self._problem(rollout, answer):
@@ -301,7 +303,9 @@ class Dispatcher:
             if answer.token_ids.shape[0]:
                 self._pool.budget.good(replica.server)
             elif answer.finish_reason not in ("abort", "time"):
-                self._pool.bad_answer(replica, "it completed a prompt without a token", rollout.id)
+                self._pool.bad_answer(
+                    replica, f"it completed a prompt without a token ({AT_FAULT})", rollout.id
+                )
             if not rollout.source_prompt.environment:
                 self._completed(rollout, answer)
             elif answer.finish_reason == "abort" or answer.token_ids.shape[0] == 0:

@@ -322,6 +322,7 @@ async def test_a_server_that_only_refuses_ends_the_run_instead_of_using_up_promp
     assert not summary["completed"]
     assert "gave 8 unusable answers one after the other" in summary["error"]
     assert says in summary["error"]
+    assert "if the prompts are at fault, correct or drop them, otherwise see the server" in summary["error"]
     assert sum(summary["rollout"]["dropped"].values()) < 100
 
 

@@ -147,3 +147,4 @@ def test_an_end_that_is_no_completion_is_a_failure_with_its_reason(reason):
     answer = generated("a", completion(3, 0, reason), topk(0))
     assert isinstance(answer, GenerateFailed)
     assert repr(reason) in answer.error
+    assert answer.unusable, "never the prompt's fault"
