@@ -25,7 +25,7 @@ import httpx
 from sync.address import Address, Place, checked_url
 from sync.claims import MISDIRECTED, MODEL_HEADER, Claim
 from sync.errors import ConfigError, Overloaded, RemoteError, Replaced, Unreachable, WireError, WrongServer
-from sync.retry import retrying, retrying_async
+from sync.retry import pause_told, retrying, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 
 GONE: Final = 410
@@ -76,11 +76,7 @@ class _Answer(NamedTuple):
             text = self.content[:500].decode("utf-8", "replace")
         message = f"{self.url} answered {self.status}: {text}"
         if self.status == 429:
-            try:
-                retry_after = float(self.headers.get("retry-after", "1"))
-            except ValueError:
-                retry_after = 1.0
-            raise Overloaded(message, retry_after)
+            raise Overloaded(message, pause_told(self.headers.get("retry-after", "")))
         raise {MISDIRECTED: WrongServer, GONE: Replaced}.get(self.status, RemoteError)(message)
 
     def only(self) -> bytes:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,15 @@ class Backoff:
         """The pause to make now: `at_least` what the peer asked for."""
         pause, self._pause = self._pause, min(2 * self._pause, self._longest)
         return max(pause, at_least)
+
+
+def pause_told(retry_after: str) -> float:
+    """Seconds that a Retry-After asks for, at least 0.05 and at most 60; 1 for what is no finite number."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        return 1.0
+    return min(max(seconds, 0.05), 60.0) if math.isfinite(seconds) else 1.0
 
 
 def retrying(

@@ -133,6 +133,23 @@ async def test_a_full_peer_is_asked_again_when_it_said() -> None:
     assert scripted.calls == 3
 
 
+@pytest.mark.parametrize(
+    ("told", "pause"),
+    [("0.7", 0.7), ("1e9", 60.0), ("-5", 0.05), ("0", 0.05)]
+    + [(text, 1.0) for text in ("inf", "-inf", "nan", "soon", "", "9" * 400)],
+)
+async def test_a_peer_that_is_full_is_asked_again_within_a_minute_whatever_it_says(
+    told: str, pause: float
+) -> None:
+    full = refuse(429, "full")
+    full.headers["retry-after"] = told
+    with serving(Scripted(full)) as url:
+        async with Peer(url, "secret") as peer:
+            with pytest.raises(Overloaded) as caught:
+                await peer.once("/x", None, 5.0)
+    assert caught.value.retry_after == pause
+
+
 async def test_a_peer_that_stays_full_says_so() -> None:
     scripted = Scripted(*[refuse(429, "queue of 8 tokens is full", retry_after=0.05)] * 50)
     with serving(scripted) as url:
