@@ -281,7 +281,7 @@ def checkpoint(trainer: Trainer) -> None:
 
 
 def finish(trainer: Trainer, outcome: Outcome) -> None:
-    """Publish what is not yet out, report its digests, and leave a model folder. Collective.
+    """Publish what is not yet out, leave a model folder, and report the end. Collective.
 
     When the last version could not be published, no digests are reported and, unless the run was
     interrupted, StoreError is raised at the end; the next start publishes the checkpoint's weights.
@@ -292,10 +292,10 @@ def finish(trainer: Trainer, outcome: Outcome) -> None:
     settle(trainer)
     is_out = not trainer.ranks.highest(first and trainer.publishing.arrived != trainer.version)
     digests = learner.weights.digests()
-    if is_out and first:
-        trainer.client.report(wire.FinalDigests(version=trainer.version, digests=digests))
     if outcome is not Outcome.INTERRUPTED:
         learner.export(trainer.config.run_dir / "final")
+    if is_out and first:  # last: whoever dies before it is started again
+        trainer.client.report(wire.FinalDigests(version=trainer.version, digests=digests))
     trainer.client.close(FINAL_REPORT_SECONDS if outcome is Outcome.INTERRUPTED else None)
     if not is_out:
         problem = (

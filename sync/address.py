@@ -93,15 +93,21 @@ def is_loopback(host: str) -> bool:
 def token_from_environment() -> str | None:
     """The bearer token of this process; None when unset or empty.
 
-    Raises ConfigError for a token file that cannot be read.
+    Whitespace around it is no part of it. Raises ConfigError for a token file that cannot be read, and for
+    what no HTTP header can carry.
     """
-    token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
-    if token or not path:
-        return token or None
-    try:
-        token = Path(path).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} cannot be read: {error.strerror}") from None
+    token, path = os.environ.get(TOKEN_VARIABLE, "").strip(), os.environ.get(TOKEN_FILE_VARIABLE)
+    source = TOKEN_VARIABLE
     if not token:
-        raise ConfigError(f"{TOKEN_FILE_VARIABLE} {path} is empty: write the token into it")
+        if not path:
+            return None
+        source = f"{TOKEN_FILE_VARIABLE} {path}"
+        try:
+            token = Path(path).read_bytes().decode("utf-8", "replace").strip()
+        except OSError as error:
+            raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
+        if not token:
+            raise ConfigError(f"{source} is empty: write the token into it")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"the token of {source} has characters other than printable ASCII: make another")
     return token

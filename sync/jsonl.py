@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -46,14 +47,20 @@ class JsonLines:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Objects of a JSONL file, without a torn last line; empty when there is no file.
 
-    Raises DataError for any other line that is not JSON.
+    Raises DataError for any other line that is no JSON object.
     """
-    lines = path.read_text().splitlines() if path.is_file() else []
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise DataError(f"{path}:{number}: not JSON: the file was altered") from None
+    *lines, torn = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    found = [_object(path, number, line) for number, line in enumerate(lines, 1)]
+    with contextlib.suppress(DataError):  # the newline alone may be missing
+        found.append(_object(path, len(lines) + 1, torn))
+    return found
+
+
+def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"{path}:{number}: no JSON object: the file was altered")
     return found

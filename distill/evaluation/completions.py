@@ -36,6 +36,7 @@ from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
 from sync import durable
 from sync.errors import RemoteError, Unreachable, WireError
+from sync.snapshots.manifest import named
 from sync.wire import (
     EVALUATION_ID,
     Generated,
@@ -254,7 +255,10 @@ def read_completions(path: Path, wanted: PromptSet) -> Iterator[Completion]:
 
 
 def remove_old(run_dir: Path) -> None:
-    """Remove the folders of all but the newest KEPT versions."""
-    folders = sorted((run_dir / "evaluations").iterdir(), key=lambda folder: folder.stat().st_mtime)
-    for folder in folders[:-KEPT]:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folders of all but the newest KEPT versions, whenever they were written."""
+    folder = run_dir / "evaluations"
+    versions = sorted(
+        version for _, version in named(path.name for path in folder.iterdir()) if version is not None
+    )
+    for version in versions[:-KEPT]:
+        shutil.rmtree(folder / str(version), ignore_errors=True)

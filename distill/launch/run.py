@@ -136,7 +136,8 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text())
         ended_well = summary["completed"] and not summary["error"] and not summary["problems"]
-        if ended_well and summary["steps"] >= config.run.steps:
+        exported = config.controller.trainer != "launch" or (config.run_dir / "final").is_dir()
+        if ended_well and exported and summary["steps"] >= config.run.steps:
             return summary
     return None
 

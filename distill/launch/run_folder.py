@@ -88,7 +88,7 @@ class RunFolder:
                 record["content"] |= {
                     name: kept["content"][name]
                     for name in _OPTIONAL
-                    if record["content"][name] is None and name in kept["content"]
+                    if record["content"].get(name) is None and name in kept["content"]
                 }
             if kept != record:
                 number = len([*self.path.glob("config.*.json")])

@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from distill.config import RunConfig
 from distill.metrics.names import SECTIONS
 from sync import secrets
+from sync.errors import ConfigError
 from sync.jsonl import JsonLines
 from sync.wire import RunIdentity, Version
 
@@ -20,6 +22,10 @@ log = logging.getLogger(__name__)
 TABLE_ROWS = 200
 """Of the newest samples, in wandb."""
 ALERT_SECONDS = 600.0
+OPEN_SECONDS = 90.0
+"""For wandb's server to take the run; then it is recorded offline."""
+FINISH_SECONDS = 300.0
+"""For the last figures to reach wandb; what they miss is in the run's folder."""
 
 
 class Sink(Protocol):
@@ -54,31 +60,15 @@ class Wandb:
     Figures have `step` as axis. What `distill samples` shows is the table `samples`, again after every
     `tracking.table_every` evaluations and at the end; the picture of the report (curves, activity of roles)
     is logged at the end. One thread of its own does all of it, in order; what fails there is a warning.
+
+    What a server that cannot be reached does not take is in the run's folder, for `wandb sync`. Raises
+    ConfigError for a key or settings that wandb refuses.
     """
 
     def __init__(self, config: RunConfig, run: RunIdentity) -> None:
-        import wandb
-
-        from distill.metrics.summary import git_state, versions
-
-        tracking, name = config.tracking, config.run.name
-        self._run_dir, self._evaluations, self._every = config.run_dir, 0, tracking.table_every
-        self._worker = ThreadPoolExecutor(1, "wandb")
-        self._run = wandb.init(
-            project=tracking.project,
-            entity=tracking.entity,
-            name=name,
-            id=f"{name}-{run.id}",
-            resume="allow",
-            group=tracking.group,
-            tags=tracking.tags,
-            notes=tracking.notes,
-            mode=wandb_mode(config),
-            dir=config.run_dir,
-            config=secrets.hide(config.model_dump(mode="json"))
-            | {"git": git_state(), "versions": versions()},
-            settings=wandb.Settings(silent=True, save_code=False, disable_git=True, console="off"),
-        )
+        self._run_dir, self._evaluations = config.run_dir, 0
+        self._every, self._worker = config.tracking.table_every, ThreadPoolExecutor(1, "wandb")
+        self._run = _open(config, run)
         for axis in ("step", "lineage"):
             self._run.define_metric(axis, hidden=True)
         for section in SECTIONS:
@@ -100,8 +90,8 @@ class Wandb:
     def close(self) -> None:
         self._later(self._log_samples)
         self._later(self._log_report)
+        self._later(self._run.finish)
         self._worker.shutdown()
-        self._run.finish()
 
     def _later(self, work: Callable[..., Any], *args: Any) -> None:
         self._worker.submit(work, *args).add_done_callback(_warn)
@@ -132,6 +122,56 @@ class Wandb:
             self._run.log({"report": wandb.Image(str(draw(read_run(self._run_dir))))})
 
 
+def _open(config: RunConfig, run: RunIdentity) -> Any:
+    """The wandb run; offline, with a warning, when the server does not take it."""
+    import wandb
+
+    from distill.metrics.summary import git_state, versions
+
+    tracking, name, mode = config.tracking, config.run.name, wandb_mode(config)
+    settings = wandb.Settings(
+        silent=True,
+        save_code=False,
+        disable_git=True,
+        console="off",
+        init_timeout=OPEN_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+    )
+
+    def init(mode: Literal["online", "offline", "disabled"]) -> Any:
+        return wandb.init(
+            project=tracking.project,
+            entity=tracking.entity,
+            name=name,
+            id=f"{name}-{run.id}",
+            resume="allow",
+            group=tracking.group,
+            tags=tracking.tags,
+            notes=tracking.notes,
+            mode=mode,
+            dir=config.run_dir,
+            config=secrets.hide(config.model_dump(mode="json"))
+            | {"git": git_state(), "versions": versions()},
+            settings=settings,
+        )
+
+    try:
+        return init(mode)
+    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+        raise ConfigError(
+            f"wandb refuses the run: {error}; correct WANDB_API_KEY or [tracking], or set tracking.wandb = "
+            '"offline"'
+        ) from None
+    except wandb.errors.CommError as error:
+        log.warning(
+            "wandb does not take the run (%s): recording offline in %s; send it later with `wandb sync`",
+            error,
+            config.run_dir / "wandb",
+        )
+        wandb.teardown()  # its service still holds the id
+        return init("offline")
+
+
 def _warn(done: Future[Any]) -> None:
     if error := done.exception():
         log.warning("wandb does not get everything: %s", error)
@@ -147,20 +187,34 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer, self._lineage = EventFileWriter(str(folder)), 0.0
-        self.close = self._writer.close
+        self._open = partial(EventFileWriter, str(folder))
+        self._writer, self._lineage = self._open(), 0.0
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        now = time.time()
+        events, now = [], time.time()
         if figures["lineage"] > self._lineage:
-            self._lineage = figures["lineage"]
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=now, step=step, session_log=start))
+            events.append(Event(wall_time=now, step=step, session_log=start))
         values = [Summary.Value(tag=name, simple_value=figure) for name, figure in figures.items()]
-        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        events.append(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        try:
+            self._writer = self._writer or self._open()
+            for event in events:
+                self._writer.add_event(event)
+            self._lineage = max(self._lineage, figures["lineage"])
+        except OSError as error:  # its thread has ended: what it held is lost
+            log.warning("TensorBoard does not get everything up to step %d: %s", step, error)
+            self._writer = None
+
+    def close(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            log.warning("TensorBoard does not get everything: %s", error)
 
 
 def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:

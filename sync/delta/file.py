@@ -142,11 +142,10 @@ def parse(data: bytes | memoryview, most: int = _MOST_HEADER) -> tuple[Header, m
         raise SnapshotError(f"a delta file's header cannot be read: {error}; it was altered") from None
     blobs = view[end:]
     for part in header.ranges:
-        if min(part.offset, part.length, part.start, part.count) < 0 or part.offset + part.length > len(
-            blobs
-        ):
+        outside = part.offset < 0 or part.length < 0 or part.offset + part.length > len(blobs)
+        if outside or part.start < 0 or part.count < 1:
             raise SnapshotError(
-                f"a delta file's range of {part.name!r} lies outside of it: it was cut or altered"
+                f"a delta file's range of {part.name!r} is empty or lies outside of it: it was cut or altered"
             )
     return header, blobs
 

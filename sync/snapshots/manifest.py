@@ -34,6 +34,8 @@ from sync.wire import Version
 LATEST: Final = "LATEST"
 _MOST_FILES: Final = 1 << 18
 """Files of a chain of versions, all together."""
+_MOST_RANKS: Final = 4096
+"""Files of one delta."""
 _Bytes = Annotated[int, msgspec.Meta(ge=0)]
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -137,6 +139,8 @@ def _wrong_files(manifest: Manifest) -> str | None:
     if len(set(keys)) < len(keys) or sum(file.size for file in manifest.files) != manifest.bytes:
         return f"names {len(keys)} files, some twice or not of {manifest.bytes} bytes in all"
     if manifest.kind == "delta":
+        if len(keys) > _MOST_RANKS:
+            return f"names {len(keys)} files, a delta has one of each rank and at most {_MOST_RANKS}"
         ranks = [f"delta-{rank:05d}.bin" for rank in range(len(keys))]
         return next(
             (

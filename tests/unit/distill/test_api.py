@@ -60,6 +60,7 @@ def finished(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "test"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text(json.dumps(FINISHED))
+    (folder / "final").mkdir()
     return folder
 
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import math
+import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -224,12 +225,12 @@ def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
     for step in range(KEPT + 3):
         folder = file_of(tmp_path, Version(0, step), "x").parent
         folder.mkdir(parents=True)
-        import os
-
-        os.utime(folder, (step, step))
+        os.utime(folder, (-step, -step))  # whatever the clock said
+    (tmp_path / "evaluations" / "notes").mkdir()
     remove_old(tmp_path)
     assert sorted(one.name for one in (tmp_path / "evaluations").iterdir()) == [
-        str(Version(0, step)) for step in range(3, KEPT + 3)
+        *(str(Version(0, step)) for step in range(3, KEPT + 3)),
+        "notes",
     ]
 
 

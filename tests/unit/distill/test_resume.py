@@ -264,6 +264,9 @@ def test_a_finished_run_is_complete_and_any_other_goes_on(
     with pytest.raises(ConfigError, match="does not exist"):
         asyncio.run(run(made, resume=True))
     (tmp_path / "x" / "summary.json").write_text(json.dumps(finished))
+    with pytest.raises(ConfigError, match="does not exist"):  # its trainer died before it left final/
+        asyncio.run(run(config(tmp_path, student=missing), resume=True))
+    (tmp_path / "x" / "final").mkdir()
     done = run(config(tmp_path), resume=True, console=Console(file=said, width=200))
     assert asyncio.run(done) == finished
     assert "already complete: 3 steps; raise run.steps to train on" in said.getvalue()

@@ -13,10 +13,13 @@ from typing import Any, cast
 import pytest
 import torch
 from small_config import make_config
+from tmpfs import mounted
 
+from distill.bench.faults import fill, free
 from distill.events import Quarantined
 from distill.launch.run import _Launcher
 from distill.launch.supervise import ChildSpec
+from distill.metrics import trackers
 from distill.metrics.names import SECTIONS
 from distill.metrics.samples import SAMPLES, Sample
 from distill.metrics.summary import git_state
@@ -25,6 +28,7 @@ from distill.metrics.trackers import MetricsFile, TensorBoard, Wandb
 from distill.preflight_checks import checks
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.durable import write_json
+from sync.errors import ConfigError
 from sync.jsonl import JsonLines
 from sync.wire import RunIdentity
 
@@ -163,6 +167,46 @@ def test_tensorboard_shows_every_figure_and_a_repeated_step_once(tmp_path: Path)
     losses = [(one.step, round(one.value, 2)) for one in shown.Scalars("train/loss")]
     assert losses == [(0, 0.5), (1, 0.45), (2, 0.25)]
     assert shown.Scalars("eval/best") == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of its own thread
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with mounted(tmp_path / "small", 64) as small:
+        sink = TensorBoard(small)
+        sink.log(0, {"lineage": 0, "train/loss": 0.5})
+        fill(small)
+        step = 0
+        while "TensorBoard does not get everything" not in caplog.text:  # its thread finds the disk full
+            step += 1
+            sink.log(step, {"lineage": 0, "train/loss": 0.4})
+        free(small)
+        sink.log(step + 1, {"lineage": 0, "train/loss": 0.25})
+        sink.close()
+        shown = EventAccumulator(str(small)).Reload()
+        assert [(one.step, one.value) for one in shown.Scalars("train/loss")][-1] == (step + 1, 0.25)
+
+
+def test_a_wandb_server_that_is_not_there_leaves_the_run_to_be_recorded_offline(
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(trackers, "OPEN_SECONDS", 2.0)
+    run = run.model_copy(update={"tracking": run.tracking.model_copy(update={"wandb": "online"})})
+    found = recorded(run, lambda sink: sink.log(1, {"train/reverse_kl": 0.5}))
+    assert [one["train/reverse_kl"] for one in history(found) if "train/reverse_kl" in one] == [0.5]
+    assert "recording offline in" in caplog.text
+
+
+def test_a_key_that_wandb_refuses_is_the_users_to_correct(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    run = run.model_copy(update={"tracking": run.tracking.model_copy(update={"wandb": "online"})})
+    with pytest.raises(ConfigError, match=r"wandb refuses the run: .*correct WANDB_API_KEY"):
+        Wandb(run, RunIdentity(run.run.name, "0123abcd"))
 
 
 def test_tensorboard_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,3 +70,18 @@ def test_the_token_is_read_from_a_file_when_the_variable_is_unset(
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         token_from_environment()
+
+
+@pytest.mark.parametrize("secret", [b"of the \x00 process", "schlüssel".encode(), b"\xff\xfe", b"two\nlines"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: bytes
+) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(secret)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(path))
+    with pytest.raises(ConfigError, match="has characters other than printable ASCII") as refused:
+        token_from_environment()
+    assert secret.decode("utf-8", "replace") not in str(refused.value)
+    monkeypatch.setenv(TOKEN_VARIABLE, " of the process\n")
+    assert token_from_environment() == "of the process"

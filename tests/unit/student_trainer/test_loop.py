@@ -383,6 +383,22 @@ def test_the_digests_of_the_last_version_are_reported(tmp_path: Path) -> None:
     assert (tmp_path / "final").is_dir()
 
 
+def test_an_export_that_fails_is_not_the_end_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: object, folder: Path) -> None:
+        raise DataError("the disk is full")
+
+    story = Story(tmp_path, [batch(0)])
+    monkeypatch.setattr(RecordedLearner, "export", full)
+    train(story.trainer)
+    with pytest.raises(DataError, match="full"):
+        finish(story.trainer, Outcome.STOP)
+    assert not [event for event in story.client.reported if isinstance(event, FinalDigests)], (
+        "what has reported the end is not started again"
+    )
+
+
 @pytest.mark.parametrize("outcome", [Outcome.STOP, Outcome.STOP_AND_CHECKPOINT, Outcome.INTERRUPTED])
 def test_a_last_version_that_failed_has_no_digests_and_is_an_error(
     tmp_path: Path, outcome: Outcome, caplog: pytest.LogCaptureFixture

@@ -129,9 +129,27 @@ def test_a_header_that_unpacks_to_hundreds_of_megabytes_is_refused_at_the_price_
 
 def test_more_ranges_than_tensors_are_refused(store: MemoryStore, tmp_path: Path) -> None:
     head, blobs = parts_of(store.read("run/L000-v00000001/delta-00000.bin"))
-    head["ranges"] += [["a", 0, 0, "f4", 0, 0, 0, b""]] * 9
+    head["ranges"] += [["a", 0, 1, "f4", 0, 0, 0, b""]] * 9
     put_file(store, v(1), "delta-00000.bin", delta_file(msgspec.msgpack.encode(head), blobs))
     assert "12 ranges, the model 3 tensors" in refusal(store, tmp_path, v(1))
+
+
+def test_a_range_of_nothing_is_refused(store: MemoryStore, tmp_path: Path) -> None:
+    head, blobs = parts_of(store.read("run/L000-v00000001/delta-00000.bin"))
+    head["ranges"][0][2] = 0
+    put_file(store, v(1), "delta-00000.bin", delta_file(msgspec.msgpack.encode(head), blobs))
+    assert "is empty or lies outside of it" in refusal(store, tmp_path, v(1))
+
+
+def test_a_delta_of_more_files_than_any_run_has_ranks_is_refused(store: MemoryStore) -> None:
+    key = manifest_key(RUN, v(1))
+    told = msgspec.json.decode(store.read(key))
+    told["files"] = [{"key": f"delta-{rank:05d}.bin", "size": 0, "blake3": "0" * 64} for rank in range(4097)]
+    store._objects[key] = msgspec.json.encode(told | {"bytes": 0})
+    with pytest.raises(
+        SnapshotError, match="names 4097 files, a delta has one of each rank and at most 4096"
+    ):
+        read_manifest(store, RUN, v(1))
 
 
 @pytest.mark.parametrize(
