@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from uuid import uuid4
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.metrics.card import FOLDER, write_card
+from distill.metrics.results import read_summary
 from sync.errors import ConfigError, RemoteError, SnapshotError, StoreError
 from sync.own_code import use_folder
 from sync.settings import DirectoryStoreConfig, XetStoreConfig
@@ -74,9 +74,8 @@ def export_version(
     A version that is an adapter is merged into the student that the run started from, unless `adapter`.
     `repo`: what the card calls the model.
     """
-    config, summary = load_run_dir(run_dir), run_dir / "summary.json"
+    config, figures = load_run_dir(run_dir), read_summary(run_dir)
     exported = _export(config, version, target, adapter)
-    figures = json.loads(summary.read_text()) if summary.is_file() else {}
     write_card(target, config, figures, str(exported), repo or FOLDER)
     return exported
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any
 
 import msgspec
 
+from sync.decoding import convert
 from sync.durable import append
 from sync.errors import DataError
 
+Row = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
@@ -44,23 +45,23 @@ class JsonLines:
             log.error("disk full: %d bytes of %s are lost", len(self._pending), self._path)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, kind: Any = Row) -> list[Row]:
     """Objects of a JSONL file, without a torn last line; empty when there is no file.
 
-    Raises DataError for any other line that is no JSON object.
+    `kind`: what msgspec must be able to read every object as. Raises DataError for any other line.
     """
     *lines, torn = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    found = [_object(path, number, line) for number, line in enumerate(lines, 1)]
+    found = [_object(path, number, line, kind) for number, line in enumerate(lines, 1)]
     with contextlib.suppress(DataError):  # the newline alone may be missing
-        found.append(_object(path, len(lines) + 1, torn))
+        found.append(_object(path, len(lines) + 1, torn, kind))
     return found
 
 
-def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _object(path: Path, number: int, line: bytes, kind: Any) -> Row:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise DataError(f"{path}:{number}: no JSON object: the file was altered")
+        found = msgspec.json.decode(line, type=Row)
+        if kind is not Row:
+            convert(found, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path}:{number}: {error}; the file was altered") from None
     return found

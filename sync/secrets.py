@@ -28,14 +28,20 @@ FREE_FORM: Final = frozenset(
 )
 """Tables of a configuration whose keys are the user's, so that any of them may name a secret."""
 _SECRET_NAME: Final = re.compile(
-    r"(token|key|[_-]pwd)$|secret|passw|passphrase|credential|signature", re.IGNORECASE
+    r"(token|key|[_-]pwd|(api|access|auth|hub)[_-]?(token|key)s|(^|[_-])(auth|authorization|pass|sas|sig))$"
+    r"|secret|passw|passphrase|credential|signature|cookie|webhook",
+    re.IGNORECASE,
 )
 _SHAPES: Final = re.compile(
-    r"(?<=://)(?P<user>[^/\s@\"']+)(?=@)"
+    r"(?<=://)(?P<user>[^/\s?#\"']+)(?=@)"
+    r"|[?&]sig=(?P<sas>[^\s\"'&]+)"
     r"|(?:token|secret|passw(?:or)?d|credentials?|signature|(?:[_-]|api|access|account|private)key)"
     r"(?:\s*=\s*|[\"']\s*[:=]\s*(?=[\"']))"
     r"(?:[\"'](?P<quoted>[^\"']+)[\"']|(?!\(hidden)(?P<value>[^\s\"',;&}\])]+))"
     r"|Bearer\s+(?P<bearer>[\w.~+/=-]{8,})"
+    r"|authorization[\"']?\s*[:=]\s*[\"']?Basic\s+(?P<basic>[\w+/=-]+)"
+    r"|--[\w-]*(?:token|key|secret|password)\s+(?!\(hidden)(?P<flag>[^\s-]\S{5,})"
+    r"|(?:passw(?:or)?d|passphrase|secret|(?:api|access)[_-]?key)\s*:\s+(?!\(hidden)(?P<said>[^\s\"',;)}\]]+)"
     r"|\b(?P<token>(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abpr]-|AKIA|ASIA|AIza)[\w-]{14,})"
     r"|\b(?P<jwt>eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)"
     r"|(?P<pem>-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*)",
@@ -56,9 +62,9 @@ def hide(tree: Any, name: str = "") -> Any:
     return _hide(tree, "", {}, bool(name), is_secret(name))
 
 
-def found(tree: Any) -> dict[str, str]:
+def found(tree: Any) -> dict[str, Any]:
     """Place ("/weights/store/options/secret_key") → value of every secret; known from now on."""
-    places: dict[str, str] = {}
+    places: dict[str, Any] = {}
     _hide(tree, "", places)
     return places
 
@@ -72,7 +78,7 @@ def environment(tree: Any) -> dict[str, str]:
 def filled(tree: Any) -> Any:
     """`tree` with the secrets that this process was given put back."""
     places = json.loads(os.environ.get(VARIABLE, "{}"))
-    _learn(*places.values())
+    _learn(*map(str, places.values()))
 
     def fill(value: Any, place: str) -> Any:
         if isinstance(value, dict):
@@ -128,7 +134,7 @@ class _Redacted:
         return record
 
 
-def _hide(value: Any, place: str, places: dict[str, str], free: bool = False, named: bool = False) -> Any:
+def _hide(value: Any, place: str, places: dict[str, Any], free: bool = False, named: bool = False) -> Any:
     """`free`: inside a free-form table. `named`: below a secret's name there. Fills `places`."""
     if isinstance(value, dict):
         return {
@@ -143,6 +149,10 @@ def _hide(value: Any, place: str, places: dict[str, str], free: bool = False, na
             _hide(item, f"{place}/{index}", places, free, named or _is_flag(flag))
             for index, (item, flag) in enumerate(zip(value, flags, strict=True))
         ]
+    if named and isinstance(value, int | float) and not isinstance(value, bool):
+        _learn(str(value))
+        places[place] = value
+        return HIDDEN
     if not isinstance(value, str):
         return value
     shown = HIDDEN if named and value else _SHAPES.sub(_hidden, value)

@@ -40,8 +40,18 @@ Overrides = Annotated[
 ]
 Index = Annotated[int, typer.Option(help="Index of the process; 0 is the first.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+
+
+def _checked_file(path: Path | None) -> Path | None:
+    """`path` itself. Raises ConfigError, before a command works for its figures, when it cannot be a file."""
+    if path is not None and (not path.name or path.is_dir()):
+        raise ConfigError(f"--json {str(path)!r} is a folder: name a file")
+    return path
+
+
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE too.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the figures to FILE too.", callback=_checked_file),
 ]
 Controller = Annotated[
     str,
@@ -92,6 +102,12 @@ def guarded(command: Callable[[], Any]) -> int:
         if isinstance(error, Interrupted):
             return EXIT_STOPPED
         return EXIT_USER if isinstance(error, ConfigError | DataError) else EXIT_FAILED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        named = f"{error.filename}: {error.strerror}"
+        console.print(redact(f"distill: {named}"), style="red", markup=False, highlight=False, soft_wrap=True)
+        return EXIT_FAILED
     except (KeyboardInterrupt, CancelledError):  # the latter: a run that was told to stop twice
         console.print("distill: stopped", style="red")
         return EXIT_STOPPED

@@ -19,6 +19,7 @@ from distill.aio import cancel
 from distill.config import RunConfig
 from distill.config.cluster import LocalCluster
 from distill.launch.run import run
+from distill.metrics.results import MetricsRow
 from sync.errors import ConfigError, Interrupted
 from sync.jsonl import read_lines
 from sync.settings import DirectoryStoreConfig
@@ -98,7 +99,7 @@ async def _measurable(path: Path, say: Callable[[str], None]) -> None:
     steps, seconds = 0, 0.0
     while steps < LEAST_STEPS or seconds < SECONDS:
         await asyncio.sleep(POLL_SECONDS)
-        ends = [line["time"] for line in read_lines(path) if "train/rows" in line]
+        ends = [line["time"] for line in read_lines(path, MetricsRow) if "train/rows" in line]
         if len(ends) > steps:
             steps, seconds = len(ends), ends[-1] - ends[0]
             say(f"{steps} steps in {seconds:.0f} s")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import signal
 import threading
@@ -30,14 +29,12 @@ from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
-from distill.launch import cluster, roles
+from distill.launch import cluster, outcome, roles
 from distill.launch.placement import TRAINER, planned
 from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import ChildSpec, Supervisor
-from distill.metrics.card import write_card
 from distill.metrics.console import ProgressDisplay
-from distill.metrics.page import REPORT, write_page
 from distill.metrics.samples import SAMPLES, SampleFile
 from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
@@ -54,7 +51,6 @@ from distill.run_log.journal import Journal
 from student_trainer.objectives.config import needs, student_topk
 from sync.claims import Claim
 from sync.durable import write_json
-from sync.errors import DataError, Interrupted, RemoteError
 from sync.jsonl import JsonLines
 from sync.subscribe import check_local
 from sync.wire import EvalReport, Version
@@ -66,6 +62,7 @@ log = logging.getLogger(__name__)
 
 STOP_SHARE = 0.7
 """Share of the grace period for the trainer's step and checkpoint; the rest is for TERM and KILL."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DISK_POLL_SECONDS = 5.0
 
 
@@ -87,7 +84,7 @@ async def run(
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    if resume and (done := _finished(config)):
+    if resume and (done := outcome.finished(config)):
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
     config, split, lines = checks.check(config, planned(config)[0])
@@ -98,7 +95,12 @@ async def run(
         check_local(config.mirrors)
     await asyncio.to_thread(check_store, config)
     token = token_of(config)
-    with cluster.opened(config) as engine, RunFolder.open(config, resume) as folder, Ports() as ports:
+    with (
+        cluster.opened(config) as engine,
+        RunFolder.open(config, resume) as folder,
+        Ports() as ports,
+        contextlib.ExitStack() as signals,
+    ):
         for line in folder.keep(config, content(config, split)):
             say(f"resumed with {line}")
         keep_position(split.train, folder.path)
@@ -110,36 +112,12 @@ async def run(
         else:
             plan = plan_servers(config, token, ports).through(relay)
         launcher = _Launcher(config, folder, plan, split, token, console, relay)
-        figures = await launcher.run()
+        figures = await launcher.run(signals)
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
-        if not launcher.stopped_by and (final := folder.path / "final").is_dir():
-            await asyncio.to_thread(write_card, final, config, summary, summary["version"])
-        if summary["steps"] or summary["evaluations"]:
-            try:
-                await asyncio.to_thread(write_page, [folder.path], folder.path / REPORT)
-            except DataError as error:  # such as figures from before a resume, of an earlier version
-                say(f"no {REPORT}: {error}")
-    if summary["error"]:
-        raise RemoteError(f"{summary['error']}; fix it, then go on with --resume")
-    if launcher.stopped_by:
-        saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
-        raise Interrupted(
-            f"stopped by {launcher.stopped_by} at step {summary['steps']}; "
-            + "; ".join([f"{folder.path} {saved}: go on with --resume", *summary["problems"]])
-        )
+        await asyncio.to_thread(outcome.describe, config, summary, launcher.stopped_by, say)
+    outcome.check(config, summary, launcher.stopped_by)
     return summary
-
-
-def _finished(config: RunConfig) -> dict[str, Any] | None:
-    """The summary of a run that made all its steps and ended well; None: there is something left to do."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text())
-        ended_well = summary["completed"] and not summary["error"] and not summary["problems"]
-        exported = config.controller.trainer != "launch" or (config.run_dir / "final").is_dir()
-        if ended_well and exported and summary["steps"] >= config.run.steps:
-            return summary
-    return None
 
 
 def connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> live.Engines:
@@ -178,7 +156,7 @@ class _Launcher:
     ) -> None:
         self._config, self._folder, self._token, self._split = config, folder, token, split
         self._expected = plan.expected
-        self._joined, self.stopped_by = False, ""
+        self._joined, self._over, self.stopped_by = False, False, ""
         self._stop_deadline = float("inf")
         self._roll_back_to: list[Version | None] = []
         """Checkpoint at which the next trainer begins, after a rollback and until it has; else empty."""
@@ -212,8 +190,8 @@ class _Launcher:
         restarts, health = config.run.restarts, config.run.health_timeout_seconds
         self._supervisor = Supervisor(specs, folder.logs, restarts, health_seconds=health)
 
-    async def run(self) -> dict[str, Any]:
-        """The controller's figures."""
+    async def run(self, signals: contextlib.ExitStack) -> dict[str, Any]:
+        """The controller's figures. `signals`: until it is left, a signal does not end the process."""
         self._display.start(self._supervisor.status)
         try:
             if self._config.tracking.wandb != "disabled":
@@ -221,9 +199,10 @@ class _Launcher:
                 self._wandb = await asyncio.to_thread(Wandb, self._config, run)
                 self._sinks.append(self._wandb)
             gc.freeze()  # full collections skip modules and configuration: tens of ms each
-            with self._signals(asyncio.get_running_loop()):
-                return await self._supervised()
+            signals.enter_context(self._signals(asyncio.get_running_loop()))
+            return await self._supervised()
         finally:
+            self._over = True
             await self._supervisor.stop(self._config.run.grace_seconds * (1 - STOP_SHARE))
             for sink in self._sinks:
                 sink.close()
@@ -318,10 +297,15 @@ class _Launcher:
             return
         this = asyncio.current_task()
         assert this is not None, "runs in a task"
+        came: list[signal.Signals] = []
 
         def stop(number: signal.Signals) -> None:
-            if self.stopped_by:
+            came.append(number)
+            if len(came) > 1:
                 this.cancel()
+                return
+            if self._over:
+                log.warning("%s: the run is over and writes its figures (again: stop at once)", number.name)
                 return
             self.stopped_by = number.name
             self._display.say(f"{number.name}: finishing the step, saving a checkpoint (again: stop at once)")
@@ -330,12 +314,13 @@ class _Launcher:
             self._stop_deadline = time.monotonic() + seconds
             loop.call_later(seconds, self._controller.trainer_left)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in heard:
             loop.add_signal_handler(number, stop, number)
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in heard:
                 loop.remove_signal_handler(number)
 
     def _components(self) -> Components:

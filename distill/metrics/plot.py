@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.metrics.results import Run
 from distill.metrics.summary import use_of_tokens
+from distill.metrics.timeline import Span
 from sync.jsonl import read_lines
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def draw(run: Run) -> Path:
     grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
     draw_quality(figure.add_subplot(grid[0, 0]), run.metrics)
     draw_cost(figure.add_subplot(grid[0, 1]), run.metrics)
-    draw_activity(figure.add_subplot(grid[1, :]), read_lines(run.folder / "timeline.jsonl"), summary)
+    draw_activity(figure.add_subplot(grid[1, :]), read_lines(run.folder / "timeline.jsonl", Span), summary)
     title = {"x": 0.01, "ha": "left", "fontsize": 15, "fontweight": "bold", "color": INK}
     figure.suptitle(_title(run.folder.name, summary), **title)
     if "rollout" in summary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict
@@ -13,12 +12,22 @@ from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.metrics.names import SECTIONS, unknown
 from distill.metrics.samples import read_samples
+from sync.decoding import json_decoder
 from sync.errors import DataError
 from sync.jsonl import read_lines
 
 Row = dict[str, Any]
 AXES: Final = ("step", "lineage", "time")
 """Of every line of metrics.jsonl."""
+
+
+class MetricsRow(msgspec.Struct):
+    """What every line of metrics.jsonl has beside its figures."""
+
+    step: int
+    time: float
+    """Seconds since the epoch."""
+    lineage: int = 0
 
 
 class Summary(TypedDict):
@@ -94,7 +103,7 @@ class Run(NamedTuple):
 
 def read_run(folder: Path) -> Run:
     """Raises DataError for a folder without figures, and for one of an earlier version."""
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = read_lines(folder / "metrics.jsonl", MetricsRow)
     if not lines:
         raise DataError(f"{folder} holds no metrics.jsonl with figures: name the folder of a run")
     if odd := [name for line in lines for name in line if name not in AXES and unknown(name)]:
@@ -102,10 +111,28 @@ def read_run(folder: Path) -> Run:
             f"{folder}/metrics.jsonl has the figure {odd[0]!r}, and names are in the sections "
             f"{', '.join(SECTIONS)} (docs/operations.md): read it with the version that wrote it"
         )
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text()) if path.is_file() else {}
+    if wrong := [(name, line["step"]) for line in lines for name, at in line.items() if not _is_figure(at)]:
+        raise DataError(
+            f"{folder}/metrics.jsonl has no number as {wrong[0][0]} of step {wrong[0][1]}: it was altered"
+        )
+    summary = read_summary(folder)
     rows = [{name: value for name, value in line.items() if value is not None} for line in newest(lines)]
     return Run(folder, summary, rows)
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def read_summary(folder: Path) -> Row:
+    """What summary.json of a run holds; empty while the run goes on. Raises DataError when it was altered."""
+    path = folder / "summary.json"
+    try:
+        return json_decoder(Row).decode(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path}: {error}; the file was altered: remove it, or restore it") from None
 
 
 def newest(lines: Sequence[Row]) -> list[Row]:

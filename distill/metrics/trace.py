@@ -15,6 +15,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
+from distill.metrics.results import MetricsRow
+from distill.metrics.timeline import Span
 from sync.errors import DataError
 from sync.jsonl import read_lines
 
@@ -31,11 +33,11 @@ Event = dict[str, Any]
 
 def write_trace(run_dir: Path) -> Path:
     """Write the trace of a run, finished or not; its path. Raises DataError when the run has no timeline."""
-    spans = read_lines(run_dir / "timeline.jsonl")
+    spans = read_lines(run_dir / "timeline.jsonl", Span)
     if not spans:
         raise DataError(f"{run_dir} holds no timeline.jsonl with spans: name the folder of a run")
     began = min(float(span["start"]) for span in spans)
-    events = [*_spans(spans, began), *_counters(read_lines(run_dir / "metrics.jsonl"), began)]
+    events = [*_spans(spans, began), *_counters(read_lines(run_dir / "metrics.jsonl", MetricsRow), began)]
     path = run_dir / "trace.json"
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return path

@@ -20,6 +20,7 @@ from statistics import mean, median
 from typing import Any, Final, NamedTuple
 
 from distill.metrics.results import read_run
+from distill.metrics.timeline import Span
 from distill.planning.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengths, Plan
 from sync.errors import DataError
 from sync.jsonl import read_lines
@@ -82,10 +83,11 @@ def _lengths(run_dir: Path, before: dict[str, Any], steps: Sequence[dict[str, An
 def _stage_seconds(run_dir: Path, begin: float, end: float) -> dict[str, float]:
     """Of each stage, between two moments."""
     by_role: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for span in read_lines(run_dir / "timeline.jsonl"):
+    for span in read_lines(run_dir / "timeline.jsonl", Span):
         if span["what"] == GENERATE and span["role"].startswith("teacher "):
             continue  # a teacher's completions
-        kind = {"publish": TRAIN, "checkpoint": TRAIN}.get(span["what"], span["what"])
+        what: str = span["what"]
+        kind = {"publish": TRAIN, "checkpoint": TRAIN}.get(what, what)
         by_role[kind][span["role"]] += max(0.0, min(end, span["end"]) - max(begin, span["start"]))
     if missing := [kind for kind in (GENERATE, SCORE, TRAIN) if not sum(by_role[kind].values())]:
         raise DataError(f"--measured {run_dir}: timeline.jsonl has no span of {', '.join(missing)}")

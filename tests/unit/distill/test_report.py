@@ -84,8 +84,8 @@ def test_a_run_of_an_earlier_version_is_refused_by_the_first_name_that_is_gone(t
 def test_steps_that_a_resume_or_a_rollback_did_again_are_read_once(tmp_path: Path) -> None:
     """Killed after step 4, resumed at 2; rolled back to 3 from 5, and stopped after 4."""
     trained = [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (1, 5), (2, 4)]
-    lines = [{"step": step, "lineage": lineage, "train/loss": 1.0} for lineage, step in trained]
-    evaluated = {"step": 2, "lineage": 0, "eval/reverse_kl": 0.5}
+    lines = [{"step": step, "time": 1.0, "lineage": at, "train/loss": 1.0} for at, step in trained]
+    evaluated = {"step": 2, "time": 2.0, "lineage": 0, "eval/reverse_kl": 0.5}
     lines[4:4] = [evaluated]  # it is later than the steps that were trained meanwhile
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = read_run(tmp_path).metrics
@@ -105,6 +105,32 @@ def test_a_line_that_was_altered_is_refused_but_a_cut_last_one_is_left_out(tmp_p
     path.write_text('{"a"\n{"a": 1}\n')
     with pytest.raises(DataError, match=r"x\.jsonl:1"):
         read_lines(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("metrics.jsonl", '{"time": 1.0}', "missing required field `step`"),
+        ("metrics.jsonl", '{"step": "1", "time": 1.0}', "Expected `int`, got `str`"),
+        ("metrics.jsonl", '{"step": 1, "time": 1.0, "train/loss": []}', "no number as train/loss of step 1"),
+        (
+            "timeline.jsonl",
+            '{"role": "trainer", "what": "train", "start": 1.0}',
+            "missing required field `end`",
+        ),
+        ("timeline.jsonl", '{"role": "trainer", "what": "train", "start": 1.0, "end": NaN}', "malformed"),
+        ("summary.json", '{"steps": ', "truncated"),
+        ("summary.json", "[]", "Expected `object`"),
+    ],
+)
+def test_a_file_with_something_else_in_it_is_one_message(
+    tmp_path: Path, name: str, content: str, why: str
+) -> None:
+    write_run(tmp_path / "run", 3)
+    with (tmp_path / "run" / name).open("a") as file:
+        file.write(f"{content}\n")
+    with pytest.raises(DataError, match=rf"{name}.*{why}"):
+        draw(read_run(tmp_path / "run"))
 
 
 def test_the_window_lies_in_the_middle_of_the_training() -> None:

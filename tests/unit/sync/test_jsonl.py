@@ -31,5 +31,5 @@ def test_a_missing_or_empty_file_has_no_lines(tmp_path: Path) -> None:
 def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"{}\n" + line + b"\n{}\n")
-    with pytest.raises(DataError, match=r"x\.jsonl:2: no JSON object: the file was altered"):
+    with pytest.raises(DataError, match=r"x\.jsonl:2: .*; the file was altered"):
         read_lines(path)

@@ -21,7 +21,28 @@ def none_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["secret_access_key", "HF_TOKEN", "api-key", "password", "AWS_SESSION_TOKEN", "db_pwd"]
+    "name",
+    [
+        "secret_access_key",
+        "HF_TOKEN",
+        "api-key",
+        "password",
+        "AWS_SESSION_TOKEN",
+        "db_pwd",
+        "pass",
+        "smtp_pass",
+    ]
+    + [
+        "api_keys",
+        "ACCESS_TOKENS",
+        "auth",
+        "Authorization",
+        "proxy_auth",
+        "cookie",
+        "SLACK_WEBHOOK_URL",
+        "sas",
+    ]
+    + ["url_sig"],
 )
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
@@ -29,7 +50,8 @@ def test_names_of_secrets(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["max_tokens", "tokenizer", "stop_token_ids", "ssl-keyfile", "DISTILL_TOKEN_FILE", "PWD", "OLDPWD"],
+    ["max_tokens", "tokenizer", "stop_token_ids", "ssl-keyfile", "DISTILL_TOKEN_FILE", "PWD", "OLDPWD"]
+    + ["max_num_batched_tokens", "batch_tokens", "author", "bypass", "sigma", "num_keys", "prefix"],
 )
 def test_names_of_other_things(name: str) -> None:
     assert not is_secret(name)
@@ -51,6 +73,17 @@ def test_in_tables_whose_keys_are_the_users_every_secret_is_hidden_by_name() -> 
     [
         ("http://me:pa55@host:8000/v1", f"http://{HIDDEN}@host:8000/v1"),
         ("https://ghp_abc@host", f"https://{HIDDEN}@host"),
+        ("http://me:p@55@host:8000/v1", f"http://{HIDDEN}@host:8000/v1"),
+        ("https://a.net/c/b?sp=r&sig=a%2Bb&se=1", f"https://a.net/c/b?sp=r&sig={HIDDEN}&se=1"),
+        ("Authorization: Basic bWU6cGE1NQ==", f"Authorization: Basic {HIDDEN}"),
+        ("serve m --api-key t0psecret --port 1", f"serve m --api-key {HIDDEN} --port 1"),
+        ("password: t0p, user: me", f"password: {HIDDEN}, user: me"),
+        (
+            "basic authentication; --prompt-key names a column",
+            "basic authentication; --prompt-key names a column",
+        ),
+        ("set --resume-key or leave it", "set --resume-key or leave it"),
+        ("the last token: 5; its key: a", "the last token: 5; its key: a"),
         ("at http://host:8000/a@b, later", "at http://host:8000/a@b, later"),
         ("--hf-token=abc --seed=3", f"--hf-token={HIDDEN} --seed=3"),
         (
@@ -104,14 +137,16 @@ def test_secrets_travel_beside_the_file_and_are_put_back(monkeypatch: pytest.Mon
         "weights": {"store": {"options": {"secret_key": "t0psecret", "region": "eu"}}},
         "urls": ["http://a", "http://me:passw0rd@b"],
         "lists": [{"env": {"HF_TOKEN": "another"}}],
+        "engine_args": {"password": 12345678, "max_num_batched_tokens": 2048, "return_token": True},
     }
     assert found(tree) == {
         "/weights/store/options/secret_key": "t0psecret",
         "/urls/1": "http://me:passw0rd@b",
         "/lists/0/env/HF_TOKEN": "another",
+        "/engine_args/password": 12345678,
     }
     hidden: Any = hide(tree)
-    assert not any(secret in str(hidden) for secret in ("t0psecret", "passw0rd", "another"))
+    assert not any(secret in str(hidden) for secret in ("t0psecret", "passw0rd", "another", "12345678"))
     for name, value in environment(tree).items():
         monkeypatch.setenv(name, value)
     assert filled(hidden) == tree

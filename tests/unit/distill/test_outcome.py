@@ -1,0 +1,114 @@
+"""The end of a run: stop signals until its figures are written, and files that cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from small_config import make_config
+
+from distill.cli.main import main
+from distill.launch import outcome
+from distill.launch.run import STOP_SIGNALS, _Launcher
+
+
+def stoppable(over: bool = False) -> Any:
+    """What `_signals` needs of a launcher; `asked`: why it is to stop."""
+    asked: list[str] = []
+    controller = SimpleNamespace(request_stop=asked.append, trainer_left=lambda: None)
+    run = SimpleNamespace(grace_seconds=1000.0)
+    display, config = SimpleNamespace(say=lambda text: None), SimpleNamespace(run=run)
+    return SimpleNamespace(
+        _over=over, stopped_by="", _controller=controller, _config=config, _display=display, asked=asked
+    )
+
+
+async def signalled(launcher: Any, *numbers: signal.Signals) -> None:
+    with _Launcher._signals(launcher, asyncio.get_running_loop()):
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+async def test_a_first_signal_asks_the_trainer_to_stop_and_a_second_one_cancels(
+    number: signal.Signals,
+) -> None:
+    launcher = stoppable()
+    await signalled(launcher, number)
+    assert (launcher.stopped_by, launcher.asked) == (number.name, [number.name])
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(signalled(stoppable(), number, number))
+
+
+async def test_a_signal_after_the_run_stops_nothing_until_a_second_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    launcher = stoppable(over=True)
+    await signalled(launcher, signal.SIGTERM)
+    assert (launcher.stopped_by, launcher.asked) == ("", [])
+    assert "SIGTERM: the run is over and writes its figures" in caplog.text
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(signalled(launcher, signal.SIGTERM, signal.SIGTERM))
+
+
+async def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launcher = stoppable()
+        await signalled(launcher, signal.SIGHUP)
+        assert launcher.asked == []
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_card_or_page_that_cannot_be_written_is_said_and_no_more(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = make_config(run={"folder": tmp_path})
+    (config.run_dir / "final" / "README.md").mkdir(parents=True)
+    (config.run_dir / "metrics.jsonl").write_text("{}\n")
+    tokens = {"tokens_total": 1}
+    summary = cast(
+        dict[str, Any],
+        {"steps": 1, "evaluations": [], "version": None, "train": tokens, "rollout": tokens},
+    )
+    outcome.describe(config, summary, "", said.append)
+    assert len(said) == 2
+    assert said[0].startswith(f"no card in {config.run_dir / 'final'}: ")
+    assert said[1].startswith("no report.html: ")
+    outcome.describe(config, summary, "SIGTERM", said.append)
+    assert len(said) == 3, "a run that was stopped has no model to describe"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main([*words])
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return int(leaving.value.code or 0), error
+
+
+@pytest.mark.parametrize("name", ["", "."])
+def test_figures_are_asked_for_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    status, error = refused(capsys, "audit", str(tmp_path), "--json", name)
+    assert status == 2
+    assert "--json '.' is a folder: name a file" in error
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = {"step": 1, "time": 2.0, "train/loss": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(lines) + "\n")
+    span = {"role": "trainer", "what": "train", "start": 1.0, "end": 2.0}
+    (tmp_path / "timeline.jsonl").write_text(json.dumps(span) + "\n")
+    (tmp_path / "trace.json").mkdir()
+    status, error = refused(capsys, "trace", str(tmp_path))
+    assert (status, error) == (1, f"distill: {tmp_path / 'trace.json'}: Is a directory\n")
