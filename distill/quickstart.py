@@ -50,6 +50,7 @@ def prepare(
     seed: int, overrides: Sequence[str], console: Console, task: Task = "sort_letters"
 ) -> tuple[RunConfig, float]:
     """The quickstart's configuration on models made for `seed`, and the seconds that making them took."""
+    load(_file(SOURCES[task].config), overrides)  # what is wrong with them is said before a minute has passed
     began = time.monotonic()
     with console.status("making a teacher and a student from scratch (once, about a minute)"):
         path, ours = source(seed, task)
@@ -60,7 +61,7 @@ def prepare(
 def source(seed: int, task: Task = "sort_letters") -> tuple[Path, list[str]]:
     """The quickstart's file and its overrides: the models of `seed`, which are made first if necessary."""
     config, name, teacher, verifiers = SOURCES[task]
-    path = config if config.is_file() else ROOT / config
+    path = _file(config)
     models = make_models(CACHE, seed, task)
     overrides = [
         f"run.seed={seed}",
@@ -74,6 +75,10 @@ def source(seed: int, task: Task = "sort_letters") -> tuple[Path, list[str]]:
         overrides += [f"run.code_folder={path.parent / 'environments'}"]
         overrides += [f"environments.{verifiers}.python={python}"]
     return path, overrides
+
+
+def _file(config: Path) -> Path:
+    return config if config.is_file() else ROOT / config
 
 
 def make_models(folder: Path, seed: int, task: Task = "sort_letters") -> Models:

@@ -83,8 +83,10 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
             "zero_optimization.offload_param.device is 'nvme': weights are published from shards in memory, "
             "set cpu, or leave offload_param out"
         )
-    if not optimizer.get("type"):
-        yield "there is no optimizer section with a type: name one, such as AdamW"
+    if not isinstance(name := optimizer.get("type"), str) or not name:
+        yield f"there is no optimizer section with a type (it is {name!r}): name one, such as AdamW"
+    if not isinstance(params := optimizer.get("params", {}), dict):
+        yield f"optimizer.params is {params!r}: it must be a section"
     if settings.expert_parallel > 1:
         if config.get("use_data_before_expert_parallelism"):
             yield "use_data_before_expert_parallelism is set: neighbouring ranks share experts, leave it out"

@@ -152,6 +152,8 @@ def read_hosts(hostfile: Path) -> set[str]:
         lines = [line.partition("#")[0].split() for line in hostfile.read_text().splitlines()]
     except OSError as error:
         raise ConfigError(f"trainer.hostfile {hostfile} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"trainer.hostfile {hostfile} is no UTF-8 text: {error}") from None
     return {words[0] for words in lines if words}
 
 

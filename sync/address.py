@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Annotated, Final
@@ -47,8 +48,16 @@ def _in_settings(url: str) -> str:
     return url
 
 
+def _host(host: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?", host) or re.fullmatch(r"[\d.]+", host):
+        ipaddress.ip_address(host)  # raises ValueError
+    return host
+
+
 Url = Annotated[str, AfterValidator(_in_settings)]
 """A field of a configuration that names a server."""
+Host = Annotated[str, AfterValidator(_host)]
+"""A field of a configuration that says where to listen: a host name, or an address of either kind."""
 
 
 class Address:

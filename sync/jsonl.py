@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sync.decoding import convert
+from sync.decoding import convert, json_decoder
 from sync.durable import append
 from sync.errors import DataError
 
@@ -59,7 +59,7 @@ def read_lines(path: Path, kind: Any = Row) -> list[Row]:
 
 def _object(path: Path, number: int, line: bytes, kind: Any) -> Row:
     try:
-        found = msgspec.json.decode(line, type=Row)
+        found = json_decoder(Row).decode(line)
         if kind is not Row:
             convert(found, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -8,12 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 from sync import secrets
-from sync.address import Url
+from sync.address import Host, Url
 from sync.errors import ConfigError
 from sync.own_code import typed
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+"""A name that becomes part of file names, process names and labels."""
 
 
 class Settings(BaseModel):
@@ -42,7 +45,7 @@ class Placement(Settings):
 
     urls: list[Url] = []
     """Processes that run already; when given, none is started here."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to listen on; anything but loopback needs a token."""
     port: int = Field(0, ge=0, le=65535)
     """First port to listen on (replica i takes port + i); 0: any free one."""

@@ -54,7 +54,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     if source.chat_template is not None:
         try:
             tokenizer.chat_template = Path(source.chat_template).read_text()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
     return tokenizer
 

@@ -19,15 +19,15 @@ from distill.config.prompts import PromptsConfig
 from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
-from sync.address import Place, Url
-from sync.settings import ModelSource, Placement, ReplicaConfig, Settings, WeightsConfig
+from sync.address import Host, Place, Url
+from sync.settings import ModelSource, Name, Placement, ReplicaConfig, Settings, WeightsConfig
 from teacher_service.config import TeacherConfig
 
 
 class RunConfigSection(Settings):
     """[run]: name, length and supervision of the run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Name
     """Name of the run and of its folder."""
     folder: Path = Path("runs")
     """Folder in which the run's folder is created."""
@@ -37,7 +37,7 @@ class RunConfigSection(Settings):
     configuration file."""
     steps: int = Field(ge=1)
     """Optimizer steps."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, evaluation, teachers' completions and training; replica I samples with seed I."""
     grace_seconds: float = Field(60.0, gt=0)
     """Time from a stop signal to the end of the last process; in it the trainer finishes its step and saves a
@@ -263,7 +263,7 @@ class TrackingConfig(Settings):
 class ControllerConfig(Settings):
     """[controller]: the HTTP server that hands batches to the trainer's ranks."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to listen on; anything but loopback needs a token."""
     port: int = Field(0, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
@@ -288,9 +288,9 @@ class RunConfig(Settings):
 
     run: RunConfigSection
     student: StudentConfig
-    teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    teachers: dict[Name, TeacherConfig] = Field(min_length=1)
     prompts: PromptsConfig
-    environments: dict[str, EnvironmentConfig] = {}
+    environments: dict[Name, EnvironmentConfig] = {}
     rollout: RolloutConfig
     buffer: BufferConfig = BufferConfig()
     objective: ObjectiveConfig = Auto()

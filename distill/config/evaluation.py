@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from distill.config.prompts import SinglePrompts
-from sync.settings import Placement, Settings
+from sync.settings import Name, Placement, Settings
 
 HELD_OUT: Final = "held_out"
 """Name of the held-out prompts among the sets of an evaluation."""
@@ -48,7 +47,7 @@ class EvaluationConfig(Settings):
     """Optimizer steps between evaluations; 0: only before and after the run."""
     prompts: int = Field(512, ge=1)
     """Held-out prompts, never trained on."""
-    sets: dict[str, EvaluationSet] = {}
+    sets: dict[Name, EvaluationSet] = {}
     """Named sets beside the held-out prompts, such as [evaluation.sets.gsm8k]."""
     batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one forward pass of the student."""
@@ -69,10 +68,9 @@ class EvaluationConfig(Settings):
     @model_validator(mode="after")
     def _check_sets(self) -> Self:
         for name, one in self.sets.items():
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == HELD_OUT:
+            if name == HELD_OUT:
                 raise ValueError(
-                    f"sets.{name}: not a name of a set: use letters, digits, '.', '_' and '-', and not "
-                    f"{HELD_OUT!r}, which stands for the held-out prompts"
+                    f"sets.{name}: not a name of a set: {HELD_OUT!r} stands for the held-out prompts"
                 )
             if one.every and (self.every == 0 or one.every % self.every):
                 raise ValueError(

@@ -188,6 +188,7 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{key} is missing: it has no default"
     given = repr(secrets.hide(detail["input"], "" if secrets.FREE_FORM.isdisjoint(place) else last))
     rule = detail["msg"].removeprefix("Value error, ")
+    key = f"a name in {'.'.join(keys[:-1])}" if last == "[key]" else key
     return f"{key} = {given:.120}: {rule[0].lower()}{rule[1:]}"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sync.settings import Settings
+from sync.settings import Name, Settings
 
 
 class TaskPrompts(Settings):
@@ -107,7 +107,7 @@ class MixturePrompts(Settings):
     """
 
     type: Literal["mixture"]
-    parts: dict[str, PartPrompts] = Field(min_length=1)
+    parts: dict[Name, PartPrompts] = Field(min_length=1)
     """Name → a source of type task, jsonl, dataset or environment. The name is the data source of its
     prompts, by which they are routed to teachers; a part sets no `source_field`."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}

@@ -475,3 +475,41 @@ def test_a_controller_at_no_servers_url_is_refused(
         main(["servers", "ls", "--controller", url])
     assert leaving.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (
+            "run.seed=18446744073709551616",
+            "run.seed = 18446744073709551616: input should be less than 4294967296",
+        ),
+        (f"run.name={'a' * 300}", "string should have at most 100 characters"),
+        ('environments."../x".factory="m:f"', "a name in environments = '../x': string should match pattern"),
+        ("controller.host=", "controller.host = '': '' does not appear to be an IPv4 or IPv6 address"),
+        (
+            "teachers.sorter.host=256.1.1.1",
+            "'256.1.1.1' does not appear to be an IPv4 or IPv6 address",
+        ),
+        ("trainer.overrides={optimizer={params=5}}", "optimizer.params is 5: it must be a section"),
+        ("trainer.overrides={optimizer={type=5}}", "there is no optimizer section with a type (it is 5)"),
+    ],
+)
+def test_a_value_that_would_fail_later_is_refused(distill: Distill, override: str, says: str) -> None:
+    assert says in distill(override)
+
+
+def test_files_that_are_no_text_are_refused(distill: Distill, tmp_path: Path) -> None:
+    for key in ("trainer.hostfile", "student.chat_template"):
+        (tmp_path / "binary").write_bytes(b"host slots=1\n\xff\xfe\n")
+        assert str(tmp_path / "binary") in distill(f"{key}={tmp_path / 'binary'}")
+
+
+def test_an_override_of_the_quickstart_is_read_before_its_models_are_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distill.quickstart.make_models", lambda *_: pytest.fail("a minute has passed"))
+    with pytest.raises(SystemExit) as leaving:
+        main(["quickstart", "--set", "run.steps=x"])
+    assert leaving.value.code == 2
+    assert "run.steps = 'x': input should be a valid integer" in capsys.readouterr().err

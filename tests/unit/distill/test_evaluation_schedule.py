@@ -209,7 +209,7 @@ def test_named_sets_are_due_at_their_own_intervals_at_the_start_and_at_the_end()
         ({"every": 2, "sets": {"x": {"every": 3}}}, r"sets\.x\.every is 3 .* give a multiple of"),
         ({"sets": {"x": {"every": 3}}}, r"sets\.x\.every is 3 .* give a multiple of"),
         ({"sets": {"held_out": {}}}, r"sets\.held_out: not a name of a set"),
-        ({"sets": {"../x": {}}}, r"sets\.\.\./x: not a name of a set"),
+        ({"sets": {"../x": {}}}, "String should match pattern"),
     ],
 )
 def test_sets_that_cannot_be_are_refused(evaluation: dict[str, Any], message: str) -> None:
