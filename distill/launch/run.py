@@ -314,7 +314,9 @@ class _Launcher:
             self._stop_deadline = time.monotonic() + seconds
             loop.call_later(seconds, self._controller.trainer_left)
 
-        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        heard = [*STOP_SIGNALS]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+            heard.remove(signal.SIGHUP)
         for number in heard:
             loop.add_signal_handler(number, stop, number)
         try:

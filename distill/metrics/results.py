@@ -24,10 +24,10 @@ AXES: Final = ("step", "lineage", "time")
 class MetricsRow(msgspec.Struct):
     """What every line of metrics.jsonl has beside its figures."""
 
-    step: int
+    step: float
     time: float
     """Seconds since the epoch."""
-    lineage: int = 0
+    lineage: float = 0
 
 
 class Summary(TypedDict):

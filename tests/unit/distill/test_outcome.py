@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,11 +30,19 @@ def stoppable(over: bool = False) -> Any:
     )
 
 
+@pytest.fixture(autouse=True)
+def hangups() -> Iterator[None]:
+    """Whether or not the tests were started under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 async def signalled(launcher: Any, *numbers: signal.Signals) -> None:
     with _Launcher._signals(launcher, asyncio.get_running_loop()):
         for number in numbers:
             os.kill(os.getpid(), number)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -59,14 +68,11 @@ async def test_a_signal_after_the_run_stops_nothing_until_a_second_one(
 
 
 async def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        launcher = stoppable()
-        await signalled(launcher, signal.SIGHUP)
-        assert launcher.asked == []
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    launcher = stoppable()
+    await signalled(launcher, signal.SIGHUP)
+    assert launcher.asked == []
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_card_or_page_that_cannot_be_written_is_said_and_no_more(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_line_that_was_altered_is_refused_but_a_cut_last_one_is_left_out(tmp_p
     ("name", "content", "why"),
     [
         ("metrics.jsonl", '{"time": 1.0}', "missing required field `step`"),
-        ("metrics.jsonl", '{"step": "1", "time": 1.0}', "Expected `int`, got `str`"),
+        ("metrics.jsonl", '{"step": "1", "time": 1.0}', "Expected `float`, got `str`"),
         ("metrics.jsonl", '{"step": 1, "time": 1.0, "train/loss": []}', "no number as train/loss of step 1"),
         (
             "timeline.jsonl",
