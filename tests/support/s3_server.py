@@ -1,14 +1,31 @@
-"""moto's S3 on loopback with one bucket. A program of it prints the address and ends with its input."""
+"""moto's S3 on loopback with one bucket. A program of it prints the address and ends with its input.
+
+moto looks for an object that a conditional put excludes, and puts it later: of two at once both win. S3
+decides such a put at one moment, so here one put is handled after the other.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
+
+_put, _putting = S3Response.put_object, threading.Lock()
+
+
+def _put_in_turn(self: S3Response, *of: Any, **more: Any) -> Any:
+    with _putting:
+        return _put(self, *of, **more)
+
+
+S3Response.put_object = _put_in_turn  # type: ignore[method-assign]
 
 
 @contextmanager
