@@ -28,6 +28,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -35,7 +36,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import IO, Any, Final
 from urllib.parse import urlsplit
 
 import psutil
@@ -44,6 +46,7 @@ from student_trainer.config import TrainerConfig, TrainerSettings
 from sync import secrets
 from sync.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 from sync.errors import ConfigError, DistillError
+from sync.forking import become, is_fork, program
 from sync.own_code import CODE_VARIABLE
 from sync.server import ON_LOOPBACK
 from sync.settings import read_settings
@@ -345,8 +348,36 @@ def _launch(arguments: list[str]) -> None:
     """On this machine. Raises SystemExit when a rank ends otherwise than with 0: its status, or -signal."""
     from deepspeed.launcher import launch
 
+    if is_fork():
+        launch.subprocess = SimpleNamespace(Popen=_start)
     sys.argv[1:] = arguments
     launch.main()
+
+
+def _start(command: list[str], env: Mapping[str, str], **log: Any) -> ForkedRank | subprocess.Popen[bytes]:
+    """A rank, as the deepspeed launcher starts it. `log`: stdout and stderr, if they are of its own."""
+    if program(command) is None:  # bound to cores by numactl
+        return subprocess.Popen(command, env=env, **log)
+    return ForkedRank(command, env, **log)
+
+
+class ForkedRank:
+    """A rank that has this process's imports; what the deepspeed launcher uses of Popen."""
+
+    def __init__(self, command: list[str], env: Mapping[str, str], **log: IO[str]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            for number, name in enumerate(("stdout", "stderr"), 1):
+                if name in log:
+                    os.dup2(log[name].fileno(), number)
+            become(command, env)
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal that ended it; None: it runs."""
+        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
 
 
 if __name__ == "__main__":

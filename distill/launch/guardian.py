@@ -28,8 +28,9 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Final, NoReturn
 
 import psutil
 
@@ -53,15 +54,20 @@ def main() -> int:
     pipe, kill = int(sys.argv[2]), sys.argv[3] == KILL
     command = sys.argv[4:] if kill else sys.argv[3:]
     os.set_inheritable(pipe, False)
-    status = _watch(spawn(command), pipe, kill)
+    return guard(partial(execute, command), pipe, kill)
+
+
+def guard(begin: Callable[[], NoReturn], pipe: int, kill: bool = False) -> int:
+    """Guard what `begin` does in a process of its own; its exit status."""
+    status = _watch(spawn(begin), pipe, kill)
     kill_descendants()
     return status
 
 
-def spawn(command: list[str]) -> int:
-    """Start a command that is killed with this process, which adopts its orphans; its process id.
+def spawn(begin: Callable[[], NoReturn]) -> int:
+    """Start a process that is killed with this one, which adopts its orphans; its process id.
 
-    Signals to end are for the command from now on: this process ignores them.
+    Signals to end are for that process from now on: this one ignores them.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -70,16 +76,17 @@ def spawn(command: list[str]) -> int:
     own = os.getpid()
     child = os.fork()
     if child == 0:
-        _become(command, ended, own)
+        for number in ended:
+            signal.signal(number, signal.SIG_DFL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != own:  # it was killed before the kernel was told
+            os._exit(128 + signal.SIGKILL)
+        begin()
     return child
 
 
-def _become(command: list[str], ended: set[signal.Signals], guardian: int) -> None:
-    for number in ended:
-        signal.signal(number, signal.SIG_DFL)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guardian:  # it was killed before the kernel was told
-        os._exit(128 + signal.SIGKILL)
+def execute(command: list[str]) -> NoReturn:
+    """Become `command`."""
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -9,7 +9,8 @@
     not healthy in start_seconds  the run fails while it starts; later: killed, so restarted
     /health silent                killed, so restarted
 
-A guardian (`distill.launch.guardian`) wraps every process. Order of calls: `start`, `ready`, `watch` beside
+A guardian (`distill.launch.guardian`) wraps every process, forked where imports are shared
+(`distill.launch.fork_server`). Order of calls: `start`, `ready`, `watch` beside
 the work, `stop`. This process adopts what a killed guardian leaves behind, and kills it before a restart.
 """
 
@@ -32,6 +33,7 @@ from pathlib import Path
 import psutil
 
 from distill.aio import cancel, until_stalled
+from distill.launch.fork_server import Forked, ForkServers
 from distill.launch.guardian import MODULE, adopt_orphans, kill_adopted
 from sync.address import Place
 from sync.client import Peer
@@ -106,23 +108,23 @@ class Child:
         self.restarts = 0
         self.pauses = Backoff(first_pause, LONGEST_PAUSE_SECONDS)
         self.started = self.ready_since = math.inf
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | Forked | None = None
         self._log_begins = 0
         """Byte of the log at which its last start begins."""
 
-    async def start(self, pipe: int) -> None:
+    async def start(self, pipe: int, forks: ForkServers) -> None:
         self.spec.prepare()
         self.started = time.monotonic()
-        guardian = [sys.executable, "-P", "-m", MODULE, self.spec.name, str(pipe)]
+        name, argv, environment = self.spec.name, self.spec.argv, {**os.environ, **self.spec.env}
         with self.log_path.open("ab") as output:
             self._log_begins = output.tell()
-            self.process = await asyncio.create_subprocess_exec(
-                *guardian,
-                *self.spec.argv,
+            forked = await forks.fork(name, argv, environment, output.fileno(), pipe)
+            self.process = forked or await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", MODULE, name, str(pipe), *argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **self.spec.env},
+                env=environment,
                 pass_fds=(pipe,),
                 start_new_session=True,
             )
@@ -187,6 +189,7 @@ class Supervisor:
     ) -> None:
         self.children = {one.name: Child(one, logs / f"{one.name}.log", first_pause) for one in specs}
         self._restarts_left, self._health_seconds = restarts, health_seconds
+        self._forks = ForkServers(logs)
         self._tending: list[asyncio.Task[None]] = []
         self._start_seconds = math.inf
         self._deadline: float | None = math.inf
@@ -199,7 +202,7 @@ class Supervisor:
     async def start(self) -> None:
         self._own = {child.pid for child in psutil.Process().children()}
         adopt_orphans()
-        await asyncio.gather(*(child.start(self._read_end) for child in self.children.values()))
+        await asyncio.gather(*(child.start(self._read_end, self._forks) for child in self.children.values()))
 
     async def ready(self, seconds: float) -> None:
         """Return when every child was healthy. Raises ChildFailed when one fails or takes longer."""
@@ -235,6 +238,7 @@ class Supervisor:
             if child.status is None:
                 log.warning("%s did not end within %.0f s: killed", child.spec.name, grace)
         self.kill()
+        self._forks.close()
         await _ended(alive, GUARDIAN_SECONDS)
         for child in alive:
             child.signal(signal.SIGKILL)
@@ -344,7 +348,7 @@ class Supervisor:
         log.warning("%s\nrestarted in %.0f s", child.describe_end(), pause)
         await asyncio.sleep(pause)
         if not child.over:
-            await child.start(self._read_end)
+            await child.start(self._read_end, self._forks)
 
 
 async def _ended(children: Sequence[Child], seconds: float | None) -> None:

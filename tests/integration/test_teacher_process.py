@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import start
 from fuzz import flood, fuzz
 from ports import free_port
 from teacher_completions import check_completions_score_alike
@@ -91,9 +92,7 @@ class Process:
         arguments = ["--config", str(self._config), "--name", "toy", "--port", str(self.port)]
         environment = os.environ | WITH_TOKEN | {"OMP_NUM_THREADS": "1"}
         with self._log.open("ab") as log:
-            self.child = subprocess.Popen(
-                [sys.executable, "-m", "teacher_service", *arguments], env=environment, stderr=log
-            )
+            self.child = start([sys.executable, "-m", "teacher_service", *arguments], environment, log)
 
     def end(self, how: signal.Signals) -> int:
         """Signal it; the exit status."""

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from forked import start
 from launched_trainer import (
     ROOT,
     STOP,
@@ -383,9 +383,8 @@ class TeacherProcess:
     def start(self) -> None:
         arguments = ["--config", str(self._config), "--name", "only", "--port", self.url.rpartition(":")[2]]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "teacher_service", *arguments], env=environment, stderr=subprocess.DEVNULL
-        )
+        with open(os.devnull, "wb") as nowhere:
+            self._child = start([sys.executable, "-m", "teacher_service", *arguments], environment, nowhere)
 
     def kill(self) -> None:
         self._child.kill()

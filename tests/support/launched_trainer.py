@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from forked import start
 from safetensors.torch import load_file
 
 from student_trainer import launch
@@ -219,7 +219,7 @@ class Running:
         argv, env = launch.command(config, path)
         env["PYTHONPATH"] = str(ROOT)
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True)
+            self.process = start(argv, env, log, new_session=True)
 
     @property
     def log(self) -> str:

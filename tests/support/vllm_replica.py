@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from forked import start
 from ports import free_port
 
 from distill.config import StudentConfig
@@ -132,12 +132,7 @@ class Server:
         self.log = work / f"server-{index}.log"
         environment["PYTHONPATH"] = os.pathsep.join([AMX, os.environ.get("PYTHONPATH", "")])
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                line,
-                env=os.environ | environment | {TOKEN_VARIABLE: TOKEN},
-                stdout=log,
-                stderr=log,
-            )
+            self.process = start(line, os.environ | environment | {TOKEN_VARIABLE: TOKEN}, log)
 
     def wait(self) -> None:
         deadline = time.monotonic() + 280

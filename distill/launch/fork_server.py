@@ -1,0 +1,224 @@
+"""Start the roles of a run on CPUs as forks of processes that have imported their libraries.
+
+    supervisor ──command, environment, log, pipe──▶ fork server ──fork──▶ guardian ──fork──▶ role
+               ◀──────────── process id of the guardian, whose parent the supervisor is
+
+There is one server for each set of libraries and environment. Variables of our own are not counted: they are
+read late. So teachers, evaluator and trainer share one unless their environments differ. Without its server,
+when that has ended, a role is executed. On GPUs all are: an import may use the driver, which forks cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, NoReturn
+
+from setproctitle import setproctitle
+
+from distill.launch.guardian import MODULE as GUARDIAN
+from distill.launch.guardian import PR_SET_PDEATHSIG, guard, prctl
+from distill.preflight_checks.machine import runs_on_cpu
+from sync.forking import become, program
+
+log = logging.getLogger(__name__)
+MODULE: Final = "distill.launch.fork_server"
+_VLLM: Final = ("sync.replica.middleware", "sync.replica.engine", "vllm.entrypoints.openai.api_server")
+_TORCH: Final = (
+    *("distill.evaluation.service", "distill.evaluation.evaluator", "uvicorn.protocols.http.httptools_impl"),
+    *("teacher_service.app", "teacher_service.engines.transformers", "student_trainer.loop"),
+    *("deepspeed.launcher.launch", "transformers.models.auto.modeling_auto", "torch._inductor.compile_fx"),
+    "sync.delta.codec",
+)
+IMPORTS: Final = {
+    "sync.replica.plugin": _VLLM,
+    "student_trainer.launch": _TORCH,
+    "teacher_service": _TORCH,
+    "distill.evaluation.service": _TORCH,
+}
+"""Module of a role → what its server imports. The first of them import all that the roles would."""
+OURS: Final = ("DISTILL_", "STUDENT_TRAINER_")
+"""Prefixes of variables that only our own code reads, when it runs."""
+_MOST_BYTES: Final = 1 << 17
+_TITLE_ROOM: Final = {"DISTILL_TITLE_ROOM": " " * 4096}
+"""Memory for a title as long as a role's command line: it lies where the first environment was."""
+
+
+# --- in the launcher
+
+
+class Forked:
+    """A guardian that a server forked, now a child of this process; as asyncio's `Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+        self._ended, self._handle = asyncio.Event(), os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._handle, self._collect)
+
+    returncode: int | None
+
+    async def wait(self) -> int:
+        """Its exit status, or minus the signal that ended it."""
+        await self._ended.wait()
+        assert self.returncode is not None, "it was collected"
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL; nothing when it has ended."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _collect(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._handle)
+        os.close(self._handle)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._ended.set()
+
+
+class ForkServers:
+    """The servers of a launcher, each started when its first role is. `logs`: folder of their logs.
+
+    The launcher adopts orphans (`distill.launch.guardian.adopt_orphans`) before the first call.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._servers: dict[object, _Server] = {}
+
+    async def fork(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: int, pipe: int
+    ) -> Forked | None:
+        """Start a role's guardian, whose pipe and output are these descriptors; None: it must be executed."""
+        found = program(command)
+        if found is None or found.module not in IMPORTS or not runs_on_cpu():
+            return None
+        imports = IMPORTS[found.module]
+        common = {key: value for key, value in environment.items() if not key.startswith(OURS)}
+        key = imports, tuple(sorted(common.items()))
+        if key not in self._servers:
+            self._servers[key] = _Server(imports, common, self._logs / f"imports-{len(self._servers)}.log")
+        return await self._servers[key].fork(name, command, environment, log_file, pipe)
+
+    def close(self) -> None:
+        """End them; what they forked goes on."""
+        while self._servers:
+            self._servers.popitem()[1].close()
+
+
+class _Server:
+    def __init__(self, imports: Sequence[str], environment: Mapping[str, str], path: Path) -> None:
+        self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        self._path, self._turn = path, asyncio.Lock()
+        with there, path.open("ab") as output:
+            self._pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-P", "-m", MODULE],
+                {**environment, **_TITLE_ROOM},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, there.fileno(), 0),
+                    (os.POSIX_SPAWN_DUP2, output.fileno(), 1),
+                    (os.POSIX_SPAWN_DUP2, output.fileno(), 2),
+                ],
+            )
+        self._control.send(json.dumps(imports).encode())  # its command line is no longer than a fork's
+
+    async def fork(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: int, pipe: int
+    ) -> Forked | None:
+        message = json.dumps([name, list(command), dict(environment)]).encode()
+        if len(message) > _MOST_BYTES:
+            return None
+        async with self._turn:
+            try:
+                socket.send_fds(self._control, [message], [log_file, pipe])
+                answer = await asyncio.get_running_loop().sock_recv(self._control, 32)
+            except OSError:
+                answer = b""
+        if not answer:
+            log.warning("%s starts without its fork server, which has ended: see %s", name, self._path)
+            return None
+        return Forked(int(answer))
+
+    def close(self) -> None:
+        self._control.close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+# --- in a server
+
+
+class _Request(NamedTuple):
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    log_file: int
+    pipe: int
+
+
+def main() -> None:
+    """Import, then fork for each request, until the launcher is gone."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # for roles, and this process has none
+        signal.signal(number, signal.SIG_IGN)
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for name in json.loads(control.recv(_MOST_BYTES)):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or a collection would copy the memory that forks share
+    request = _serve(control)
+    if request is not None:
+        os._exit(_guard(request))
+
+
+def _serve(control: socket.socket) -> _Request | None:
+    """In a fork: its request. In the server: None once the launcher is gone."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, _MOST_BYTES, 2)
+        if not message:
+            return None
+        middle = os.fork()
+        if middle == 0:
+            own = os.getpid()
+            if os.fork() != 0:
+                os._exit(0)
+            while os.getppid() == own:  # then the launcher adopts this process
+                pass
+            os.setsid()
+            control.send(str(os.getpid()).encode())
+            control.close()
+            return _Request(*json.loads(message), *descriptors)
+        os.waitpid(middle, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _guard(request: _Request) -> int:
+    """Be the guardian of a role; its exit status."""
+    for output in (1, 2):
+        os.dup2(request.log_file, output)
+    os.close(request.log_file)
+    command = [sys.executable, "-P", "-m", GUARDIAN, request.name, str(request.pipe), *request.command]
+    setproctitle(" ".join(command))
+
+    def begin() -> NoReturn:
+        os.close(request.pipe)
+        become(request.command, request.environment)
+
+    os.set_inheritable(request.pipe, False)
+    return guard(begin, request.pipe)
+
+
+if __name__ == "__main__":
+    main()
