@@ -83,14 +83,10 @@ class Server:
         self.ended: dict[int, int] = {}
         self._lock, self._started = threading.Lock(), list[int]()
         self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        atexit.register(self._control.close)
         with there:
-            subprocess.Popen(
-                [sys.executable, "-P", __file__, *imports],
-                env=environment,
-                stdin=there,
-                start_new_session=True,
-            )
+            line = [sys.executable, "-P", __file__, *imports]
+            self._process = subprocess.Popen(line, env=environment, stdin=there, start_new_session=True)
+        atexit.register(self._end)
 
     def fork(self, command: Sequence[str], env: Mapping[str, str], log: IO[Any], new_session: bool) -> Forked:
         message = json.dumps([list(command), dict(env), new_session]).encode()
@@ -105,6 +101,10 @@ class Server:
         with self._lock:
             while select.select([self._control], [], [], 0)[0]:
                 self._receive()
+
+    def _end(self) -> None:
+        self._control.close()
+        self._process.wait()
 
     def _receive(self) -> None:
         answer = self._control.recv(64)
