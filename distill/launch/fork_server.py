@@ -33,7 +33,7 @@ from sync.forking import become, program
 log = logging.getLogger(__name__)
 MODULE: Final = "distill.launch.fork_server"
 _VLLM: Final = ("sync.replica.middleware", "sync.replica.engine", "vllm.entrypoints.openai.api_server")
-_TORCH: Final = (
+_TORCH: Final = (  # what these import late is named too
     *("distill.evaluation.service", "distill.evaluation.evaluator", "uvicorn.protocols.http.httptools_impl"),
     *("teacher_service.app", "teacher_service.engines.transformers", "student_trainer.loop"),
     *("deepspeed.launcher.launch", "transformers.models.auto.modeling_auto", "torch._inductor.compile_fx"),
@@ -45,7 +45,7 @@ IMPORTS: Final = {
     "teacher_service": _TORCH,
     "distill.evaluation.service": _TORCH,
 }
-"""Module of a role → what its server imports. The first of them import all that the roles would."""
+"""Module of a role → what its server imports."""
 OURS: Final = ("DISTILL_", "STUDENT_TRAINER_")
 """Prefixes of variables that only our own code reads, when it runs."""
 _MOST_BYTES: Final = 1 << 17
@@ -60,11 +60,10 @@ class Forked:
     """A guardian that a server forked, now a child of this process; as asyncio's `Process`."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
+        self.pid = pid
+        self.returncode: int | None = None
         self._ended, self._handle = asyncio.Event(), os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._handle, self._collect)
-
-    returncode: int | None
 
     async def wait(self) -> int:
         """Its exit status, or minus the signal that ended it."""
