@@ -23,6 +23,8 @@ from teacher_service.batching import Work, split
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineInfo, EnginePrompt, EngineScores, Item, ScoreOptions
 
+COLDEST: Final = 1e-3
+"""Least temperature: far below, logits that are divided by it are beyond float32."""
 FRAME_BYTES: Final = 1 << 22
 HalfOrSingle = Literal["f2", "f4"]
 """Wire type of top-k and gathered log-probabilities."""
@@ -142,8 +144,8 @@ def _check_common(what: str, parts: list[Any], deadline: float | None, temperatu
     _require(bool(parts), f"the request has no {what}: send at least one")
     in_time = deadline is None or 0 < deadline < math.inf
     _require(in_time, f"deadline is {deadline}: send seconds > 0, or none")
-    warm = 0 < temperature < math.inf
-    _require(warm, f"temperature is {temperature}, it must be > 0: send 1 for the teacher's own")
+    warm = COLDEST <= temperature < math.inf
+    _require(warm, f"temperature is {temperature}, it must be >= {COLDEST}: send 1 for the teacher's own")
 
 
 def _check_can(needed: Mapping[str, Any], info: EngineInfo) -> None:

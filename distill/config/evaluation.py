@@ -27,7 +27,7 @@ class EvaluationSet(Settings):
     """k of avg@k and maj@k: completions of each prompt."""
     max_tokens: int | None = Field(None, ge=1)
     """Most tokens of a completion; None: `rollout.max_tokens`."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.001)
     """Sampling temperature."""
     top_k: int = Field(0, ge=0)
     """Most likely tokens that are sampled from; 0: all."""

@@ -20,8 +20,8 @@ from distill.aio import cancel
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
-from distill.launch.preflight import TEMPORARY_GRACE_SECONDS, temporary
-from distill.launch.roles import Ports, plan_servers
+from distill.launch.preflight import TEMPORARY_GRACE_SECONDS
+from distill.launch.roles import Ports, plan_servers, temporary
 from distill.launch.supervise import Supervisor
 from distill.prompts.rows import row_encoder
 from distill.published import export_version

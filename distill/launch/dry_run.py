@@ -10,26 +10,15 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from distill.config import RunConfig
 from distill.launch.cluster import role_commands
-from distill.launch.preflight import temporary
-from distill.launch.roles import Ports, plan_servers, token_of, trainer_child, url_of
+from distill.launch.roles import rehearsed
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import check_secrets
 from distill.preflight_checks.objective import resolve
 from sync import secrets
-
-_ANY: Final = 65535
-"""Stands for the controller's port in the trainer's file, which is not kept."""
-
-
-class _FreePorts(Ports):
-    """Takes no port: 0 stays 0."""
-
-    def take(self, host: str, port: int, key: str) -> int:
-        return port
 
 
 def dry_run(config: RunConfig) -> dict[str, Any]:
@@ -44,13 +33,8 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         roles = role_commands(config)
         commands = [{"name": name, "env": {}, "argv": ["distill", *words]} for name, words in roles]
         return {"config": shown, "commands": commands}
-    token, place = token_of(config), config.controller
-    with temporary(config) as moved, _FreePorts() as ports:
-        children = plan_servers(moved, token, ports).children
-        if place.trainer == "launch":
-            url = place.url or url_of(place.host, place.port or _ANY)
-            children.append(trainer_child(moved, url, token))
-        commands = [_shown(child, str(moved.run.folder), str(config.run.folder)) for child in children]
+    with rehearsed(config) as (folder, children):
+        commands = [_shown(child, folder, str(config.run.folder)) for child in children]
     return {"config": shown, "commands": commands}
 
 

@@ -12,8 +12,8 @@ import msgspec
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.launch.preflight import TEMPORARY_GRACE_SECONDS, claim_of, temporary
-from distill.launch.roles import Ports, plan_servers, token_of
+from distill.launch.preflight import TEMPORARY_GRACE_SECONDS, claim_of
+from distill.launch.roles import Ports, plan_servers, temporary, token_of
 from distill.launch.run import connect, disconnect
 from distill.launch.supervise import Supervisor
 from distill.preflight_checks.checks import check

@@ -19,9 +19,9 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn, Self
 
 from setproctitle import setproctitle
 
@@ -49,6 +49,7 @@ IMPORTS: Final = {
 OURS: Final = ("DISTILL_", "STUDENT_TRAINER_")
 """Prefixes of variables that only our own code reads, when it runs."""
 _MOST_BYTES: Final = 1 << 17
+_MOST_SAID: Final = 2000
 _TITLE_ROOM: Final = {"DISTILL_TITLE_ROOM": " " * 4096}
 """Memory for a title as long as a role's command line: it lies where the first environment was."""
 
@@ -84,19 +85,22 @@ class Forked:
 
 
 class ForkServers:
-    """The servers of a launcher, each started when its first role is. `logs`: folder of their logs.
+    """The servers of a launcher, each started when it is expected, or at the latest when its first role is.
 
-    The launcher adopts orphans (`distill.launch.guardian.adopt_orphans`) before the first call.
+    The launcher adopts orphans (`distill.launch.guardian.adopt_orphans`) before the first fork.
     """
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(self) -> None:
         self._servers: dict[object, _Server] = {}
 
-    async def fork(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: int, pipe: int
-    ) -> Forked | None:
-        """Start a role's guardian, whose pipe and output are these descriptors; None: it must be executed."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def expect(self, command: Sequence[str], environment: Mapping[str, str]) -> _Server | None:
+        """The server of a role, which is started unless it is there; None: the role must be executed."""
         found = program(command)
         if found is None or found.module not in IMPORTS or not runs_on_cpu():
             return None
@@ -104,8 +108,15 @@ class ForkServers:
         common = {key: value for key, value in environment.items() if not key.startswith(OURS)}
         key = imports, tuple(sorted(common.items()))
         if key not in self._servers:
-            self._servers[key] = _Server(imports, common, self._logs / f"imports-{len(self._servers)}.log")
-        return await self._servers[key].fork(name, command, environment, log_file, pipe)
+            self._servers[key] = _Server(imports, common)
+        return self._servers[key]
+
+    async def fork(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: int, pipe: int
+    ) -> Forked | None:
+        """Start a role's guardian, whose pipe and output are these descriptors; None: it must be executed."""
+        server = self.expect(command, environment)
+        return None if server is None else await server.fork(name, command, environment, log_file, pipe)
 
     def close(self) -> None:
         """End them; what they forked goes on."""
@@ -114,20 +125,17 @@ class ForkServers:
 
 
 class _Server:
-    def __init__(self, imports: Sequence[str], environment: Mapping[str, str], path: Path) -> None:
+    def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
         self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        self._path, self._turn = path, asyncio.Lock()
-        with there, path.open("ab") as output:
+        self._turn, self._output = asyncio.Lock(), tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
+        with there:
+            descriptors = (there.fileno(), self._output.fileno(), self._output.fileno())
             self._pid = os.posix_spawn(
                 sys.executable,
                 [sys.executable, "-P", "-m", MODULE],
                 {**environment, **_TITLE_ROOM},
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, there.fileno(), 0),
-                    (os.POSIX_SPAWN_DUP2, output.fileno(), 1),
-                    (os.POSIX_SPAWN_DUP2, output.fileno(), 2),
-                ],
+                file_actions=[(os.POSIX_SPAWN_DUP2, own, to) for to, own in enumerate(descriptors)],
             )
         self._control.send(json.dumps(imports).encode())  # its command line is no longer than a fork's
 
@@ -144,12 +152,15 @@ class _Server:
             except OSError:
                 answer = b""
         if not answer:
-            log.warning("%s starts without its fork server, which has ended: see %s", name, self._path)
+            self._output.seek(0)
+            said = self._output.read().decode(errors="replace")[-_MOST_SAID:]
+            log.warning("%s starts without its fork server, which has ended:\n%s", name, said)
             return None
         return Forked(int(answer))
 
     def close(self) -> None:
         self._control.close()
+        self._output.close()
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 from distill.config import RunConfig
-from distill.launch.roles import Ports, plan_servers, token_of
+from distill.launch.roles import Ports, plan_servers, temporary, token_of
 from distill.launch.run import connect, disconnect
 from distill.launch.supervise import Supervisor
 from distill.preflight_checks import engines as live
@@ -63,12 +60,3 @@ def claim_of(config: RunConfig) -> Claim:
     journal = config.run_dir / "journal"
     _, first = next(read_all(journal), (None, None)) if journal.is_dir() else (None, None)
     return Claim(RunIdentity(config.run.name, first.id if isinstance(first, Opened) else None))
-
-
-@contextlib.contextmanager
-def temporary(config: RunConfig) -> Iterator[RunConfig]:
-    """The configuration with a run folder that is removed at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="distill-preflight-") as root:
-        moved = config.run.model_copy(update={"folder": Path(root)})
-        student = config.student.model_copy(update={"mirror_folder": None})
-        yield config.model_copy(update={"run": moved, "student": student})

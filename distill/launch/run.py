@@ -30,8 +30,9 @@ from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
 from distill.launch import cluster, outcome, roles
+from distill.launch.fork_server import ForkServers
 from distill.launch.placement import TRAINER, planned
-from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
+from distill.launch.roles import Plan, Ports, fork_servers, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.console import ProgressDisplay
@@ -87,20 +88,19 @@ async def run(
     if resume and (done := outcome.finished(config)):
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
-    config, split, lines = checks.check(config, planned(config)[0])
-    for line in lines:
-        say(line)
-    machine.check_room(config, machine.estimate(config))
-    if config.cluster.type != "external":  # else all that follow are elsewhere, and look for themselves
-        check_local(config.mirrors)
-    await asyncio.to_thread(check_store, config)
-    token = token_of(config)
-    with (
-        cluster.opened(config) as engine,
-        RunFolder.open(config, resume) as folder,
-        Ports() as ports,
-        contextlib.ExitStack() as signals,
-    ):
+    with contextlib.ExitStack() as opened:
+        forks = opened.enter_context(fork_servers(config))  # which import while the configuration is checked
+        config, split, lines = checks.check(config, planned(config)[0])
+        for line in lines:
+            say(line)
+        machine.check_room(config, machine.estimate(config))
+        if config.cluster.type != "external":  # else all that follow are elsewhere, and look for themselves
+            check_local(config.mirrors)
+        await asyncio.to_thread(check_store, config)
+        token = token_of(config)
+        engine = opened.enter_context(cluster.opened(config))
+        folder = opened.enter_context(RunFolder.open(config, resume))
+        ports = opened.enter_context(Ports())
         for line in folder.keep(config, content(config, split)):
             say(f"resumed with {line}")
         keep_position(split.train, folder.path)
@@ -111,8 +111,8 @@ async def run(
             plan = cluster.registered(config, say)
         else:
             plan = plan_servers(config, token, ports).through(relay)
-        launcher = _Launcher(config, folder, plan, split, token, console, relay)
-        figures = await launcher.run(signals)
+        launcher = _Launcher(config, folder, plan, split, token, console, relay, forks)
+        figures = await launcher.run(opened)
         summary = complete(config, figures, time.monotonic() - began, seconds or {})
         write_json(folder.path / "summary.json", summary)
         await asyncio.to_thread(outcome.describe, config, summary, launcher.stopped_by, say)
@@ -153,6 +153,7 @@ class _Launcher:
         token: str | None,
         console: Console,
         relay: roles.Relay,
+        forks: ForkServers,
     ) -> None:
         self._config, self._folder, self._token, self._split = config, folder, token, split
         self._expected = plan.expected
@@ -188,7 +189,7 @@ class _Launcher:
             )
         specs = [replace(one, died=partial(self._died, one)) for one in children.values()]
         restarts, health = config.run.restarts, config.run.health_timeout_seconds
-        self._supervisor = Supervisor(specs, folder.logs, restarts, health_seconds=health)
+        self._supervisor = Supervisor(specs, folder.logs, restarts, health_seconds=health, forks=forks)
 
     async def run(self, signals: contextlib.ExitStack) -> dict[str, Any]:
         """The controller's figures. `signals`: until it is left, a signal does not end the process."""

@@ -176,7 +176,8 @@ class Supervisor:
 
     `restarts`: most restarts, all children together. `first_pause`: seconds between a child's first
     death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS. `health_seconds`:
-    /health without an answer for so long means that a server that answered before hangs; 0: never.
+    /health without an answer for so long means that a server that answered before hangs; 0: never. `forks`:
+    started before; closed with this.
     """
 
     def __init__(
@@ -186,10 +187,11 @@ class Supervisor:
         restarts: int,
         first_pause: float = 1.0,
         health_seconds: float = 0.0,
+        forks: ForkServers | None = None,
     ) -> None:
         self.children = {one.name: Child(one, logs / f"{one.name}.log", first_pause) for one in specs}
         self._restarts_left, self._health_seconds = restarts, health_seconds
-        self._forks = ForkServers(logs)
+        self._forks = forks or ForkServers()
         self._tending: list[asyncio.Task[None]] = []
         self._start_seconds = math.inf
         self._deadline: float | None = math.inf

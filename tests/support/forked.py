@@ -25,7 +25,7 @@ from distill.launch.fork_server import IMPORTS, OURS
 from sync.forking import become, program
 
 _servers: dict[object, Server] = {}
-"""By imports and environment."""
+"""By imports and by what is added to the environment of the tests."""
 
 
 def start(
@@ -37,7 +37,7 @@ def start(
     if imports is None:
         return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=new_session)
     common = {name: value for name, value in env.items() if not name.startswith(OURS)}
-    key = imports, tuple(sorted(common.items()))
+    key = imports, tuple(sorted(common.items() - os.environ.items()))
     if key not in _servers:
         _servers[key] = Server(imports, common)
     return _servers[key].fork(command, env, log, new_session)

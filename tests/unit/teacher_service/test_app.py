@@ -273,7 +273,7 @@ async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve:
         assert warm.topk_logprob is not None
         np.testing.assert_allclose(unpack(warm.logprob), logq[np.arange(3), ids[1:]], atol=1e-5)
         np.testing.assert_allclose(unpack(warm.topk_logprob), -np.sort(-logq, 1)[:, :2], atol=2e-3)
-        with pytest.raises(RemoteError, match=r"temperature is 0\.0, it must be > 0"):
+        with pytest.raises(RemoteError, match=r"temperature is 0\.0, it must be >= 0\.001"):
             await client.score([one], Want(temperature=0.0))
     async with serve(OnlyAtOne()) as url, TeacherClient("t", [url]) as client:
         assert isinstance((await client.score([one], Want()))[0], Scored)

@@ -60,7 +60,7 @@ async def test_a_route_that_breaks_is_not_called_clean(serve: Serve, monkeypatch
         ({"max_tokens": 0}, 422, "max_tokens is 0, this teacher takes 1 to 63"),
         ({"max_tokens": -(2**63)}, 422, "max_tokens is -9223372036854775808"),
         ({"max_tokens": 64}, 422, "max_tokens is 64"),
-        ({"temperature": float("nan")}, 422, "temperature is nan, it must be > 0"),
+        ({"temperature": float("nan")}, 422, "temperature is nan, it must be >= 0.001"),
         ({"temperature": float("inf")}, 422, "temperature is inf"),
         ({"temperature": -1.0}, 422, r"temperature is -1.0"),
         ({"stop_token_ids": [V]}, 422, "stop id 11 is outside the vocabulary of"),
