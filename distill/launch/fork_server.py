@@ -3,9 +3,10 @@
     supervisor ──command, environment, log, pipe──▶ fork server ──fork──▶ guardian ──fork──▶ role
                ◀──────────── process id of the guardian, whose parent the supervisor is
 
-There is one server for each set of libraries and environment. Variables of our own are not counted: they are
-read late. So teachers, evaluator and trainer share one unless their environments differ. Without its server,
-when that has ended, a role is executed. On GPUs all are: an import may use the driver, which forks cannot.
+There is one server for each set of libraries and of variables that a role has beside the launcher's. Our own
+are not counted, they are read late: teachers, evaluator and trainer share a server unless their `env` differ.
+Without its server, when that has ended, a role is executed. On GPUs all are: an import may use the driver,
+which forks cannot.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class ForkServers:
         if found is None or found.module not in IMPORTS or not runs_on_cpu():
             return None
         imports = IMPORTS[found.module]
-        common = {key: value for key, value in environment.items() if not key.startswith(OURS)}
-        key = imports, tuple(sorted(common.items()))
+        common = {name: value for name, value in environment.items() if not name.startswith(OURS)}
+        key = imports, tuple(sorted(common.items() - os.environ.items()))
         if key not in self._servers:
             self._servers[key] = _Server(imports, common)
         return self._servers[key]
