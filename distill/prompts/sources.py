@@ -29,6 +29,7 @@ from distill.prompts.stream import Prompt, PromptSource
 from distill.prompts.streaming import StreamSource, open_stream
 from distill.tasks import Task, TaskPrompt
 from sync.errors import ConfigError, DataError
+from sync.hub import check_reachable
 from sync.own_code import own_code
 from sync.settings import ModelSource
 from sync.wire.checks import ANY_ID
@@ -313,6 +314,7 @@ def split_table(
 
 def text_config(source: ModelSource) -> Any:
     """transformers' config of a model, of its text part. Raises ConfigError when it cannot be read."""
+    check_reachable(source.path, source.revision, "model")
     from transformers import AutoConfig
 
     try:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from distill.cli.main import main
@@ -105,6 +106,28 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = distill("student.path=studnet")
     assert "the tokenizer of 'studnet' cannot be loaded: it is no folder here; correct `path`" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "kind"),
+    [
+        ("student.path", "acme/nope-1B", "model"),
+        ("student.path", "nope", "model"),
+        ('prompts={type="dataset",field="text",template="plain",path', "acme/nope", "dataset"),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch, key: str, name: str, kind: str
+) -> None:
+    asked = []
+    nobody = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", nobody)
+    ask = huggingface_hub.file_download.get_hf_file_metadata
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: asked.append(url) or ask(url))
+    message = distill(f'{key}="{name}"}}' if kind == "dataset" else f"{key}={name}")
+    assert f"{kind} {name!r} is no folder here, nothing of it is in" in message
+    assert "Retrying" not in message
+    assert len(asked) == 1
 
 
 def test_a_folder_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:
