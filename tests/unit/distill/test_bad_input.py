@@ -358,6 +358,16 @@ def test_what_the_trainer_would_refuse_of_deepspeed(distill: Distill) -> None:
     assert "fp16 skips steps" in distill("trainer.overrides.fp16.enabled=true")
 
 
+def test_arguments_that_vllm_does_not_take_are_refused_in_its_words(distill: Distill) -> None:
+    args = "student.engine_args"
+    typo = distill(f"{args}.max-model-lenn=64", name="preflight")
+    assert f"{args}: vLLM does not take them: unrecognized arguments: --max-model-lenn=64" in typo
+    value = distill(f"{args}.max-num-seqs=many", name="preflight")
+    assert "argument --max-num-seqs: invalid" in value
+    message = distill("teachers.sorter={engine='vllm',engine_args={tensor_paralel_size=2}}", name="preflight")
+    assert "teachers.sorter.engine_args: vLLM's engine has no argument 'tensor_paralel_size'" in message
+
+
 @pytest.mark.parametrize("kind", ["topk", "forward_topk", "student_topk"])
 def test_more_ids_than_the_vocabulary_has(distill: Distill, kind: str) -> None:
     size = len(VOCABULARY)
