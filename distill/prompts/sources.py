@@ -167,6 +167,11 @@ def longest_prompt(split: PromptSplit) -> int:
     return max(known, getattr(split.train, "longest", 0))
 
 
+def all_known(split: PromptSplit) -> bool:
+    """Whether `data_sources` are all that there will be."""
+    return isinstance(split.train, TableSource | Mixture)
+
+
 def data_sources(split: PromptSplit) -> set[str]:
     """Every data source, or those of a sample where prompts are not all known."""
     if isinstance(split.train, TableSource | Mixture):
