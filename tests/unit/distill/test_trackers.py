@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +21,12 @@ from distill.launch.run import _Launcher
 from distill.launch.supervise import ChildSpec
 from distill.metrics import trackers
 from distill.metrics.names import SECTIONS
-from distill.metrics.samples import SAMPLES, Sample
+from distill.metrics.samples import SAMPLES, Quarantine, Sample
 from distill.metrics.summary import git_state
 from distill.metrics.timeline import Span
 from distill.metrics.trackers import MetricsFile, TensorBoard, Wandb
 from distill.preflight_checks import checks
+from distill.prompts.stream import Prompt
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.durable import write_json
 from sync.errors import ConfigError
@@ -131,7 +132,7 @@ def test_samples_come_again_after_evaluations_alerts_at_once_and_the_report_at_t
 
 def test_quarantines_and_restarts_raise_alerts(tmp_path: Path) -> None:
     alerts: list[tuple[str, str]] = []
-    written: list[Quarantined] = []
+    written: list[Quarantine] = []
     left_out = SimpleNamespace(write=None, append=None)
     launcher: Any = SimpleNamespace(
         _config=make_config(),
@@ -140,10 +141,11 @@ def test_quarantines_and_restarts_raise_alerts(tmp_path: Path) -> None:
         _folder=SimpleNamespace(logs=tmp_path),
         **dict.fromkeys(("_samples", "_spans", "_roll_back_to"), left_out),
     )
-    event: Any = Quarantined(cast(Any, None), "poisoned", "it kills the trainer", [1])
-    _Launcher._hooks(launcher).quarantined(event)
+    _Launcher._hooks(launcher).quarantined(
+        Quarantined(Prompt("0:7", [3]), "poisoned", "it kills the trainer", [1])
+    )
     _Launcher._died(launcher, ChildSpec("student-0", ["serve"]))
-    assert written == [event]
+    assert written == [Quarantine("0:7", [3], [1], "poisoned", "it kills the trainer")]
     assert alerts == [
         ("quarantined: poisoned", "it kills the trainer"),
         ("student-0 is restarted", f"it ended; {tmp_path}/student-0.log has why"),
