@@ -374,6 +374,7 @@ class _Launcher:
             batch=self._samples.write,
             quarantined=quarantined,
             alert=self._alert,
+            say=self._display.say,
             set_back=self._roll_back_to.append if config.controller.trainer == "launch" else None,
             stalled=lambda name: self._supervisor.kill_child(name),  # made after the controller
             span=self._spans.write,

@@ -136,6 +136,7 @@ def test_quarantines_and_restarts_raise_alerts(tmp_path: Path) -> None:
     left_out = SimpleNamespace(write=None, append=None)
     launcher: Any = SimpleNamespace(
         _config=make_config(),
+        _display=SimpleNamespace(say=None),
         _quarantine=SimpleNamespace(write=written.append),
         _alert=lambda *alert: alerts.append(alert),
         _folder=SimpleNamespace(logs=tmp_path),
