@@ -260,6 +260,14 @@ def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     assert "<td>maths</td><td>0.250 → 0.250</td><td>50.0% → 50.0%</td><td>0.500 → 0.500</td>" in page
     assert "<td>code</td><td>– → 0.500</td><td>– → –</td><td>– → –</td>" in page
     assert "by teacher" not in page
+    assert "Named sets" not in page
+    gsm8k = {"pass_at_1": {"value": 0.25}, "average": {"value": 0.3}, "majority": None}
+    versions = [{"version": f"L000-v0000000{n}", "sets": {"gsm8k": gsm8k} if n else {}} for n in range(2)]
+    (tmp_path / "one" / "summary.json").write_text(json.dumps({**SUMMARY, "evaluations": versions}))
+    page = write_page([tmp_path / "one"], tmp_path / "report.html").read_text()
+    assert "<tr><th>Named sets</th><th>pass@1</th><th>avg@k</th><th>maj@k</th></tr>" in page
+    assert page.count("<td>gsm8k, ") == 1
+    assert "<td>gsm8k, L000-v00000001</td><td>25.0%</td><td>0.300</td><td>–</td>" in page
     with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
         write_page([tmp_path], tmp_path / "compare.html")
 
