@@ -217,8 +217,11 @@ def test_use_of_tokens_and_longest_waits_are_one_line_each(tmp_path: Path) -> No
     assert use_of_tokens(SUMMARY) == "90.0% of 12,000 generated tokens were trained on; dropped 2 too_old"
     assert longest_waits(SUMMARY) == (
         "the trainer's next batch 7 s for replicas, student-0 3 s for trainer, "
-        "the trainer's next batch 1 s for teachers"
+        "the trainer's next batch 1 s for teachers; the trainer was idle for 90% of the time, "
+        "limited by replicas: more of them would help (distill plan)"
     )
+    busy = SUMMARY["perf"] | {"busy_seconds": {"trainer": 91.0}}
+    assert longest_waits({**SUMMARY, "perf": busy}).endswith("; the trainer was idle for 9% of the time")
     write_run(tmp_path / "run")
     (tmp_path / "run/summary.json").write_text(json.dumps(SUMMARY))
     assert draw(read_run(tmp_path / "run")).is_file()
