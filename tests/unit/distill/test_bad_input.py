@@ -139,6 +139,13 @@ def test_a_folder_to_evaluate_that_holds_no_model_is_refused(distill: Distill, t
     assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
 
 
+def test_an_adapter_to_evaluate_is_to_be_merged_first(distill: Distill, tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final/adapter_config.json").write_text("{}")
+    message = distill(name="evaluate", more=("--model", str(tmp_path / "final")))
+    assert f"holds an adapter: distill export {tmp_path} FOLDER merges it into its base" in message
+
+
 def test_a_folder_for_completions_must_be_new(distill: Distill, tmp_path: Path) -> None:
     said = distill(name="evaluate", more=("--completions", str(tmp_path)))
     assert f"--completions {tmp_path} exists: name a new folder" in said
