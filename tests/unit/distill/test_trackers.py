@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import wandb_server
 from small_config import make_config
 from tmpfs import mounted
 
 from distill.bench.faults import fill, free
+from distill.cli.main import main
 from distill.events import Quarantined
 from distill.launch.run import _Launcher
 from distill.launch.supervise import ChildSpec
-from distill.metrics import trackers
-from distill.metrics.names import SECTIONS
+from distill.metrics import overview, trackers
+from distill.metrics.names import FIGURES, SECTIONS
 from distill.metrics.samples import SAMPLES, Quarantine, Sample
 from distill.metrics.summary import git_state
 from distill.metrics.timeline import Span
@@ -210,6 +212,41 @@ def test_a_key_that_wandb_refuses_is_the_users_to_correct(run: Any, monkeypatch:
     run = run.model_copy(update={"tracking": run.tracking.model_copy(update={"wandb": "online"})})
     with pytest.raises(ConfigError, match=r"wandb refuses the run: .*correct WANDB_API_KEY"):
         Wandb(run, RunIdentity(run.run.name, "0123abcd"))
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
+def test_an_overview_of_a_project_has_a_curve_for_each_figure(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with wandb_server.serve() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        with pytest.raises(SystemExit) as leaving:
+            main(["overview", str(run.run_dir)])
+        assert leaving.value.code == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == f"{server.url}/acme/{run.tracking.project}?nw=saved\n"
+    (view,) = server.views
+    assert (view["entityName"], view["projectName"]) == ("acme", run.tracking.project)
+    *curves, media = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+    found = {
+        section["name"]: tuple(panel["config"]["metrics"][0] for panel in section["panels"])
+        for section in curves
+    }
+    assert found == overview.PANELS
+    assert all(any(figure.names(name) for figure in FIGURES) for names in found.values() for name in names)
+    assert [panel["config"]["mediaKeys"] for panel in media["panels"]] == [["samples"], ["report"]]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
+def test_an_overview_without_a_server_or_its_package_is_one_message(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(ConfigError, match=r"wandb refuses the view: .*correct WANDB_API_KEY"):
+        overview.save(run)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    with pytest.raises(ConfigError, match=r"pip install 'onpolicy-distill\[overview\]'"):
+        overview.save(run)
 
 
 def test_tensorboard_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
