@@ -79,7 +79,7 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
     Raises ConfigError, DataError or StoreError for what would keep the run from starting.
     """
     from distill.launch.placement import planned
-    from distill.launch.preflight import check_machine, run_preflight
+    from distill.launch.preflight import check_arguments, check_machine, run_preflight
     from distill.preflight_checks import checks, machine
     from distill.published import check_store
     from sync.secrets import redact
@@ -94,6 +94,7 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
         check_machine(settings)
         machine.check_room(settings, needed)
         check_store(settings)
+        check_arguments(settings)
         if engines:
             asyncio.run(run_preflight(settings, split, lambda finding: tell(redact(finding.line))))
     count = len(split.train) if isinstance(split.train, Sized) else None

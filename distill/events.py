@@ -127,6 +127,13 @@ class Stalled(NamedTuple):
     role: str  # a replica's name, or "trainer"
 
 
+class Membership(NamedTuple):
+    """ReplicaPool: a replica begins to serve, or leaves; a loss is a warning of the pool's."""
+
+    replica: str
+    what: str  # in words
+
+
 class Stranded(NamedTuple):
     """ReplicaPool: a replica waits for a version that only another broadcast can bring."""
 

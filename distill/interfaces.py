@@ -115,6 +115,7 @@ class Hooks:
     stalled: Callable[[str], None] = _ignore
     """A replica's or the trainer's process hangs: kill it and start it again, if it is ours."""
     alert: Callable[[str, str], None] = _ignore  # title and text of what a person should know now
+    say: Callable[[str], None] = _ignore  # a line for whoever watches: a replica serves, or has left
     span: Callable[[Span], None] = _ignore  # a stretch of work or waiting has ended: a line of timeline.jsonl
 
 

@@ -148,7 +148,7 @@ class Weights:
                 (folder / "README.md").unlink(missing_ok=True)
             else:
                 self._model.save_pretrained(folder, state_dict=dict(state))  # it empties what it is given
-                tokenizer.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
             let_others_read(folder)
 
         all_done(self._ranks, str(folder), write if self._ranks.rank == 0 else lambda: None)

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from blake3 import blake3
 
 from sync.errors import ConfigError
+from sync.hub import check_reachable
 from sync.settings import ModelSource
 
 PARTS: Final = ("vocabulary", "merges", "special ids")
@@ -38,6 +39,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     path = Path(source.path)
     if (path.is_absolute() or source.path.startswith(".")) and not path.is_dir():
         raise ConfigError(f"model folder {source.path!r} does not exist: correct `path`, or give a Hub id")
+    check_reachable(source.path, source.revision, "model")
     from transformers import AutoTokenizer
 
     try:

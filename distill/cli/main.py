@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sync.wire import ServerLeaves, ServerRegisters
 
 HELP = {"help_option_names": ["-h", "--help"]}
-Order = Literal["newest", "worst", "longest", "truncated"]
+Order = Literal["newest", "worst", "longest", "truncated", "quarantined"]
 ToyTask = Annotated[
     Literal["sort_letters", "guess", "calculate"],
     typer.Option(
@@ -277,17 +277,32 @@ def compare(
 
 
 @app.command(rich_help_panel=RESULTS)
+def overview(config: Config, overrides: Overrides) -> None:
+    """Save a view of the main figures in the wandb project of [tracking], for all of its runs."""
+    from distill.metrics.overview import save
+
+    typer.echo(save(api.load_config(config, overrides)))
+
+
+@app.command(rich_help_panel=RESULTS)
 def samples(
     run_dir: RunDir,
     order: Annotated[Order, typer.Option(help="Which first.")] = "newest",
     count: Annotated[int, typer.Option(min=1, help="How many.")] = 5,
 ) -> None:
-    """Print completions that were trained on, each token coloured by what the teacher finds unlikely."""
-    from distill.metrics.samples import Decoder, choose, read_samples, shown
+    """Print completions that were trained on, each token coloured by what the teacher finds unlikely.
 
-    console, decoder = Console(), Decoder(run_dir)
-    for sample in choose(read_samples(run_dir), order, count):
-        console.print(shown(sample, decoder), end="\n\n", soft_wrap=True)
+    With --order quarantined: the newest of those that were not trained on, with the reason.
+    """
+    from distill.metrics import samples as of
+
+    console, decoder = Console(), of.Decoder(run_dir)
+    if order == "quarantined":
+        texts = [of.shown_quarantined(one, decoder) for one in of.read_quarantine(run_dir)[: -count - 1 : -1]]
+    else:
+        texts = [of.shown(one, decoder) for one in of.choose(of.read_samples(run_dir), order, count)]
+    for text in texts:
+        console.print(text, end="\n\n", soft_wrap=True)
 
 
 @app.command(rich_help_panel=RESULTS)

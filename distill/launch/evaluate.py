@@ -30,6 +30,11 @@ def evaluate_folder(
     folder for what was generated. `say` gets a line when each stage begins. Raises ConfigError when `model`
     is no model folder.
     """
+    if model is not None and (model / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--model {model} holds an adapter: distill export {model.parent} FOLDER merges it into its "
+            "base, and FOLDER can be evaluated"
+        )
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
     if completions is not None and completions.exists():

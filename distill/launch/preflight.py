@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 from distill.config import RunConfig
+from distill.launch import replica_command
 from distill.launch.roles import Ports, plan_servers, temporary, token_of
 from distill.launch.run import connect, disconnect
 from distill.launch.supervise import Supervisor
 from distill.preflight_checks import engines as live
 from distill.preflight_checks import machine
+from distill.preflight_checks.checks import refuse
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.run_log.journal import read_all
 from distill.run_log.records import Opened
 from sync.address import token_from_environment
 from sync.claims import Claim
+from sync.errors import ConfigError
 from sync.subscribe import check_local
 from sync.wire import RunIdentity
 
@@ -33,6 +40,37 @@ def check_machine(config: RunConfig) -> None:
         plan_servers(moved, token_from_environment(), ports)
         if config.controller.port:
             ports.take(config.controller.host, config.controller.port, "controller.port")
+
+
+def check_arguments(config: RunConfig) -> None:
+    """Have vLLM read the arguments of replicas and teachers that are started here: seconds, to import it.
+
+    Raises ConfigError with those that it does not take.
+    """
+    here, student = config.processes(), config.student
+    flags, env = list[str](), dict[str, str]()
+    if "student" in here:
+        replica = config.subscriber("student-0")
+        words, env = replica_command.command(student, replica, 0, student.host, student.port)
+        flags = words[words.index("sync.replica.plugin") + 1 :]
+    engines = {
+        f"teachers.{name}.engine_args": [*teacher.engine_args]
+        for name, teacher in config.teachers.items()
+        if machine.runs_vllm(teacher) and teacher.engine_args and f"teachers.{name}" in here
+    }
+    if not flags and not engines:
+        return
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "sync.replica.arguments"],
+        input=json.dumps({"flags": flags, "engines": engines}),
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(f"vLLM cannot be asked about its arguments: {done.stderr.strip()[-2000:]}")
+    refuse(line for line in done.stdout.splitlines() if ".engine_args: " in line)
 
 
 async def run_preflight(config: RunConfig, split: PromptSplit, say: Callable[[Finding], None]) -> None:

@@ -29,7 +29,8 @@ SECONDS: Final = 40.0
 """From the end of the first step; of those a plan leaves out what `distill.planning.measured` does."""
 LEAST_STEPS: Final = 6
 """However long they take."""
-POLL_SECONDS: Final = 0.5
+POLL_SECONDS: Final = 2.0
+"""Between two readings of the figures, in the process of the run that is measured."""
 
 
 async def probe(config: RunConfig, folder: Path, say: Callable[[str], None]) -> Path:

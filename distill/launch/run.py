@@ -36,7 +36,7 @@ from distill.launch.roles import Plan, Ports, fork_servers, plan_servers, token_
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.console import ProgressDisplay
-from distill.metrics.samples import SAMPLES, SampleFile
+from distill.metrics.samples import QUARANTINE, SAMPLES, Quarantine, SampleFile
 from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
 from distill.preflight_checks import checks, machine
@@ -164,7 +164,7 @@ class _Launcher:
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
         self._display = ProgressDisplay(config, console)
         self._spans = JsonLines(folder.path / "timeline.jsonl")
-        self._quarantine = JsonLines(folder.path / "quarantine.jsonl")
+        self._quarantine = JsonLines(folder.path / QUARANTINE)
         every, count = config.tracking.samples_every, config.tracking.samples
         self._samples = SampleFile(folder.path / SAMPLES, every, count)
         self._sinks: list[Sink] = [MetricsFile(folder.path / "metrics.jsonl"), self._display]
@@ -364,8 +364,9 @@ class _Launcher:
             log_all(self._sinks, report.version, of_evaluation(report, best))
 
         def quarantined(event: Quarantined) -> None:
-            self._quarantine.write(event)
-            self._alert(f"quarantined: {event.reason}", event.detail)
+            prompt, reason, detail, tokens = event
+            self._quarantine.write(Quarantine(prompt.id, prompt.token_ids, tokens, reason, detail))
+            self._alert(f"quarantined: {reason}", detail)
 
         return Hooks(
             step=step,
@@ -374,6 +375,7 @@ class _Launcher:
             batch=self._samples.write,
             quarantined=quarantined,
             alert=self._alert,
+            say=self._display.say,
             set_back=self._roll_back_to.append if config.controller.trainer == "launch" else None,
             stalled=lambda name: self._supervisor.kill_child(name),  # made after the controller
             span=self._spans.write,

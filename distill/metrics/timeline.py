@@ -19,7 +19,10 @@ CUT_SECONDS = 5.0
 
 
 class Span(msgspec.Struct, frozen=True):
-    """One interval of work or waiting of a role, a line of timeline.jsonl; seconds since the epoch."""
+    """One interval of work or waiting of a role, a line of timeline.jsonl; seconds since the epoch.
+
+    The trainer's "wait for …" is its next batch's: while it trains, its own "wait" has not begun.
+    """
 
     role: str
     what: str
@@ -58,6 +61,7 @@ class Timeline:
         now = self._clock()
         if blocked is not None:
             self._waited[role, blocked] += now - since
+            self._emit(Span(role, f"wait for {blocked}", since, now))
             del self._waits[role]
         if on is not None:
             self._waits[role] = on, now

@@ -4,9 +4,10 @@
     metrics.jsonl    tokens and rows of each step, when it ended, its age, tokens that each teacher scored,
                      bytes of versions
 
-The first seconds are left out: they pay for warming up. A stage is `speed` times faster than the plan of that
-run's own configuration on the same device; a plan of another configuration is scaled by the same factor. So a
-plan of the run itself gives the run's own seconds.
+Steady steps alone are measured: not the first seconds, which pay for warming up, nor steps on batches that
+were generated before there was a trainer, nor those at a run's end for which nothing is generated. A stage is
+`speed` times faster than the plan of that run's own configuration on the same device; a plan of another
+configuration is scaled by the same factor. So a plan of the run itself gives the run's own seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sync.errors import DataError
 from sync.jsonl import read_lines
 
 WARM_UP_SECONDS: Final = 10.0
-"""After the first step's end, and at most half of the steps: not measured."""
+"""After the first step's end: not measured."""
 PAUSE: Final = 10.0
 """Times the median interval between two steps: a longer one is a restart or a resume, and left out."""
 
@@ -46,11 +47,11 @@ class Measured(NamedTuple):
 
 def measure(run_dir: Path) -> Measured:
     """Raises DataError for a folder without the files of a run of two steps or more."""
-    steps = sorted((row for row in read_run(run_dir).metrics if "train/rows" in row), key=itemgetter("time"))
+    run = read_run(run_dir)
+    steps = sorted((row for row in run.metrics if "train/rows" in row), key=itemgetter("time"))
     if len(steps) < 2:
         raise DataError(f"--measured {run_dir}: metrics.jsonl has {len(steps)} steps, and 2 are needed")
-    warm = sum(row["time"] < steps[0]["time"] + WARM_UP_SECONDS for row in steps)
-    steps = steps[min(warm, len(steps) // 2) - 1 :]
+    steps = _steady(steps, ended=run.summary.get("completed", False))
     ends = [row["time"] for row in steps]
     full, delta = (steps[-1].get(f"sync/bytes_{kind}") for kind in ("full", "delta"))
     before, *steps = steps
@@ -61,6 +62,18 @@ def measure(run_dir: Path) -> Measured:
         mean(row["buffer/age_mean"] for row in steps),
         delta / full if full and delta else None,
     )
+
+
+def _steady(steps: list[dict[str, Any]], ended: bool) -> list[dict[str, Any]]:
+    """The step before the measured ones, and those; at most half of them are left out at the beginning.
+
+    A trainer's first step finds as many batches as may be outstanding, and so does its last: generation has
+    `ended` by then.
+    """
+    waiting = [1 + int(row.get("buffer/depth", 0)) for row in (steps[0], steps[-1])]
+    warm = sum(row["time"] < steps[0]["time"] + WARM_UP_SECONDS for row in steps)
+    steady = steps[min(max(warm, waiting[0]), len(steps) // 2) - 1 :]
+    return steady[: max(2, len(steady) - waiting[1])] if ended else steady
 
 
 def _lengths(run_dir: Path, before: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Lengths:

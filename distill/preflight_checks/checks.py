@@ -19,7 +19,7 @@ from distill.evaluation.sets import check_rewards, open_sets
 from distill.preflight_checks import environments, experts, objective
 from distill.preflight_checks.devices import Where, check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
-from distill.prompts.sources import PromptSplit, data_sources, open_prompts, text_config
+from distill.prompts.sources import PromptSplit, all_known, data_sources, open_prompts, text_config
 from student_trainer import sequence_parallel
 from student_trainer.config import unpackable
 from student_trainer.deepspeed_json import deepspeed_config
@@ -85,7 +85,7 @@ def check(config: RunConfig, where: Where | None = None) -> Checked:
     lines += check_devices(config, where)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))
-    refuse(_rewards(config, split))
+    refuse([*_unrouted(config, split, router), *_rewards(config, split)])
     if config.evaluation is not None:
         check_rewards(open_sets(config, split, tokenizer))
     return Checked(config, split, [*lines, *split.notes])
@@ -319,6 +319,19 @@ def _topk(config: RunConfig, vocab: int) -> Iterator[str]:
             f"objective.k is {k} and the student's tokenizer has {vocab} ids: set objective.k = {vocab} or "
             'less, or objective.type = "full"'
         )
+
+
+def _unrouted(config: RunConfig, split: PromptSplit, router: Router) -> Iterator[str]:
+    """Teachers that would be idle, where the data sources of all prompts are known."""
+    sources = data_sources(split)
+    taught = {router.route(source) for source in sources}
+    for name in config.teachers if all_known(split) else ():
+        if name not in taught:
+            yield (
+                f"teachers.{name} would have nothing to score, the prompts' data sources are "
+                f"{', '.join(sorted(sources))}: change its route, prompts.source_field or the prompts, or "
+                "leave it out"
+            )
 
 
 def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:

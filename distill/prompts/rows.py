@@ -17,6 +17,7 @@ from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.prompts.rewards import answer_problem
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
+from sync.hub import check_reachable
 
 RowsConfig = JsonlPrompts | DatasetPrompts
 Encode = Callable[[Any], Sequence[int]]
@@ -234,6 +235,8 @@ def open_dataset(config: DatasetPrompts) -> Any:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
+    if config.path.count("/") == 1:  # other names may be those of builders
+        check_reachable(config.path, config.revision, "dataset")
     streaming = config.stream_rows is not None
     try:
         return load_dataset(

@@ -29,6 +29,7 @@ from distill.prompts.stream import Prompt, PromptSource
 from distill.prompts.streaming import StreamSource, open_stream
 from distill.tasks import Task, TaskPrompt
 from sync.errors import ConfigError, DataError
+from sync.hub import check_reachable
 from sync.own_code import own_code
 from sync.settings import ModelSource
 from sync.wire.checks import ANY_ID
@@ -164,6 +165,11 @@ def longest_prompt(split: PromptSplit) -> int:
     """Tokens of the longest prompt: of all rows, or of a sample of prompts that are not all known."""
     known = max(len(prompt.token_ids) for prompt in [*split.held_out, *sample_prompts(split)])
     return max(known, getattr(split.train, "longest", 0))
+
+
+def all_known(split: PromptSplit) -> bool:
+    """Whether `data_sources` are all that there will be."""
+    return isinstance(split.train, TableSource | Mixture)
 
 
 def data_sources(split: PromptSplit) -> set[str]:
@@ -313,6 +319,7 @@ def split_table(
 
 def text_config(source: ModelSource) -> Any:
     """transformers' config of a model, of its text part. Raises ConfigError when it cannot be read."""
+    check_reachable(source.path, source.revision, "model")
     from transformers import AutoConfig
 
     try:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from enum import Enum
 
 from distill.aio import Signal, cancel, unless, until_stalled
-from distill.events import ErrorBudget, Events, Stalled, Stranded
+from distill.events import ErrorBudget, Events, Membership, Stalled, Stranded
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.records import VersionApplied
 from distill.run_log.state import RunState
@@ -67,7 +67,7 @@ class Replica:
 class ReplicaPool:
     """The replicas of a run. `run()` for its whole length; `add` and `remove` at any time.
 
-    Follows `state.target`, the newest version in the store. Out: VersionApplied, Stalled.
+    Follows `state.target`, the newest version in the store. Out: VersionApplied, Membership, Stalled.
     """
 
     poll_seconds = 2.0  # between two checks of a serving replica
@@ -110,6 +110,7 @@ class ReplicaPool:
         replica = self.replicas.pop(name)
         await cancel([self._tasks.pop(name, None)])
         self._lose(replica)
+        self._events.emit(Membership(name, "has left"))
         await replica.engine.aclose()
 
     async def join(self, engine: ReplicaEngine, name: str) -> None:
@@ -271,8 +272,8 @@ class ReplicaPool:
                     await self._catch_up(replica)
                     replica.phase = Phase.SERVING
                     replica.joined += 1
-                    logger.info("replica %s serves %s", replica.name, replica.version or "the model folder")
-                    self.changed.wake()
+                    serves = f"serves {replica.version or 'the model folder'}"
+                    self._events.emit(Membership(replica.name, serves))
                     return
             except WrongServer:
                 raise

@@ -26,6 +26,7 @@ from sync.publish import Publisher, Slice
 from sync.settings import DirectoryStoreConfig, ModelSource
 from sync.snapshots import checkpoint
 from sync.stores import open_store
+from sync.tokenizers import fingerprint, load_tokenizer
 from sync.wire import ReplicaState, RunIdentity, Version, VersionSpan, unpack
 
 pytestmark = [
@@ -225,6 +226,9 @@ def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_pa
     assert [line.split()[1] for line in listing] == ["lora"] * (STEPS + 1)
     assert "whole" in call("sync", "verify", str(run))
     assert (run / "final/adapter_model.safetensors").is_file()
+    sources = (ModelSource(path=str(folder)) for folder in (run / "final", tmp_path / "student"))
+    ours, theirs = map(load_tokenizer, sources)
+    assert fingerprint(ours) == fingerprint(theirs)
 
     assert "AutoPeftModelForCausalLM" in ModelCard.load(run / "final/README.md").text
 

@@ -32,7 +32,7 @@ FINISHED: dict[str, Any] = {
     "warnings": [],
     "error": None,
     "model": "m",
-    "perf": {"waited_seconds": {}},
+    "perf": {"waited_seconds": {}, "busy_seconds": {}, "idle_seconds": {}},
     "train": {"tokens_share": 1.0},
     "rollout": {"dropped": {}, "tokens_total": 8},
     "evaluations": [{"version": "L000-v00000006", "reverse_kl": 0.5}],

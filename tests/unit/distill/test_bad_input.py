@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from distill.cli.main import main
@@ -107,6 +108,28 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(
     assert "the tokenizer of 'studnet' cannot be loaded: it is no folder here; correct `path`" in message
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "kind"),
+    [
+        ("student.path", "acme/nope-1B", "model"),
+        ("student.path", "nope", "model"),
+        ('prompts={type="dataset",field="text",template="plain",path', "acme/nope", "dataset"),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch, key: str, name: str, kind: str
+) -> None:
+    asked = []
+    nobody = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", nobody)
+    ask = huggingface_hub.file_download.get_hf_file_metadata
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: asked.append(url) or ask(url))
+    message = distill(f'{key}="{name}"}}' if kind == "dataset" else f"{key}={name}")
+    assert f"{kind} {name!r} is no folder here, nothing of it is in" in message
+    assert "Retrying" not in message
+    assert len(asked) == 1
+
+
 def test_a_folder_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 
@@ -114,6 +137,13 @@ def test_a_folder_that_holds_no_model_is_refused(distill: Distill, tmp_path: Pat
 def test_a_folder_to_evaluate_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:
     more = ("--model", str(tmp_path / "none"))
     assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
+
+
+def test_an_adapter_to_evaluate_is_to_be_merged_first(distill: Distill, tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final/adapter_config.json").write_text("{}")
+    message = distill(name="evaluate", more=("--model", str(tmp_path / "final")))
+    assert f"holds an adapter: distill export {tmp_path} FOLDER merges it into its base" in message
 
 
 def test_a_folder_for_completions_must_be_new(distill: Distill, tmp_path: Path) -> None:
@@ -333,6 +363,16 @@ def test_a_deepspeed_file_that_is_missing_or_no_json_is_refused(distill: Distill
 def test_what_the_trainer_would_refuse_of_deepspeed(distill: Distill) -> None:
     assert "zero_optimization.stage is 2" in distill('trainer.overrides."zero_optimization.stage"=2')
     assert "fp16 skips steps" in distill("trainer.overrides.fp16.enabled=true")
+
+
+def test_arguments_that_vllm_does_not_take_are_refused_in_its_words(distill: Distill) -> None:
+    args = "student.engine_args"
+    typo = distill(f"{args}.max-model-lenn=64", name="preflight")
+    assert f"{args}: vLLM does not take them: unrecognized arguments: --max-model-lenn=64" in typo
+    value = distill(f"{args}.max-num-seqs=many", name="preflight")
+    assert "argument --max-num-seqs: invalid" in value
+    message = distill("teachers.sorter={engine='vllm',engine_args={tensor_paralel_size=2}}", name="preflight")
+    assert "teachers.sorter.engine_args: vLLM's engine has no argument 'tensor_paralel_size'" in message
 
 
 @pytest.mark.parametrize("kind", ["topk", "forward_topk", "student_topk"])

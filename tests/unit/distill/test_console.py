@@ -152,7 +152,7 @@ def test_elsewhere_a_run_prints_a_plain_line_now_and_then(monkeypatch) -> None:
         display.log(number, step(number))
     display.log(20, {"eval/reverse_kl": 0.5, "eval/pass_rate": 0.75})
     display.close()
-    rest = "age 1.5  waited 0.25 s  1,000 tokens/s  trained 90%"
+    rest = "learning rate 0.0002  age 1.5  waited 0.25 s  1,000 tokens/s  trained 90%"
     assert shown.getvalue().splitlines() == [
         "starting: student-0, trainer",
         f"step 10/120  reverse KL 0.100  {rest}  0:01:50 left",
@@ -210,6 +210,8 @@ def test_lines_for_people_hold_the_figures() -> None:
     assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
     more = {"train/tokens_share": 0.914, "rollout/dropped/too_old": 3.0, "rollout/dropped/straggler": 5.0}
     assert step_line(more, None) == "age 0.0  waited 0.00 s  trained 91%  dropped 5 straggler, 3 too_old"
+    learnt = {"train/reward_mean": 0.25, "train/lr": 3e-6}
+    assert step_line(learnt, None) == "reward 0.250  learning rate 3e-06  age 0.0  waited 0.00 s"
     assert (
         evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats per token"
     )

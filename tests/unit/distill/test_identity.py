@@ -427,7 +427,7 @@ def test_a_run_shows_what_it_made_and_fails_with_a_line_for_each_problem(tmp_pat
         "problems": ["replica r0 holds other weights", "L000-v00000006 could not be evaluated"],
         "train": {"tokens_share": 1.0},
         "rollout": {"dropped": {}, "tokens_total": 8},
-        "perf": {"waited_seconds": {}},
+        "perf": {"waited_seconds": {}, "busy_seconds": {}, "idle_seconds": {}},
         "model": "final",
     }
     for name in ("final", "report.html"):

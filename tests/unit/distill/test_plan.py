@@ -261,6 +261,32 @@ def test_a_measured_run_replaces_what_is_assumed(model: str, tmp_path: Path) -> 
         measure(tmp_path / "none")
 
 
+def test_steps_on_what_was_generated_before_the_first_or_for_the_last_are_not_measured(
+    tmp_path: Path,
+) -> None:
+    """Two batches are there when the trainer starts, and three when generation has ended."""
+    made_run(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if "train/rows" in line)
+    ends = [0, 20, 50, 80, 110, 140, 150, 155, 160]
+    rows = [
+        first | {"step": n, "time": end, "buffer/depth": 1.5, **scored(n)} for n, end in enumerate(ends, 1)
+    ]
+    rows[-1]["buffer/depth"] = 2.0
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    stages = (("student-0", "generate"), ("teacher t", "score"), ("trainer", "train"))
+    spans = [{"role": role, "what": what, "start": 0, "end": 160} for role, what in stages]
+    (tmp_path / "timeline.jsonl").write_text("\n".join(map(json.dumps, spans)))
+    assert measure(tmp_path).step_seconds == pytest.approx((160 - 20) / 7), "it goes on"
+    (tmp_path / "summary.json").write_text('{"completed": true}')
+    assert measure(tmp_path).step_seconds == 30
+
+
+def scored(steps: int) -> dict[str, int]:
+    """What a teacher has scored by then, with the preflight's."""
+    return {"teacher/t/tokens": 5000 + 12 * 8 * steps, "teacher/t/sequences": 100 + 8 * steps}
+
+
 def made_run(folder: Path) -> None:
     """Slow steps of ten seconds, then four that end every two seconds, the last after a restart of an hour.
 
@@ -270,11 +296,7 @@ def made_run(folder: Path) -> None:
     counts = {"train/rows": 8, "train/tokens": 56, "sync/bytes_delta": 25, "sync/bytes_full": 100}
     steps: list[dict[str, Any]] = []
     for n, end in enumerate((0, 9, 11, 13, 15, 3615), 1):
-        scored = {
-            "teacher/t/tokens": 5000 + 12 * 8 * n,
-            "teacher/t/sequences": 100 + 8 * n,
-        }  # the preflight's
-        steps.append({"step": n, "time": end, "buffer/age_mean": 1.5, **scored, **counts})
+        steps.append({"step": n, "time": end, "buffer/age_mean": 1.5, **scored(n), **counts})
     steps[0] |= {"train/tokens": 800, "buffer/age_mean": 9}
     spans = [
         ("student-0", "generate", 2, 16),

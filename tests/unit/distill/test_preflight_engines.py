@@ -357,7 +357,9 @@ def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Pa
     assert preflight.check(configure(models, prompts=judged, **sections)).split.rewards is not None
 
 
-def test_every_data_source_needs_a_teacher_and_no_other_does(tmp_path: Path, models: Path) -> None:
+def test_every_data_source_needs_a_teacher_and_every_teacher_a_data_source(
+    tmp_path: Path, models: Path
+) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "abc>", "from": "math"}\n' * 40)
     json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
@@ -369,6 +371,10 @@ def test_every_data_source_needs_a_teacher_and_no_other_does(tmp_path: Path, mod
         evaluation=None,
     )
     assert len(preflight.check(config).split.train) == 40
+    idle = {"path": str(models / "teacher"), "route": ["maths"]}
+    teachers = config.model_dump()["teachers"] | {"u": idle}
+    with pytest.raises(ConfigError, match=r"teachers\.u would have nothing to score, .*sources are math:"):
+        preflight.check(RunConfig.model_validate(config.model_dump() | {"teachers": teachers}))
     with path.open("a") as file:
         file.write('{"prompt": "abc>", "from": "law"}\n')
     with pytest.raises(ConfigError, match="no teacher for data source 'law'"):

@@ -14,7 +14,7 @@ from virtual_time import LONG
 
 from distill.buffer import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
-from distill.events import ErrorBudget, Events, Stalled
+from distill.events import ErrorBudget, Events, Membership, Stalled
 from distill.metrics.summary import identity
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.hold import hold
@@ -36,6 +36,8 @@ class World:
         self.applied: list[VersionApplied] = []
         self.state, self.events = RunState(Rules(1, Bound(0, 0))), Events()
         self.events.on(VersionApplied, self.applied.append)
+        self.said: list[str] = []
+        self.events.on(Membership, lambda event: self.said.append(f"{event.replica} {event.what}"))
         self.events.on(Stalled, lambda event: self.stalled.append(event.role))
         budget = ErrorBudget(1 << 30, self.events)
         self.pool = ReplicaPool(self.state, WeightsConfig(), stall_timeout_seconds, budget, self.events)
@@ -225,6 +227,8 @@ async def test_a_replica_may_leave_while_the_run_goes_on() -> None:
         await world.until(lambda: len(world.serving()) == 2)
         await world.pool.remove("a")
         assert world.serving() == ["b"]
+    assert sorted(world.said[:2]) == ["a serves the model folder", "b serves the model folder"]
+    assert world.said[2:] == ["a has left"]
 
 
 async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> None:

@@ -217,8 +217,11 @@ def test_use_of_tokens_and_longest_waits_are_one_line_each(tmp_path: Path) -> No
     assert use_of_tokens(SUMMARY) == "90.0% of 12,000 generated tokens were trained on; dropped 2 too_old"
     assert longest_waits(SUMMARY) == (
         "the trainer's next batch 7 s for replicas, student-0 3 s for trainer, "
-        "the trainer's next batch 1 s for teachers"
+        "the trainer's next batch 1 s for teachers; the trainer was idle for 90% of the time, "
+        "limited by replicas: more of them would help (distill plan)"
     )
+    busy = SUMMARY["perf"] | {"busy_seconds": {"trainer": 91.0}}
+    assert longest_waits({**SUMMARY, "perf": busy}).endswith("; the trainer was idle for 9% of the time")
     write_run(tmp_path / "run")
     (tmp_path / "run/summary.json").write_text(json.dumps(SUMMARY))
     assert draw(read_run(tmp_path / "run")).is_file()
@@ -260,6 +263,14 @@ def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     assert "<td>maths</td><td>0.250 → 0.250</td><td>50.0% → 50.0%</td><td>0.500 → 0.500</td>" in page
     assert "<td>code</td><td>– → 0.500</td><td>– → –</td><td>– → –</td>" in page
     assert "by teacher" not in page
+    assert "Named sets" not in page
+    gsm8k = {"pass_at_1": {"value": 0.25}, "average": {"value": 0.3}, "majority": None}
+    versions = [{"version": f"L000-v0000000{n}", "sets": {"gsm8k": gsm8k} if n else {}} for n in range(2)]
+    (tmp_path / "one" / "summary.json").write_text(json.dumps({**SUMMARY, "evaluations": versions}))
+    page = write_page([tmp_path / "one"], tmp_path / "report.html").read_text()
+    assert "<tr><th>Named sets</th><th>pass@1</th><th>avg@k</th><th>maj@k</th></tr>" in page
+    assert page.count("<td>gsm8k, ") == 1
+    assert "<td>gsm8k, L000-v00000001</td><td>25.0%</td><td>0.300</td><td>–</td>" in page
     with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
         write_page([tmp_path], tmp_path / "compare.html")
 

@@ -10,11 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 from in_memory import MemoryTrainer
+from small_config import make_config
 
 from distill.buffer import Batch
+from distill.cli.main import main
 from distill.interfaces import Hooks
 from distill.metrics.samples import (
+    QUARANTINE,
     SAMPLES,
+    Quarantine,
     Sample,
     SampleFile,
     choose,
@@ -24,7 +28,10 @@ from distill.metrics.samples import (
     shown,
 )
 from distill.run_log.records import Rollout
+from distill.tasks.sort_letters import letter_tokenizer
+from sync.durable import write_json
 from sync.errors import DataError
+from sync.jsonl import JsonLines
 from sync.wire import Scored, Version, pack, unpack
 
 
@@ -131,6 +138,29 @@ def test_the_turns_of_a_rollout_are_in_its_sample(tmp_path: Path) -> None:
     file.close()
     (found,) = read_samples(tmp_path)
     assert found.own == [(0, 1), (2, 3)]
+
+
+def test_what_was_quarantined_is_printed_newest_first_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = letter_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "student")
+    config = make_config(run={"folder": tmp_path}, student={"path": str(tmp_path / "student")})
+    config.run_dir.mkdir(parents=True)
+    write_json(config.run_dir / "config.json", config.model_dump(mode="json"))
+    lines = JsonLines(config.run_dir / QUARANTINE)
+    for name, letters in {"0:1:0": "ab", "0:2:0": "cd"}.items():
+        tokens = tokenizer.encode(letters)
+        lines.write(Quarantine(name, tokenizer.encode("ba>"), tokens, "over_long", "cut at 2 tokens"))
+    lines.close()
+    with pytest.raises(SystemExit) as leaving:
+        main(["samples", str(config.run_dir), "--order", "quarantined"])
+    assert leaving.value.code == 0
+    said = capsys.readouterr().out
+    first, second = (
+        f"0:{row}:0  over_long: cut at 2 tokens\nba>\n{text}\n" for row, text in ((2, "cd"), (1, "ab"))
+    )
+    assert said == f"{first}\n{second}\n"
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

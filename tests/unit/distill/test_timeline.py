@@ -67,8 +67,8 @@ def test_start_up_can_be_left_out() -> None:
 
 
 def test_blocked_time_is_summed_until_now() -> None:
-    now = [100.0]
-    timeline = Timeline(clock=lambda: now[0])
+    now, spans = [100.0], list[Span]()
+    timeline = Timeline(spans.append, clock=lambda: now[0])
     for seconds, whom in [
         (2.0, "replicas"),
         (3.0, "teachers"),
@@ -84,6 +84,10 @@ def test_blocked_time_is_summed_until_now() -> None:
         "trainer": {"replicas": 2.0 + 5.0 + 1.0, "teachers": 3.0},
         "r0": {"trainer": 1.0},
     }
+    assert spans == [
+        Span("trainer", "wait for replicas", 100.0, 102.0),
+        Span("trainer", "wait for teachers", 102.0, 105.0),
+    ]
     timeline.restart()
     now[0] += 0.5
     assert timeline.waited_seconds() == {"trainer": {"replicas": 0.5}, "r0": {"trainer": 0.5}}

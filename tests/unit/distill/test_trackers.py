@@ -8,24 +8,27 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+import wandb_server
 from small_config import make_config
 from tmpfs import mounted
 
 from distill.bench.faults import fill, free
+from distill.cli.main import main
 from distill.events import Quarantined
 from distill.launch.run import _Launcher
 from distill.launch.supervise import ChildSpec
-from distill.metrics import trackers
-from distill.metrics.names import SECTIONS
-from distill.metrics.samples import SAMPLES, Sample
+from distill.metrics import overview, trackers
+from distill.metrics.names import FIGURES, SECTIONS
+from distill.metrics.samples import SAMPLES, Quarantine, Sample
 from distill.metrics.summary import git_state
 from distill.metrics.timeline import Span
 from distill.metrics.trackers import MetricsFile, TensorBoard, Wandb
 from distill.preflight_checks import checks
+from distill.prompts.stream import Prompt
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.durable import write_json
 from sync.errors import ConfigError
@@ -131,19 +134,21 @@ def test_samples_come_again_after_evaluations_alerts_at_once_and_the_report_at_t
 
 def test_quarantines_and_restarts_raise_alerts(tmp_path: Path) -> None:
     alerts: list[tuple[str, str]] = []
-    written: list[Quarantined] = []
+    written: list[Quarantine] = []
     left_out = SimpleNamespace(write=None, append=None)
     launcher: Any = SimpleNamespace(
         _config=make_config(),
+        _display=SimpleNamespace(say=None),
         _quarantine=SimpleNamespace(write=written.append),
         _alert=lambda *alert: alerts.append(alert),
         _folder=SimpleNamespace(logs=tmp_path),
         **dict.fromkeys(("_samples", "_spans", "_roll_back_to"), left_out),
     )
-    event: Any = Quarantined(cast(Any, None), "poisoned", "it kills the trainer", [1])
-    _Launcher._hooks(launcher).quarantined(event)
+    _Launcher._hooks(launcher).quarantined(
+        Quarantined(Prompt("0:7", [3]), "poisoned", "it kills the trainer", [1])
+    )
     _Launcher._died(launcher, ChildSpec("student-0", ["serve"]))
-    assert written == [event]
+    assert written == [Quarantine("0:7", [3], [1], "poisoned", "it kills the trainer")]
     assert alerts == [
         ("quarantined: poisoned", "it kills the trainer"),
         ("student-0 is restarted", f"it ended; {tmp_path}/student-0.log has why"),
@@ -207,6 +212,41 @@ def test_a_key_that_wandb_refuses_is_the_users_to_correct(run: Any, monkeypatch:
     run = run.model_copy(update={"tracking": run.tracking.model_copy(update={"wandb": "online"})})
     with pytest.raises(ConfigError, match=r"wandb refuses the run: .*correct WANDB_API_KEY"):
         Wandb(run, RunIdentity(run.run.name, "0123abcd"))
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
+def test_an_overview_of_a_project_has_a_curve_for_each_figure(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with wandb_server.serve() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        with pytest.raises(SystemExit) as leaving:
+            main(["overview", str(run.run_dir)])
+        assert leaving.value.code == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == f"{server.url}/acme/{run.tracking.project}?nw=saved\n"
+    (view,) = server.views
+    assert (view["entityName"], view["projectName"]) == ("acme", run.tracking.project)
+    *curves, media = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+    found = {
+        section["name"]: tuple(panel["config"]["metrics"][0] for panel in section["panels"])
+        for section in curves
+    }
+    assert found == overview.PANELS
+    assert all(any(figure.names(name) for figure in FIGURES) for names in found.values() for name in names)
+    assert [panel["config"]["mediaKeys"] for panel in media["panels"]] == [["samples"], ["report"]]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
+def test_an_overview_without_a_server_or_its_package_is_one_message(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(ConfigError, match=r"wandb refuses the view: .*correct WANDB_API_KEY"):
+        overview.save(run)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    with pytest.raises(ConfigError, match=r"pip install 'onpolicy-distill\[overview\]'"):
+        overview.save(run)
 
 
 def test_tensorboard_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

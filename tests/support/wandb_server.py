@@ -1,0 +1,55 @@
+"""What `distill overview` needs of wandb's server: who asks, and the views that were saved."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class WandbServer(ThreadingHTTPServer):
+    """`views`: variables of every mutation that saved one."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.views: list[dict[str, Any]] = []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WandbServer
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on stderr."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"] or 0))
+        data: dict[str, Any] = {"viewer": {"id": "1", "entity": "acme", "username": "a", "flags": "{}"}}
+        if self.path == "/graphql":  # the rest is telemetry
+            asked = json.loads(gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body)
+            if "upsertView" in asked["query"]:
+                self.server.views.append(asked["variables"])
+                data = {"upsertView": {"view": {"id": "2", "name": "nw-saved-v"}, "inserted": True}}
+        answer = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+
+@contextmanager
+def serve() -> Iterator[WandbServer]:
+    """A server while inside."""
+    with WandbServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
