@@ -206,8 +206,9 @@ def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
 
 
 def _add_product(sum_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor) -> None:
-    """sum += gradᵀ · hidden, in the precision of `hidden`; without a [V, H] of its own where that is fp32."""
+    """sum += gradᵀ · hidden in place, with the factors in the precision of `hidden`; the sum is fp32."""
     if hidden_NH.dtype == sum_VH.dtype:
         sum_VH.addmm_(grad_NV.t(), hidden_NH)
     else:
-        sum_VH += grad_NV.t().to(hidden_NH.dtype) @ hidden_NH
+        low_VN = grad_NV.t().to(hidden_NH.dtype)
+        torch.addmm(sum_VH, low_VN, hidden_NH, out_dtype=torch.float32, out=sum_VH)

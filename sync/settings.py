@@ -146,7 +146,7 @@ class WeightsConfig(Settings):
     keep_anchors: int = Field(2, ge=1)
     """Newest full snapshots, with their deltas, that garbage collection keeps."""
     codec: Literal["small", "fast"] = "fast"
-    """fast: least time. small: least bytes. Both are lossless."""
+    """fast: least time. small: least bytes, sooner over links below about 7 MB/s. Both are lossless."""
     kv_on_swap: Literal["recompute", "keep"] = "recompute"
     """What happens to running completions at a swap: prefill again under the new weights, or go on."""
     timeout_seconds: float = Field(300.0, gt=0)

@@ -79,7 +79,7 @@ def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
     elif mode == Mode.CLASSES and kind in MANTISSA:
         from sync.delta import entropy
 
-        _fits(entropy.apply_changes(bits, MANTISSA[kind], reader.rest()))
+        _fits(entropy.apply_changes(bits, MANTISSA[kind], reader.number(bits.size), reader.rest()))
     elif mode in (Mode.GAPS, Mode.BITMAP) and kind in MANTISSA:
         _apply_positions(reader, bits, Mode(mode))
     elif mode != Mode.SAME:
@@ -110,6 +110,13 @@ def _whole(new: np.ndarray) -> bytes:
 
 def _differences(old: Any, new: Any, mantissa: int, effort: Effort) -> bytes | None:
     """None: the result would be longer than `new`."""
+    if effort == "small":
+        from sync.delta import entropy
+
+        count, stream = entropy.encode_changes(on_host(old), on_host(new), mantissa)
+        if count == 0:
+            return bytes([Mode.SAME])
+        return None if stream is None else bytes([Mode.CLASSES]) + _number(count) + stream
     if isinstance(new, np.ndarray):
         from sync.delta import kernels
 
@@ -118,12 +125,6 @@ def _differences(old: Any, new: Any, mantissa: int, effort: Effort) -> bytes | N
         gaps, wide_gaps, steps, wide_steps = _scan_tensors(old, new)
     if len(gaps) == 0:
         return bytes([Mode.SAME])
-    if effort == "small":
-        from sync.delta import entropy, kernels
-
-        changes = kernels.changes(gaps, wide_gaps, steps, wide_steps)
-        stream = entropy.encode_changes(on_host(old), mantissa, *changes)
-        return None if stream is None else bytes([Mode.CLASSES]) + stream
     by_bytes = wide_steps.view(np.uint8).reshape(-1, new.itemsize).T.ravel()
     head, places = Mode.GAPS, [gaps, wide_gaps]
     if len(gaps) > _GAP_SHARE * len(new) + 64:

@@ -1,6 +1,6 @@
 """One rank's delta file: a header that says which range of which tensor each blob is for, then the blobs.
 
-"ODDELTA2" · header length (4 bytes, little-endian) · zstd(msgpack(Header)) · blobs
+"ODDELTA3" · header length (4 bytes, little-endian) · zstd(msgpack(Header)) · blobs
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
-_MAGIC: Final = b"ODDELTA2"
+_MAGIC: Final = b"ODDELTA3"
 _MOST_HEADER: Final = 1 << 20
 _RANGE_BYTES: Final = 96
 """A header's entry for one range, without its name, is no longer."""

@@ -18,13 +18,8 @@ from numba import njit
 
 from sync.delta.codec import ESCAPE
 
-CLASSES: Final = 256
-"""Exponents of the widest kind; f2 uses 32 of them."""
-_ONE: Final = np.uint64(1)
-_AT_ONCE: Final = 4096  # words compared without a branch
-_UPPER_HALF: Final = np.uint64(0xFFFFFFFF00000000)
-_ODD_QUARTERS: Final = np.uint64(0xFFFF0000FFFF0000)
-_TOPS: Final = {16: np.uint64(0x8000800080008000), 32: np.uint64(0x8000000080000000)}
+BLOCK: Final = 4096
+"""Elements that are compared, and whose classes are looked up, at once."""
 
 
 def compiled(function: Callable[..., Any], signature: str | None = None) -> Callable[..., Any]:
@@ -77,60 +72,50 @@ def _put(value: int, narrow: Any, k: int, wide: Any, w: int) -> int:
     return w + 1
 
 
+@compiled
+def room() -> tuple[Any, Any, Any]:
+    """What `find` works in: flags of a block's elements, its eights that have one, places."""
+    return np.empty(BLOCK, np.uint8), np.empty(BLOCK // 8, np.int64), np.empty(BLOCK, np.int64)
+
+
+@compiled
+def find(old: Any, new: Any, begin: int, work: Any) -> Any:
+    """Places of the elements that differ in the block from `begin` on; they lie in `work`, of `room`."""
+    flags, eights, places = work
+    old, new = old[begin : begin + BLOCK], new[begin : begin + BLOCK]
+    for i in range(old.size):
+        flags[i] = old[i] != new[i]
+    flags[old.size :] = 0
+    many, k, flags_of_eight = 0, 0, flags.view(np.uint64)
+    for j in range(flags_of_eight.size):
+        eights[many] = j
+        many += int(flags_of_eight[j] != 0)
+    for j in eights[:many]:
+        for i in range(8 * j, 8 * j + 8):
+            places[k] = begin + i
+            k += int(flags[i])
+    return places[:k]
+
+
 def scan(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(gaps, wide gaps, steps, wide steps) of the elements that changed.
 
     A gap is the distance from the changed element before, a step the ULP difference, both less 1.
     """
-    width = old.itemsize * 8
-    whole = old.nbytes // 8 * 64 // width
-    words = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
     gaps, steps = np.empty(old.size, np.uint8), np.empty(old.size, np.uint8)
     wide_gaps, wide_steps = np.empty(old.size // ESCAPE + 1, np.uint64), np.empty(old.size, new.dtype)
-    k, g, s = _scan(old, new, *words, _TOPS[width], width, gaps, wide_gaps, steps, wide_steps)
+    k, g, s = _scan(old, new, gaps, wide_gaps, steps, wide_steps)
     return gaps[:k], wide_gaps[:g], steps[:k], wide_steps[:s]
 
 
 @compiled
-def _scan(
-    old: Any,
-    new: Any,
-    old_words: Any,
-    new_words: Any,
-    tops: Any,
-    width: int,
-    gaps: Any,
-    wide_gaps: Any,
-    steps: Any,
-    wide_steps: Any,
-) -> tuple[int, int, int]:
-    lanes = 64 // width
-    narrow_lanes = width // 32  # 0: four lanes of 16 bits, 1: two of 32
-    k, g, s, last = 0, 0, 0, -1
-    differing = np.empty(_AT_ONCE, np.int64)
-    for begin in range(0, old_words.size, _AT_ONCE):
-        many = 0
-        for word in range(begin, min(begin + _AT_ONCE, old_words.size)):
-            differing[many] = word
-            many += int(old_words[word] != new_words[word])
-        for word in differing[:many]:
-            different = old_words[word] ^ new_words[word]
-            found = (
-                ((different & ~tops) + ~tops) | different
-            ) & tops  # the top bit of each lane that differs
-            while found:
-                low = found & (~found + _ONE)
-                found ^= low
-                lane = 2 * int((low & _UPPER_HALF) != 0) + int((low & _ODD_QUARTERS) != 0)
-                i = word * lanes + (lane >> narrow_lanes)
-                g = _put(i - last - 1, gaps, k, wide_gaps, g)
-                s = _put(zigzag(np.int64(old[i]), np.int64(new[i]), width) - 1, steps, k, wide_steps, s)
-                last = i
-                k += 1
-    for i in range(old_words.size * lanes, old.size):
-        if old[i] != new[i]:
+def _scan(old: Any, new: Any, gaps: Any, wide_gaps: Any, steps: Any, wide_steps: Any) -> tuple[int, int, int]:
+    k, g, s, last, work = 0, 0, 0, -1, room()
+    for begin in range(0, old.size, BLOCK):
+        for i in find(old, new, begin, work):
             g = _put(i - last - 1, gaps, k, wide_gaps, g)
-            s = _put(zigzag(np.int64(old[i]), np.int64(new[i]), width) - 1, steps, k, wide_steps, s)
+            step = zigzag(np.int64(old[i]), np.int64(new[i]), 8 * old.itemsize) - 1
+            s = _put(step, steps, k, wide_steps, s)
             last = i
             k += 1
     return k, g, s
@@ -146,19 +131,6 @@ def _take(narrow: Any, k: int, wide: Any, w: int) -> tuple[int, int]:
         return -1, w
     value = np.int64(wide[w])
     return value, w + 1
-
-
-@compiled
-def changes(gaps: Any, wide_gaps: Any, steps: Any, wide_steps: Any) -> tuple[Any, Any]:
-    """(places, zigzagged differences) of what `scan` found."""
-    places, codes = np.empty(gaps.size, np.int64), np.empty(gaps.size, np.uint32)
-    g, s, i = 0, 0, -1
-    for k in range(gaps.size):
-        gap, g = _take(gaps, k, wide_gaps, g)
-        step, s = _take(steps, k, wide_steps, s)
-        i += gap + 1
-        places[k], codes[k] = i, step + 1
-    return places, codes
 
 
 @compiled

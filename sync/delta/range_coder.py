@@ -41,8 +41,8 @@ def _learn(models: Any, i: int, bit: int) -> None:
 
 
 @typed(f"{WRITER}(uint64, int64, uint32[::1], uint64, uint64)")
-def put(low: Any, pos: int, out: Any, start: Any, size: Any) -> tuple[Any, Any, int]:
-    """Narrow to [start, start + size) of the span; `out` has room for one more word."""
+def put(low: Any, pos: int, out: Any, start: Any, size: Any) -> tuple[Any, Any, Any]:
+    """Narrow to [start, start + size) of the span; `out` has room for one more word at `pos`."""
     before = low
     low += start
     if low < before:
@@ -51,20 +51,18 @@ def put(low: Any, pos: int, out: Any, start: Any, size: Any) -> tuple[Any, Any, 
             out[at] = 0
             at -= 1
         out[at] += 1
-    if size < _LEAST:
-        out[pos] = np.uint32(low >> _WORD)
-        return low << _WORD, size << _WORD, pos + 1
-    return low, size, pos
+    out[pos] = np.uint32(low >> _WORD)  # written over unless it is complete
+    full = np.uint64(size < _LEAST)
+    return low << _WORD * full, size << _WORD * full, pos + np.int64(full)
 
 
 @typed(f"{WRITER}(uint64, int64, uint32[::1], uint64, uint64)")
-def take(code: Any, pos: int, data: Any, start: Any, size: Any) -> tuple[Any, Any, int]:
-    """Inverse of `put`; zeros follow the end of `data`."""
-    code -= start
-    if size < _LEAST:
-        word = np.uint64(data[pos]) if pos < data.size else _ZERO
-        return (code << _WORD) | word, size << _WORD, pos + 1
-    return code, size, pos
+def take(code: Any, pos: int, data: Any, start: Any, size: Any) -> tuple[Any, Any, Any]:
+    """Inverse of `put`; the last word of `data` is a zero, and zeros follow it."""
+    full = np.uint64(size < _LEAST)
+    word = np.uint64(data[min(pos, data.size - 1)])
+    code = (code - start) << _WORD * full | word * full
+    return code, size << _WORD * full, pos + np.int64(full)
 
 
 @typed(f"{WRITER}({CODER}, {MODELS}, int64, int64)")

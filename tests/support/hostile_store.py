@@ -69,7 +69,7 @@ def put_file(
 def delta_file(head: bytes, blobs: bytes) -> bytes:
     """A delta file around any header."""
     packed = zstandard.ZstdCompressor(level=19).compress(head)
-    return b"ODDELTA2" + len(packed).to_bytes(4, "little") + packed + blobs
+    return b"ODDELTA3" + len(packed).to_bytes(4, "little") + packed + blobs
 
 
 def parts_of(data: bytes) -> tuple[Any, bytes]:

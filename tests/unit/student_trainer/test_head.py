@@ -8,24 +8,26 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss
+from student_trainer.head import HeadShape, HeadWeights, Loss, _add_product, chunked_loss
 from student_trainer.objectives.divergences import Targets, full
 
 C, V, H = 96, 40, 6
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any operation returned."""
+    """Remembers the most elements that any operation returned, and where those as large as the head lie."""
 
     def __init__(self) -> None:
         super().__init__()
         self.elements = 0
+        self.heads: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         result = function(*arguments, **(keywords or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.Tensor):
                 self.elements = max(self.elements, value.numel())
+                self.heads |= {value.data_ptr()} if value.numel() == V * H else set()
         return result
 
 
@@ -53,6 +55,30 @@ def test_no_tensor_is_as_large_as_tokens_times_vocabulary(chunk: int) -> None:
         total.backward()
     assert largest.elements <= max(chunk * V, C * H, V * H)
     assert largest.elements < C * V
+
+
+def test_the_heads_gradient_is_summed_where_it_is() -> None:
+    hidden, weight, targets, loss = work()
+    head = HeadWeights(weight.requires_grad_(), None, HeadShape(V))
+    with LargestTensor() as largest:
+        total, _ = chunked_loss(hidden.requires_grad_(), head, targets, loss, 8)
+        total.backward()
+    assert weight.grad is not None
+    assert largest.heads == {weight.data_ptr(), weight.grad.data_ptr()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_sums_products_of_bf16_in_fp32_where_the_gradient_is() -> None:
+    torch.manual_seed(0)
+    grad, hidden = torch.randn(64, V), torch.randn(64, H).bfloat16()
+    total = torch.randn(V, H)
+    exact = total.double() + grad.bfloat16().double().t() @ hidden.double()
+    summed = total.cuda()
+    with LargestTensor() as largest:
+        _add_product(summed, grad.cuda(), hidden.cuda())
+    assert largest.heads == {summed.data_ptr()}
+    torch.testing.assert_close(summed.cpu().double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_every_token_is_compared_with_the_teacher_it_was_routed_to() -> None:

@@ -13,7 +13,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sync.delta import codec, entropy, kernels
+from sync.delta import codec, kernels
 from sync.delta import file as delta_file
 from sync.delta.codec import Effort, Mode
 from sync.errors import SnapshotError
@@ -168,7 +168,7 @@ def test_the_small_mode_comes_within_a_fiftieth_of_the_entropy_given_the_exponen
 
 def test_a_stream_of_many_blocks_survives() -> None:
     random = np.random.default_rng(8)
-    old = weights(random, 200 * entropy.BLOCK + 777, "bf16")
+    old = weights(random, 200 * kernels.BLOCK + 777, "bf16")
     round_trip(old, nudged(random, old, 0.003), "bf16", "small")
 
 

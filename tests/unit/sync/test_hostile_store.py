@@ -157,7 +157,7 @@ def test_a_delta_of_more_files_than_any_run_has_ranks_is_refused(store: MemorySt
     [
         (b"", "it is another file"),
         (delta_file(nested(90_000, b"\x91", b"\x90"), b""), "header cannot be read|impossible length"),
-        (b"ODDELTA2" + b"\xff" * 8, "impossible length"),
+        (b"ODDELTA3" + b"\xff" * 8, "impossible length"),
     ],
     ids=["empty", "nested", "endless"],
 )
