@@ -5,7 +5,7 @@
 
 There is one server for each set of libraries and of variables that a role has beside the launcher's. Our own
 are not counted, they are read late: teachers, evaluator and trainer share a server unless their `env` differ.
-Without its server, when that has ended, a role is executed. On GPUs all are: an import may use the driver,
+Without its server, when that is gone, a role is executed. On GPUs all are: an import may use the driver,
 which forks cannot.
 """
 
@@ -49,6 +49,8 @@ IMPORTS: Final = {
 """Module of a role → what its server imports."""
 OURS: Final = ("DISTILL_", "STUDENT_TRAINER_")
 """Prefixes of variables that only our own code reads, when it runs."""
+IMPORT_SECONDS: Final = 300.0
+"""For all imports and a fork: a server that takes longer is stalled."""
 _MOST_BYTES: Final = 1 << 17
 _MOST_SAID: Final = 2000
 _TITLE_ROOM: Final = {"DISTILL_TITLE_ROOM": " " * 4096}
@@ -129,6 +131,7 @@ class _Server:
     def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
         self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
+        self._closed = False
         self._turn, self._output = asyncio.Lock(), tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         with there:
             descriptors = (there.fileno(), self._output.fileno(), self._output.fileno())
@@ -147,19 +150,29 @@ class _Server:
         if len(message) > _MOST_BYTES:
             return None
         async with self._turn:
-            try:
-                socket.send_fds(self._control, [message], [log_file, pipe])
-                answer = await asyncio.get_running_loop().sock_recv(self._control, 32)
-            except OSError:
-                answer = b""
-        if not answer:
-            self._output.seek(0)
-            said = self._output.read().decode(errors="replace")[-_MOST_SAID:]
-            log.warning("%s starts without its fork server, which has ended:\n%s", name, said)
+            if answer := await self._answer(message, log_file, pipe):
+                return Forked(int(answer))
+            if not self._closed:
+                self._output.seek(0)
+                said = self._output.read().decode(errors="replace")[-_MOST_SAID:]
+                log.warning("%s starts without its fork server, which is gone:\n%s", name, said)
+                self.close()
             return None
-        return Forked(int(answer))
+
+    async def _answer(self, message: bytes, *descriptors: int) -> bytes:
+        """b"" once the server is gone, or stalled."""
+        try:
+            socket.send_fds(self._control, [message], descriptors)
+            async with asyncio.timeout(IMPORT_SECONDS):
+                return await asyncio.get_running_loop().sock_recv(self._control, 32)
+        except (OSError, TimeoutError):
+            return b""
 
     def close(self) -> None:
+        """End it; again changes nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._control.close()
         self._output.close()
         os.kill(self._pid, signal.SIGKILL)

@@ -122,8 +122,21 @@ async def test_without_its_server_a_role_is_executed(
 ) -> None:
     monkeypatch.setitem(fork_server.IMPORTS, "role", ("no_such_library",))
     assert await launcher.start("wait", WHO="x") is None
-    assert "role-0 starts without its fork server, which has ended:" in caplog.text
+    assert "role-0 starts without its fork server, which is gone:" in caplog.text
     assert "No module named 'no_such_library'" in caplog.text
+
+
+async def test_a_stalled_server_is_given_up(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await launcher.start("wait", WHO="x")
+    assert first is not None
+    (server,) = (one for one in psutil.Process().children() if fork_server.MODULE in " ".join(one.cmdline()))
+    server.suspend()
+    monkeypatch.setattr(fork_server, "IMPORT_SECONDS", 0.2)
+    assert [await launcher.start("wait", WHO="x") for _ in range(2)] == [None, None]
+    assert not server.is_running()
+    assert first.returncode is None  # what it forked goes on
+    first.kill()
+    assert await first.wait() == -signal.SIGKILL
 
 
 async def test_what_imports_nothing_shared_and_all_on_gpus_are_executed(
