@@ -84,7 +84,7 @@ def bf16_products(exact: bool) -> Iterator[None]:
     if not exact:
         yield
         return
-    matmul = torch.backends.mkldnn.matmul
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
         yield
