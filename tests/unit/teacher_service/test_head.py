@@ -79,7 +79,7 @@ def test_logits_of_a_bf16_model_are_the_products_of_what_it_holds_summed_in_fp32
     logits = OutputHead(weight, None).placed(CPU).logits(hidden)
     assert logits.dtype == torch.float32
     assert float((logits - exact).abs().max()) < 1e-4  # bf16 would round these to 0.1
-    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
 
 
 def test_a_head_that_bf16_cannot_hold_is_multiplied_in_fp32() -> None:
