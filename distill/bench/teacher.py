@@ -53,9 +53,11 @@ Turn = Callable[[], int]
 
 
 class Setting(NamedTuple):
-    """What is scored, in fp32 with one thread each; completions vary from half to all of their length."""
+    """What is scored, with one thread each; completions vary from half to all of their length."""
 
     model: str
+    dtype: str = "float32"
+    """Of every contender's weights, torch's name for it."""
     rollouts: int = 64
     completion: int = 64
     """Tokens."""
@@ -69,13 +71,14 @@ class Setting(NamedTuple):
     """Whether engine "vllm" and a stock server take part."""
 
 
-def run(model: str, **setting: Any) -> Figures:
+def run(model: str, dtype: str = "float32", rollouts: int = 64, repeats: int = 7, **setting: Any) -> Figures:
     """Figures by contender, their ratios, and what a fuzzer and a flood found.
 
-    `setting`: fields of `Setting`. Raises DistillError when a server does not come up.
+    `setting`: other fields of `Setting`. Raises DistillError when a server does not come up.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    it, cores = Setting(model, **setting), os.sched_getaffinity(0)
+    it = Setting(model, dtype, rollouts, repeats=repeats, **setting)
+    cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as loop, Ports() as ports:
         children = [_teacher("transformers", it, Path(folder), ports)]
         if it.vllm:
@@ -232,7 +235,7 @@ def _plain(setting: Setting, items: list[Item], vocab_size: int) -> Turn:
     from teacher_service.engines.transformers import PASS_TOKENS, padded_ids, rectangles
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=setting.dtype).eval()
     groups = rectangles([len(item.token_ids_L) for item in items], QUEUE_TOKENS, PASS_TOKENS["cpu"])
     batches = [torch.from_numpy(padded_ids([items[i] for i in rows])) for rows in groups]
 
@@ -285,7 +288,7 @@ def _read_tables(items: list[Item], tables: list[Any], k: int) -> tuple[np.ndarr
 
 def _teacher(engine: str, setting: Setting, folder: Path, ports: Ports) -> ChildSpec:
     config = folder / f"{engine}.json"
-    fields = {"path": setting.model, "threads": 1, "dtype": "float32", "queue_tokens": QUEUE_TOKENS}
+    fields = {"path": setting.model, "threads": 1, "dtype": setting.dtype, "queue_tokens": QUEUE_TOKENS}
     fields |= {"engine": engine, "engine_args": ENGINE_ARGS if engine == "vllm" else {}}
     config.write_text(json.dumps(fields))
     return _server(engine, ports, "teacher_service", "--config", str(config), "--name", engine)
@@ -295,7 +298,8 @@ def _stock_server(setting: Setting, ports: Ports) -> ChildSpec:
     length = PROMPT_TOKENS + setting.completion + 1
     flags = ["--enforce-eager", "--distributed-executor-backend=uni"]
     flags += [f"--kv-cache-memory-bytes={ENGINE_ARGS['kv_cache_memory_bytes']}"]
-    flags += ["--max-logprobs=64", "--dtype=float32", f"--model={setting.model}", f"--max-model-len={length}"]
+    flags += [f"--dtype={setting.dtype}", f"--model={setting.model}"]
+    flags += ["--max-logprobs=64", f"--max-model-len={length}"]
     return _server("stock", ports, STOCK_SERVER, *flags)
 
 

@@ -44,10 +44,13 @@ def sync(
 @app.command()
 def teacher(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of the teacher")],
+    dtype: Annotated[str, typer.Option(help="Of all contenders: float32, bfloat16")] = "float32",
+    rollouts: Annotated[int, typer.Option(help="Sequences scored in a round")] = 64,
+    rounds: Annotated[int, typer.Option(help="Turns of every contender")] = 7,
     json_file: JsonFile = None,
 ) -> None:
     """Scored tokens per second, bytes per token and resilience of the teacher service."""
-    bench("teacher", model, json_file=json_file)
+    bench("teacher", model, dtype, rollouts, rounds, json_file=json_file)
 
 
 @app.command()

@@ -7,9 +7,10 @@ Letters in shapes: C scored positions, c of one chunk, K ids per position, H hid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,11 @@ from sync.errors import ConfigError
 from sync.wire import Head, pack
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
+
+CPU_ROWS: Final = 256
+"""Rows of logits at once on a CPU, at most: more leave its caches."""
+SHORT_ROW: Final = 8192
+"""Columns up to which numpy partitions a row in half the time of torch's topk on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class OutputHead:
     bias_V: torch.Tensor | None
     scale: float = 1.0
     soft_cap: float | None = None
+    rounded: bool = False
+    """Whether a float32 weight holds what bfloat16 can."""
 
     def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """float32 [C, V]; products are accumulated and kept in float32 whatever the model's dtype."""
@@ -35,7 +43,8 @@ class OutputHead:
         if hidden_CH.is_cuda and weight_HV.dtype in (torch.bfloat16, torch.float16):
             logits_CV = torch.mm(hidden_CH, weight_HV, out_dtype=torch.float32)
         else:
-            logits_CV = hidden_CH.float() @ weight_HV.float()
+            with bf16_products(self.rounded and hidden_CH.dtype == torch.bfloat16):
+                logits_CV = hidden_CH.float() @ weight_HV.float()
         if self.bias_V is not None:
             logits_CV += self.bias_V
         if self.scale != 1.0:
@@ -47,10 +56,11 @@ class OutputHead:
     def placed(self, device: torch.device) -> OutputHead:
         """The same head where it is to be applied; on a CPU with a float32 weight."""
         weight_VH = self.weight_VH.to(device)
+        rounded = self.rounded or weight_VH.dtype == torch.bfloat16
         if not weight_VH.is_cuda:
-            weight_VH = weight_VH.float()  # no mixed-precision product on CPUs: convert once, not per chunk
+            weight_VH = weight_VH.float()  # no product of bf16 in fp32 on CPUs: convert once, not per chunk
         bias_V = None if self.bias_V is None else self.bias_V.to(device).float()
-        return OutputHead(weight_VH, bias_V, self.scale, self.soft_cap)
+        return OutputHead(weight_VH, bias_V, self.scale, self.soft_cap, rounded)
 
     def message(self, teacher: str, dtype: torch.dtype) -> Head:
         """Wire form; `dtype`: of the model, whose precision the weight keeps."""
@@ -63,6 +73,23 @@ class OutputHead:
             scale=self.scale,
             soft_cap=self.soft_cap,
         )
+
+
+@contextmanager
+def bf16_products(exact: bool) -> Iterator[None]:
+    """Let oneDNN multiply float32 matrices in bf16, accumulating in float32, where that is `exact`.
+
+    For the whole process: one thread at a time multiplies what is `exact`.
+    """
+    if not exact:
+        yield
+        return
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -216,9 +243,10 @@ def score_hidden(
 ) -> dict[str, torch.Tensor]:
     """All scores except hidden states, under the names of `EngineScores`, on the device of `hidden_CH`.
 
-    At most `chunk` rows of logits exist at once.
+    At most `chunk` rows of logits exist at once, on a CPU CPU_ROWS.
     """
     parts = []
+    chunk = chunk if hidden_CH.is_cuda else min(chunk, CPU_ROWS)
     for rows in (slice(first, first + chunk) for first in range(0, len(targets_C), chunk)):
         wanted_cK = None if wanted_CK is None else wanted_CK[rows]
         logits_cV = head.logits(hidden_CH[rows])
@@ -235,7 +263,7 @@ def _scores_of(
     norm_c = logits_cV.logsumexp(1)
     scores = {"logprob_C": logits_cV.gather(1, targets_c[:, None])[:, 0] - norm_c}
     if options.topk:
-        top_cK, ids_cK = logits_cV.topk(options.topk, dim=1)
+        top_cK, ids_cK = largest(logits_cV, options.topk)
         logp_cK = top_cK - norm_c[:, None]
         scores["topk_ids_CK"] = ids_cK.int()
         scores["topk_logprob_CK"] = logp_cK
@@ -247,3 +275,13 @@ def _scores_of(
         logp_cV = logits_cV.sub_(norm_c[:, None])
         scores["entropy_C"] = -(logp_cV.exp() * logp_cV).sum(1)
     return scores
+
+
+def largest(values_cV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest values of each row [c, k], the largest first, and their places."""
+    if values_cV.is_cuda or values_cV.shape[1] > SHORT_ROW:
+        top = values_cV.topk(k, dim=1)
+        return top.values, top.indices
+    places_ck = torch.from_numpy(np.argpartition(values_cV.numpy(), -k, axis=1)[:, -k:])
+    top_ck, order_ck = values_cV.gather(1, places_ck).sort(1, descending=True)
+    return top_ck, places_ck.gather(1, order_ck)

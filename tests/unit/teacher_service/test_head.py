@@ -12,7 +12,7 @@ import transformers
 
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.head import find_head, load_head
+from teacher_service.engines.head import SHORT_ROW, OutputHead, find_head, largest, load_head
 
 VOCAB, PADDED = 37, 48
 SMALL = {
@@ -70,3 +70,29 @@ def test_precision_is_the_checkpoints_unless_another_is_named(tmp_path: Path) ->
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be readable here, also when a server computes"):
         load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
+
+
+def test_logits_of_a_bf16_model_are_the_products_of_what_it_holds_summed_in_fp32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64).bfloat16()
+    exact = hidden.double() @ weight.double().T
+    logits = OutputHead(weight, None).placed(CPU).logits(hidden)
+    assert logits.dtype == torch.float32
+    assert float((logits - exact).abs().max()) < 1e-4  # bf16 would round these to 0.1
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
+
+
+def test_a_head_that_bf16_cannot_hold_is_multiplied_in_fp32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64)
+    exact = hidden.double() @ weight.double().T
+    assert float((OutputHead(weight, None).placed(CPU).logits(hidden) - exact).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("width", "k"), [(37, 37), (37, 1), (4096, 64), (SHORT_ROW + 1, 64)])
+def test_the_largest_of_each_row_are_those_of_topk(width: int, k: int) -> None:
+    values = torch.stack([torch.randperm(width) for _ in range(9)]).float()
+    top, places = largest(values, k)
+    expected = values.topk(k, dim=1)
+    assert torch.equal(top, expected.values)
+    assert torch.equal(places, expected.indices)
