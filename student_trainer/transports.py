@@ -2,10 +2,10 @@
 
     main thread                                      publishing thread
     wait for the previous one (the only waiting)
-    copy this rank's shards, or gather all   ──▶     encode, write; or announce and send
+    copy this rank's shards                  ──▶     encode, write; or announce, gather and send
     train on                                         Published
 
-What needs a collective (a gather) happens in the main thread, in the same order on every rank.
+What needs a collective of training's (a folder) happens in the main thread, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from urllib.parse import urlsplit
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.engine import Learner
+from student_trainer.gathering import Gathering
 from sync.address import token_from_environment
 from sync.broadcast import BroadcastSender, own_address
+from sync.buckets import nbytes
 from sync.decoding import convert
+from sync.delta.codec import Bits
 from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.publish import Publisher, PublishReport
 from sync.retry import retrying
 from sync.snapshots.admin import Collected, gc
-from sync.snapshots.checkpoint import meta_of
 from sync.stores import open_store
 from sync.wire import Published, RunIdentity, TrainerWelcome, Version
 
@@ -181,21 +183,28 @@ class SnapshotTransport:
 
 
 class BroadcastTransport:
-    """Straight to the replicas. All is gathered before rank 0 sends: a gather inside a send deadlocks.
+    """Straight to the replicas: copies of the ranks' shards, gathered bucket by bucket while rank 0 sends.
 
-    A replica that is lost ends the broadcast at once; the same tensors then go to those that are left.
+    A replica that is lost ends the broadcast at once; the same copies then go to those that are left.
     """
 
     def __init__(self, sender: BroadcastSender | None, learner: Learner, client: ControllerClient) -> None:
-        """`sender` on rank 0, None elsewhere. Once the client is stopping, nothing is retried."""
+        """`sender` on rank 0, None elsewhere. Once the client is stopping, nothing is retried. Collective."""
         self._sender, self._learner, self._client = sender, learner, client
+        self._gathering = Gathering(learner.ranks, learner.weights.slices)
 
-    def stage(self, version: Version, anchor: bool) -> Work | None:
+    def stage(self, version: Version, anchor: bool) -> Work:
         """A `Transport`."""
-        tensors, sender = dict(self._learner.weights.gathered()), self._sender
-        return None if sender is None else lambda: self._send(sender, version, tensors)
+        shards, sender = self._learner.weights.snapshot(), self._sender
+        return (
+            partial(self._answer, shards) if sender is None else partial(self._send, sender, version, shards)
+        )
 
-    def _send(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> bool:
+    def _answer(self, shards: dict[str, Bits]) -> bool:
+        self._gathering.answer(shards)
+        return False
+
+    def _send(self, sender: BroadcastSender, version: Version, shards: dict[str, Bits]) -> bool:
         """Broadcast; nothing that comes later builds on it."""
 
         def is_worth_another(error: BaseException) -> bool:
@@ -207,15 +216,20 @@ class BroadcastTransport:
         again = retrying(
             is_worth_another, attempts=_TRIES, first=_PAUSE_SECONDS, longest=_PAUSE_SECONDS, note=note
         )
-        again(self._send_once, sender, version, tensors)
+        try:
+            again(self._send_once, sender, version, shards)
+        finally:
+            self._gathering.done()
         return False
 
-    def _send_once(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> None:
-        size, address = sum(tensor.nbytes for tensor in tensors.values()), sender.address
+    def _send_once(self, sender: BroadcastSender, version: Version, shards: dict[str, Bits]) -> None:
+        plan, address = self._gathering.plan, sender.address
+        size = sum(map(nbytes, plan.metas))
         audience = self._client.audience(
             Published(version, "broadcast", bytes=size, full_bytes=size, seconds=0.0, rendezvous=address)
         )
-        metas, workers = [meta_of(name, tensor) for name, tensor in tensors.items()], audience.world_size - 1
+        workers = audience.world_size - 1
         log.info("%s goes to %d workers as broadcast %s", version, workers, audience.group)
-        sender.send(audience, metas, tensors.items(), lambda: self._client.lost(audience.group))
+        buckets = self._gathering.buckets(shards)
+        sender.send(audience, plan, buckets, lambda: self._client.lost(audience.group))
         log.info("%s went to %d workers", version, workers)

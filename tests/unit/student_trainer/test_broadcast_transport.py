@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from trainer_fakes import RecordedClient, RecordedLearner
@@ -13,12 +14,14 @@ from trainer_fakes import RecordedClient, RecordedLearner
 from student_trainer import controller_client as module
 from student_trainer.controller_client import ControllerClient
 from student_trainer.transports import BroadcastTransport, Publishing
-from sync.broadcast import BroadcastSender, Reception
+from sync.broadcast import BroadcastSender, Receiver, Reception
 from sync.client import BlockingPeer
 from sync.errors import SnapshotError, Unreachable
+from sync.publish import Slice
 from sync.wire import Audience, BroadcastTicket, Published, Version
 
 VERSION = Version(0, 3)
+TENSORS = {"a": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
 
 
 class TwoTensors(RecordedLearner):
@@ -28,9 +31,13 @@ class TwoTensors(RecordedLearner):
         super().__init__()
         self.weights = self
 
-    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", torch.arange(5.0)
-        yield "b", torch.ones(2, 2, dtype=torch.bfloat16)
+    slices = (Slice("a", (5,), "f4", 0, 5), Slice("b", (2, 2), "bf16", 0, 4))
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        return {
+            "a": TENSORS["a"].numpy().view(np.uint32),
+            "b": TENSORS["b"].flatten().view(torch.int16).numpy().view(np.uint16),
+        }
 
 
 class Listeners(RecordedClient):
@@ -39,13 +46,15 @@ class Listeners(RecordedClient):
     def __init__(self, dead: int) -> None:
         super().__init__()
         self.receptions: list[Reception] = []
+        self.receiver = Receiver(3600.0)
         self._dead = dead
 
     def audience(self, published: Published) -> Audience:
         assert published.rendezvous is not None
         self.reported.append(published)
         group, size = f"0-{len(self.reported)}", 3 if len(self.reported) <= self._dead else 2
-        self.receptions.append(Reception(BroadcastTicket(published.rendezvous, group, 1, size), 3600.0))
+        ticket = BroadcastTicket(published.rendezvous, group, 1, size)
+        self.receptions.append(self.receiver.receive(ticket))
         return Audience(group=group, world_size=size)
 
     def lost(self, group: str) -> str | None:
@@ -72,8 +81,9 @@ def test_a_version_goes_to_the_replicas_that_are_left(
         with pytest.raises(SnapshotError, match="student-1: killed"):
             left.result()
     received = controller.receptions[-1].result().tensors
-    assert all(torch.equal(received[name], tensor) for name, tensor in TwoTensors().gathered())
+    assert all(torch.equal(received[name], tensor) for name, tensor in TENSORS.items())
     assert caplog.text.count("student-1: killed") == 2
+    controller.receiver.close()
 
 
 def test_a_version_without_receivers_is_skipped_and_the_run_continues(
