@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from trainer_fakes import RecordedClient, RecordedLearner
 
 from student_trainer import controller_client as module
 from student_trainer.controller_client import ControllerClient
-from student_trainer.transports import BroadcastTransport, Publishing
+from student_trainer.transports import BroadcastTransport, Keeping, Publishing
 from sync.broadcast import BroadcastSender, Receiver, Reception
 from sync.client import BlockingPeer
 from sync.errors import SnapshotError, Unreachable
@@ -100,6 +100,57 @@ def test_a_version_without_receivers_is_skipped_and_the_run_continues(
     with pytest.raises(Unreachable, match="student-1: killed"):
         transport.settle()
     assert len(controller.reported) == 12
+
+
+class Kept:
+    """In the place of a SnapshotTransport: what it was given, staged and published."""
+
+    def __init__(self) -> None:
+        self.staged: list[Version] = []
+        self.published: list[Version] = []
+
+    def stage(self, version: Version, anchor: bool) -> Callable[[], bool]:
+        assert anchor
+        self.staged.append(version)
+
+        def work() -> bool:
+            self.published.append(version)
+            return True
+
+        return work
+
+
+@pytest.mark.parametrize(
+    ("every", "publish_every", "kept"),
+    [(3, 1, [0, 3, 6, 7]), (3, 2, [0, 4, 6, 7]), (0, 1, [0, 7]), (1, 2, [0, 2, 4, 6, 7])],
+)
+def test_versions_to_evaluate_go_to_the_store_too(
+    sender: BroadcastSender, every: int, publish_every: int, kept: list[int]
+) -> None:
+    """The first, the last, and the first to pass a multiple, each once, also where it is broadcast again."""
+    controller, store = Listeners(dead=0), Kept()
+    keeping = Keeping(store, every, publish_every, 7)  # type: ignore[arg-type]
+    publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
+    publishing.start(Version(0, 0))
+    for step in [*range(publish_every, 8, publish_every), 7]:
+        for _ in range(2):
+            publishing.publish(Version(0, step), publishing.anchor_due)
+            publishing.settle()
+    assert [version.step for version in store.staged] == kept
+    assert store.published == store.staged
+    controller.receiver.close()
+
+
+def test_a_version_that_no_replica_receives_goes_to_the_store_all_the_same(
+    sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
+    controller, store = Listeners(dead=4), Kept()
+    keeping = Keeping(store, 0, 1, 7)  # type: ignore[arg-type]
+    publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
+    publishing.start(VERSION)
+    assert (store.published, publishing.arrived, publishing.anchor_due) == ([VERSION], None, True)
+    controller.receiver.close()
 
 
 # --- a stop while the controller is gone -------------------------------------------------------------------
