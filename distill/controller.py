@@ -291,10 +291,11 @@ class Controller:
                 self._hooks.set_back(back.to)
 
     def _published(self, event: Published) -> None:
+        if event.kind == "broadcast":
+            return  # what is evaluated goes to the store next
         if self.evaluations is not None:
             self.evaluations.due(event.version)
-        if event.kind != "broadcast":
-            self.pool.published()
+        self.pool.published()
 
     def _note_update(self, record: VersionApplied) -> None:
         """It stages from the request on; the pause ends with the reply, and loading ends the pause."""

@@ -36,7 +36,7 @@ def check_store(config: RunConfig) -> None:
     """
     given = config.weights.store
     own = isinstance(given, (DirectoryStoreConfig, XetStoreConfig)) and given.path is None
-    if own or config.weights.transport != "snapshot":
+    if own or not config.uses_store:
         return
     store, key, tried = store_of(config), f"preflight/{uuid4().hex}", uuid4().bytes
     store.create(key, tried)

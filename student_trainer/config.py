@@ -137,6 +137,9 @@ class TrainerConfig(Settings):
     """The user's settings."""
     weights: WeightsConfig = WeightsConfig()
     """How new versions are published."""
+    keep_every: int | None = Field(None, ge=0)
+    """With broadcasts: steps between two versions that go to the store too, for evaluations, beside the first
+    and the last; 0: those alone. None: none do."""
     steps: int = Field(ge=1)
     """Optimizer steps of the whole run."""
     temperature: float = Field(1.0, gt=0)

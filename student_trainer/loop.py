@@ -239,10 +239,13 @@ def record(trainer: Trainer, batch: TrainBatch) -> None:
     all_done(trainer.ranks, "the ledger", write)
 
 
-def publish(trainer: Trainer) -> None:
-    """Start publishing the current weights, once the last publication has finished or failed. Collective."""
-    anchor = settle(trainer)
-    trainer.publishing.publish(trainer.version, anchor)
+def publish(trainer: Trainer, anchor: bool = False) -> None:
+    """Start publishing the current weights, once the last publication has finished or failed. Collective.
+
+    `anchor`: as one, whether it is due or not.
+    """
+    due = settle(trainer)
+    trainer.publishing.publish(trainer.version, anchor or due)
 
 
 def settle(trainer: Trainer) -> bool:
@@ -287,8 +290,9 @@ def finish(trainer: Trainer, outcome: Outcome) -> None:
     interrupted, StoreError is raised at the end; the next start publishes the checkpoint's weights.
     """
     learner, first = trainer.learner, trainer.ranks.rank == 0
-    if trainer.publishing.newest != trainer.version:
-        publish(trainer)
+    keep = trainer.config.keep_every is not None and trainer.version.step < trainer.config.steps
+    if keep or trainer.publishing.newest != trainer.version:
+        publish(trainer, anchor=keep)
     settle(trainer)
     is_out = not trainer.ranks.highest(first and trainer.publishing.arrived != trainer.version)
     digests = learner.weights.digests()

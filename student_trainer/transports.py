@@ -2,10 +2,10 @@
 
     main thread                                      publishing thread
     wait for the previous one (the only waiting)
-    copy this rank's shards, or gather all   ──▶     encode, write; or announce and send
+    copy this rank's shards                  ──▶     encode, write; or announce, gather and send
     train on                                         Published
 
-What needs a collective (a gather) happens in the main thread, in the same order on every rank.
+What needs a collective of training's (a folder) happens in the main thread, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -24,14 +25,16 @@ from urllib.parse import urlsplit
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.engine import Learner
+from student_trainer.gathering import Gathering
 from sync.address import token_from_environment
 from sync.broadcast import BroadcastSender, own_address
+from sync.buckets import nbytes
 from sync.decoding import convert
+from sync.delta.codec import Bits
 from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.publish import Publisher, PublishReport
 from sync.retry import retrying
 from sync.snapshots.admin import Collected, gc
-from sync.snapshots.checkpoint import meta_of
 from sync.stores import open_store
 from sync.wire import Published, RunIdentity, TrainerWelcome, Version
 
@@ -104,21 +107,33 @@ def open_transport(
     config: TrainerConfig, learner: Learner, client: ControllerClient, welcome: TrainerWelcome
 ) -> Transport:
     """The configured way for new versions."""
-    settings, ranks, weights = config.weights, learner.ranks, learner.weights
+    settings, ranks = config.weights, learner.ranks
     if settings.transport == "broadcast":
         sender = None
         if ranks.rank == 0:
             controller, token = urlsplit(config.controller_url), token_from_environment()
             host = own_address(controller.hostname or "127.0.0.1", controller.port or 80)
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
-        return BroadcastTransport(sender, learner, client).stage
+        keeping = None
+        if config.keep_every is not None:
+            kept = snapshots(config, learner, client, welcome)
+            keeping = Keeping(kept, config.keep_every, settings.publish_every, config.steps)
+        return BroadcastTransport(sender, learner, client, keeping).stage
+    return snapshots(config, learner, client, welcome).stage
+
+
+def snapshots(
+    config: TrainerConfig, learner: Learner, client: ControllerClient, welcome: TrainerWelcome
+) -> SnapshotTransport:
+    """Versions in the configured store."""
+    settings, ranks, weights = config.weights, learner.ranks, learner.weights
     store = open_store(settings.store, config.run_dir / "store")
     run = RunIdentity(config.run, welcome.run.id, weights.fingerprint)
     publisher = Publisher(
         store, run, weights.slices, rank=ranks.rank, world_size=ranks.world_size, weights=settings
     )
     scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
-    return SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect).stage
+    return SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect)
 
 
 class SnapshotTransport:
@@ -180,24 +195,70 @@ class SnapshotTransport:
             log.warning("the store was not collected: %s", error)
 
 
-class BroadcastTransport:
-    """Straight to the replicas. All is gathered before rank 0 sends: a gather inside a send deadlocks.
+@dataclass(frozen=True)
+class Keeping:
+    """Versions that go to the store beside broadcasts, as anchors."""
 
-    A replica that is lost ends the broadcast at once; the same tensors then go to those that are left.
+    transport: SnapshotTransport
+    every: int
+    """Steps between two; 0: none but the first and the last."""
+    publish_every: int
+    steps: int
+
+    def due(self, step: int) -> bool:
+        """Whether the version of this step is the last, or the first to pass a multiple of `every`."""
+        before = max(0, step - self.publish_every)
+        return step >= self.steps or (self.every > 0 and step // self.every > before // self.every)
+
+
+class BroadcastTransport:
+    """Straight to the replicas: copies of the ranks' shards, gathered bucket by bucket while rank 0 sends.
+
+    A replica that is lost ends the broadcast at once; the same copies then go to those that are left. A
+    version to be kept goes to the store next, whether it was received or not.
     """
 
-    def __init__(self, sender: BroadcastSender | None, learner: Learner, client: ControllerClient) -> None:
-        """`sender` on rank 0, None elsewhere. Once the client is stopping, nothing is retried."""
+    def __init__(
+        self,
+        sender: BroadcastSender | None,
+        learner: Learner,
+        client: ControllerClient,
+        keeping: Keeping | None = None,
+    ) -> None:
+        """`sender` on rank 0, None elsewhere. Once the client is stopping, nothing is retried. Collective.
+
+        `keeping` None: nothing goes to a store.
+        """
         self._sender, self._learner, self._client = sender, learner, client
+        self._keeping = keeping
+        self._kept: Version | None = None
+        self._gathering = Gathering(learner.ranks, learner.weights.slices)
 
-    def stage(self, version: Version, anchor: bool) -> Work | None:
+    def stage(self, version: Version, anchor: bool) -> Work:
         """A `Transport`."""
-        tensors, sender = dict(self._learner.weights.gathered()), self._sender
-        return None if sender is None else lambda: self._send(sender, version, tensors)
+        shards, keeping = self._learner.weights.snapshot(), self._keeping
+        keep: Work | None = None
+        if keeping is not None and version != self._kept and (anchor or keeping.due(version.step)):
+            keep = keeping.transport.stage(version, anchor=True)
+            self._kept = version
 
-    def _send(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> bool:
-        """Broadcast; nothing that comes later builds on it."""
+        def work() -> bool:
+            try:
+                self._broadcast(version, shards)
+            finally:
+                if keep is not None:
+                    keep()
+            return False  # nothing that comes later builds on it
 
+        return work
+
+    def _broadcast(self, version: Version, shards: dict[str, Bits]) -> None:
+        if self._sender is None:
+            self._gathering.answer(shards)
+        else:
+            self._send(self._sender, version, shards)
+
+    def _send(self, sender: BroadcastSender, version: Version, shards: dict[str, Bits]) -> None:
         def is_worth_another(error: BaseException) -> bool:
             return isinstance(error, Unreachable) and not self._client.stopping.is_set()
 
@@ -207,15 +268,19 @@ class BroadcastTransport:
         again = retrying(
             is_worth_another, attempts=_TRIES, first=_PAUSE_SECONDS, longest=_PAUSE_SECONDS, note=note
         )
-        again(self._send_once, sender, version, tensors)
-        return False
+        try:
+            again(self._send_once, sender, version, shards)
+        finally:
+            self._gathering.done()
 
-    def _send_once(self, sender: BroadcastSender, version: Version, tensors: dict[str, Any]) -> None:
-        size, address = sum(tensor.nbytes for tensor in tensors.values()), sender.address
+    def _send_once(self, sender: BroadcastSender, version: Version, shards: dict[str, Bits]) -> None:
+        plan, address = self._gathering.plan, sender.address
+        size = sum(map(nbytes, plan.metas))
         audience = self._client.audience(
             Published(version, "broadcast", bytes=size, full_bytes=size, seconds=0.0, rendezvous=address)
         )
-        metas, workers = [meta_of(name, tensor) for name, tensor in tensors.items()], audience.world_size - 1
+        workers = audience.world_size - 1
         log.info("%s goes to %d workers as broadcast %s", version, workers, audience.group)
-        sender.send(audience, metas, tensors.items(), lambda: self._client.lost(audience.group))
+        buckets = self._gathering.buckets(shards)
+        sender.send(audience, plan, buckets, lambda: self._client.lost(audience.group))
         log.info("%s went to %d workers", version, workers)

@@ -1,19 +1,23 @@
 """Weights straight from the trainer to the replicas' workers: NCCL between GPUs, gloo between CPUs.
 
 The trainer's rank 0 serves a store of keys (`rendezvous`: one address, the run's token) and is rank 0 of a
-group that lives for one broadcast; each replica holds a ticket with its rank. All keys stand under its name,
-so a group that failed leaves nothing that the next one meets. The buffers themselves go in the clear;
-the digests show what a stranger puts among them.
+group; each replica holds a ticket with its rank. All keys of a broadcast stand under its name, so one that
+failed leaves nothing that the next one meets. The buffers themselves go in the clear; the digests show what a
+stranger puts among them.
 
     sender                                     every receiver
     backend: nccl or gloo        ──store──▶    refuses another one than its own
-    plan: names, dtypes, shapes  ──store──▶    plan
-    waits for all  ◀──────────────store────    "here"
-    go                           ──store──▶    waits for it
-    one flat buffer per bucket   ──group──▶    bucket, copied to host memory
+    plan: tensors, buckets       ──store──▶    plan
+    waits for all  ◀──────────────store────    "here", with the group that it holds
+    go, in which group           ──store──▶    waits for it
+    bucket after bucket          ──group──▶    its place in host memory
     digest of every tensor       ──store──▶    compares with what it holds
     waits for all  ◀──────────────store────    "received"
     or: why it was given up      ──store──▶    looked for now and then
+
+A group outlives its broadcast: the next one goes through it where the sender and all receivers hold it
+still, each at the same rank. Otherwise, so whenever a member came, left, restarted or failed, all let go of
+what they hold and form a new one under the name of the broadcast.
 
 A replica dies, hangs or never comes: the sender learns it from `lost`, gives up at once and says so in the
 store, so that the other receivers end too; without such word no wait takes longer than `timeout`. The sender
@@ -27,19 +31,19 @@ runs into the time-out by itself (NCCL: is aborted), and its result is discarded
 gloo runs in the tests. NCCL takes the same path through torch's ProcessGroupNCCL but needs a GPU for every
 rank and was not run; on two GPUs, `pytest -m gpu tests/unit/sync/test_broadcast.py` runs it. Two of NCCL's
 ways are heeded: a buffer that is complete on one rank may still be on its way from there to the next, so a
-group ends by torch's `shutdown`, which flushes, unless the broadcast failed; and torch ends a process where a
-collective passes its group's own time-out, so that one is longer than ours, and a failed group is aborted.
+group is let go of only when all have said "received", or when its broadcast failed; and torch ends a process
+where a collective passes its group's own time-out, so that one is longer than ours, and a failed group is
+aborted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, TypeVar
@@ -47,16 +51,19 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 import torch
 
+from sync.buckets import Digests, Plan, nbytes
 from sync.decoding import json_decoder
 from sync.errors import SnapshotError, Unreachable
 from sync.rendezvous import Group, Meeting, Served, Visitor, backend_name, broadcast_key, used
-from sync.snapshots.checkpoint import TensorMeta, meta_of
+from sync.snapshots.checkpoint import TensorMeta
 from sync.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Audience, BroadcastTicket
 
 logger = logging.getLogger(__name__)
 _GLANCE_SECONDS: Final = 0.25
 """How often a sender asks whether a receiver is lost."""
+_NEW: Final = ""
+"""In the place of a group's name: none is held, or a new one is formed."""
 T = TypeVar("T")
 
 
@@ -66,6 +73,11 @@ def own_address(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+def _own_address_for(ticket: BroadcastTicket) -> str:
+    host, _, port = ticket.address.rpartition(":")
+    return own_address(host, int(port))
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
@@ -113,6 +125,7 @@ class BroadcastSender:
         self._device = torch.device(device)
         self._host = host
         self._served = Served(host, port, broadcast_key(token))
+        self._held: Group | None = None  # of the last broadcast
 
     @property
     def address(self) -> str:
@@ -122,21 +135,21 @@ class BroadcastSender:
     def send(
         self,
         audience: Audience,
-        metas: Sequence[TensorMeta],
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        plan: Plan,
+        buckets: Iterable[torch.Tensor],
         lost: Callable[[], str | None] = lambda: None,
     ) -> int:
-        """Send gathered checkpoint tensors, in the order of `metas`, to all of `audience`; returns bytes.
+        """Send `buckets`, the bytes of `plan.buckets` in order, to all of `audience`; returns bytes.
 
-        `tensors` must not itself be a collective of a group that waits for this one: gather first. `lost` is
-        asked now and then: why a receiver will not take part to the end (None: all do).
+        The next bucket is asked for while the one before is on its way, so it must not wait for that. `lost`
+        is asked now and then: why a receiver will not take part to the end (None: all do).
         Raises Unreachable when one is lost or does not take part within the time-out, and SnapshotError when
-        `tensors` is not what `metas` says. Either way the next `send` needs a new group.
+        `buckets` are not those of `plan`. Either way the next `send` needs another name.
         """
         if audience.world_size < 2:
             return 0
         started, groups, over = time.monotonic(), list[Group](), threading.Event()
-        sending = in_thread(lambda: self._transfer(audience, metas, iter(tensors), groups, over.is_set))
+        sending = in_thread(lambda: self._transfer(audience, plan, iter(buckets), groups, over.is_set))
         try:
             while not wait([sending], _GLANCE_SECONDS).done:
                 if (gone := lost()) is not None:
@@ -153,16 +166,16 @@ class BroadcastSender:
                 f"broadcast {audience.group} to {audience.world_size - 1} workers failed after "
                 f"{time.monotonic() - started:.1f} s: {error}"
             ) from error
-        return sum(nbytes(meta) for meta in metas)
+        return sum(map(nbytes, plan.metas))
 
-    def _meeting(self, group: str) -> Meeting:
-        return Meeting(self._served.ask, group, self._timeout)
+    def _meeting(self, name: str) -> Meeting:
+        return Meeting(self._served.ask, name, self._timeout)
 
     def _transfer(
         self,
         audience: Audience,
-        metas: Sequence[TensorMeta],
-        tensors: Iterator[tuple[str, torch.Tensor]],
+        plan: Plan,
+        buckets: Iterator[torch.Tensor],
         groups: list[Group],
         given_up: Callable[[], bool],
     ) -> None:
@@ -170,37 +183,49 @@ class BroadcastSender:
         ranks = range(1, audience.world_size)
         store = self._meeting(audience.group)
         store.set("backend", backend_name(self._device))
-        store.set("plan", msgspec.json.encode(metas))
+        store.set("plan", msgspec.json.encode((plan.metas, plan.bucket_bytes)))
         store.wait([f"here/{rank}" for rank in ranks], given_up=given_up)
-        store.set("go", "1")
-        group = Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
+        group = self._group_of(audience, store)
         with used(group, groups, given_up):
-            digests = self._send_buckets(group, plan(metas), tensors)
-        store.set("digests", msgspec.json.encode(digests))
-        store.wait([f"received/{rank}" for rank in ranks], given_up=given_up)
+            store.set("digests", msgspec.json.encode(self._send_buckets(group, plan, buckets)))
+            store.wait([f"received/{rank}" for rank in ranks], given_up=given_up)
+        self._held = group
         for key in ("backend", "plan", "digests"):
             store.delete_key(key)
 
-    def _send_buckets(
-        self, group: Group, buckets: list[Bucket], tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> dict[str, str]:
-        digests: dict[str, str] = {}
-        for bucket in buckets:
-            flat = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self._device)
-            for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
-                name, tensor = next(tensors, ("nothing", torch.empty(0)))
-                if meta_of(name, tensor) != meta:
-                    raise SnapshotError(
-                        f"the broadcast announced {meta} and was given {meta_of(name, tensor)}"
-                    )
-                view(flat, meta, offset).copy_(tensor.detach())
-                digests[name] = digest(tensor)
-            group.broadcast(flat)
-        return digests
+    def _group_of(self, audience: Audience, store: Meeting) -> Group:
+        """The one that all hold, or a new one."""
+        held, self._held = self._held, None
+        holders = {store.get(f"here/{rank}") for rank in range(1, audience.world_size)}
+        if held is not None and (held.size, {held.name.encode()}) == (audience.world_size, holders):
+            store.set("go", held.name)
+            return held
+        if held is not None:
+            held.close()
+        store.set("go", _NEW)
+        return Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
+
+    def _send_buckets(self, group: Group, plan: Plan, buckets: Iterator[torch.Tensor]) -> dict[str, str]:
+        digests, on_its_way = Digests(plan), None
+        for bucket in plan.buckets:
+            flat = next(buckets, torch.empty(0))
+            if flat.nbytes != len(bucket):
+                raise SnapshotError(
+                    f"the broadcast announced {len(bucket)} bytes and was given {flat.nbytes}"
+                )
+            if on_its_way is not None:
+                on_its_way()
+            on_its_way = group.start(flat)
+            digests.update(bucket, flat)  # and the next one is gathered, while it is on its way
+        if on_its_way is not None:
+            on_its_way()
+        return digests.found()
 
     def close(self) -> None:
-        """Stop serving the store."""
+        """Stop serving the store, and let go of the group."""
         self._served.close()
+        if self._held is not None:
+            self._held.close()
 
 
 # --- replica ----------------------------------------------------------------------------------------------
@@ -214,26 +239,70 @@ class Received(NamedTuple):
     digests: dict[str, str]
 
 
-class Reception:
-    """A broadcast being received by a thread of its own, from a sender that holds the same `token`.
+class Receiver:
+    """One worker's side: `receive` for every ticket, `close` at the end. Senders hold the same `token`.
 
     `timeout`, in seconds, bounds every single wait.
     """
 
-    def __init__(
-        self,
-        ticket: BroadcastTicket,
-        timeout: float,
-        device: torch.device | str = "cpu",
-        token: str | None = None,
-    ) -> None:
-        self.bytes_received = 0
-        self._device, self._given_up = torch.device(device), threading.Event()
-        self._groups: list[Group] = []
+    def __init__(self, timeout: float, device: torch.device | str = "cpu", token: str | None = None) -> None:
+        self.timeout, self.device = timedelta(seconds=timeout), torch.device(device)
         self._key = broadcast_key(token)
-        limit = timedelta(seconds=timeout)
-        self._received = in_thread(lambda: self._receive(ticket, limit))
-        threading.Thread(target=self._heed, args=(ticket, limit), name="broadcast watch", daemon=True).start()
+        self._held: Group | None = None  # of the last broadcast
+
+    def receive(self, ticket: BroadcastTicket) -> Reception:
+        """Begin to take part in a broadcast."""
+        return Reception(self, ticket)
+
+    @contextlib.contextmanager
+    def meeting(self, ticket: BroadcastTicket) -> Iterator[Meeting]:
+        """Over a connection of its own: a waiting one cannot be shared."""
+        with contextlib.closing(Visitor(ticket.address, self._key, self.timeout)) as visitor:
+            yield Meeting(visitor.ask, ticket.group, self.timeout)
+
+    def held(self, ticket: BroadcastTicket) -> str:
+        """Name of the group in which it has the ticket's rank, or _NEW."""
+        held = self._held
+        return held.name if held is not None and held.rank == ticket.rank else _NEW
+
+    def group(self, name: str, ticket: BroadcastTicket) -> Group:
+        """The one that is held, where that is `name`; else, for _NEW, one under the ticket's name.
+
+        Not held meanwhile: `keep` it when its broadcast has succeeded.
+        """
+        held, self._held = self._held, None
+        if held is not None:
+            if held.name == name:
+                return held
+            held.close()
+        with contextlib.ExitStack() as failed:
+            visitor = Visitor(ticket.address, self._key, self.timeout)
+            failed.callback(visitor.close)
+            store, own = Meeting(visitor.ask, ticket.group, self.timeout), _own_address_for(ticket)
+            members = ticket.rank, ticket.world_size
+            group = Group(store, *members, own, self.timeout, self.device, visitor.close)
+            failed.pop_all()
+        return group
+
+    def keep(self, group: Group) -> None:
+        """Hold it for the next broadcast."""
+        self._held = group
+
+    def close(self) -> None:
+        """Let go of the group."""
+        if self._held is not None:
+            self._held.close()
+
+
+class Reception:
+    """A broadcast being received by a thread of its own."""
+
+    def __init__(self, receiver: Receiver, ticket: BroadcastTicket) -> None:
+        self.bytes_received = 0
+        self._receiver, self._given_up = receiver, threading.Event()
+        self._groups: list[Group] = []
+        self._received = in_thread(lambda: self._receive(ticket))
+        threading.Thread(target=self._heed, args=(ticket,), name="broadcast watch", daemon=True).start()
 
     @property
     def done(self) -> bool:
@@ -253,16 +322,10 @@ class Reception:
             raise SnapshotError(f"the broadcast was not received: {self.error}")
         return self._received.result()
 
-    @contextlib.contextmanager
-    def _meeting(self, ticket: BroadcastTicket, timeout: timedelta) -> Iterator[Meeting]:
-        """Over a connection of its own: a waiting one cannot be shared."""
-        with contextlib.closing(Visitor(ticket.address, self._key, timeout)) as visitor:
-            yield Meeting(visitor.ask, ticket.group, timeout)
-
-    def _heed(self, ticket: BroadcastTicket, timeout: timedelta) -> None:
+    def _heed(self, ticket: BroadcastTicket) -> None:
         """End when the sender says that it gave up."""
         try:
-            with self._meeting(ticket, timeout) as store:
+            with self._receiver.meeting(ticket) as store:
                 while not self.done:
                     if store.come(["given up"]):
                         _fail(self._received, SnapshotError(store.get("given up").decode()))
@@ -276,95 +339,46 @@ class Reception:
         for group in self._groups:
             group.abort()
 
-    def _receive(self, ticket: BroadcastTicket, timeout: timedelta) -> Received:
-        with self._meeting(ticket, timeout) as store:
-            return self._receive_from(store, ticket, timeout)
+    def _receive(self, ticket: BroadcastTicket) -> Received:
+        with self._receiver.meeting(ticket) as store:
+            return self._receive_from(store, ticket)
 
-    def _receive_from(self, store: Meeting, ticket: BroadcastTicket, timeout: timedelta) -> Received:
+    def _receive_from(self, store: Meeting, ticket: BroadcastTicket) -> Received:
         if store.check(["given up"]):
             raise SnapshotError(store.get("given up").decode())
         self._check_backend(store.get("backend").decode())
-        metas = json_decoder(list[TensorMeta]).decode(store.get("plan"))
-        host, _, port = ticket.address.rpartition(":")
-        own = own_address(host, int(port))
-        store.set(f"here/{ticket.rank}", "1")
+        plan = Plan(*json_decoder(tuple[list[TensorMeta], int]).decode(store.get("plan")))
+        store.set(f"here/{ticket.rank}", self._receiver.held(ticket))
         store.wait(["go"], given_up=self._given_up.is_set)
-        group = Group(store, ticket.rank, ticket.world_size, own, timeout, self._device)
+        group = self._receiver.group(store.get("go").decode(), ticket)
         with used(group, self._groups, self._given_up.is_set):
-            tensors = self._receive_buckets(group, plan(metas))
-        sent = json_decoder(dict[str, str]).decode(store.get("digests"))
-        digests = {name: digest(tensor) for name, tensor in tensors.items()}
-        if digests != sent:
-            wrong = sorted(name for name in sent if digests.get(name) != sent[name])
-            raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
+            tensors = self._receive_buckets(group, plan)
+            sent = json_decoder(dict[str, str]).decode(store.get("digests"))
+            digests = {name: digest(tensor) for name, tensor in tensors.items()}
+            if digests != sent:
+                wrong = sorted(name for name in sent if digests.get(name) != sent[name])
+                raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
+        self._receiver.keep(group)
         store.set(f"received/{ticket.rank}", "1")
         return Received(ticket.group, tensors, digests)
 
     def _check_backend(self, sent: str) -> None:
         """Raise SnapshotError when the sender and this side could never meet."""
-        own = backend_name(self._device)
+        device = self._receiver.device
+        own = backend_name(device)
         if sent != own:
             raise SnapshotError(
-                f"the trainer broadcasts with {sent} and this replica is on a {self._device.type} device, "
+                f"the trainer broadcasts with {sent} and this replica is on a {device.type} device, "
                 f'which receives with {own}: set weights.transport = "snapshot", or run both on the same kind'
             )
 
-    def _receive_buckets(self, group: Group, buckets: list[Bucket]) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        for bucket in buckets:
-            flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-            group.broadcast(flat)
-            host = flat.cpu()
-            for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
-                tensors[meta.name] = view(host, meta, offset)
-            self.bytes_received += bucket.nbytes
-        return tensors
-
-
-# --- buckets --------------------------------------------------------------------------------------------
-
-
-BUCKET_BYTES: Final = 64 << 20
-"""Small tensors travel together up to this many bytes; a larger tensor travels alone."""
-_ALIGN: Final = 16
-
-
-class Bucket(NamedTuple):
-    """Tensors that travel in one flat buffer of `nbytes`, each at its offset."""
-
-    metas: list[TensorMeta]
-    offsets: list[int]
-    nbytes: int
-
-
-def plan(metas: Sequence[TensorMeta], limit: int = BUCKET_BYTES) -> list[Bucket]:
-    """Cut tensors, in order, into buckets of at most `limit` bytes, or of one tensor."""
-    buckets: list[Bucket] = []
-    for meta in metas:
-        size = _aligned(nbytes(meta))
-        if not buckets or buckets[-1].nbytes + size > limit:
-            buckets.append(Bucket([], [], 0))
-        last = buckets[-1]
-        buckets[-1] = Bucket([*last.metas, meta], [*last.offsets, last.nbytes], last.nbytes + size)
-    return buckets
-
-
-def nbytes(meta: TensorMeta) -> int:
-    """Bytes of a tensor."""
-    return math.prod(meta.shape) * _dtype(meta).itemsize
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
-def _dtype(meta: TensorMeta) -> torch.dtype:
-    dtype = getattr(torch, meta.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise SnapshotError(f"tensor {meta.name!r} has dtype {meta.dtype!r}: torch has no such dtype")
-    return dtype
-
-
-def view(flat: torch.Tensor, meta: TensorMeta, offset: int) -> torch.Tensor:
-    """The tensor at `offset` of a flat u1 buffer, sharing its memory."""
-    return flat[offset : offset + nbytes(meta)].view(_dtype(meta)).view(meta.shape)
+    def _receive_buckets(self, group: Group, plan: Plan) -> dict[str, torch.Tensor]:
+        whole_N, device = torch.empty(plan.nbytes, dtype=torch.uint8), self._receiver.device
+        for bucket in plan.buckets:
+            place = whole_N[bucket.start : bucket.stop]
+            flat = place if device.type == "cpu" else torch.empty_like(place, device=device)
+            group.start(flat)()
+            if flat is not place:
+                place.copy_(flat)
+            self.bytes_received += len(bucket)
+        return plan.tensors(whole_N)

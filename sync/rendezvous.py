@@ -109,10 +109,10 @@ class Meeting(Store):
 
     def __init__(self, ask: Callable[[Ask], bytes | None], group: str, timeout: timedelta) -> None:
         super().__init__()
-        self._ask, self._group, self._timeout = ask, group, timeout
+        self._ask, self.name, self._timeout = ask, group, timeout
 
     def _names(self, keys: list[str]) -> list[str]:
-        return [f"{self._group}/{key}" for key in keys]
+        return [f"{self.name}/{key}" for key in keys]
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(Ask("set", self._names([key]), value.encode() if isinstance(value, str) else value))
@@ -260,34 +260,41 @@ class Visitor:
 
 
 class Group:
-    """A process group of one broadcast; see `used`."""
+    """A process group, named as the broadcast for which it was formed; see `used`."""
 
     def __init__(
-        self, store: Meeting, rank: int, size: int, address: str, timeout: timedelta, device: torch.device
+        self,
+        store: Meeting,
+        rank: int,
+        size: int,
+        address: str,
+        timeout: timedelta,
+        device: torch.device,
+        closed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._timeout = store, timeout
+        """`closed` is called when nothing asks `store` any more."""
+        self.name, self.rank, self.size = store.name, rank, size
+        self._store, self._timeout, self._closed = store, timeout, closed
         self._backend = _backend(store, rank, size, address, timeout, device)
         self._nccl = self._backend.name() == "nccl"
 
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Send from rank 0, or receive, one buffer; returns when it is complete here."""
+    def start(self, flat: torch.Tensor) -> Callable[[], None]:
+        """Begin to send from rank 0, or to receive, one buffer; what returns when it is complete here."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._backend.broadcast([flat], options).wait(self._timeout)
+        work = self._backend.broadcast([flat], options)
+        return lambda: work.wait(self._timeout)
 
     def abort(self) -> None:
         """Let nothing wait for a dead peer any more, from any thread; gloo waits for its time-out."""
         if self._nccl and (backend := self._backend) is not None:
             backend.abort()
 
-    def flush(self) -> None:
-        """End in order: what is complete here reaches the ranks that get it from here."""
-        if self._nccl:
-            self._backend.shutdown()
-
     def close(self) -> None:
-        """Let go of the connections, after `flush` or `abort`."""
+        """Let go of the connections; nothing may be on its way."""
+        self.abort()
         self._backend = None
+        self._closed()
 
 
 def backend_name(device: torch.device) -> str:
@@ -312,19 +319,21 @@ def _backend(
 
 @contextlib.contextmanager
 def used(group: Group, groups: list[Group], given_up: Callable[[], bool]) -> Iterator[None]:
-    """Use `group`, among `groups` as long as it is open, so that giving up can abort it.
+    """Use `group`, among `groups` meanwhile, so that giving up can abort it.
 
-    It is closed at the end, in order unless the block fails. Raises RuntimeError when it was given up.
+    It is closed when the block fails. Raises RuntimeError when it was given up.
     """
-    groups.append(group)
-    try:
+
+    def check() -> None:
         if given_up():
             raise RuntimeError("the broadcast was given up")
+
+    groups.append(group)
+    try:
+        check()
         yield
-        group.flush()
-    except BaseException:
-        group.abort()
-        raise
-    finally:
         groups.remove(group)
+        check()  # behind the removal: whoever gave up before found it, or is found here
+    except BaseException:
         group.close()
+        raise

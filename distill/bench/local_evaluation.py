@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from distill.bench.runner import Figures
+from distill.config import RunConfig
+from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.reverse_kl import exact, head_of
 from distill.prompts.stream import Prompt
 from teacher_service.engines.base import Item, ScoreOptions
@@ -27,6 +29,13 @@ BATCH = 512
 """Completions sampled together."""
 Watch = Callable[[Tensor, Tensor], None]
 """Called at every step with p [B, V] and the tokens drawn from it [B], rows that have ended included."""
+
+
+def with_evaluation(config: RunConfig) -> RunConfig:
+    """With the default evaluation where a configuration leaves it out."""
+    if config.evaluation is not None:
+        return config
+    return config.model_copy(update={"evaluation": EvaluationConfig()})
 
 
 class Limits(NamedTuple):

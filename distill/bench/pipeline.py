@@ -25,12 +25,12 @@ import numpy as np
 import psutil
 import torch
 
-from distill import tasks
+from distill import api, quickstart, tasks
+from distill.bench import limit
 from distill.bench.kill_target import descendants, role_processes
-from distill.bench.local_evaluation import Limits, evaluate
+from distill.bench.local_evaluation import Limits, evaluate, with_evaluation
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, crossing, medians
 from distill.config import RunConfig
-from distill.config.evaluation import EvaluationConfig
 from distill.config.loading import load_run_dir
 from distill.config.prompts import TaskPrompts
 from distill.evaluation.models import load_model, load_student
@@ -95,9 +95,12 @@ def run(folder: Path, seeds: int = 3) -> Figures:
     for seed in range(seeds):
         for way, words in ways.items():
             trials[way].append(trial(cache, folder, words, seed, STEPS))
+    path, settings = quickstart.source(0)
+    config = api.load_config(path, [*settings, *OVERLAPPED])
     return {
         "synchronous": best,
         "synchronous_step_ms": {name: one["step_ms"] for name, one in short.items()},
+        "limit": cache.get({"limit": OVERLAPPED}, lambda: limit.measured(config)),
         "medians": {way: summary(of) for way, of in trials.items()},
         "trials": trials,
     }
@@ -132,7 +135,10 @@ def table(report: Figures) -> str:
         rows[key] = Row(f"{BY_ROLE[name]}: {role}")
     times = ", ".join(f"{name} {ms:.0f}" for name, ms in report["synchronous_step_ms"].items())
     head = f"medians; synchronous: {report['synchronous']} (ms per step: {times})"
-    return "\n".join([head, "", *comparison(old, new, rows, list(ways))])
+    least = report["limit"]["limit_ms"]
+    shares = (f"{way} {least / of['step_ms']:.2f}" for way, of in ways.items())
+    end = f"limit of a step: {least:.0f} ms; reached, as a share of its speed: {', '.join(shares)}"
+    return "\n".join([head, "", *comparison(old, new, rows, list(ways)), "", end])
 
 
 # --- a run under observation ------------------------------------------------------------------------------
@@ -292,10 +298,3 @@ def curve(config: RunConfig, weights: Weights, lines: Sequence[Mapping[str, floa
         "pass_rate": points[-1][2],
         "curve": points,
     }
-
-
-def with_evaluation(config: RunConfig) -> RunConfig:
-    """With the default evaluation where a configuration leaves it out."""
-    if config.evaluation is not None:
-        return config
-    return config.model_copy(update={"evaluation": EvaluationConfig()})

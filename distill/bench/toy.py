@@ -235,6 +235,31 @@ def rows_of(made: Completions, scores: Scored, step: int, by_teacher: bool) -> R
     )
 
 
+class Trainee:
+    """A model with the trainer's loss and AdamW, in one process."""
+
+    def __init__(
+        self, live: LanguageModel, teacher: LanguageModel, vocab: int, config: objectives.ObjectiveConfig
+    ) -> None:
+        head, shape = teacher.head, head_shape(live.model.config, vocab, temperature=1.0)
+        theirs = HeadWeights(head.weight_VH, head.bias_V, HeadShape(vocab, head.scale, head.soft_cap))
+        self._student, self._vocab = Student(live.model, shape, HEAD_CHUNK), vocab
+        self._loss = loss_of(config, (), (theirs,) if objectives.needs(config).hidden else ())
+        self._optimizer = torch.optim.AdamW(self._student.parameters(), betas=BETAS, weight_decay=0.0)
+
+    def step(self, rows: Rows, step: int, rate: float) -> dict[str, Any]:
+        """One optimizer step on one micro-batch at learning rate `rate`; its counts."""
+        micro = collate(rows, step, self._vocab)
+        loss, _ = self._student(micro.tokens_RL, micro.positions_C, micro.targets, self._loss)
+        (loss / micro.counts["tokens"]).backward()
+        for group in self._optimizer.param_groups:
+            group.update(lr=rate)
+        torch.nn.utils.clip_grad_norm_(self._student.parameters(), MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return micro.counts
+
+
 def learn(world: World, setup: Setup, trial: Trial) -> Figures:
     """Train a copy of the student on `setup.tokens` completion tokens, evaluating at even distances.
 
@@ -242,11 +267,8 @@ def learn(world: World, setup: Setup, trial: Trial) -> Figures:
     of the weights that generated, in steps.
     """
     config = configured(trial.objective, setup.k)
-    live, by_teacher, head = copy_of(world.student), isinstance(config, objectives.SFT), world.teacher.head
-    student = Student(live.model, head_shape(live.model.config, world.vocab, temperature=1.0), HEAD_CHUNK)
-    shape = HeadShape(world.vocab, head.scale, head.soft_cap)
-    heads = (HeadWeights(head.weight_VH, head.bias_V, shape),) if objectives.needs(config).hidden else ()
-    loss_spec, optimizer = loss_of(config, (), heads), torch.optim.AdamW(student.parameters(), betas=BETAS)
+    live, by_teacher = copy_of(world.student), isinstance(config, objectives.SFT)
+    trainee = Trainee(live, world.teacher, world.vocab, config)
     delayed, generator = Delayed(live, trial.lag), torch.Generator().manual_seed(trial.seed)
     points, clocks, tokens, sent, age = [evaluated(world, live, 0)], [], 0, 0, 0.0
     for step in itertools.count():
@@ -260,13 +282,10 @@ def learn(world: World, setup: Setup, trial: Trial) -> Figures:
         scores = own if by_teacher else score(world.engine, made, config)
         clock.append(time.process_time())
         rows = rows_of(made, scores, max(0, step - trial.lag), by_teacher)
-        micro = collate(rows, step, world.vocab)
-        loss, _ = student(micro.tokens_RL, micro.positions_C, micro.targets, loss_spec)
-        (loss / micro.counts["tokens"]).backward()
-        _update(student, optimizer, trial.rate * min(1.0, (step + 1) / WARM_UP_STEPS))
+        counts = trainee.step(rows, step, trial.rate * min(1.0, (step + 1) / WARM_UP_STEPS))
         clock.append(time.process_time())
         clocks.append(np.diff(clock))
-        tokens, sent, age = tokens + len(made.logp_C), sent + wire_bytes(scores), age + micro.counts["age"]
+        tokens, sent, age = tokens + len(made.logp_C), sent + wire_bytes(scores), age + counts["age"]
         if tokens >= setup.tokens * len(points) / setup.evaluations:
             points.append(evaluated(world, live, tokens))
         if tokens >= setup.tokens:
@@ -278,14 +297,6 @@ def learn(world: World, setup: Setup, trial: Trial) -> Figures:
         "teacher_bytes": sent / tokens,
         "age": age / tokens,
     }
-
-
-def _update(student: Student, optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group.update(lr=rate, weight_decay=0.0)
-    torch.nn.utils.clip_grad_norm_(student.parameters(), MAX_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def evaluated(world: World, student: LanguageModel, tokens: int) -> Figures:

@@ -111,6 +111,17 @@ def pipeline(folder: Folder = Path("runs/bench-async"), json_file: JsonFile = No
 
 
 @app.command()
+def limit(
+    config: Annotated[
+        Path | None, typer.Argument(help="Default: the quickstart's.", metavar="CONFIG")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What a step's three computations take alone, and what no overlapping can be faster than."""
+    bench("limit", config, json_file=json_file)
+
+
+@app.command()
 def episodes(folder: Folder = Path("runs/bench-episodes"), json_file: JsonFile = None) -> None:
     """Episodes of three turns against single completions of as many tokens, and with a few that sleep."""
     bench("episodes", folder, json_file=json_file)

@@ -329,6 +329,11 @@ class RunConfig(Settings):
             found["evaluation.placement"] = ["evaluator"]
         return found
 
+    @property
+    def uses_store(self) -> bool:
+        """Whether versions go to the store: all of them, or beside broadcasts those that are evaluated."""
+        return self.weights.transport == "snapshot" or self.evaluation is not None
+
     def subscriber(self, process: str) -> ReplicaConfig:
         """What `process` needs to follow the run's versions into a mirror of its own."""
         return ReplicaConfig(

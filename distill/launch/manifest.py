@@ -196,7 +196,7 @@ class Manifest:
 
 def reads_volume(config: RunConfig) -> bool:
     """Whether published weights lie in the run's folder."""
-    return config.weights.transport == "snapshot" and config.weights.store.type not in REMOTE
+    return config.uses_store and config.weights.store.type not in REMOTE
 
 
 def _probes(config: RunConfig) -> dict[str, Any]:

@@ -351,6 +351,7 @@ def trainer_child(config: RunConfig, controller_url: str, token: str | None) -> 
 
 def trainer_process(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
     """The deepspeed launcher of the ranks on machine `node`; exit status 0 is its orderly end."""
+    by_broadcast = config.weights.transport == "broadcast"
     settings = TrainerConfig(
         run=config.run.name,
         run_dir=config.run_dir,
@@ -359,6 +360,7 @@ def trainer_process(config: RunConfig, controller_url: str, node: int = 0) -> Ch
         objective=config.objective,
         trainer=config.trainer,
         weights=config.weights,
+        keep_every=config.evaluation.every if by_broadcast and config.evaluation else None,
         steps=config.run.steps,
         temperature=config.rollout.temperature,
         seed=config.run.seed,

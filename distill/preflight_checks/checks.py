@@ -177,19 +177,11 @@ def shares_template(config: RunConfig, teacher: str) -> bool:
 
 
 def check_transport(config: RunConfig) -> Iterator[str]:
-    """Problems of a transport without a store."""
-    if config.weights.transport == "snapshot":
-        return
-    given = f'weights.transport is "{config.weights.transport}" and '
-    if config.evaluation is not None:
+    """Problems of a broadcast."""
+    if config.weights.transport == "broadcast" and config.trainer.lora is not None:
         yield (
-            f"{given}evaluation reads versions from the store: "
-            'set weights.transport = "snapshot", or evaluation = false'
-        )
-    if config.trainer.lora is not None:
-        yield (
-            f"{given}[trainer.lora] publishes adapters, which go through a store: "
-            'set weights.transport = "snapshot"'
+            'weights.transport is "broadcast" and [trainer.lora] publishes adapters, which go through a '
+            'store: set weights.transport = "snapshot"'
         )
 
 

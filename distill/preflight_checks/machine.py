@@ -97,7 +97,8 @@ def estimate(config: RunConfig) -> DiskNeeds:
     evaluation = config.evaluation
     others = 0 if evaluation is None else 1 + (evaluation.replica is not None)
     mirrors = 2 * (local_replicas + others) if config.student.mirror_folder is None else 0
-    store = 0 if weights.transport == "broadcast" else (weights.keep_anchors + 1) * (1 + weights.anchor_share)
+    deltas = weights.anchor_share if weights.transport == "snapshot" else 0
+    store = (weights.keep_anchors + 1) * (1 + deltas) if config.uses_store else 0
     fixed = (trainer.keep_checkpoints + 1) * saved + (store + mirrors + 2) * model
     return DiskNeeds(saved, int(fixed), bytes_per_token(config))
 

@@ -46,7 +46,9 @@ class Broadcasts:
 
     def _live(self) -> list[Replica]:
         members = self._pool.replicas.values()
-        return [one for one in members if one.phase is not Phase.ABSENT and not one.lost.is_set()]
+        return [
+            one for one in members if one.phase is not Phase.ABSENT and not (one.lost.is_set() or one.held)
+        ]
 
     def announce(self, published: Published, ending: bool = False) -> Audience:
         """Tell every live replica that needs this version to receive it; the size of the group.
@@ -85,6 +87,8 @@ class Broadcasts:
         """Have one member receive; a failure is noted in `lost` at once."""
         watch = asyncio.create_task(self._watch(replica))
         try:
+            if replica.held:  # since it was announced: it takes no update for the length of an evaluation
+                raise RemoteError(f"replica {replica.name} is held for an evaluation")
             reply = await self._pool.update(replica, request)
             if reply is None or not reply.bytes_read:
                 lost[replica.name] = f"it serves {request.version} already"

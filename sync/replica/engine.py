@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from sync.address import token_from_environment
-from sync.broadcast import Reception, in_thread
+from sync.broadcast import Receiver, Reception, in_thread
 from sync.decoding import convert
 from sync.errors import ConfigError
 from sync.replica.routing import RouteRecord
@@ -82,6 +82,7 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
         start = partial(initial_weights, vllm_config, model)
         initial = Source("the model folder of the start", start, self._stage(None))
         self.swap = Swap(self._adapter(None) if self._adapters else initial)
+        self._receiver: Receiver | None = None  # from the first broadcast on
         self._reception: Reception | None = None
         self._preparing: Future[None] | None = None
 
@@ -93,8 +94,9 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
         before, reception = self._preparing, None
         if update.broadcast is not None:
             ticket = msgspec.structs.replace(update.broadcast, rank=update.broadcast.rank + rank)
-            token = token_from_environment()
-            reception = Reception(ticket, update.timeout_seconds, self.device, token)
+            if self._receiver is None:
+                self._receiver = Receiver(update.timeout_seconds, self.device, token_from_environment())
+            reception = self._receiver.receive(ticket)
 
         def work() -> None:
             if before is not None:
@@ -157,7 +159,9 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
         """Nothing to do."""
 
     def shutdown(self) -> None:
-        """Nothing to release: a reception ends with its time-out."""
+        """Let go of the trainer; a reception under way ends with its time-out."""
+        if self._receiver is not None:
+            self._receiver.close()
 
 
 # --- what the API process calls -------------------------------------------------------------------------

@@ -235,8 +235,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def tensor_digest(tensor: Tensor) -> str:
     """BLAKE3 hex of a tensor's bytes."""
     data = tensor_bytes(tensor.cpu())
-    threads = blake3.AUTO if data.nbytes >= _THREADED else 1
-    return blake3(data, max_threads=threads).hexdigest()
+    return hasher(data.nbytes).update(data).hexdigest()
+
+
+def hasher(nbytes: int) -> blake3:
+    """For so many bytes, by several threads where that pays."""
+    return blake3(max_threads=blake3.AUTO if nbytes >= _THREADED else 1)
 
 
 def digesting(tensors: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from flat_tensors import buckets_of, plan_of
 from safetensors.torch import load_file, save_file
 from vllm_replica import (
     CONTEXT,
@@ -31,7 +32,6 @@ from student_trainer.objectives.divergences import mask_log_mass
 from sync.broadcast import BroadcastSender
 from sync.errors import ConfigError, RemoteError
 from sync.snapshots import checkpoint
-from sync.snapshots.checkpoint import meta_of
 from sync.wire import (
     Audience,
     BroadcastTicket,
@@ -329,13 +329,13 @@ async def test_an_altered_snapshot_keeps_the_old_version(server, setup):
 async def broadcast(peer, folder: Path, step: int, workers: int = 1, keep=lambda name: True) -> UpdateReply:
     """Bring a replica to version `step` by a broadcast of those tensors of a folder that are to be kept."""
     weights = {n: t for n, t in load_file(folder / "model.safetensors").items() if keep(n)}
-    metas = [meta_of(name, tensor) for name, tensor in weights.items()]
+    plan = plan_of(weights)
     sender, group = BroadcastSender("127.0.0.1", 0, timeout=60.0, token=TOKEN), f"group-{step}"
     ticket = BroadcastTicket(sender.address, group, 1, 1 + workers)
     answer = asyncio.create_task(update(peer, step, broadcast=ticket))
     try:
         audience = Audience(group=group, world_size=1 + workers)
-        sent = await asyncio.to_thread(sender.send, audience, metas, weights.items())
+        sent = await asyncio.to_thread(sender.send, audience, plan, buckets_of(plan, weights))
         reply = await answer
         assert reply.bytes_read >= sent * workers
         return reply

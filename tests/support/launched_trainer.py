@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from student_trainer import launch
 from student_trainer.config import TrainerConfig
-from sync.broadcast import Reception
+from sync.broadcast import Receiver, Reception
 from sync.snapshots.checkpoint import digest
 from sync.wire import (
     Audience,
@@ -70,6 +70,7 @@ class StubController:
         self.events: list[Message] = []
         self.servers: TeacherServers | None = None
         self.receptions: list[Reception] = []
+        self._receiver = Receiver(60.0)
         self.welcome = TrainerWelcome(
             version=start, parent=parent, teachers=["only"], run=RunIdentity("test", "1")
         )
@@ -117,7 +118,7 @@ class StubController:
         if isinstance(event, Published) and event.rendezvous is not None:
             group = f"group-{len(self.receptions)}"
             ticket = BroadcastTicket(address=event.rendezvous, group=group, rank=1, world_size=2)
-            self.receptions.append(Reception(ticket, 60.0))
+            self.receptions.append(self._receiver.receive(ticket))
             return Audience(group=group, world_size=2)
         return Ok()
 
@@ -127,6 +128,7 @@ class StubController:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+        self._receiver.close()
 
 
 def teacher_head() -> Head:

@@ -271,6 +271,22 @@ async def test_a_broadcast_has_every_worker_of_the_live_replicas_as_a_member() -
         assert other.group.startswith("1-")
 
 
+async def test_a_replica_that_is_held_for_an_evaluation_is_left_out_of_broadcasts() -> None:
+    world = World(a=MemoryReplica(), b=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        world.publish(Version(0, 1))
+        await world.until(lambda: world.pool.slowest() == Version(0, 1))
+        announced = world.broadcast(2)  # and held before it begins to receive: it is a lost member at once
+        async with hold(world.pool, Version(0, 1), 10.0) as held:
+            await world.until(lambda: held.name in world.broadcasts.lost_members(announced.group))
+            assert "held for an evaluation" in world.broadcasts.lost_members(announced.group)[held.name]
+            assert world.broadcast(3).world_size == 2
+            assert held.version == Version(0, 1)
+        assert world.broadcast(4).world_size == 3
+        await world.until(lambda: world.pool.slowest() == Version(0, 4))
+
+
 async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any() -> None:
     late = MemoryReplica(up=False)
     world = World(a=MemoryReplica(), late=late)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from trainer_fakes import RecordedClient, RecordedLearner
 
 from student_trainer import controller_client as module
 from student_trainer.controller_client import ControllerClient
-from student_trainer.transports import BroadcastTransport, Publishing
-from sync.broadcast import BroadcastSender, Reception
+from student_trainer.transports import BroadcastTransport, Keeping, Publishing
+from sync.broadcast import BroadcastSender, Receiver, Reception
 from sync.client import BlockingPeer
 from sync.errors import SnapshotError, Unreachable
+from sync.publish import Slice
 from sync.wire import Audience, BroadcastTicket, Published, Version
 
 VERSION = Version(0, 3)
+TENSORS = {"a": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
 
 
 class TwoTensors(RecordedLearner):
@@ -28,9 +31,13 @@ class TwoTensors(RecordedLearner):
         super().__init__()
         self.weights = self
 
-    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", torch.arange(5.0)
-        yield "b", torch.ones(2, 2, dtype=torch.bfloat16)
+    slices = (Slice("a", (5,), "f4", 0, 5), Slice("b", (2, 2), "bf16", 0, 4))
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        return {
+            "a": TENSORS["a"].numpy().view(np.uint32),
+            "b": TENSORS["b"].flatten().view(torch.int16).numpy().view(np.uint16),
+        }
 
 
 class Listeners(RecordedClient):
@@ -39,13 +46,15 @@ class Listeners(RecordedClient):
     def __init__(self, dead: int) -> None:
         super().__init__()
         self.receptions: list[Reception] = []
+        self.receiver = Receiver(3600.0)
         self._dead = dead
 
     def audience(self, published: Published) -> Audience:
         assert published.rendezvous is not None
         self.reported.append(published)
         group, size = f"0-{len(self.reported)}", 3 if len(self.reported) <= self._dead else 2
-        self.receptions.append(Reception(BroadcastTicket(published.rendezvous, group, 1, size), 3600.0))
+        ticket = BroadcastTicket(published.rendezvous, group, 1, size)
+        self.receptions.append(self.receiver.receive(ticket))
         return Audience(group=group, world_size=size)
 
     def lost(self, group: str) -> str | None:
@@ -72,8 +81,9 @@ def test_a_version_goes_to_the_replicas_that_are_left(
         with pytest.raises(SnapshotError, match="student-1: killed"):
             left.result()
     received = controller.receptions[-1].result().tensors
-    assert all(torch.equal(received[name], tensor) for name, tensor in TwoTensors().gathered())
+    assert all(torch.equal(received[name], tensor) for name, tensor in TENSORS.items())
     assert caplog.text.count("student-1: killed") == 2
+    controller.receiver.close()
 
 
 def test_a_version_without_receivers_is_skipped_and_the_run_continues(
@@ -90,6 +100,57 @@ def test_a_version_without_receivers_is_skipped_and_the_run_continues(
     with pytest.raises(Unreachable, match="student-1: killed"):
         transport.settle()
     assert len(controller.reported) == 12
+
+
+class Kept:
+    """In the place of a SnapshotTransport: what it was given, staged and published."""
+
+    def __init__(self) -> None:
+        self.staged: list[Version] = []
+        self.published: list[Version] = []
+
+    def stage(self, version: Version, anchor: bool) -> Callable[[], bool]:
+        assert anchor
+        self.staged.append(version)
+
+        def work() -> bool:
+            self.published.append(version)
+            return True
+
+        return work
+
+
+@pytest.mark.parametrize(
+    ("every", "publish_every", "kept"),
+    [(3, 1, [0, 3, 6, 7]), (3, 2, [0, 4, 6, 7]), (0, 1, [0, 7]), (1, 2, [0, 2, 4, 6, 7])],
+)
+def test_versions_to_evaluate_go_to_the_store_too(
+    sender: BroadcastSender, every: int, publish_every: int, kept: list[int]
+) -> None:
+    """The first, the last, and the first to pass a multiple, each once, also where it is broadcast again."""
+    controller, store = Listeners(dead=0), Kept()
+    keeping = Keeping(store, every, publish_every, 7)  # type: ignore[arg-type]
+    publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
+    publishing.start(Version(0, 0))
+    for step in [*range(publish_every, 8, publish_every), 7]:
+        for _ in range(2):
+            publishing.publish(Version(0, step), publishing.anchor_due)
+            publishing.settle()
+    assert [version.step for version in store.staged] == kept
+    assert store.published == store.staged
+    controller.receiver.close()
+
+
+def test_a_version_that_no_replica_receives_goes_to_the_store_all_the_same(
+    sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
+    controller, store = Listeners(dead=4), Kept()
+    keeping = Keeping(store, 0, 1, 7)  # type: ignore[arg-type]
+    publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
+    publishing.start(VERSION)
+    assert (store.published, publishing.arrived, publishing.anchor_due) == ([VERSION], None, True)
+    controller.receiver.close()
 
 
 # --- a stop while the controller is gone -------------------------------------------------------------------

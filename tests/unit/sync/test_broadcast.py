@@ -1,4 +1,4 @@
-"""Weights over gloo between threads and processes; every group is new, and nothing ever hangs."""
+"""Weights over gloo between threads and processes: groups last while their members do, and nothing hangs."""
 
 import signal
 import subprocess
@@ -9,11 +9,11 @@ import time
 import psutil
 import pytest
 import torch
+from flat_tensors import buckets_of, plan_of
 
 from sync import rendezvous
-from sync.broadcast import BroadcastSender, Reception, plan
+from sync.broadcast import BroadcastSender, Receiver, Reception
 from sync.errors import SnapshotError, Unreachable
-from sync.snapshots.checkpoint import TensorMeta, meta_of
 from sync.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Audience, BroadcastTicket
 
@@ -23,22 +23,8 @@ WEIGHTS = {
     "b": torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16),
     "scalar": torch.tensor(-0.0, dtype=torch.float16),
 }
-METAS = [meta_of(name, tensor) for name, tensor in WEIGHTS.items()]
-
-
-def test_small_tensors_share_a_bucket_and_large_ones_travel_alone():
-    metas = [
-        TensorMeta(name, "uint8", (size,)) for name, size in zip("abcde", (10, 20, 100, 5, 5), strict=True)
-    ]
-    buckets = plan(metas, limit=64)
-    assert [[meta.name for meta in bucket.metas] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
-    assert [bucket.offsets for bucket in buckets] == [[0, 16], [0], [0, 16]]
-    assert [bucket.nbytes for bucket in buckets] == [48, 112, 32]
-
-
-def test_a_dtype_that_torch_lacks_is_refused():
-    with pytest.raises(SnapshotError, match="float7"):
-        plan([TensorMeta("a", "float7", (3,))])
+PLAN = plan_of(WEIGHTS, bucket_bytes=1024)
+"""Of three buckets: a tensor begins in one and ends in another."""
 
 
 @pytest.fixture
@@ -48,14 +34,29 @@ def sender():
     sender.close()
 
 
+RECEIVERS: list[Receiver] = []
+
+
+@pytest.fixture(autouse=True)
+def receivers_closed():
+    yield
+    while RECEIVERS:
+        RECEIVERS.pop().close()
+
+
+def receiver(timeout: float = 10.0, device: str = "cpu", token: str | None = None) -> Receiver:
+    RECEIVERS.append(Receiver(timeout, device, token))
+    return RECEIVERS[-1]
+
+
 def receive(sender: BroadcastSender, group: str, rank: int, size: int, timeout: float = 10.0) -> Reception:
-    return Reception(BroadcastTicket(sender.address, group, rank, size), timeout)
+    return receiver(timeout).receive(BroadcastTicket(sender.address, group, rank, size))
 
 
 def test_two_receivers_hold_exactly_the_bits_that_were_sent(sender):
     for group in ("first", "second"):
         receptions = [receive(sender, group, rank, 3) for rank in (1, 2)]
-        sent = sender.send(Audience(group=group, world_size=3), METAS, WEIGHTS.items())
+        sent = sender.send(Audience(group=group, world_size=3), PLAN, buckets_of(PLAN, WEIGHTS))
         assert sent == sum(t.numel() * t.element_size() for t in WEIGHTS.values())
         for reception in receptions:
             received = reception.result()
@@ -66,14 +67,76 @@ def test_two_receivers_hold_exactly_the_bits_that_were_sent(sender):
             assert torch.signbit(received.tensors["scalar"])
 
 
+@pytest.fixture
+def formed(monkeypatch) -> list[tuple[int, int]]:
+    """(rank, size) of every group that a member formed."""
+    found, form = list[tuple[int, int]](), rendezvous._backend
+
+    def backend(store, rank, size, *rest):
+        found.append((rank, size))
+        return form(store, rank, size, *rest)
+
+    monkeypatch.setattr(rendezvous, "_backend", backend)
+    return found
+
+
+def sent(sender: BroadcastSender, group: str, *members: Receiver) -> None:
+    """Send the weights to members, in the order of ranks, and compare."""
+    size = 1 + len(members)
+    tickets = [BroadcastTicket(sender.address, group, rank, size) for rank in range(1, size)]
+    receptions = [one.receive(ticket) for one, ticket in zip(members, tickets, strict=True)]
+    sender.send(Audience(group=group, world_size=size), PLAN, buckets_of(PLAN, WEIGHTS))
+    for reception in receptions:
+        assert reception.result().digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+
+
+def test_a_group_lasts_as_long_as_all_its_members_keep_their_places(sender, formed):
+    one, two, three = receiver(), receiver(), receiver()
+    for version in range(3):
+        sent(sender, f"v{version}", one, two)
+    assert sorted(formed) == [(0, 3), (1, 3), (2, 3)]
+    for members in ((one, two, three), (three, two, one), (three, two), (receiver(), two)):
+        formed.clear()
+        for version in range(2):
+            sent(sender, f"{id(members)}-{version}", *members)
+        size = 1 + len(members)
+        assert sorted(formed) == [(rank, size) for rank in range(size)]
+
+
+def test_after_a_lost_member_the_next_broadcast_has_a_group_of_its_own(sender_with_patience, formed):
+    sender, one, two = sender_with_patience, receiver(3600.0), receiver(3600.0)
+    sent(sender, "v0", one, two)
+    reception = one.receive(BroadcastTicket(sender.address, "v1", 1, 3))
+    news = iter([None, "student-1: it was killed"])
+    with pytest.raises(Unreachable, match="student-1: it was killed"):
+        sender.send(Audience(group="v1", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS), lambda: next(news))
+    with pytest.raises(SnapshotError, match="student-1: it was killed"):
+        reception.result()
+    formed.clear()
+    for version in (2, 3):
+        sent(sender, f"v{version}", one)
+    assert sorted(formed) == [(0, 2), (1, 2)]
+
+
+def test_a_trainer_that_starts_again_forms_a_new_group(sender, formed):
+    one, names = receiver(), ("v0", "v1")
+    for name in names:
+        sent(sender, name, one)
+    again = BroadcastSender("127.0.0.1", 0, timeout=10.0)
+    for name in names:
+        sent(again, name, one)
+    again.close()
+    assert sorted(formed) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
 def test_without_an_audience_nothing_is_sent(sender):
-    assert sender.send(Audience(group="nobody", world_size=1), METAS, WEIGHTS.items()) == 0
+    assert sender.send(Audience(group="nobody", world_size=1), PLAN, buckets_of(PLAN, WEIGHTS)) == 0
 
 
-def test_tensors_that_were_not_announced_are_refused_and_the_receiver_is_told(sender):
+def test_buckets_that_were_not_announced_are_refused_and_the_receiver_is_told(sender):
     reception = receive(sender, "wrong", 1, 2, timeout=3.0)
     with pytest.raises(SnapshotError, match="announced"):
-        sender.send(Audience(group="wrong", world_size=2), METAS, [("a", torch.zeros(1))])
+        sender.send(Audience(group="wrong", world_size=2), PLAN, [torch.zeros(1)])
     with pytest.raises(SnapshotError, match="not received"):
         reception.result()
 
@@ -83,13 +146,13 @@ def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
     reception = receive(sender, "half", 1, 3, timeout=5.0)
     started = time.monotonic()
     with pytest.raises(Unreachable, match="half"):
-        sender.send(Audience(group="half", world_size=3), METAS, WEIGHTS.items())
+        sender.send(Audience(group="half", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS))
     with pytest.raises(SnapshotError, match="not received"):
         reception.result()
     assert time.monotonic() - started < 60
 
     reception = receive(sender, "again", 1, 2)
-    sender.send(Audience(group="again", world_size=2), METAS, WEIGHTS.items())
+    sender.send(Audience(group="again", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS))
     assert set(reception.result().tensors) == set(WEIGHTS)
     sender.close()
 
@@ -100,7 +163,7 @@ def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sende
     reception = receive(sender, "lost", 1, 3, timeout=3600.0)
     news = iter([None, None, "student-1: it was killed"])
     with pytest.raises(Unreachable, match=r"broadcast lost to 2 workers .*student-1: it was killed"):
-        sender.send(Audience(group="lost", world_size=3), METAS, WEIGHTS.items(), lambda: next(news))
+        sender.send(Audience(group="lost", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS), lambda: next(news))
     with pytest.raises(SnapshotError, match="student-1: it was killed"):
         reception.result()
     late = receive(sender, "lost", 2, 3, timeout=3600.0)
@@ -108,7 +171,7 @@ def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sende
         late.result()
 
     again = receive(sender, "again", 1, 2)
-    sender.send(Audience(group="again", world_size=2), METAS, WEIGHTS.items())
+    sender.send(Audience(group="again", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS))
     assert set(again.result().tensors) == set(WEIGHTS)
 
 
@@ -138,9 +201,9 @@ for garbage in (b"", b"\\xff" * 4096, bytes(36) + b"\\xff" * 4096):
 def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadcast(caplog):
     """It comes in the middle: one receiver waits for the other. Then it poses as the sender."""
     sender = BroadcastSender("127.0.0.1", 0, 60.0, token="of the run")
-    first = Reception(BroadcastTicket(sender.address, "g", 1, 3), 60.0, token="of the run")
+    first = receiver(60.0, token="of the run").receive(BroadcastTicket(sender.address, "g", 1, 3))
     audience = Audience(group="g", world_size=3)
-    sending = threading.Thread(target=sender.send, args=(audience, METAS, WEIGHTS.items()))
+    sending = threading.Thread(target=sender.send, args=(audience, PLAN, buckets_of(PLAN, WEIGHTS)))
     sending.start()
     stranger = subprocess.run(
         [sys.executable, "-c", STRANGER, sender.address],
@@ -152,7 +215,7 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
     assert stranger.returncode == 0, stranger.stderr
     assert stranger.stdout.count("does not answer") == 6
     assert caplog.text.count("127.0.0.1 was refused: it does not hold the run's token") >= 6
-    second = Reception(BroadcastTicket(sender.address, "g", 2, 3), 60.0, token="of the run")
+    second = receiver(60.0, token="of the run").receive(BroadcastTicket(sender.address, "g", 2, 3))
     for reception in (first, second):
         assert reception.result().digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
     sending.join()
@@ -160,7 +223,7 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
 
     posing = BroadcastSender("127.0.0.1", 0, 60.0, token="a guess")
     with pytest.raises(SnapshotError, match=r"does not answer .*the same token"):
-        Reception(BroadcastTicket(posing.address, "g", 1, 2), 60.0, token="of the run").result()
+        receiver(60.0, token="of the run").receive(BroadcastTicket(posing.address, "g", 1, 2)).result()
     posing.close()
 
 
@@ -168,13 +231,13 @@ def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
     """Seen while a group is up: the tensors are asked for then."""
     reception, seen = receive(sender, "seen", 1, 2), set[str]()
 
-    def tensors():
+    def buckets():
         listening = [one for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"]
         seen.update(one.laddr.ip for one in listening)
         assert len(listening) >= 3, "the store's and the group's two"
-        yield from WEIGHTS.items()
+        yield from buckets_of(PLAN, WEIGHTS)
 
-    sender.send(Audience(group="seen", world_size=2), METAS, tensors())
+    sender.send(Audience(group="seen", world_size=2), PLAN, buckets())
     assert set(reception.result().tensors) == set(WEIGHTS)
     assert seen == {"127.0.0.1"}
 
@@ -189,9 +252,11 @@ def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
 def test_a_replica_that_could_never_meet_the_trainer_says_so_and_is_no_member(trainer, replica, message):
     """No GPU is needed: neither side gets as far as a group."""
     sender = BroadcastSender("127.0.0.1", 0, 3600.0, trainer)
-    reception = Reception(BroadcastTicket(sender.address, "mixed", 1, 2), 3600.0, replica)
+    reception = receiver(3600.0, replica).receive(BroadcastTicket(sender.address, "mixed", 1, 2))
     with pytest.raises(Unreachable, match=message):
-        sender.send(Audience(group="mixed", world_size=2), METAS, WEIGHTS.items(), lambda: reception.error)
+        sender.send(
+            Audience(group="mixed", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS), lambda: reception.error
+        )
     with pytest.raises(SnapshotError, match=message):
         reception.result()
     sender.close()
@@ -206,9 +271,9 @@ def sender_with_patience():
 
 VICTIM = """
 import sys, time
-from sync.broadcast import Reception
+from sync.broadcast import Receiver
 from sync.wire import BroadcastTicket
-reception = Reception(BroadcastTicket(sys.argv[1], "dying", 1, 3), 60.0)
+reception = Receiver(60.0).receive(BroadcastTicket(sys.argv[1], "dying", 1, 3))
 while not reception.bytes_received:
     time.sleep(0.001)
 print("receiving", flush=True)
@@ -220,13 +285,14 @@ def test_a_replica_that_is_killed_on_the_way_fails_the_broadcast_and_the_next_on
     sender = BroadcastSender("127.0.0.1", 0, timeout=60.0)
     large = torch.ones(16 << 20, dtype=torch.float32)
     weights = {f"w{i}": large for i in range(10)}
-    metas = [meta_of(name, tensor) for name, tensor in weights.items()]
+    plan = plan_of(weights)
     victim = subprocess.Popen([sys.executable, "-c", VICTIM, sender.address], stdout=subprocess.PIPE)
     killer = threading.Thread(target=lambda: victim.stdout.readline() and victim.kill())
     killer.start()
     survivor = receive(sender, "dying", 2, 3, timeout=60.0)
+    audience, killed = Audience(group="dying", world_size=3), lambda: victim.poll() and "it was killed"
     with pytest.raises(Unreachable, match="dying"):
-        sender.send(Audience(group="dying", world_size=3), metas, weights.items())
+        sender.send(audience, plan, buckets_of(plan, weights), killed)
     killer.join()
     assert victim.wait(10) == -signal.SIGKILL
     victim.stdout.close()
@@ -235,7 +301,7 @@ def test_a_replica_that_is_killed_on_the_way_fails_the_broadcast_and_the_next_on
     assert 0 < survivor.bytes_received < 10 * large.nbytes
 
     reception = receive(sender, "after", 1, 2)
-    sender.send(Audience(group="after", world_size=2), METAS, WEIGHTS.items())
+    sender.send(Audience(group="after", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS))
     assert set(reception.result().tensors) == set(WEIGHTS)
     sender.close()
 
@@ -260,9 +326,6 @@ class LikeNccl:
         if self._hang is not None:
             self._hang.set()
 
-    def shutdown(self) -> None:
-        self._ends.append(f"{self._rank} flushed")
-
 
 def like_nccl(monkeypatch, ends: list[str], hanging: int | None = None) -> None:
     gloo = rendezvous._backend
@@ -273,13 +336,16 @@ def like_nccl(monkeypatch, ends: list[str], hanging: int | None = None) -> None:
     monkeypatch.setattr(rendezvous, "_backend", backend)
 
 
-def test_a_group_that_did_its_work_is_flushed_on_every_rank_and_never_cut_off(monkeypatch, sender):
+def test_a_group_that_did_its_work_is_cut_off_only_when_it_is_let_go_of(monkeypatch, sender):
     ends: list[str] = []
     like_nccl(monkeypatch, ends)
     receptions = [receive(sender, "whole", rank, 3) for rank in (1, 2)]
-    sender.send(Audience(group="whole", world_size=3), METAS, WEIGHTS.items())
+    sender.send(Audience(group="whole", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS))
     assert all(set(reception.result().tensors) == set(WEIGHTS) for reception in receptions)
-    assert sorted(ends) == ["0 flushed", "1 flushed", "2 flushed"]
+    assert ends == []
+    for one in RECEIVERS:
+        one.close()
+    assert sorted(ends) == ["1 aborted", "2 aborted"]
 
 
 def test_a_receiver_that_hears_of_the_end_aborts_the_group_that_it_waits_in(
@@ -292,7 +358,7 @@ def test_a_receiver_that_hears_of_the_end_aborts_the_group_that_it_waits_in(
     news = iter([None, None, "student-2: it was killed"])
     with pytest.raises(Unreachable, match="student-2"):
         sender_with_patience.send(
-            Audience(group="hangs", world_size=2), METAS, WEIGHTS.items(), lambda: next(news)
+            Audience(group="hangs", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS), lambda: next(news)
         )
     with pytest.raises(SnapshotError, match="student-2: it was killed"):
         reception.result()
@@ -300,14 +366,13 @@ def test_a_receiver_that_hears_of_the_end_aborts_the_group_that_it_waits_in(
     while "1 aborted" not in ends and time.monotonic() < deadline:
         time.sleep(0.01)
     assert "1 aborted" in ends
-    assert "1 flushed" not in ends
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of its two ranks")
 def test_the_same_bits_arrive_over_nccl():
     sender = BroadcastSender("127.0.0.1", 0, timeout=60.0, device="cuda:0")
-    reception = Reception(BroadcastTicket(sender.address, "nccl", 1, 2), 60.0, "cuda:1")
-    sender.send(Audience(group="nccl", world_size=2), METAS, WEIGHTS.items())
+    reception = receiver(60.0, "cuda:1").receive(BroadcastTicket(sender.address, "nccl", 1, 2))
+    sender.send(Audience(group="nccl", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS))
     assert reception.result().digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
     sender.close()

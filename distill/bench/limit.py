@@ -1,0 +1,180 @@
+"""What a step cannot be faster than: its three computations, each alone, plain, on one core.
+
+    generation   vLLM offline in one process          ┐
+    scores       a forward pass of the teacher        ├─ ms of processor time per step
+    training     loss, gradients and AdamW, no ZeRO   ┘
+
+A run whose roles overlap perfectly and that computes nothing else takes the longest of them, or their sum
+over the cores, whichever is more. Generation comes first, in a process of its own; the other two take turns
+on its completions, so all three see the same lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from distill import api, quickstart
+from distill.bench import toy
+from distill.bench.local_evaluation import with_evaluation
+from distill.bench.runner import Figures, Work, cores, interleaved, markdown
+from distill.config import RunConfig
+from distill.evaluation.models import load_model, load_student
+from distill.evaluation.reference import LanguageModel
+from distill.launch.replica_command import command
+from distill.prompts.sources import open_prompts
+from student_trainer.objectives.config import student_topk
+from sync.decoding import json_decoder
+from sync.errors import ConfigError, DistillError
+from sync.tokenizers import load_tokenizer, vocab_size
+from teacher_service.engines.head import find_head
+from teacher_service.engines.transformers import TransformersEngine
+
+ROUNDS: Final = 15
+STEPS_AT_ONCE: Final = 4
+"""Batches that vLLM is given together, so that it seldom has less than `max-num-seqs` to do."""
+RATE: Final = 1e-6
+"""Learning rate: weights change, lengths do not."""
+
+
+def run(config: Path | None = None) -> Figures:
+    """Measure a step of the configuration in a file; None: the quickstart's.
+
+    Its first teacher scores. Raises ConfigError for a run of episodes, DistillError when vLLM fails.
+    """
+    path, settings = quickstart.source(0) if config is None else (config, [])
+    return measured(api.load_config(path, settings))
+
+
+def measured(config: RunConfig) -> Figures:
+    """ms of processor time per step by computation, and the time of a step of which nothing else is left."""
+    if config.environments:
+        raise ConfigError(
+            "a step of episodes has no fixed cost: measure a configuration without environments"
+        )
+    tokenizer, teacher = load_tokenizer(config.student), next(iter(config.teachers.values()))
+    prompts = [one.token_ids for one in open_prompts(with_evaluation(config), tokenizer).held_out]
+    batch = [prompts[i % len(prompts)] for i in range(config.rollout.batch)]
+    generated = generate(config, batch, [tokenizer.eos_token_id])
+    made = completions(batch, generated["completions"], student_topk(config.objective))
+    torch.set_num_threads(1)
+    vocab = vocab_size(tokenizer)
+    loaded = load_model(teacher, "cpu"), load_student(config.student, None, "cpu")
+    scorer, live = (LanguageModel(one, find_head(one, vocab)) for one in loaded)
+    engine, objective = TransformersEngine(scorer.model, vocab), config.objective
+    trainee = toy.Trainee(live, scorer, vocab, objective)
+    rows = toy.rows_of(made, toy.score(engine, made, objective), 0, by_teacher=False)
+    works = {
+        "score": Work(lambda: toy.score(engine, made, objective)),
+        "train": Work(lambda: trainee.step(rows, 0, RATE)),
+    }
+    interleaved(works, 2)
+    found = interleaved(works, ROUNDS, time.process_time)
+    seconds = {"generate": generated["seconds"] / STEPS_AT_ONCE, **{k: median(v) for k, v in found.items()}}
+    costs = {name: 1000 * one for name, one in seconds.items()}
+    return {
+        "ms": costs,
+        "cores": cores(),
+        "limit_ms": limit_ms(costs, cores()),
+        "rollouts": len(batch),
+        "completion_tokens": len(made.logp_C),
+    }
+
+
+def limit_ms(costs: Mapping[str, float], count: int) -> float:
+    """Of a step on `count` cores: no computation is divided, none waits."""
+    return max(*costs.values(), sum(costs.values()) / count)
+
+
+def completions(batch: list[list[int]], generated: list[Any], k: int) -> toy.Completions:
+    """The first completion of every prompt of a batch, each with `k` ids, which cost the same whatever they
+    are."""
+    found = [tokens for tokens, _ in generated[: len(batch)]]
+    logp = [one for _, logps in generated[: len(batch)] for one in logps]
+    tokens = [one for prompt, own in zip(batch, found, strict=True) for one in (*prompt, *own)]
+    ids = np.tile(np.arange(k, dtype=np.int32), (len(logp), 1)) if k else None
+    prompt_B, completion_B = (np.array([len(one) for one in of], np.int32) for of in (batch, found))
+    logp_C = np.array(logp, np.float32)
+    return toy.Completions(prompt_B, completion_B, np.array(tokens, np.int32), logp_C, ids)
+
+
+# --- generation, in a process of its own --------------------------------------------------------------------
+
+
+def generate(config: RunConfig, batch: list[list[int]], stop: list[int]) -> Figures:
+    """{"seconds": of STEPS_AT_ONCE batches, median, "completions": [[ids, log μ], …]}."""
+    _, environment = command(config.student, config.subscriber("limit"), 0, "127.0.0.1", 0)
+    arguments = {name.replace("-", "_"): value for name, value in config.student.flags().items()}
+    given = {
+        "engine": {
+            "model": config.student.path,
+            "dtype": config.student.dtype,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "logprobs_mode": "processed_logprobs",
+            "hf_overrides": {"head_dtype": "float32"},
+            "distributed_executor_backend": "uni",
+            **arguments,
+        },
+        "prompts": batch * STEPS_AT_ONCE,
+        "max_tokens": config.rollout.max_tokens,
+        "temperature": config.rollout.temperature,
+        "stop_token_ids": stop,
+    }
+    with tempfile.TemporaryDirectory(prefix="distill-limit-") as place:
+        asked, told = Path(place) / "asked.json", Path(place) / "told.json"
+        asked.write_text(json.dumps(given))
+        words = [sys.executable, "-P", "-m", "distill.bench.limit", str(asked), str(told)]
+        done = subprocess.run(
+            words, env=os.environ | environment, capture_output=True, text=True, check=False
+        )
+        if not told.is_file():
+            raise DistillError(f"vLLM ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        return json_decoder(dict[str, Any]).decode(told.read_bytes())
+
+
+def generate_here(given: Mapping[str, Any]) -> Figures:
+    """`generate`, in a process that has nothing else to do."""
+    import vllm
+
+    llm = vllm.LLM(**given["engine"])
+    names = ("max_tokens", "temperature", "stop_token_ids")
+    params = vllm.SamplingParams(detokenize=False, logprobs=0, **{name: given[name] for name in names})
+    prompts, seconds = [{"prompt_token_ids": one} for one in given["prompts"]], []
+    for _ in range(1 + ROUNDS):
+        began = time.process_time()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.process_time() - began)
+    said = [output.outputs[0] for output in outputs]
+    logps = [
+        [found[token].logprob for found, token in zip(one.logprobs, one.token_ids, strict=True)]
+        for one in said
+    ]
+    told = [[list(one.token_ids), logp] for one, logp in zip(said, logps, strict=True)]
+    llm.llm_engine.engine_core.shutdown()
+    return {"seconds": median(seconds[1:]), "completions": told}
+
+
+def table(report: Figures) -> str:
+    """The report as Markdown."""
+    names = {"generate": "vLLM, offline", "score": "teacher, forward", "train": "student, step"}
+    rows = [[names[name], f"{ms:.0f}"] for name, ms in report["ms"].items()]
+    rows.append(["all three", f"{sum(report['ms'].values()):.0f}"])
+    rows.append([f"limit of a step on {report['cores']} cores", f"**{report['limit_ms']:.0f}**"])
+    head = f"{report['rollouts']} rollouts, {report['completion_tokens']} completion tokens a step"
+    return "\n".join([head, "", *markdown(["", "ms of processor time"], rows)])
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(generate_here(json.loads(Path(sys.argv[1]).read_text()))))
