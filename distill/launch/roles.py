@@ -26,7 +26,6 @@ from distill.launch.fork_server import ForkServers
 from distill.launch.placement import TRAINER
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.preflight_checks.objective import resolve
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync import secrets as hidden
@@ -238,7 +237,7 @@ def fork_servers(config: RunConfig) -> Iterator[ForkServers]:
     """Those of a run on this machine alone. They begin to import; what is wrong with a role is said later."""
     with ForkServers() as forks:
         if config.cluster.type == "local":
-            with contextlib.suppress(DistillError), rehearsed(resolve(config).config) as (_, children):
+            with contextlib.suppress(DistillError), rehearsed(config) as (_, children):
                 for child in children:
                     forks.expect(child.argv, {**os.environ, **child.env})
         yield forks

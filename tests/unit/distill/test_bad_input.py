@@ -16,6 +16,7 @@ import pytest
 
 from distill.cli.main import main
 from distill.config.loading import load
+from distill.launch.preflight import check_arguments
 from distill.launch.run_folder import RunFolder
 from distill.preflight_checks import machine
 from distill.tasks.sort_letters import STUDENT, TEACHER, VOCABULARY, letter_tokenizer, untaught
@@ -38,8 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def distill(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Distill:
-    """Run a command on the quickstart's configuration; the message it leaves with."""
+    """Run a command on the quickstart's configuration; the message it leaves with. vLLM is not asked."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("distill.launch.preflight.check_arguments", lambda _: None)
     ours = [f"student.path={models / 'student'}", f"teachers.sorter.path={models / 'teacher'}"]
     ours += [f"run.folder={tmp_path / 'runs'}"]
 
@@ -58,7 +60,8 @@ def distill(
     return command
 
 
-def test_good_input_is_told_to_be_ready(distill: Distill) -> None:
+def test_good_input_is_told_to_be_ready(distill: Distill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.launch.preflight.check_arguments", check_arguments)
     assert "ready to run; endless prompts, 512 held out" in distill(name="preflight", status=0)
 
 
@@ -365,7 +368,10 @@ def test_what_the_trainer_would_refuse_of_deepspeed(distill: Distill) -> None:
     assert "fp16 skips steps" in distill("trainer.overrides.fp16.enabled=true")
 
 
-def test_arguments_that_vllm_does_not_take_are_refused_in_its_words(distill: Distill) -> None:
+def test_arguments_that_vllm_does_not_take_are_refused_in_its_words(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.launch.preflight.check_arguments", check_arguments)
     args = "student.engine_args"
     typo = distill(f"{args}.max-model-lenn=64", name="preflight")
     assert f"{args}: vLLM does not take them: unrecognized arguments: --max-model-lenn=64" in typo
