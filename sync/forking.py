@@ -48,7 +48,10 @@ def is_fork() -> bool:
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Run the program of `command` in this fork as a new interpreter would; leave with its exit status."""
+    """Run the program of `command` in this fork as a new interpreter would; leave with its exit status.
+
+    Functions of `atexit` are not called: libraries registered theirs for the process that imported them.
+    """
     global _forked
     found, _forked = program(command), True
     assert found is not None, "only a program can run in a fork"
@@ -60,10 +63,19 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     sys.argv = ["", *found.words]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # its log has all that it printed
     sys.modules.pop(found.module, None)  # else runpy warns of a module that runs twice
+    _reseed()
     try:
         runpy.run_module(found.module, run_name="__main__", alter_sys=True)
     finally:
         os._exit(_leave(sys.exception()))
+
+
+def _reseed() -> None:
+    """Give this fork random numbers of its own; `random` sees to itself."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.seed()
 
 
 def _leave(error: BaseException | None) -> int:
@@ -71,7 +83,7 @@ def _leave(error: BaseException | None) -> int:
     status = 0
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
+        if status and not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
     elif error is not None:
         sys.excepthook(type(error), error, error.__traceback__)

@@ -12,11 +12,13 @@ which forks cannot.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -28,7 +30,7 @@ from setproctitle import setproctitle
 
 from distill.launch.guardian import MODULE as GUARDIAN
 from distill.launch.guardian import PR_SET_PDEATHSIG, guard, prctl
-from distill.preflight_checks.machine import runs_on_cpu
+from distill.preflight_checks.machine import installed_for_cpu
 from sync.forking import become, program
 
 log = logging.getLogger(__name__)
@@ -83,7 +85,10 @@ class Forked:
     def _collect(self) -> None:
         asyncio.get_running_loop().remove_reader(self._handle)
         os.close(self._handle)
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        try:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # somebody else collected it; asyncio has the same status then
+            self.returncode = 255
         self._ended.set()
 
 
@@ -105,7 +110,7 @@ class ForkServers:
     def expect(self, command: Sequence[str], environment: Mapping[str, str]) -> _Server | None:
         """The server of a role, which is started unless it is there; None: the role must be executed."""
         found = program(command)
-        if found is None or found.module not in IMPORTS or not runs_on_cpu():
+        if found is None or found.module not in IMPORTS or not installed_for_cpu():
             return None
         imports = IMPORTS[found.module]
         common = {name: value for name, value in environment.items() if not name.startswith(OURS)}
@@ -175,8 +180,9 @@ class _Server:
         self._closed = True
         self._control.close()
         self._output.close()
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it ended, nobody collects here
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 
 # --- in a server
@@ -193,17 +199,24 @@ class _Request(NamedTuple):
 def main() -> None:
     """Import, then fork for each request, until the launcher is gone."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what the launcher inherited is not for roles
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # for roles, and this process has none
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     control = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for name in json.loads(control.recv(_MOST_BYTES)):
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    imports, before = json.loads(control.recv(_MOST_BYTES)), dict(os.environ)
+    for name in imports:
+        if select.select([control], [], [], 0)[0] and not control.recv(1, socket.MSG_PEEK):
+            return  # the launcher is gone
         importlib.import_module(name)
+    added = dict(os.environ.items() - before.items())
     gc.collect()
     gc.freeze()  # or a collection would copy the memory that forks share
     request = _serve(control)
     if request is not None:
-        os._exit(_guard(request))
+        os._exit(_guard(request._replace(environment=added | request.environment)))
 
 
 def _serve(control: socket.socket) -> _Request | None:
@@ -223,7 +236,8 @@ def _serve(control: socket.socket) -> _Request | None:
             control.send(str(os.getpid()).encode())
             control.close()
             return _Request(*json.loads(message), *descriptors)
-        os.waitpid(middle, 0)
+        if os.waitpid(middle, 0)[1] != 0:  # no process can be made: the launcher executes the role, or fails
+            return None
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -145,10 +145,19 @@ def kill_descendants() -> None:
 # --- in the launcher
 
 
+_adopting = 0
+"""How many launchers of this process want its orphans."""
+
+
 def adopt_orphans(adopt: bool = True) -> None:
-    """Whether descendants whose parents die become children of this process (Linux; elsewhere nothing)."""
+    """Let descendants whose parents die become children of this process, until each call is taken back.
+
+    On Linux; elsewhere nothing.
+    """
+    global _adopting
+    _adopting += 1 if adopt else -1
     if sys.platform == "linux":
-        prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
+        prctl(PR_SET_CHILD_SUBREAPER, int(_adopting > 0))
 
 
 def kill_adopted(own: Collection[int]) -> int:

@@ -237,7 +237,7 @@ def fork_servers(config: RunConfig) -> Iterator[ForkServers]:
     """Those of a run on this machine alone. They begin to import; what is wrong with a role is said later."""
     with ForkServers() as forks:
         if config.cluster.type == "local":
-            with contextlib.suppress(DistillError), rehearsed(config) as (_, children):
+            with contextlib.suppress(DistillError, OSError), rehearsed(config) as (_, children):
                 for child in children:
                     forks.expect(child.argv, {**os.environ, **child.env})
         yield forks

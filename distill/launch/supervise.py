@@ -119,6 +119,7 @@ class Child:
         with self.log_path.open("ab") as output:
             self._log_begins = output.tell()
             forked = await forks.fork(name, argv, environment, output.fileno(), pipe)
+            self.started = time.monotonic()
             self.process = forked or await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", MODULE, name, str(pipe), *argv),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -204,7 +205,13 @@ class Supervisor:
     async def start(self) -> None:
         self._own = {child.pid for child in psutil.Process().children()}
         adopt_orphans()
-        await asyncio.gather(*(child.start(self._read_end, self._forks) for child in self.children.values()))
+        starts = [
+            asyncio.create_task(child.start(self._read_end, self._forks)) for child in self.children.values()
+        ]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            await cancel(starts)
 
     async def ready(self, seconds: float) -> None:
         """Return when every child was healthy. Raises ChildFailed when one fails or takes longer."""
@@ -248,6 +255,7 @@ class Supervisor:
         self._kill_orphans()
         if self._own is not None:
             adopt_orphans(False)
+            self._own = None
         for end in (self._read_end, self._write_end):
             if end >= 0:
                 os.close(end)

@@ -16,10 +16,12 @@ from distill.launch import fork_server
 from distill.launch.fork_server import Forked, ForkServers
 from distill.launch.guardian import adopt_orphans, guarded_role
 
-LIBRARY = "import os\nwhere = os.getpid()\n"
+LIBRARY = "import os\nwhere, os.environ['SET_BY_LIBRARY'] = os.getpid(), 'yes'\n"
 ROLE = """
 import os, sys, signal, threading, library
 assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals()
+assert os.environ["SET_BY_LIBRARY"] == "yes"
+assert {int(one) for one in os.listdir("/proc/self/fd")} <= {0, 1, 2, 3}, os.listdir("/proc/self/fd")
 print(*sys.argv[1:], os.environ["WHO"], "HOME" in os.environ, library.where, os.getppid(), os.getpid())
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -57,7 +59,7 @@ async def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     (tmp_path / "library.py").write_text(LIBRARY)
     (tmp_path / "role.py").write_text(ROLE)
     monkeypatch.setitem(fork_server.IMPORTS, "role", ("library",))
-    monkeypatch.setattr(fork_server, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(fork_server, "installed_for_cpu", lambda: True)
     adopt_orphans()
     made = Launcher(tmp_path)
     yield made
@@ -126,6 +128,14 @@ async def test_without_its_server_a_role_is_executed(
     assert "No module named 'no_such_library'" in caplog.text
 
 
+async def test_a_fork_that_another_collected_has_ended(launcher: Launcher) -> None:
+    role = await launcher.start("wait", WHO="x")
+    assert role is not None
+    role.kill()
+    await asyncio.to_thread(os.waitpid, role.pid, 0)
+    assert await role.wait() == 255
+
+
 async def test_a_stalled_server_is_given_up(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     first = await launcher.start("wait", WHO="x")
     assert first is not None
@@ -145,5 +155,5 @@ async def test_what_imports_nothing_shared_and_all_on_gpus_are_executed(
     with launcher.log.open("ab") as output:
         sleeper = ["sleep", "1"]
         assert await launcher.forks.fork("role-0", sleeper, {}, output.fileno(), launcher.pipe) is None
-    monkeypatch.setattr(fork_server, "runs_on_cpu", lambda: False)
+    monkeypatch.setattr(fork_server, "installed_for_cpu", lambda: False)
     assert await launcher.start("wait", WHO="x") is None
