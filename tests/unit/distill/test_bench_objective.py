@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,18 +26,16 @@ def result(final_kl: float = 0.25) -> Figures:
 # --- summaries --------------------------------------------------------------------------------------------
 
 
-def test_works_take_turns_and_each_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_works_take_turns_and_each_has_its_own_seconds() -> None:
     clock, order = [0.0], []
 
     def work(name: str, seconds: float) -> None:
         order.append(name)
         clock[0] += seconds
 
-    clocks = SimpleNamespace(perf_counter=lambda: clock[0])
-    monkeypatch.setattr(runner, "time", clocks)
     left = [1.0, 8.0]
     works = {"a": Work(lambda s: work("a", s), lambda: left.pop(0)), "b": Work(lambda: work("b", 2.0))}
-    found = interleaved(works, 2)
+    found = interleaved(works, 2, lambda: clock[0])
     assert order == ["a", "b", "a", "b"]
     assert found == {"a": [1.0, 8.0], "b": [2.0, 2.0]}
 
