@@ -112,7 +112,7 @@ FIGURES: Final = tuple(
         ("perf/waited_seconds/ROLE/CAUSE", "seconds", "blocked, by what it was blocked on"),
         ("eval/reverse_kl", "nats per token", "held-out prompts, temperature 1"),
         ("eval/reverse_kl_error", "nats per token", "its standard error; left out where it is exact"),
-        ("eval/pass_rate", "share", "held-out completions that pass"),
+        ("eval/pass_rate", "share", "held-out completions that pass, from `pass_threshold` on"),
         ("eval/reward", "–", "of held-out completions, mean"),
         ("eval/source/SOURCE/reverse_kl", "nats per token", "of the prompts of one of several data sources"),
         ("eval/source/SOURCE/pass_rate", "share", "of their completions, those that pass"),
