@@ -68,15 +68,15 @@ def train_step(
         engine.set_gradient_accumulation_boundary(index + 1 == len(batch.micro_batches))
         tokens_RL, positions_C = micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device)
         with student.routed(micro.routes_SMK):
-            clock.mark("forward")
+            clock.begin("forward")
             total, part = engine(tokens_RL, positions_C, targets, loss, micro.layout)
-            clock.mark("backward")
+            clock.begin("backward")
             engine.backward(total * scale)
-            clock.mark(None)
+            clock.begin(None)
         parts.append((part.double().cpu(), micro.counts))
-    clock.mark("optimizer")
+    clock.begin("optimizer")
     engine.step()
-    clock.mark(None)
+    clock.begin(None)
     metrics = summarise(parts, batch.denominator, ranks, loss.teachers)
     if rewards is not None and rewards.mean is not None:
         metrics["reward_mean"] = rewards.mean

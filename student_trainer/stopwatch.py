@@ -18,11 +18,11 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[str | None, Any]] = []
+        self._times: list[tuple[str | None, Any]] = []
 
-    def mark(self, part: str | None) -> None:
+    def begin(self, part: str | None) -> None:
         """What was timed ends here, and `part` begins; None: nothing does."""
-        self._marks.append((part, self._now()))
+        self._times.append((part, self._now()))
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -34,9 +34,9 @@ class Stopwatch:
     def seconds(self) -> dict[str, float]:
         """Of each part in all, once the last has ended; waits for a GPU to get there."""
         if self._on_gpu:
-            self._marks[-1][1].synchronize()
+            self._times[-1][1].synchronize()
         found: dict[str, float] = defaultdict(float)
-        for (part, begun), (_, ended) in pairwise(self._marks):
+        for (part, begun), (_, ended) in pairwise(self._times):
             if part is not None:
                 found[part] += begun.elapsed_time(ended) / 1000 if self._on_gpu else ended - begun
         return dict(found)

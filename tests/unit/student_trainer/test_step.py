@@ -133,10 +133,10 @@ def test_parts_of_a_step_are_timed_and_summed_over_its_micro_batches(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_kernel_counts_for_the_part_that_launched_it() -> None:
     clock = Stopwatch(torch.device("cuda"))
-    clock.mark("forward")
+    clock.begin("forward")
     torch.cuda._sleep(100_000_000)  # cycles
-    clock.mark("backward")
-    clock.mark(None)
+    clock.begin("backward")
+    clock.begin(None)
     seconds = clock.seconds()
     assert seconds["forward"] > seconds["backward"]
 
