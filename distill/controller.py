@@ -257,7 +257,7 @@ class Controller:
             self.evaluations.due(welcome.version)
 
     def _step_reported(self, report: StepReport) -> None:
-        self.timeline.step(TRAINER, report.seconds, ("wait", "train", "publish", "checkpoint"))
+        self.timeline.step(TRAINER, report)
         self.dispatcher.depth.step(report.seconds.get("wait", 0.0), sum(report.seconds.values()))
         self.events.changed.wake()
         self._step = of_step(self.run_log.state, report)
@@ -293,6 +293,8 @@ class Controller:
     def _published(self, event: Published) -> None:
         if event.kind == "broadcast":
             return  # what is evaluated goes to the store next
+        encode, start = event.encode_seconds, time.time() - event.seconds
+        self.timeline.follow(TRAINER, start, {"encode": encode, "write": event.seconds - encode})
         if self.evaluations is not None:
             self.evaluations.due(event.version)
         self.pool.published()

@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS: Final = 15.0
 """A process renews at a third of it."""
 FOLLOW_SECONDS: Final = 2.0
+UNANSWERED: Final = (
+    "replica {name} was added and does not answer at {url}: start it there, listening on an address that the "
+    "controller's machine reaches; it joins once it answers, or `distill servers remove {name}` takes it out"
+)
 CONTROLLER_FILE: Final = "controller.json"
 """In a run's folder: {"url": where its controller is}."""
 
@@ -92,8 +96,9 @@ class Registry:
         if (name, wanted.boot) in self._lost:
             place = f"is at {holder.address}" if holder else "was removed"
             raise Replaced(f"{name} {place}: this process has lost the name to another, or to a person")
+        answers = True
         if holder is None:
-            holder = await self._joined(name, url)
+            holder, answers = await self._joined(name, url)
         elif holder.boot is not None and holder.boot != wanted.boot:
             if wanted.boot is None:
                 raise RemoteError(f"{name} is at {holder.address} already: remove it first")
@@ -103,23 +108,27 @@ class Registry:
         seconds = 0.0 if wanted.boot is None else LEASE_SECONDS
         holder.boot, holder.address.url = wanted.boot, url
         holder.expires = time.monotonic() + seconds if seconds else math.inf
-        return ServerLease(name=name, seconds=seconds)
+        if answers or wanted.boot is not None:  # what registers by itself may be loading still
+            return ServerLease(name=name, seconds=seconds)
+        warning = UNANSWERED.format(name=name, url=secrets.redact(url))
+        log.warning("%s", warning)
+        return ServerLease(name=name, seconds=seconds, warning=warning)
 
     def _free_name(self) -> str:
         names = (f"student-{index}" for index in itertools.count())
         return next(name for name in names if name not in self._holders and name not in self._pool.replicas)
 
-    async def _joined(self, name: str, url: str) -> _Holder:
-        """A further replica, in the pool."""
+    async def _joined(self, name: str, url: str) -> tuple[_Holder, bool]:
+        """A further replica, in the pool, and whether it answers."""
         if not name.startswith("student-") or self._connect is None:
             expected = ", ".join(one for one, holder in self._holders.items() if holder.expected) or "none"
             raise RemoteError(
                 f"no server {name!r} is expected to register: expected are {expected}, and replicas student-N"
             )
         address = Address(name, url)
-        await self._pool.join(self._connect(address), name)
+        answers = await self._pool.join(self._connect(address), name)
         holder = self._holders[name] = _Holder(address, expected=False)
-        return holder
+        return holder, answers
 
     async def leave(self, wanted: ServerLeaves) -> Servers:
         """Forget a server, for good when people say so; the others. Raises RemoteError when there is none."""

@@ -28,6 +28,7 @@ from student_trainer.ranks import Ranks
 from student_trainer.routing import Router, replayed, routers
 from student_trainer.sequence_split import SequenceGroup, SplitRows, join, split_rows
 from student_trainer.step import train_step
+from student_trainer.stopwatch import Stopwatch
 from student_trainer.varlen import PackedRows, pack_rows
 from student_trainer.weights import Weights
 from sync.errors import ConfigError
@@ -69,6 +70,8 @@ class Learner:
     def begin(self, welcome: TrainerWelcome, loss: Loss) -> None:
         """Where training starts, and what is minimised."""
         self.version, self._run_id, self._loss = welcome.version, welcome.run.id, loss
+        self.parts: dict[str, float] = {}
+        """`StepReport.parts` of the newest step, of this rank."""
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Take one optimizer step on `batch`, which makes the next version; metrics of the step."""
@@ -77,8 +80,9 @@ class Learner:
         # DeepSpeed makes a second optimizer for what a partial offload leaves on the GPU
         for optimizer in (zero, getattr(zero, "backup_optimizer", zero)):
             apply_rate(optimizer.param_groups, self._given, share)
-        metrics = train_step(self.engine, batch, self._loss, self.ranks)
-        self.version = after(self.version)
+        clock = Stopwatch(self.ranks.device)
+        metrics = train_step(self.engine, batch, self._loss, self.ranks, clock)
+        self.version, self.parts = after(self.version), clock.seconds()
         return metrics
 
     def save(self) -> Path:

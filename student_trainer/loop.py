@@ -137,7 +137,8 @@ def train(trainer: Trainer) -> Outcome:
         if trainer.ranks.rank == 0:
             spent = (end - start for start, end in pairwise(times))
             seconds = dict(zip(("wait", "train", "publish", "checkpoint"), spent, strict=True))
-            trainer.client.report(wire.StepReport(version=trainer.version, metrics=metrics, seconds=seconds))
+            parts = trainer.learner.parts
+            trainer.client.report(wire.StepReport(trainer.version, metrics, seconds, parts))
     if outcome is not Outcome.STOP:
         checkpoint(trainer)
     return outcome

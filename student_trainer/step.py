@@ -25,6 +25,7 @@ from student_trainer.objectives.token_statistics import COUNTS, MEANS, STATS
 from student_trainer.ranks import Ranks
 from student_trainer.routing import LIVE, placed
 from student_trainer.sequence_split import SequenceGroup, SplitRows, split
+from student_trainer.stopwatch import Stopwatch
 from student_trainer.varlen import PackedRows
 from sync.errors import DataError
 from sync.wire import Rows, TrainBatch, unpack
@@ -43,14 +44,18 @@ def loss_of(objective: ObjectiveConfig, teachers: Sequence[str], heads: tuple[He
     )
 
 
-def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict[str, float]:
+def train_step(
+    engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks, clock: Stopwatch | None = None
+) -> dict[str, float]:
     """Train on this rank's share of `batch`; metrics of the whole step, the same on every rank. Collective.
 
     Loss sums are divided by the step's denominator, whatever the micro-batches, ranks and padding; DeepSpeed
     averages gradients over the ranks, hence the factor. A rank without rows runs a zero-weight forward
     pass, so that collectives stay aligned. Ranks of a group share rows: each has the loss of its positions.
     DeepSpeed leaves out the update of a step whose gradient is not finite; `skipped` is 1 then.
+    `clock` times the parts "forward", "backward" and "optimizer".
     """
+    clock = Stopwatch(ranks.device) if clock is None else clock
     scale, student = ranks.world_size / batch.denominator, engine.module
     rewards = rewards_of(batch, ranks, student.group) if loss.task else None
     parts: list[tuple[Tensor, dict[str, float]]] = []
@@ -63,10 +68,15 @@ def train_step(engine: Any, batch: TrainBatch, loss: Loss, ranks: Ranks) -> dict
         engine.set_gradient_accumulation_boundary(index + 1 == len(batch.micro_batches))
         tokens_RL, positions_C = micro.tokens_RL.to(ranks.device), micro.positions_C.to(ranks.device)
         with student.routed(micro.routes_SMK):
+            clock.begin("forward")
             total, part = engine(tokens_RL, positions_C, targets, loss, micro.layout)
+            clock.begin("backward")
             engine.backward(total * scale)
+            clock.begin(None)
         parts.append((part.double().cpu(), micro.counts))
+    clock.begin("optimizer")
     engine.step()
+    clock.begin(None)
     metrics = summarise(parts, batch.denominator, ranks, loss.teachers)
     if rewards is not None and rewards.mean is not None:
         metrics["reward_mean"] = rewards.mean

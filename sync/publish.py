@@ -53,6 +53,8 @@ class PublishReport:
     seconds: float
     anchor_due: bool
     """The next version should be an anchor; meaningful on rank 0."""
+    encode_seconds: float = 0.0
+    """Of `seconds`, those in which this rank coded its delta; 0 of an anchor."""
 
 
 class Publisher:
@@ -131,14 +133,18 @@ class Publisher:
             if base is None or self._held is None:
                 raise SnapshotError(f"{version} has no base to be a delta of: publish an anchor first")
             self._check(shards)
-            part = self._write_file(version, base, self._held, shards)
+            begun = time.monotonic()
+            data = self._encode(version, base, self._held, shards)
+            encode_seconds = time.monotonic() - begun
+            part = self._write_file(version, base, data)
             size, full = part.file.size, self._shard_bytes
             if self._rank == 0:
                 size, full = self._publish_delta(version, base, part)
             self._held.advance(shards)
             self._base = version
             self._delta_bytes += size
-            return PublishReport(version, "delta", size, full, time.monotonic() - start, self.anchor_due)
+            seconds = time.monotonic() - start
+            return PublishReport(version, "delta", size, full, seconds, self.anchor_due, encode_seconds)
 
     # --- every rank ---------------------------------------------------------------------------------------
 
@@ -158,12 +164,12 @@ class Publisher:
         """Create a key; while the store's disk is full, wait for room."""
         until_disk_space(lambda: self._store.create(key, data), f"{key} in {self._store}")
 
-    def _write_file(
-        self, version: Version, base: Version, held: BaseShard, shards: Mapping[str, Bits]
-    ) -> Part:
-        """Write this rank's delta file, and its receipt above rank 0."""
+    def _encode(self, version: Version, base: Version, held: BaseShard, shards: Mapping[str, Bits]) -> bytes:
         header = Header(self._run.name, self._fingerprint, version, base, self._rank, self._world_size, [])
-        data = held.delta(header, self._slices, shards, self._config.codec)
+        return held.delta(header, self._slices, shards, self._config.codec)
+
+    def _write_file(self, version: Version, base: Version, data: bytes) -> Part:
+        """Write this rank's delta file, and its receipt above rank 0."""
         name = f"delta-{self._rank:05d}.bin"
         self._write(self._key(version, name), data)
         file = File(name, len(data), blake3(data).hexdigest())

@@ -15,6 +15,7 @@ from distill import api
 from distill.cli import bench as cli_bench
 from distill.cli import chat as cli_chat
 from distill.cli import kubernetes as cli_kubernetes
+from distill.cli import logs as cli_logs
 from distill.cli import plan as cli_plan
 from distill.cli import roles as cli_roles
 from distill.cli import slurm as cli_slurm
@@ -212,7 +213,9 @@ def _servers(controller: str, body: ServerRegisters | ServerLeaves | None) -> No
         if body is not None:
             leaves = isinstance(body, ServerLeaves)
             path, kind = ("/v1/servers/leave", Servers) if leaves else ("/v1/servers", ServerLease)
-            peer.call(path, body, kind)
+            answer = peer.call(path, body, kind)
+            if isinstance(answer, ServerLease) and answer.warning:
+                typer.echo(f"distill: {answer.warning}", err=True)
         found = peer.call("/v1/servers", None, Servers)
     finally:
         peer.close()
@@ -255,6 +258,7 @@ def evaluate(
 
 app.command(rich_help_panel=RESULTS)(cli_sync.export)
 app.command(rich_help_panel=RESULTS)(cli_chat.chat)
+app.command(rich_help_panel=RESULTS)(cli_logs.logs)
 
 
 @app.command(rich_help_panel=RESULTS)

@@ -27,7 +27,7 @@ MADE: Final = {
     "quarantine.jsonl": "completions that were not trained on: distill samples RUN --order quarantined",
     "timeline.jsonl": "who worked and who waited: distill trace RUN",
     "config.json": "the configuration as it ran",
-    "logs": "a log of each role",
+    "logs": "a log of each role: distill logs RUN",
     "roles": "what each role was started with",
     "controller.json": "where the controller was",
     "lock": "held while the run goes on",

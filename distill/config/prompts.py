@@ -10,7 +10,13 @@ from pydantic import Field
 from sync.settings import Name, Settings
 
 
-class TaskPrompts(Settings):
+class _Rewarded(Settings):
+    pass_threshold: float = 1.0
+    """Least reward of a completion that passes, for pass rates, pass@1 and maj@k; set it where rewards are
+    graded."""
+
+
+class TaskPrompts(_Rewarded):
     """A task that generates prompts and computes rewards."""
 
     type: Literal["task"]
@@ -23,7 +29,7 @@ class TaskPrompts(Settings):
     """Time limit of the check of one completion; one that exceeds it costs the completion."""
 
 
-class RowPrompts(Settings):
+class RowPrompts(_Rewarded):
     """Prompts in rows of a file or dataset."""
 
     field: str = "prompt"
@@ -33,13 +39,13 @@ class RowPrompts(Settings):
     answer_field: str | None = None
     """Field of the reference answer, which `reward_fn` reads; None: there are none."""
     reward_fn: str | None = None
-    """Reward of a completion, for `objective.task` and the pass rate; above 0 is a pass. "exact": 1 when it
-    equals the answer; "contains": 1 when the answer occurs in it as whole words; "number": 1 when both end on
-    the same number; "math": 1 when math-verify finds its final answer equal (extra `math`);
-    "package.module:function": what function(prompt, completion) returns, a bool or a finite number, or a pair
-    of that and the answer as text for maj@k, from `prompt.answer`, `prompt.text` and the completion's text,
-    or a name that an installed package registers for one. It runs in processes of its own. None: no reward
-    and no pass rate."""
+    """Reward of a completion, for `objective.task` and, from `pass_threshold` on, the pass rate. "exact": 1
+    when it equals the answer; "contains": 1 when the answer occurs in it as whole words; "number": 1 when
+    both end on the same number; "math": 1 when math-verify finds its final answer equal (extra `math`);
+    "package.module:function": what function(prompt, completion) returns, a bool or a finite number, or a
+    pair of that and the answer as text for maj@k, from `prompt.answer`, `prompt.text` and the completion's
+    text, or a name that an installed package registers for one. It runs in processes of its own. None: no
+    reward and no pass rate."""
     reward_timeout_seconds: float = Field(10.0, gt=0)
     """Time limit of `reward_fn` for one completion; one that exceeds it costs the completion."""
     template: Literal["chat", "plain"] = "chat"
@@ -83,7 +89,7 @@ class DatasetPrompts(RowPrompts):
     cannot be used is dropped and counted. None: all rows are read, checked and shuffled."""
 
 
-class EnvironmentPrompts(Settings):
+class EnvironmentPrompts(_Rewarded):
     """Episodes of an environment: it gives the prompts of every turn, and the reward."""
 
     type: Literal["environment"]
@@ -118,3 +124,8 @@ PromptsConfig = Annotated[
     TaskPrompts | JsonlPrompts | DatasetPrompts | EnvironmentPrompts | MixturePrompts,
     Field(discriminator="type"),
 ]
+
+
+def pass_threshold(prompts: PromptsConfig, source: str) -> float:
+    """The least reward that passes, for a prompt of data source `source`."""
+    return (prompts.parts[source] if isinstance(prompts, MixturePrompts) else prompts).pass_threshold

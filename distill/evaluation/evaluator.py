@@ -41,7 +41,7 @@ from distill.evaluation.completions import (
 from distill.evaluation.models import device_of, load_student
 from distill.evaluation.playing import Playing
 from distill.evaluation.reverse_kl import ReverseKL, exact, head_of, parts, tensor_of, total
-from distill.evaluation.sets import PromptSet, open_sets
+from distill.evaluation.sets import open_sets
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import longest_sequence, open_prompts
 from distill.rollout.replica_client import ReplicaEngine
@@ -189,9 +189,11 @@ class Evaluator:
         finally:
             await asyncio.wait([rewarding])
         rewarding.result()
-        of_all = _figures(compared_with, found, range(len(found)))
-        passed = _per_prompt(found, wanted, lambda one: (one.reward or 0.0) > 0)
-        estimate = None if of_all.pass_rate is None else statistics.share(passed, 1)
+        passed = [wanted.passes(one.index, one.reward) for one in found]
+        of_all = _figures(compared_with, found, passed, range(len(found)))
+        estimate = (
+            None if of_all.pass_rate is None else statistics.share(_per_prompt(passed, wanted.completions), 1)
+        )
         sources = [wanted.prompts[one.index].source for one in found]
         sets = {
             name: await self._set_report(name, file_of(run_dir, version, name))
@@ -209,30 +211,27 @@ class Evaluator:
             truncated=sum(one.finish_reason == "length" for one in found) / len(found),
             seconds=ended - began + generated,
             sets=sets,
-            sources=_by_name(sources, compared_with, found),
-            teachers=_by_name([self._route(one) for one in sources], compared_with, found),
+            sources=_by_name(sources, compared_with, found, passed),
+            teachers=_by_name([self._route(one) for one in sources], compared_with, found, passed),
         )
 
     async def _set_report(self, name: str, path: Path) -> SetReport:
         wanted = self._sets[name]
         found = await asyncio.to_thread(lambda: list(read_completions(path, wanted)))
         await self._reward(name, path, found)
-        k = wanted.completions
-        votes = None
+        k, votes = wanted.completions, None
+        passed = [wanted.passes(one.index, one.reward) for one in found]
         if any(one.answer is not None for one in found):
-            rows = [found[start : start + k] for start in range(0, len(found), k)]
-            votes = [
-                statistics.majority([o.answer for o in row], [(o.reward or 0.0) > 0 for o in row])
-                for row in rows
-            ]
+            rows = [slice(start, start + k) for start in range(0, len(found), k)]
+            votes = [statistics.majority([o.answer for o in found[row]], passed[row]) for row in rows]
         return SetReport(
             prompts=len(wanted.prompts),
             completions=len(found),
             tokens=sum(one.tokens for one in found),
             truncated=sum(one.finish_reason == "length" for one in found) / len(found),
             failed=sum(one.error is not None for one in found),
-            pass_at_1=statistics.share(_per_prompt(found, wanted, lambda one: (one.reward or 0.0) > 0), k),
-            average=statistics.mean(_per_prompt(found, wanted, lambda one: one.reward or 0.0)),
+            pass_at_1=statistics.share(_per_prompt(passed, k), k),
+            average=statistics.mean(_per_prompt([one.reward or 0.0 for one in found], k)),
             majority=None if votes is None else statistics.share(np.array(votes), 1),
         )
 
@@ -349,16 +348,20 @@ def _usable(name: str, answer: Any, item: Item, want: Want, vocab: int, hidden_s
 
 
 def _by_name(
-    names: Sequence[str], compared: list[ReverseKL], found: Sequence[Completion]
+    names: Sequence[str], compared: list[ReverseKL], found: Sequence[Completion], passed: Sequence[bool]
 ) -> dict[str, PartReport]:
     """Figures by name; `names`: one of each completion. Empty: they have one name."""
     members: dict[str, list[int]] = {}
     for number, name in enumerate(names):
         members.setdefault(name, []).append(number)
-    return {n: _figures(compared, found, one) for n, one in sorted(members.items()) if len(members) > 1}
+    return {
+        n: _figures(compared, found, passed, one) for n, one in sorted(members.items()) if len(members) > 1
+    }
 
 
-def _figures(compared: list[ReverseKL], found: Sequence[Completion], members: Sequence[int]) -> PartReport:
+def _figures(
+    compared: list[ReverseKL], found: Sequence[Completion], passed: Sequence[bool], members: Sequence[int]
+) -> PartReport:
     """Of some completions, by number; `compared`: with each teacher. Without rewards where one has none."""
     chosen = [found[number] for number in members]
     value, error = total([part for kl in compared if (part := kl.among(set(members))).sums])
@@ -369,13 +372,11 @@ def _figures(compared: list[ReverseKL], found: Sequence[Completion], members: Se
         tokens=sum(one.tokens for one in chosen),
         reverse_kl=value,
         reverse_kl_error=error,
-        pass_rate=sum(one > 0 for one in rewards) / len(rewards) if rewarded else None,
+        pass_rate=sum(passed[number] for number in members) / len(members) if rewarded else None,
         reward=sum(rewards) / len(rewards) if rewarded else None,
     )
 
 
-def _per_prompt(
-    found: Sequence[Completion], wanted: PromptSet, value: Callable[[Completion], float]
-) -> np.ndarray:
-    """f8 [P]: mean of each prompt's completions, which stand together."""
-    return np.array([value(one) for one in found], float).reshape(-1, wanted.completions).mean(1)
+def _per_prompt(values: Sequence[float], k: int) -> np.ndarray:
+    """f8 [P]: mean of each prompt's k completions, which stand together."""
+    return np.array(values, float).reshape(-1, k).mean(1)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from distill import tasks
 from distill.config import RunConfig
 from distill.config.evaluation import HELD_OUT, EvaluationConfig, EvaluationSet
-from distill.config.prompts import JsonlPrompts, TaskPrompts
+from distill.config.prompts import JsonlPrompts, PromptsConfig, TaskPrompts, pass_threshold
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
 from distill.prompts.rows import RowReader, dataset_rows, jsonl_rows, row_encoder
@@ -37,6 +37,12 @@ class PromptSet(NamedTuple):
     sampling: Sampling
     rewards: RewardSource | None
     """None: the held-out prompts of a run without rewards, or whose environments give them all."""
+    config: PromptsConfig
+    """Where they come from."""
+
+    def passes(self, index: int, reward: float | None) -> bool:
+        """Whether a completion of prompt `index` passes; without a reward it does not."""
+        return reward is not None and reward >= pass_threshold(self.config, self.prompts[index].source)
 
 
 def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str, PromptSet]:
@@ -48,7 +54,7 @@ def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str
         raise ConfigError(NOTHING_HELD_OUT)
     rollout, settings = config.rollout, config.evaluation or EvaluationConfig()
     sampling = Sampling(max_tokens=rollout.max_tokens, stop_token_ids=rollout.stop_token_ids)
-    found = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards)}
+    found = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards, config.prompts)}
     for name, one in settings.sets.items():
         sampling = Sampling(
             max_tokens=one.max_tokens or rollout.max_tokens,
@@ -62,7 +68,7 @@ def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str
             prompts, rewards = _open(config, one, longest_sequence(config) - sampling.max_tokens, tokenizer)
         except (ConfigError, DataError) as error:
             raise type(error)(f"evaluation.sets.{name}: {error}") from error
-        found[name] = PromptSet(prompts, one.completions, sampling, rewards)
+        found[name] = PromptSet(prompts, one.completions, sampling, rewards, one.source)
     return found
 
 

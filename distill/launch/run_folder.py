@@ -191,7 +191,7 @@ _TAKES_EFFECT: Final = {
     "packing activation_checkpointing head_chunk micro_batch_tokens sequence_parallel checkpoint_every "
     "checkpoint_minutes keep_checkpoints threads init_timeout_seconds",
     "evaluation": "every sets batch_tokens metric patience replica threads device placement",
-    "prompts": "reward_timeout_seconds",
+    "prompts": "pass_threshold reward_timeout_seconds",
     "content": "deepspeed",
 }
 _SAME_CONTENT: Final = {

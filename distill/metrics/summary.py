@@ -107,7 +107,7 @@ def of_step(state: RunState, report: StepReport) -> dict[str, float]:
     ages = batch.ages if batch else [0]
     return {
         **{f"train/{name}": value for name, value in report.metrics.items()},
-        **{f"perf/{name}_seconds": value for name, value in report.seconds.items()},
+        **{f"perf/{name}_seconds": value for name, value in (report.seconds | report.parts).items()},
         "buffer/age_mean": sum(ages) / len(ages),
         "buffer/age_max": float(max(ages)),
     }

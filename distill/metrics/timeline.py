@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+
+from sync.wire import StepReport
 
 REPLICAS, TEACHERS, TRAINER, LATE = "replicas", "teachers", "trainer", "late rollouts"
 """What a role can be blocked on."""
@@ -93,14 +95,25 @@ class Timeline:
         self._roles[role].busy += (end - start) if busy else 0.0
         self._emit(Span(role, what, start, end))
 
-    def step(self, role: str, seconds: Mapping[str, float], parts: Sequence[str]) -> None:
-        """Add the `parts` of a step that ends now, in order; the part "wait" does not count as busy."""
-        end = time.time()
-        for what in reversed(parts):
-            start = end - seconds.get(what, 0.0)
+    def step(self, role: str, report: StepReport) -> None:
+        """Add the parts of a step that ends now, in order; the part "wait" does not count as busy.
+
+        Those of "train" are sums over micro-batches and stand one after the other from its beginning.
+        """
+        end = self._clock()
+        for what in ("checkpoint", "publish", "train", "wait"):
+            start = end - report.seconds.get(what, 0.0)
             self.add(role, what, start, end, busy=what != "wait")
+            if what == "train":
+                self.follow(role, start, report.parts)
             end = start
         self.cut(CUT_SECONDS)
+
+    def follow(self, role: str, start: float, parts: Mapping[str, float]) -> None:
+        """Add `parts`, name → seconds, of work that is counted already, one after the other."""
+        for what, seconds in parts.items():
+            self.add(role, what, start, start + seconds, busy=False)
+            start += seconds
 
     def cut(self, seconds: float = 0.0) -> None:
         """Emit what has been under way for so long, as if it ended now; its rest is a span of its own."""

@@ -7,7 +7,8 @@
     "package.module:function"   function(prompt: Prompt, completion: str) -> bool or finite number, or a pair
                  of that and the completion's answer as text, which majority votes count
 
-All read the completion's text without special tokens. Above 0 a completion passes.
+All read the completion's text without special tokens. A completion passes from its
+prompts' `pass_threshold` on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Reward(NamedTuple):
     """What a reward function found."""
 
     value: float
-    """Above 0: the completion passes."""
+    """The completion passes from `pass_threshold` of its prompts on."""
     answer: str | None = None
     """What the completion answers, equal texts for equal answers; None: the function names none."""
 

@@ -113,16 +113,18 @@ class ReplicaPool:
         self._events.emit(Membership(name, "has left"))
         await replica.engine.aclose()
 
-    async def join(self, engine: ReplicaEngine, name: str) -> None:
-        """Let a replica join by request, whether it answers already or not.
+    async def join(self, engine: ReplicaEngine, name: str) -> bool:
+        """Let a replica join by request, whether it answers already, which is returned, or not.
 
         Nothing of it is on record: a controller that starts again has the replicas of its configuration.
         Raises RemoteError for a name or URL that is taken, and for a replica of another run.
         """
+        answers = False
         try:
             with suppress(Unreachable):
                 if await engine.alive():
                     await engine.state()
+                    answers = True
             for member in self.replicas.values():
                 if member.engine.url == engine.url or member.name == name:
                     raise RemoteError(f"replica {member.name} is a member already: remove it first")
@@ -130,6 +132,7 @@ class ReplicaPool:
             await engine.aclose()
             raise
         self.add(name, engine)
+        return answers
 
     def has(self, replica: Replica) -> bool:
         """Whether it is a member that was not excluded."""

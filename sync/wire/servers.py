@@ -31,6 +31,8 @@ class ServerLease(Message, frozen=True):
     name: str
     seconds: Amount
     """The name is forgotten unless it is registered again within them; 0: it stays."""
+    warning: str | None = None
+    """What is wrong with a replica that people added, and the remedy; None: it answers."""
 
 
 class ServerLeaves(Message, frozen=True):

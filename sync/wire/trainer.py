@@ -162,6 +162,8 @@ class StepReport(Message, frozen=True):
     metrics: dict[str, float]
     seconds: dict[str, Amount]
     """wait, train, publish, checkpoint: wall seconds of this step; `publish` only what the step waited for"""
+    parts: dict[str, Amount] = {}
+    """forward, backward, optimizer: seconds of rank 0 within `train`, each summed over the micro-batches"""
 
 
 class Published(Message, frozen=True):
@@ -173,8 +175,11 @@ class Published(Message, frozen=True):
     full_bytes: Count
     """What a full snapshot of the same weights takes."""
     seconds: Amount
+    """In all; 0 of a broadcast, which comes after this message."""
     rendezvous: str | None = None
     """"host:port" of the broadcast's store for kind "broadcast"; None otherwise."""
+    encode_seconds: Amount = 0.0
+    """Of `seconds`, those in which rank 0 coded its delta; 0 of what is no delta."""
 
 
 class Audience(Message, frozen=True):

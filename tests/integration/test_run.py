@@ -295,6 +295,8 @@ def check_trace(run: Run, summary: Mapping[str, Any]) -> None:
         first.setdefault((role, what), start)
         assert name == what
         assert 0 <= start <= start + seconds <= summary["seconds"]["total"]
+    parts = ("train", "forward", "backward", "optimizer", "publish", "encode", "write")
+    assert {what for role, what in first if role == "trainer"} >= {*parts}
     life = (
         ("student-0", "generate"),
         ("teacher teacher", "score"),

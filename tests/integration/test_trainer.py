@@ -183,6 +183,11 @@ def test_two_ranks_train_and_publish_a_tied_model(whole: Whole, tmp_path: Path) 
     assert [p.version.step for p in published] == [0, 1, 2, 3, 4]
     assert [p.kind for p in published] == ["full", *["delta"] * 4]
     assert set(reports[0].seconds) == {"wait", "train", "publish", "checkpoint"}
+    parts = reports[0].parts
+    assert list(parts) == ["forward", "backward", "optimizer"]
+    assert 0 < min(parts.values()) < sum(parts.values()) <= reports[0].seconds["train"]
+    assert all(0 < p.encode_seconds <= p.seconds for p in published[1:])
+    assert published[0].encode_seconds == 0 < published[0].seconds
     assert reports[0].metrics["tokens"] == sum(2 + index % 5 for index in range(6))
     assert reports[2].metrics["reverse_kl"] < reports[0].metrics["reverse_kl"]
 

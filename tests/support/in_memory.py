@@ -447,7 +447,8 @@ class MemoryTrainer:
         if self.checkpoint_every and after.step % self.checkpoint_every == 0:
             await self._save(after)
         seconds = {"wait": self.waited, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
-        await self.session.event(StepReport(version=after, metrics=self.metrics, seconds=seconds))
+        parts = dict.fromkeys(("forward", "backward", "optimizer"), self.step_seconds / 4)
+        await self.session.event(StepReport(after, self.metrics, seconds, parts))
         return after
 
     async def _publish(self, version: Version, kind: str) -> None:

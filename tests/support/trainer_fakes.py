@@ -56,6 +56,7 @@ class RecordedLearner:
             adapters=adapters, snapshot=dict, checksum=lambda: "weights", digests=lambda: {"a": "digest"}
         )
         self.on_step: Callable[[TrainBatch], None] = lambda batch: None
+        self.parts = {"forward": 0.5}
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         self.lines.append(f"step {batch.version.step}")

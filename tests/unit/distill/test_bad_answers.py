@@ -109,8 +109,8 @@ FIELDS: dict[type[msgspec.Struct], set[str]] = {
     },
     TrainerHello: {"world_size", "checkpoint", "fingerprint"},
     BatchRequest: {"version", "rank", "world_size"},
-    StepReport: {"version", "metrics", "seconds"},
-    Published: {"version", "kind", "bytes", "full_bytes", "seconds", "rendezvous"},
+    StepReport: {"version", "metrics", "seconds", "parts"},
+    Published: {"version", "kind", "bytes", "full_bytes", "seconds", "rendezvous", "encode_seconds"},
     CheckpointSaved: {"version", "path"},
     FinalDigests: {"version", "digests"},
 }

@@ -267,6 +267,28 @@ async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) 
     assert report.pass_rate_interval is not None
 
 
+async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts whose completions are worth 0.25, 0.5 and 0.75; one that fails passes at no threshold."""
+    (models / "graded.py").write_text(
+        "def worth(p, c):\n    return {2: 0.25, 3: 0.5, 4: 0.75, 5: None}[len(p.text)], 'said'\n"
+    )
+    monkeypatch.syspath_prepend(models)
+    table = models / "rows.jsonl"
+    table.write_text("".join(json.dumps({"prompt": f"{'abcd'[:n]}>"}) + "\n" for n in (1, 2, 3, 4)))
+    source = {"type": "jsonl", "path": str(table), "template": "plain", "reward_fn": "graded:worth"}
+    thresholds = {"usual": {}, "half": {"pass_threshold": 0.5}, "any": {"pass_threshold": -1.0}}
+    sets = {name: {"source": source | more} for name, more in thresholds.items()}
+    one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"), sets=sets)
+    found = (await evaluated(one, sets=[*sets])).sets
+    assert {name: found[name].pass_at_1.value for name in sets} == {"usual": 0, "half": 0.5, "any": 0.75}
+    assert {found[name].average.value for name in sets} == {(0.25 + 0.5 + 0.75) / 4}
+    majority = found["half"].majority
+    assert majority is not None
+    assert majority.value == 0.5
+
+
 async def test_a_reward_function_that_always_fails_ends_the_evaluation(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

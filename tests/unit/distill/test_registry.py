@@ -105,6 +105,19 @@ async def test_a_replica_that_a_person_removes_does_not_come_back(controller) ->
     run.close()
 
 
+@pytest.mark.parametrize(("boot", "warns"), [(None, True), ("one", False)])
+async def test_a_person_is_told_of_a_replica_that_does_not_answer(
+    controller, caplog: pytest.LogCaptureFixture, boot: str | None, warns: bool
+) -> None:
+    run = controller(connect=lambda there: MemoryReplica(url=str(there), up=False), expected={})
+    lease = await run.registry.register(says("http://c:1", boot, "student-5"))
+    told = registry.UNANSWERED.format(name="student-5", url="http://c:1")
+    assert lease.warning == (told if warns else None)
+    assert (told in caplog.messages) is warns
+    assert "student-5" in run.pool.replicas
+    run.close()
+
+
 async def renewed(gangs: Gangs, clock: list[float], boot: str) -> None:
     """Machine 0, a third of a lease later."""
     clock[0] += registry.LEASE_SECONDS / 3 + 0.01

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from distill.interfaces import Hooks
 from distill.metrics.timeline import Span, Timeline
+from sync.wire import Published, StepReport, Version
 
 
 class Clock:
@@ -51,6 +57,36 @@ def test_what_another_process_measured_is_added() -> None:
     assert timeline.busy_seconds() == {"trainer": 5.0}
     assert timeline.idle_seconds() == {"trainer": 5.0}
     assert [span.what for span in spans] == ["wait", "train"]
+
+
+def test_parts_of_a_step_lie_within_it_and_are_not_counted_twice() -> None:
+    clock, spans = Clock(), []
+    timeline = Timeline(spans.append, clock)
+    clock.now = 110.0
+    seconds = {"wait": 2.0, "train": 5.0, "publish": 1.0, "checkpoint": 0.0}
+    parts = {"forward": 1.0, "backward": 2.0, "optimizer": 1.5}
+    timeline.step("trainer", StepReport(Version(0, 1), {}, seconds, parts))
+    assert timeline.busy_seconds() == {"trainer": 6.0}
+    assert sorted(spans, key=lambda span: (span.start, -span.end)) == [
+        Span("trainer", "wait", 102.0, 104.0),
+        Span("trainer", "train", 104.0, 109.0),
+        Span("trainer", "forward", 104.0, 105.0),
+        Span("trainer", "backward", 105.0, 107.0),
+        Span("trainer", "optimizer", 107.0, 108.5),
+        Span("trainer", "publish", 109.0, 110.0),
+    ]
+
+
+async def test_a_publication_is_encoded_and_then_written(controller: Any) -> None:
+    spans: list[Span] = []
+    run = controller(None, Hooks(span=spans.append))
+    for kind, encode_seconds in (("delta", 0.5), ("full", 0.0)):
+        event = Published(Version(0, 1), kind, 5, 20, seconds=2.0, encode_seconds=encode_seconds)
+        run.events.emit(event)
+    run.close()
+    lengths = [(span.role, span.what, pytest.approx(span.end - span.start)) for span in spans]
+    assert lengths == [("trainer", "encode", 0.5), ("trainer", "write", 1.5), ("trainer", "write", 2.0)]
+    assert spans[0].end == spans[1].start
 
 
 def test_start_up_can_be_left_out() -> None:

@@ -81,6 +81,7 @@ def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: 
     report = story.client.reported[0]
     assert isinstance(report, StepReport)
     assert list(report.seconds) == ["wait", "train", "publish", "checkpoint"]
+    assert report.parts == {"forward": 0.5}
 
 
 def test_the_ledger_counts_the_tokens_in_the_loss(tmp_path: Path) -> None:

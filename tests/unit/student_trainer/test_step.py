@@ -23,6 +23,7 @@ from student_trainer.objectives.config import (
     TopK,
 )
 from student_trainer.step import collate, loss_of, train_step
+from student_trainer.stopwatch import Stopwatch
 from student_trainer.varlen import PackedRows
 from sync.errors import ConfigError, DataError
 from sync.wire import Rows, TrainBatch, Version, pack
@@ -114,6 +115,30 @@ def test_packing_padding_and_chunks_do_not_change_the_gradient(config: Objective
             assert float((one - two).abs().max()) <= 1e-6 * max(1.0, size)
         for name in ("loss", "reverse_kl", "student_entropy", "rho_mean", "tokens", "truncation_rate"):
             assert other[name] == pytest.approx(metrics[0][name], rel=1e-5)
+
+
+def test_parts_of_a_step_are_timed_and_summed_over_its_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(Stopwatch, "_now", lambda self: next(ticks) ** 2)
+    teacher, clock = student(1), Stopwatch(torch.device("cpu"))
+    parts = [scored_rows(teacher, [0, 1]), scored_rows(teacher, [2])]
+    train_step(PlainEngine(student(2), 0.1), batch(parts), spec(Sampled(), teacher), ALONE, clock)
+    # forward, backward, end at 0, 1, 2 and at 3, 4, 5; the update at 6 to 7
+    assert clock.seconds() == {"forward": 1 + (16 - 9), "backward": 3 + (25 - 16), "optimizer": 49 - 36}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_kernel_counts_for_the_part_that_launched_it() -> None:
+    clock = Stopwatch(torch.device("cuda"))
+    clock.begin("forward")
+    torch.cuda._sleep(100_000_000)  # cycles
+    clock.begin("backward")
+    clock.begin(None)
+    seconds = clock.seconds()
+    assert seconds["forward"] > seconds["backward"]
 
 
 @pytest.mark.parametrize("varlen", [False, True])

@@ -178,6 +178,8 @@ def test_mirrors_that_follow_or_join_late_hold_the_trainers_bits(
             trainer.step(0.5 if step % 4 == 0 else 0.03)
             report = trainer.anchor(v(step)) if step == 6 else trainer.delta(v(step))
             assert report.kind == ("full" if step == 6 else "delta")
+            assert (report.encode_seconds > 0) == (report.kind == "delta")
+            assert report.encode_seconds <= report.seconds
             follow(one, v(step))
             assert one.version == v(step)
             assert digests(one.path or tmp_path) == trainer.digests()
