@@ -87,7 +87,7 @@ def _leave(error: BaseException | None) -> int:
             sys.stderr.write(f"{error.code}\n")
     elif error is not None:
         sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
+        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

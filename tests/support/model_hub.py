@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -70,14 +67,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, text)
         self.end_headers()
         self.wfile.write(body)
-
-
-@contextmanager
-def serve() -> Iterator[ModelHub]:
-    """A Hub while inside."""
-    with ModelHub() as hub:
-        thread = threading.Thread(target=hub.serve_forever)
-        thread.start()
-        yield hub
-        hub.shutdown()
-        thread.join()

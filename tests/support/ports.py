@@ -1,10 +1,16 @@
-"""Ports for servers that a test starts."""
+"""Servers that a test starts: free ports, and a thread that serves."""
 
 from __future__ import annotations
 
 import random
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from typing import TypeVar
 
+S = TypeVar("S", bound=ThreadingHTTPServer)
 _BELOW_EPHEMERAL = range(15_000, 32_000)
 """No outgoing connection is given one of these, so a port that was free stays free until its server binds."""
 
@@ -19,3 +25,16 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+@contextmanager
+def served(server: S) -> Iterator[S]:
+    """The server, answering in a thread while inside."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

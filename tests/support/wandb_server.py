@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -40,16 +37,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
-
-
-@contextmanager
-def serve() -> Iterator[WandbServer]:
-    """A server while inside."""
-    with WandbServer() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()

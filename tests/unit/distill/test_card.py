@@ -13,6 +13,7 @@ import model_hub
 import pytest
 from huggingface_hub import ModelCard
 from memory_store import MemoryStore
+from ports import served
 from small_config import make_config
 from typer.testing import CliRunner
 
@@ -175,7 +176,7 @@ def finished(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[model_hub.ModelHub]:
-    with model_hub.serve() as hub:
+    with served(model_hub.ModelHub()) as hub:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         monkeypatch.setenv("HF_TOKEN", model_hub.TOKEN)

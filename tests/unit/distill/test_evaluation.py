@@ -267,17 +267,24 @@ async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) 
     assert report.pass_rate_interval is not None
 
 
+def rewarded_rows(
+    models: Path, monkeypatch: pytest.MonkeyPatch, module: str, code: str, *texts: str
+) -> dict[str, object]:
+    """[prompts] of these texts, and a module of reward functions."""
+    (models / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(models)
+    table = models / "rows.jsonl"
+    table.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return {"type": "jsonl", "path": str(table), "template": "plain"}
+
+
 async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three prompts whose completions are worth 0.25, 0.5 and 0.75; one that fails passes at no threshold."""
-    (models / "graded.py").write_text(
-        "def worth(p, c):\n    return {2: 0.25, 3: 0.5, 4: 0.75, 5: None}[len(p.text)], 'said'\n"
-    )
-    monkeypatch.syspath_prepend(models)
-    table = models / "rows.jsonl"
-    table.write_text("".join(json.dumps({"prompt": f"{'abcd'[:n]}>"}) + "\n" for n in (1, 2, 3, 4)))
-    source = {"type": "jsonl", "path": str(table), "template": "plain", "reward_fn": "graded:worth"}
+    code = "def worth(p, c):\n    return {2: 0.25, 3: 0.5, 4: 0.75, 5: None}[len(p.text)], 'said'\n"
+    source = rewarded_rows(models, monkeypatch, "graded", code, "a>", "ab>", "abc>", "abcd>")
+    source["reward_fn"] = "graded:worth"
     thresholds = {"usual": {}, "half": {"pass_threshold": 0.5}, "any": {"pass_threshold": -1.0}}
     sets = {name: {"source": source | more} for name, more in thresholds.items()}
     one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"), sets=sets)
@@ -292,14 +299,11 @@ async def test_graded_rewards_pass_from_the_threshold_of_their_prompts_on(
 async def test_a_reward_function_that_always_fails_ends_the_evaluation(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (models / "fails.py").write_text(
+    code = (
         "def some(p, c):\n    return 1 / (len(p.text) % 2)\ndef none(p, c):\n    return 1 / len(p.text[:0])\n"
     )
-    monkeypatch.syspath_prepend(models)
-    table = models / "rows.jsonl"
-    table.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ab>", "abc>", "cba>", "b>")))
-    source = {"type": "jsonl", "path": str(table), "template": "plain"}
-    sets = {name: {"source": {**source, "reward_fn": f"fails:{name}"}} for name in ("some", "none")}
+    source = rewarded_rows(models, monkeypatch, "fails", code, "ab>", "abc>", "cba>", "b>")
+    sets = {one: {"source": source | {"reward_fn": f"fails:{one}"}} for one in ("some", "none")}
     one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student"), sets=sets)
     report = await evaluated(one, sets=["some"])
     assert (report.sets["some"].failed, report.sets["some"].pass_at_1.value) == (3, 0.25)

@@ -27,6 +27,8 @@ assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 if sys.argv[1] == "raise":
     raise ValueError("told to")
+if sys.argv[1] == "interrupt":
+    raise KeyboardInterrupt
 if sys.argv[1] == "exit":
     threading.Timer(0.2, lambda: print("a thread is waited for")).start()
     sys.exit(7)
@@ -83,7 +85,12 @@ def collect(pid: int) -> None:
 
 @pytest.mark.parametrize(
     ("word", "status", "last"),
-    [("exit", 7, "a thread is waited for"), ("raise", 1, "ValueError: told to"), ("say", 1, "why it ends")],
+    [
+        ("exit", 7, "a thread is waited for"),
+        ("raise", 1, "ValueError: told to"),
+        ("interrupt", 130, "KeyboardInterrupt"),
+        ("say", 1, "why it ends"),
+    ],
 )
 async def test_a_fork_ends_as_an_interpreter_does(
     launcher: Launcher, word: str, status: int, last: str
@@ -144,7 +151,8 @@ async def test_a_fork_that_another_collected_has_ended(launcher: Launcher) -> No
 async def test_a_stalled_server_is_given_up(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     first = await launcher.start("wait", WHO="x")
     assert first is not None
-    (server,) = (one for one in psutil.Process().children() if fork_server.MODULE in " ".join(one.cmdline()))
+    (made,) = launcher.forks._servers.values()
+    server = psutil.Process(made._pid)
     server.suspend()
     monkeypatch.setattr(fork_server, "IMPORT_SECONDS", 0.2)
     assert [await launcher.start("wait", WHO="x") for _ in range(2)] == [None, None]

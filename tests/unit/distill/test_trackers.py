@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import wandb_server
+from ports import served
 from small_config import make_config
 from tmpfs import mounted
 
@@ -218,7 +219,7 @@ def test_a_key_that_wandb_refuses_is_the_users_to_correct(run: Any, monkeypatch:
 def test_an_overview_of_a_project_has_a_curve_for_each_figure(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with wandb_server.serve() as server:
+    with served(wandb_server.WandbServer()) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         with pytest.raises(SystemExit) as leaving:
