@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -255,8 +257,12 @@ class FloodReport:
 async def flood(
     url: str, pid: int, queue_tokens: int, length: int, factor: int = 20, token: str | None = None
 ) -> FloodReport:
-    """Offer `factor` times the queue's bound at once, in requests of an eighth of the bound each."""
-    report = FloodReport()
+    """Offer `factor` times the queue's bound at once, in requests of an eighth of the bound each.
+
+    The teacher is stopped until all are sent: else a client that gets less of the processor than the teacher
+    would offer no more than is answered meanwhile.
+    """
+    report, sent = FloodReport(), asyncio.Semaphore(0)
     per_request = max(1, queue_tokens // 8 // length)
     ids = pack(np.zeros(length, np.int32))
     body = encode(ScoreRequest(sequences=[ScoreSequence(str(i), ids, 1) for i in range(per_request)]))
@@ -266,16 +272,29 @@ async def flood(
         base_url=url, headers=headers, timeout=300, limits=limits, trust_env=False
     ) as http:
 
+        async def note(event: str, _: object) -> None:
+            if event == "http11.send_request_body.complete":
+                sent.release()
+
         async def one() -> None:
-            answer = await http.post("/v1/score", content=body)
+            answer = await http.post("/v1/score", content=body, extensions={"trace": note})
             _count(report.statuses, answer.status_code)
             if answer.status_code == 429:
                 report.slowest_refusal = max(report.slowest_refusal, time.monotonic() - started)
 
         await http.post("/v1/score", content=body)
         report.memory_before = psutil.Process(pid).memory_info().rss
-        watch, started = asyncio.create_task(_watch_memory(pid, report)), time.monotonic()
-        await asyncio.gather(*(one() for _ in range(8 * factor)))
+        watch = asyncio.create_task(_watch_memory(pid, report))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            asking = [asyncio.create_task(one()) for _ in range(8 * factor)]
+            async with asyncio.timeout(60):
+                for _ in asking:
+                    await sent.acquire()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        started = time.monotonic()
+        await asyncio.gather(*asking)
         watch.cancel()
     report.seconds = time.monotonic() - started
     return report
