@@ -293,6 +293,8 @@ class Controller:
     def _published(self, event: Published) -> None:
         if event.kind == "broadcast":
             return  # what is evaluated goes to the store next
+        if event.note:
+            self._hooks.say(event.note)
         encode, start = event.encode_seconds, time.time() - event.seconds
         self.timeline.follow(TRAINER, start, {"encode": encode, "write": event.seconds - encode})
         if self.evaluations is not None:

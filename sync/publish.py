@@ -38,6 +38,9 @@ __all__ = ["PublishReport", "Publisher", "Slice"]
 logger = logging.getLogger(__name__)
 _POLL: Final = (0.005, 0.25)  # seconds between two looks for a receipt: first, longest
 _DEFAULTS: Final = WeightsConfig()
+_TIMED_BYTES: Final = 1_000_000  # of a file, from which its writing says how fast the store is
+_SLOW_STORE: Final = 5e6
+"""Bytes per second below which codec "small" is the sooner one (docs/weight-sync.md, "Which codec")."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class PublishReport:
     """The next version should be an anchor; meaningful on rank 0."""
     encode_seconds: float = 0.0
     """Of `seconds`, those in which this rank coded its delta; 0 of an anchor."""
+    note: str = ""
+    """What codec "auto" chose for the deltas that follow, where that changed."""
 
 
 class Publisher:
@@ -85,6 +90,8 @@ class Publisher:
         self._base: Version | None = None
         self._parent: Version | None = None
         self._held: BaseShard | None = None
+        self._store_speed: float | None = None  # bytes per second; None: no file was large enough
+        self._told: Effort | None = None
         self._delta_bytes, self._full_bytes, self._model_bytes = 0, 0, 0
         self._shard_bytes = sum(part.count * BITS[part.dtype].itemsize for part in self._slices)
 
@@ -92,6 +99,13 @@ class Publisher:
     def anchor_due(self) -> bool:
         """There is no base to build on, or the deltas since the last anchor cost `anchor_share` full ones."""
         return self._base is None or self._delta_bytes >= self._config.anchor_share * self._full_bytes
+
+    @property
+    def codec(self) -> Effort:
+        """Of the next delta of this rank."""
+        if self._config.codec != "auto":
+            return self._config.codec
+        return "small" if self._store_speed is not None and self._store_speed < _SLOW_STORE else "fast"
 
     def anchor(
         self,
@@ -119,7 +133,8 @@ class Publisher:
             self._held = held
             self._base, self._parent = version, parent
             self._delta_bytes, self._full_bytes = 0, total
-            return PublishReport(version, kind, total, total, time.monotonic() - start, self.anchor_due)
+            seconds, note = time.monotonic() - start, self._note() if kind == "full" else ""
+            return PublishReport(version, kind, total, total, seconds, self.anchor_due, note=note)
 
     def delta(self, version: Version, shards: Mapping[str, Bits]) -> PublishReport:
         """Publish the difference to the last version that this publisher published.
@@ -143,8 +158,14 @@ class Publisher:
             self._held.advance(shards)
             self._base = version
             self._delta_bytes += size
-            seconds = time.monotonic() - start
-            return PublishReport(version, "delta", size, full, seconds, self.anchor_due, encode_seconds)
+            seconds, due = time.monotonic() - start, self.anchor_due
+            return PublishReport(version, "delta", size, full, seconds, due, encode_seconds, self._note())
+
+    def _note(self) -> str:
+        if self._config.codec != "auto" or self._store_speed is None or self.codec == self._told:
+            return ""
+        self._told = self.codec
+        return f"weights.codec auto: {self.codec}, as the store takes {self._store_speed / 1e6:.3g} MB/s"
 
     # --- every rank ---------------------------------------------------------------------------------------
 
@@ -162,11 +183,20 @@ class Publisher:
 
     def _write(self, key: str, data: bytes | Path) -> None:
         """Create a key; while the store's disk is full, wait for room."""
-        until_disk_space(lambda: self._store.create(key, data), f"{key} in {self._store}")
+
+        def create() -> float:
+            begun = time.monotonic()
+            self._store.create(key, data)
+            return time.monotonic() - begun
+
+        seconds = until_disk_space(create, f"{key} in {self._store}")
+        size = len(data) if isinstance(data, bytes) else data.stat().st_size
+        if size >= _TIMED_BYTES:
+            self._store_speed = size / seconds
 
     def _encode(self, version: Version, base: Version, held: BaseShard, shards: Mapping[str, Bits]) -> bytes:
         header = Header(self._run.name, self._fingerprint, version, base, self._rank, self._world_size, [])
-        return held.delta(header, self._slices, shards, self._config.codec)
+        return held.delta(header, self._slices, shards, self.codec)
 
     def _write_file(self, version: Version, base: Version, data: bytes) -> Part:
         """Write this rank's delta file, and its receipt above rank 0."""

@@ -136,10 +136,8 @@ def most_in_flight(memory: float, reserved: float, per_sequence: float) -> float
 # --- bytes of a version
 
 DELTA_RATES: Final = (1e-6, 3e-6, 1e-5, 5e-5)
-DELTA_BYTES: Final = {
-    "fast": (0.0105, 0.0247, 0.0562, 0.155),
-    "small": (0.00659, 0.0165, 0.0382, 0.109),
-}
+FAST: Final = (0.0105, 0.0247, 0.0562, 0.155)
+DELTA_BYTES: Final = {"auto": FAST, "fast": FAST, "small": (0.00659, 0.0165, 0.0382, 0.109)}
 """Bytes per parameter of a delta one step apart at these learning rates, at 101 M parameters
 (docs/benchmarks.md)."""
 DELTA_GROWTH: Final = 0.7

@@ -180,6 +180,8 @@ class Published(Message, frozen=True):
     """"host:port" of the broadcast's store for kind "broadcast"; None otherwise."""
     encode_seconds: Amount = 0.0
     """Of `seconds`, those in which rank 0 coded its delta; 0 of what is no delta."""
+    note: str = ""
+    """For whoever watches the run: what `weights.codec` "auto" chose for rank 0. Empty: as before."""
 
 
 class Audience(Message, frozen=True):

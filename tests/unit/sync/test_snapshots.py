@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,6 +189,40 @@ def test_mirrors_that_follow_or_join_late_hold_the_trainers_bits(
         assert (two.path or tmp_path).joinpath("config.json").read_text() == "{}"
     assert read_latest(store, RUN) == v(11)
     assert versions(store, RUN) == [v(step) for step in range(12)]
+
+
+class SlowStore(MemoryStore):
+    """Takes `pause` seconds for every file of 1,000 bytes or more."""
+
+    pause = 1.0
+
+    def create(self, key: str, data: bytes | Path) -> None:
+        if (len(data) if isinstance(data, bytes) else data.stat().st_size) >= 1000:
+            time.sleep(self.pause)
+        super().create(key, data)
+
+
+def test_codec_auto_is_small_while_the_store_is_slow_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sync.publish._TIMED_BYTES", 1000)
+    monkeypatch.setattr("sync.publish._SLOW_STORE", 4000.0)  # 2 kB in half a second
+    store = SlowStore()
+    trainer = Trainer(store, tmp_path / "saved")
+    (publisher,) = trainer.publishers
+    assert publisher.codec == "fast", "nothing was measured yet"
+    assert "weights.codec auto: small, as the store takes" in trainer.anchor(v(0)).note
+    trainer.step()
+    assert (publisher.codec, trainer.delta(v(1)).note) == ("small", "")
+    store.pause = 0.0
+    trainer.step()
+    assert "weights.codec auto: fast" in trainer.anchor(v(2)).note
+    trainer.step()
+    assert (publisher.codec, trainer.delta(v(3)).note) == ("fast", "")
+    with Mirror(tmp_path / "mirror", store, RUN) as mirror:
+        for step in range(4):
+            follow(mirror, v(step))
+        assert digests(mirror.path or tmp_path) == trainer.digests()
 
 
 def test_a_replica_downloads_each_delta_once_although_it_has_two_slots(
