@@ -38,7 +38,6 @@ STEPS: Final = (1, 8)
 DENSITIES: Final = (0.01, 0.1, 0.3)
 ROUNDS: Final = 5
 EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
-SEQUENCE: Final = 64
 
 Weights = dict[str, np.ndarray]
 """Tensor name → uint16 bits of bf16, [rows, columns]; vectors are one row."""
@@ -126,6 +125,8 @@ class Size(NamedTuple):
     """Steps at the measured learning rate before the first weights are kept."""
     speed_elements: int
     """Of the tensor that speeds are taken on."""
+    sequence: int = 64
+    """Tokens of a row."""
 
 
 SIZES: Final = {
@@ -141,29 +142,29 @@ def trajectory(size: Size) -> Iterator[tuple[float, int, Weights, Weights]]:
     torch.manual_seed(0)
     model = sync_transports.qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    _train(model, optimizer, size, size.warm_up)
+    train(model, optimizer, size, size.warm_up)
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     for lr in LRS:
         model.load_state_dict(start[0])
         optimizer.load_state_dict(copy.deepcopy(start[1]))
         optimizer.param_groups[0]["lr"] = lr
-        _train(model, optimizer, size, size.settle)
-        old, done = _bits(model), 0
+        train(model, optimizer, size, size.settle)
+        old, done = bits_of(model), 0
         for count in STEPS:
-            _train(model, optimizer, size, count - done)
+            train(model, optimizer, size, count - done)
             done = count
-            yield lr, count, old, _bits(model)
+            yield lr, count, old, bits_of(model)
 
 
-def _train(model: Any, optimizer: Any, size: Size, steps: int) -> None:
+def train(model: Any, optimizer: Any, size: Size, steps: int) -> None:
     """Next-token prediction on arithmetic sequences modulo the vocabulary, with noise."""
     import torch
 
     for _ in range(steps):
-        rows = size.tokens // SEQUENCE
+        rows = size.tokens // size.sequence
         first = torch.randint(size.vocabulary, (rows, 1))
         stride = torch.randint(1, 17, (rows, 1))
-        tokens = (first + stride * torch.arange(SEQUENCE)) % size.vocabulary
+        tokens = (first + stride * torch.arange(size.sequence)) % size.vocabulary
         noise = torch.rand(tokens.shape) < 0.1
         tokens = torch.where(noise, torch.randint(size.vocabulary, tokens.shape), tokens)
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -172,7 +173,7 @@ def _train(model: Any, optimizer: Any, size: Size, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _bits(model: Any) -> Weights:
+def bits_of(model: Any) -> Weights:
     """The masters rounded to bf16."""
     import torch
 

@@ -42,6 +42,12 @@ def sync(
 
 
 @app.command()
+def kv(folder: Folder = Path("runs/bench-kv"), json_file: JsonFile = None) -> None:
+    """The KV cache of running completions at a swap, recomputed or kept: mismatch, learning, time."""
+    bench("kv", folder, json_file=json_file)
+
+
+@app.command()
 def teacher(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of the teacher")],
     dtype: Annotated[str, typer.Option(help="Of all contenders: float32, bfloat16")] = "float32",

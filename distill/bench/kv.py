@@ -1,0 +1,282 @@
+"""What becomes of running completions at a swap of weights: `distill bench kv`.
+
+`weights.kv_on_swap` recomputes their KV cache with the new weights, or keeps the old one; then a token is
+sampled from a mixture that no version alone gives, and p/μ of its version is not 1.
+
+    mismatch   one replica, a version per optimizer step at each of LRS, completions of TOKENS in flight:
+               KL(μ‖p) under the version that each token is stamped with, by its place; the engine's time
+    learned    the quickstart both ways
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from distill.aio import cancel
+from distill.bench import pipeline
+from distill.bench.runner import Figures, Row, TrialCache, comparison, markdown, medians
+from distill.bench.sync import Size, Weights, bits_of, train
+from distill.bench.sync_transports import PROMPT_TOKENS, RUN, cost_of_a_swap, qwen3, started
+from distill.rollout.replica_client import HttpReplica
+from distill.tasks.teaching import make_tokenizer
+from sync.errors import DistillError
+from sync.publish import Publisher, Slice
+from sync.snapshots import checkpoint
+from sync.stores.directory import DirectoryStore
+from sync.wire import (
+    Generated,
+    GenerateFailed,
+    GeneratePrompt,
+    GenerateRequest,
+    RunIdentity,
+    Sampling,
+    UpdateRequest,
+    Version,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kv = Literal["recompute", "keep"]
+WAYS: Final[tuple[Kv, ...]] = get_args(Kv)
+LRS: Final = (1e-6, 1e-5, 1e-4, 1e-3)
+SIZE: Final = Size(256, 3, 2048, tokens=2048, warm_up=60, settle=0, speed_elements=0, sequence=256)
+IN_FLIGHT, TOKENS, SWAPS = 64, 240, 6
+"""Completions, their length, and the swaps on their way."""
+BINS: Final = ((0, 32), (32, 96), (96, 240))
+"""Places of a completion's tokens."""
+STEPS: Final = 120
+"""Of a quickstart."""
+LEARNED_LRS: Final = (2e-3, 2e-4)
+"""The quickstart's, and a tenth of it."""
+ROWS: Final = {
+    "reverse_kl": Row("reverse KL at the end", ".3f"),
+    "pass_rate": Row("pass rate at the end", ".1%"),
+    "step_ms": Row("ms per step, median", ".0f", -1),
+    "mean_step_ms": Row("ms per step, mean", ".0f", -1),
+    "generated_per_second": Row("tokens generated per second", ",.0f", 1),
+    "age": Row("mean age, versions", ".2f"),
+}
+
+
+def run(folder: Path, seeds: int = 3) -> Figures:
+    """Run what is missing in `folder`; all figures. Raises DistillError when an engine or a run fails."""
+    folder = folder.absolute()
+    cache = TrialCache(folder / "trials.jsonl")
+    learned: dict[str, dict[str, list[Figures]]] = {}
+    for seed in range(seeds):
+        for rate in LEARNED_LRS:
+            for kv in WAYS:
+                of_rate = learned.setdefault(f"{rate:g}", {way: [] for way in WAYS})
+                of_rate[kv].append(trial(cache, folder, rate, kv, seed))
+    return {"mismatch": cache.get({"part": "mismatch"}, lambda: mismatch(folder)), "learned": learned}
+
+
+def trial(cache: TrialCache, folder: Path, rate: float, kv: Kv, seed: int) -> Figures:
+    """One quickstart, or what is kept of it."""
+    settings = (*pipeline.OVERLAPPED, f"trainer.lr={rate}", f"weights.kv_on_swap={kv}")
+
+    def make() -> Figures:
+        profile = pipeline.run_quickstart(folder, "trial", seed, STEPS, settings)
+        return pipeline.measure(folder / "trial", profile) | pipeline.learned(folder / "trial")
+
+    return cache.get({"seed": seed, "steps": STEPS, "settings": settings}, make)
+
+
+# --- mismatch ---------------------------------------------------------------------------------------------
+
+
+def mismatch(folder: Path) -> Figures:
+    """Learning rate → way → "kl" of each of BINS, nats per token, and "swap_seconds" of the engine."""
+    import torch
+
+    work = folder / "replica"
+    model, versions = trajectories(SIZE, SWAPS)
+    sampled = asyncio.run(generated(work, model, versions))
+    torch.set_num_threads(1)
+    found: Figures = {}
+    for rate, own in versions.items():
+        found[f"{rate:g}"] = {
+            kv: {"kl": kl_by_place(model, own, one.answers), "swap_seconds": one.swap_seconds}
+            for kv, one in sampled[rate].items()
+        }
+    return found
+
+
+class Sampled(NamedTuple):
+    """Completions of one learning rate with SWAPS swaps on their way."""
+
+    answers: list[tuple[list[int], Generated]]
+    """Prompt and completion."""
+    swap_seconds: float
+    """Of the engine, for each swap: its pace is compared with that of a round without swaps."""
+
+
+def trajectories(size: Size, steps: int) -> tuple[Any, dict[float, dict[Version, Weights]]]:
+    """A Qwen3, and at each of LRS the weights before and after each of `steps` optimizer steps.
+
+    All begin with the same weights and optimizer; steps of the versions count on from one rate to the next.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    model = qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    train(model, optimizer, size, size.warm_up)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = copy.deepcopy(optimizer.state_dict())
+    found: dict[float, dict[Version, Weights]] = {}
+    number = 0
+    for rate in LRS:
+        model.load_state_dict(start)
+        optimizer.load_state_dict(copy.deepcopy(moments))
+        optimizer.param_groups[0]["lr"] = rate
+        own = found.setdefault(rate, {})
+        for step in range(steps + 1):
+            if step:
+                train(model, optimizer, size, 1)
+            own[Version(0, number)] = bits_of(model)
+            number += 1
+    return model, found
+
+
+async def generated(
+    work: Path, model: Any, versions: dict[float, dict[Version, Weights]]
+) -> dict[float, dict[Kv, Sampled]]:
+    """Completions of a replica that is brought from the first to the last version of a rate meanwhile."""
+    publish(work, model, {version: bits for own in versions.values() for version, bits in own.items()})
+    found: dict[float, dict[Kv, Sampled]] = {}
+    async with started(work / "model", work) as replica:
+        await completions(replica, ())
+        for rate, (first, *later) in versions.items():
+            found[rate] = {}
+            for kv in WAYS:
+                await replica.update(UpdateRequest(version=first), 300.0)
+                _, quiet = await completions(replica, ())
+                answers, seconds = await completions(replica, later, kv, quiet / (len(later) + 1))
+                cost = cost_of_a_swap(1 / seconds, 1 / quiet, seconds, len(later))
+                found[rate][kv] = Sampled(answers, cost)
+    return found
+
+
+async def completions(
+    replica: HttpReplica, swaps: Sequence[Version], kv: Kv = "recompute", every: float = 0.0
+) -> tuple[list[tuple[list[int], Generated]], float]:
+    """Prompts with completions, and the seconds these took; `every` seconds an update to the next version."""
+    random = np.random.default_rng(0)
+    prompts = random.integers(2, SIZE.vocabulary, (IN_FLIGHT, PROMPT_TOKENS)).tolist()
+    request = GenerateRequest(
+        sampling=Sampling(max_tokens=TOKENS),
+        prompts=[GeneratePrompt(str(index), ids) for index, ids in enumerate(prompts)],
+    )
+    began, answers = time.monotonic(), list[tuple[list[int], Generated]]()
+
+    async def update() -> None:
+        for number, version in enumerate(swaps, 1):
+            await asyncio.sleep(max(0.0, began + number * every - time.monotonic()))
+            await replica.update(UpdateRequest(version=version, kv_on_swap=kv), 300.0)
+
+    updating = asyncio.create_task(update())
+    try:
+        async for answer in replica.generate(request):
+            if isinstance(answer, GenerateFailed):
+                raise DistillError(f"the replica could not generate: {answer.error}")
+            answers.append((prompts[int(answer.id)], answer))
+        seconds = time.monotonic() - began
+        await updating
+    finally:
+        await cancel([updating])
+    return answers, seconds
+
+
+def publish(work: Path, model: Any, versions: dict[Version, Weights]) -> None:
+    """The folder `work`/model with the weights of the first version, and all versions in `work`/store."""
+    folder, (first, *later) = work / "model", versions
+    load(model, versions[first])
+    model.bfloat16().save_pretrained(folder)
+    model.float()
+    words = [f"w{number}" for number in range(SIZE.vocabulary)]
+    make_tokenizer(words, "w[0-9]+", "w1", "w0").save_pretrained(folder)
+    places = checkpoint.tensors(folder)
+    flat = {version: {name: bits[name].ravel() for name in places} for version, bits in versions.items()}
+    slices = [Slice(name, at.shape, at.kind, 0, flat[first][name].size) for name, at in places.items()]
+    run = RunIdentity(RUN, model=checkpoint.fingerprint(folder))
+    publisher = Publisher(DirectoryStore(work / "store"), run, slices)
+    publisher.anchor(first, None, folder, flat[first])
+    for version in later:
+        publisher.delta(version, flat[version])
+
+
+def load(model: Any, weights: Weights) -> None:
+    """Give a model in fp32 the weights of a version."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            bits = torch.from_numpy(weights[name].view(np.int16))
+            parameter.copy_(bits.view(torch.bfloat16).view_as(parameter))
+
+
+def kl_by_place(
+    model: Any, versions: dict[Version, Weights], answers: Sequence[tuple[list[int], Generated]]
+) -> list[float]:
+    """KL(μ‖p), nats per token, of the tokens in each of BINS; p: of the version that a token is stamped with.
+
+    The estimate is the mean of ρ - 1 - log ρ, which is 0 or more for every token. T tokens of a completion.
+    """
+    terms = np.zeros((len(answers), TOKENS))
+    for version, weights in versions.items():
+        load(model, weights)
+        for row, (prompt, answer) in enumerate(answers):
+            own = [span for span in answer.spans if span.version == version]
+            if own:
+                logp_T = log_probs(model, prompt, unpack(answer.token_ids)).numpy()
+                log_rho_T = logp_T - unpack(answer.logprob)
+                for span in own:
+                    part = log_rho_T[span.start : span.end].astype(float)
+                    terms[row, span.start : span.end] = np.expm1(part) - part
+    return [float(terms[:, low:high].mean()) for low, high in BINS]
+
+
+def log_probs(model: Any, prompt: list[int], completion_T: np.ndarray) -> Tensor:
+    """[T]: log p of a completion's tokens."""
+    import torch
+
+    ids_1L = torch.tensor([[*prompt, *completion_T.tolist()]])
+    with torch.inference_mode():
+        logits_TV = model(ids_1L[:, :-1]).logits[0, len(prompt) - 1 :]
+    return logits_TV.log_softmax(-1).gather(1, ids_1L[0, len(prompt) :, None])[:, 0]
+
+
+# --- tables -----------------------------------------------------------------------------------------------
+
+
+def table(report: Figures) -> str:
+    """Both parts as Markdown."""
+    head = ["learning rate", *(f"KL(μ‖p), tokens {low} to {high}" for low, high in BINS), "ms per swap"]
+    rows = [
+        [
+            rate,
+            *(
+                ", ".join(f"{kl:.1e}" for kl in bins)
+                for bins in zip(*(of[kv]["kl"] for kv in WAYS), strict=True)
+            ),
+            ", ".join(f"{1000 * of[kv]['swap_seconds']:.0f}" for kv in WAYS),
+        ]
+        for rate, of in report["mismatch"].items()
+    ]
+    lines = [f"{SWAPS} swaps while {IN_FLIGHT} completions of {TOKENS} tokens run: {', '.join(WAYS)}", ""]
+    lines += markdown(head, rows)
+    for rate, of in report["learned"].items():
+        lines += ["", f"the quickstart at a learning rate of {rate}, medians", ""]
+        old, new = (medians(of[kv], ROWS) for kv in WAYS)
+        lines += comparison(old, new, ROWS, WAYS)
+    return "\n".join(lines)
