@@ -53,11 +53,20 @@ class Part(NamedTuple):
 class Gathering:
     """Gathers what `Weights.snapshot` copied. Made by all ranks together, for the length of a run."""
 
-    def __init__(self, ranks: Ranks, slices: list[Slice], bucket_bytes: int = BUCKET_BYTES) -> None:
-        """`slices`: of `Weights`. Raises ConfigError when they do not tile the tensors. Collective."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        slices: list[Slice],
+        bucket_bytes: int = BUCKET_BYTES,
+        adapter_config: str | None = None,
+    ) -> None:
+        """`slices` and `adapter_config`: of `Weights`. Collective.
+
+        Raises ConfigError when the slices do not tile the tensors.
+        """
         bodies = ranks.collect(msgspec.json.encode(slices))
         every = [json_decoder(list[Slice]).decode(body) for body in bodies]
-        self.plan = Plan(metas_of(every), bucket_bytes)
+        self.plan = Plan(metas_of(every), bucket_bytes, adapter_config)
         self._parts = [parts_of(own, self.plan) for own in every]
         self._ranks, self._group = ranks, None
         self._turn, self._exchange = 0, Lock()

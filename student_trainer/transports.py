@@ -232,7 +232,8 @@ class BroadcastTransport:
         self._sender, self._learner, self._client = sender, learner, client
         self._keeping = keeping
         self._kept: Version | None = None
-        self._gathering = Gathering(learner.ranks, learner.weights.slices)
+        weights = learner.weights
+        self._gathering = Gathering(learner.ranks, weights.slices, adapter_config=weights.adapter_config)
 
     def stage(self, version: Version, anchor: bool) -> Work:
         """A `Transport`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -68,6 +69,14 @@ class Weights:
     def fingerprint(self) -> str:
         """Identifies the model's checkpoint: tensors, shapes, precision."""
         return model_fingerprint({part.name: (part.shape, part.dtype) for part in self.slices})
+
+    @property
+    def adapter_config(self) -> str | None:
+        """How an adapter's tensors apply: the text of its adapter_config.json; None: a whole checkpoint."""
+        if not self.adapters:
+            return None
+        (settings,) = self._model.peft_config.values()
+        return json.dumps(settings.to_dict(), default=sorted)
 
     def _slices(self, name: str) -> Iterator[tuple[Slice, int]]:
         """What this rank holds of each tensor in a parameter, and where it begins in the rank's shard."""

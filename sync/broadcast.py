@@ -7,7 +7,7 @@ stranger puts among them.
 
     sender                                     every receiver
     backend: nccl or gloo        ──store──▶    refuses another one than its own
-    plan: tensors, buckets       ──store──▶    plan
+    plan: tensors, buckets       ──store──▶    plan; of an adapter with its adapter_config.json
     waits for all  ◀──────────────store────    "here", with the group that it holds
     go, in which group           ──store──▶    waits for it
     bucket after bucket          ──group──▶    its place in host memory
@@ -183,7 +183,7 @@ class BroadcastSender:
         ranks = range(1, audience.world_size)
         store = self._meeting(audience.group)
         store.set("backend", backend_name(self._device))
-        store.set("plan", msgspec.json.encode((plan.metas, plan.bucket_bytes)))
+        store.set("plan", msgspec.json.encode((plan.metas, plan.bucket_bytes, plan.adapter_config)))
         store.wait([f"here/{rank}" for rank in ranks], given_up=given_up)
         group = self._group_of(audience, store)
         with used(group, groups, given_up):
@@ -237,6 +237,8 @@ class Received(NamedTuple):
     group: str
     tensors: dict[str, torch.Tensor]
     digests: dict[str, str]
+    adapter_config: str | None
+    """Of the sender's `Plan`."""
 
 
 class Receiver:
@@ -347,7 +349,7 @@ class Reception:
         if store.check(["given up"]):
             raise SnapshotError(store.get("given up").decode())
         self._check_backend(store.get("backend").decode())
-        plan = Plan(*json_decoder(tuple[list[TensorMeta], int]).decode(store.get("plan")))
+        plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(store.get("plan")))
         store.set(f"here/{ticket.rank}", self._receiver.held(ticket))
         store.wait(["go"], given_up=self._given_up.is_set)
         group = self._receiver.group(store.get("go").decode(), ticket)
@@ -360,7 +362,7 @@ class Reception:
                 raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
         self._receiver.keep(group)
         store.set(f"received/{ticket.rank}", "1")
-        return Received(ticket.group, tensors, digests)
+        return Received(ticket.group, tensors, digests, plan.adapter_config)
 
     def _check_backend(self, sent: str) -> None:
         """Raise SnapshotError when the sender and this side could never meet."""

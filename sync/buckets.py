@@ -30,11 +30,17 @@ class Piece(NamedTuple):
 class Plan:
     """Tensors one behind the other, each from its offset on, a multiple of 16; `nbytes` in all.
 
+    `adapter_config`: the text of an adapter's adapter_config.json; None: the tensors are a whole checkpoint.
     Raises SnapshotError for a dtype that torch lacks.
     """
 
-    def __init__(self, metas: Sequence[TensorMeta], bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.metas, self.bucket_bytes = list(metas), bucket_bytes
+    def __init__(
+        self,
+        metas: Sequence[TensorMeta],
+        bucket_bytes: int = BUCKET_BYTES,
+        adapter_config: str | None = None,
+    ) -> None:
+        self.metas, self.bucket_bytes, self.adapter_config = list(metas), bucket_bytes, adapter_config
         sizes = [-(-nbytes(meta) // _ALIGN) * _ALIGN for meta in self.metas]
         *self.offsets, self.nbytes = itertools.accumulate(sizes, initial=0)
         starts = range(0, self.nbytes, bucket_bytes)

@@ -34,7 +34,6 @@ from distill.preflight_checks.checks import (
     check_following,
     check_model,
     check_secrets,
-    check_transport,
     refuse,
 )
 from distill.preflight_checks.environments import check_environment
@@ -178,7 +177,6 @@ def serve_evaluator(config: RunConfig, controller: Controller | None = None, por
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
     use_folder(config.run.code_folder)
-    refuse(check_transport(config))
     missing = _unreached(config)
     if (own := config.evaluation.replica) is not None and not own.urls:
         missing.append("evaluation.replica.urls")

@@ -75,9 +75,7 @@ def check(config: RunConfig, where: Where | None = None) -> Checked:
     rules(config)
     sections = environments.problems(config)
     model = [*_packing(config), *experts.problems(config)]
-    refuse(
-        [*check_transport(config), *_teachers(config), *_reach(config), *sections, *_others(config), *model]
-    )
+    refuse([*_teachers(config), *_reach(config), *sections, *_others(config), *model])
     _warn_of_temperature(config)
     router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer)
@@ -174,15 +172,6 @@ def shares_template(config: RunConfig, teacher: str) -> bool:
 
 
 # --- the sections against each other
-
-
-def check_transport(config: RunConfig) -> Iterator[str]:
-    """Problems of a broadcast."""
-    if config.weights.transport == "broadcast" and config.trainer.lora is not None:
-        yield (
-            'weights.transport is "broadcast" and [trainer.lora] publishes adapters, which go through a '
-            'store: set weights.transport = "snapshot"'
-        )
 
 
 def _reach(config: RunConfig) -> Iterator[str]:

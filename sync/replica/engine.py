@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from sync.address import token_from_environment
 from sync.broadcast import Receiver, Reception, in_thread
 from sync.decoding import convert
-from sync.errors import ConfigError
+from sync.errors import ConfigError, SnapshotError
 from sync.replica.routing import RouteRecord
 from sync.replica.swap import Place, Source, Swap
 from sync.replica.vllm_weights import initial_weights, leave_out_padding, stage_adapter, stage_weights
@@ -80,8 +80,8 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
         leave_out_padding(model, vllm_config)
         self._adapters = vllm_config.lora_config is not None
         start = partial(initial_weights, vllm_config, model)
-        initial = Source("the model folder of the start", start, self._stage(None))
-        self.swap = Swap(self._adapter(None) if self._adapters else initial)
+        name, read = ("no adapter", tuple) if self._adapters else ("the model folder of the start", start)
+        self.swap = Swap(Source(name, read, self._stage(None)))
         self._receiver: Receiver | None = None  # from the first broadcast on
         self._reception: Reception | None = None
         self._preparing: Future[None] | None = None
@@ -123,27 +123,28 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
 
     def _source(self, update: Update, reception: Reception | None) -> Source:
         """Waits for the broadcast, where the version comes by one."""
-        path = None if update.path is None else Path(update.path)
-        if self._adapters:
-            if path is None:
-                raise RuntimeError("adapters are not broadcast: publish them to a store")
-            return self._adapter(path)
-        stage = self._stage(update.staging_bytes)
-        if path is not None:
-            return Source(str(path), partial(read_folder, path), stage)
+        room = update.staging_bytes
+        if update.path is not None:
+            path = Path(update.path)
+            settings = (path / "adapter_config.json").read_text() if self._adapters else None
+            return Source(str(path), partial(read_folder, path), self._stage(room, settings))
         assert reception is not None, "a path or a ticket"
         received = reception.result()
+        if (received.adapter_config is not None) != self._adapters:
+            kinds = ["an adapter", "a whole checkpoint"]
+            sent, own = reversed(kinds) if self._adapters else kinds
+            raise SnapshotError(
+                f"broadcast {received.group} is {sent} and this replica was started for {own}: start trainer "
+                "and replica with the same [trainer.lora]"
+            )
+        stage = self._stage(room, received.adapter_config)
         return Source(f"broadcast {received.group}", received.tensors.items, stage, received.digests)
 
-    def _stage(self, room: int | None) -> Callable[[NamedTensors], Place]:
+    def _stage(self, room: int | None, settings: str | None = None) -> Callable[[NamedTensors], Place]:
+        """`settings`: of `stage_adapter`; the empty adapter leaves the model as it was started."""
+        if self._adapters:
+            return partial(stage_adapter, self.model, self.vllm_config, settings)
         return partial(stage_weights, self.model, self.vllm_config, self.device, room)
-
-    def _adapter(self, folder: Path | None) -> Source:
-        """An adapter in a folder; None: the empty one, which leaves the model as it was started."""
-        stage = partial(stage_adapter, self.model, self.vllm_config, folder)
-        if folder is None:
-            return Source("no adapter", tuple, stage)
-        return Source(str(folder), partial(read_folder, folder), stage)
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Nothing to do."""

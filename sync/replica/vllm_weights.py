@@ -8,11 +8,11 @@ tests/integration/test_replica.py and test_lora.py exercise all of it against th
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -121,19 +121,19 @@ def _refuse(missing: set[str]) -> None:
 
 
 @torch.no_grad()
-def stage_adapter(model: Any, config: VllmConfig, folder: Path | None, tensors: NamedTensors) -> Place:
+def stage_adapter(model: Any, config: VllmConfig, settings: str | None, tensors: NamedTensors) -> Place:
     """Make an adapter ready for the place of the one before, under ADAPTER's number.
 
-    `tensors` are those of `folder`, whose adapter_config.json says how they apply; None: an empty adapter.
+    `settings`: the text of its adapter_config.json, which says how `tensors` apply; None: an empty adapter.
     Raises ValueError for an adapter that does not fit.
     """
     manager, lora = model.lora_manager, config.lora_config
     assert lora is not None, "started with --enable-lora"
-    if folder is None:
+    if settings is None:
         rank = lora.max_lora_rank  # a dummy is all zeros
         adapter = manager.create_dummy_lora(ADAPTER.adapter_id, rank, model.embedding_modules)
     else:
-        helper = PEFTHelper.from_local_dir(str(folder), None)
+        helper = PEFTHelper.from_dict(json.loads(settings))
         helper.validate_legal(lora)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(

@@ -16,9 +16,17 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from ports import free_port
-from run_on_words import ROOT, prepare
+from run_on_words import ROOT, over, prepare
 from safetensors.torch import load_file, save_file
-from vllm_replica import Server, generate, more_tokens, prompt_logprobs, save_model, update
+from vllm_replica import (
+    Server,
+    broadcast,
+    generate,
+    more_tokens,
+    prompt_logprobs,
+    save_model,
+    update,
+)
 
 from distill.evaluation.models import merged
 from sync.errors import RemoteError
@@ -143,6 +151,22 @@ async def test_both_proofs_hold_for_adapters_and_fail_on_a_planted_difference(se
         assert await prompt_logprobs(fresh, SEQUENCES, "student") != scores[0]
 
 
+async def test_an_adapter_by_broadcast_is_the_one_from_the_store_and_a_whole_checkpoint_is_refused(setup):
+    base, adapters, server, fresh = setup
+    async with server.peer() as peer, fresh.peer() as late:
+        await update(peer, 2)
+        assert (await broadcast(late, adapters[1], 50)).version == Version(1, 50)
+        with pytest.raises(RemoteError, match=r"409.* a whole checkpoint and this replica .* an adapter"):
+            await broadcast(late, base, 51)
+        state = await late.call("/distill/v1/state?digests=1", None, ReplicaState)
+        assert (state.version, state.digests) == (Version(1, 50), checkpoint.digests(adapters[1]))
+        scores = [await prompt_logprobs(one, SEQUENCES, "student") for one in (server, fresh)]
+        assert scores[0] == scores[1]
+        await update(late, 1)
+        (answer,) = await generate(late, [[5, 6, 7]], max_tokens=24)
+        assert error(base, adapters[0], [5, 6, 7], answer) < TOLERANCE
+
+
 async def test_an_altered_adapter_keeps_the_old_one(setup):
     base, adapters, server, _ = setup
     (file,) = server.store.glob("tests/*00000003/model/adapter_model.safetensors")
@@ -205,26 +229,37 @@ def stock_completion(folder: Path, log: Path) -> str:
         assert not psutil.wait_procs(family, 20)[1]
 
 
-def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_path):
-    config = prepare(tmp_path, "lora", STEPS, ranks=2, more=MORE)
-    distill = [sys.executable, "-P", "-m", "distill.cli.main"]
+def call(*words: str) -> str:
+    """What `distill WORDS` prints."""
+    line = [sys.executable, "-P", "-m", "distill.cli.main", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
-    def call(*words: str) -> str:
-        done = subprocess.run(
-            [*distill, *words], env=environment, capture_output=True, text=True, timeout=1200
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        return done.stdout
 
-    call("run", str(config), "--set", "trainer.lr=2e-2")
-    run = tmp_path / "runs/lora"
+def trained(folder: Path, stored: int, *settings: str) -> Path:
+    """Folder of a run of two ranks that evaluated, with so many versions in its store."""
+    config = prepare(folder, "lora", STEPS, ranks=2, more=MORE)
+    call("run", str(config), *over("trainer.lr=2e-2", *settings))
+    run = folder / "runs/lora"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["completed"], summary["weights_identical"]) == (True, True)
     assert summary["evaluations"][-1]["reverse_kl"] < summary["evaluations"][0]["reverse_kl"]
     listing = call("sync", "ls", str(run)).splitlines()
-    assert [line.split()[1] for line in listing] == ["lora"] * (STEPS + 1)
+    assert [line.split()[1] for line in listing] == ["lora"] * stored
     assert "whole" in call("sync", "verify", str(run))
+    return run
+
+
+def test_a_whole_run_broadcasts_adapters_and_stores_those_that_it_evaluates(tmp_path):
+    run = trained(tmp_path, 2, "weights.transport=broadcast")
+    said = (run / "logs/trainer.log").read_text()
+    assert all(f"L000-v{step:08} went to 1 workers" in said for step in range(STEPS + 1))
+
+
+def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_path):
+    run = trained(tmp_path, STEPS + 1)
     assert (run / "final/adapter_model.safetensors").is_file()
     sources = (ModelSource(path=str(folder)) for folder in (run / "final", tmp_path / "student"))
     ours, theirs = map(load_tokenizer, sources)

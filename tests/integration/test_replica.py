@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from flat_tensors import buckets_of, plan_of
 from safetensors.torch import load_file, save_file
 from vllm_replica import (
     CONTEXT,
@@ -18,6 +18,7 @@ from vllm_replica import (
     VOCABULARY,
     Server,
     Versions,
+    broadcast,
     generate,
     more_tokens,
     prompt_logprobs,
@@ -29,12 +30,9 @@ from vllm_replica import (
 from distill.cli.verify_engines import prompt_scores
 from distill.launch.supervise import first_error
 from student_trainer.objectives.divergences import mask_log_mass
-from sync.broadcast import BroadcastSender
 from sync.errors import ConfigError, RemoteError
 from sync.snapshots import checkpoint
 from sync.wire import (
-    Audience,
-    BroadcastTicket,
     Generated,
     GenerateFailed,
     GeneratePrompt,
@@ -326,24 +324,12 @@ async def test_an_altered_snapshot_keeps_the_old_version(server, setup):
         assert (await generate(peer, [[5]], max_tokens=4))[0].spans == [VersionSpan(old.version, 0, 4)]
 
 
-async def broadcast(peer, folder: Path, step: int, workers: int = 1, keep=lambda name: True) -> UpdateReply:
-    """Bring a replica to version `step` by a broadcast of those tensors of a folder that are to be kept."""
-    weights = {n: t for n, t in load_file(folder / "model.safetensors").items() if keep(n)}
-    plan = plan_of(weights)
-    sender, group = BroadcastSender("127.0.0.1", 0, timeout=60.0, token=TOKEN), f"group-{step}"
-    ticket = BroadcastTicket(sender.address, group, 1, 1 + workers)
-    answer = asyncio.create_task(update(peer, step, broadcast=ticket))
-    try:
-        audience = Audience(group=group, world_size=1 + workers)
-        sent = await asyncio.to_thread(sender.send, audience, plan, buckets_of(plan, weights))
-        reply = await answer
-        assert reply.bytes_read >= sent * workers
-        return reply
-    finally:
-        sender.close()
-
-
-async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_version(server, folders):
+async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_version(
+    server, folders, tmp_path
+):
+    adapter = tmp_path / "adapter"
+    shutil.copytree(folders[1], adapter)
+    (adapter / "adapter_config.json").write_text("{}")
     async with server.peer() as peer:
         await update(peer, 1)
         assert (await broadcast(peer, folders[1], 50)).version == Version(1, 50)
@@ -353,6 +339,8 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
 
         with pytest.raises(RemoteError, match=r"409.*the old version goes on: .*publish a whole checkpoint"):
             await broadcast(peer, folders[1], 51, keep=lambda name: "layers.1" not in name)
+        with pytest.raises(RemoteError, match=r"is an adapter and this replica .* for a whole checkpoint"):
+            await broadcast(peer, adapter, 52)
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
         assert (state.version, state.digests) == (Version(1, 50), checkpoint.digests(folders[1]))
         (answer,) = await generate(peer, [[5, 6]], max_tokens=24)

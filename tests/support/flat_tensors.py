@@ -10,9 +10,14 @@ from sync.buckets import BUCKET_BYTES, Plan
 from sync.snapshots.checkpoint import meta_of
 
 
-def plan_of(weights: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES) -> Plan:
+def plan_of(
+    weights: Mapping[str, torch.Tensor],
+    bucket_bytes: int = BUCKET_BYTES,
+    adapter_config: str | None = None,
+) -> Plan:
     """For these tensors, in their order."""
-    return Plan([meta_of(name, tensor) for name, tensor in weights.items()], bucket_bytes)
+    metas = [meta_of(name, tensor) for name, tensor in weights.items()]
+    return Plan(metas, bucket_bytes, adapter_config)
 
 
 def buckets_of(plan: Plan, weights: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:

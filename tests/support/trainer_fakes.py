@@ -53,7 +53,11 @@ class RecordedLearner:
         self.lines: list[str] = []
         self.version, self.ranks = Version(0, 0), ALONE
         self.weights = SimpleNamespace(
-            adapters=adapters, snapshot=dict, checksum=lambda: "weights", digests=lambda: {"a": "digest"}
+            adapters=adapters,
+            adapter_config="{}" if adapters else None,
+            snapshot=dict,
+            checksum=lambda: "weights",
+            digests=lambda: {"a": "digest"},
         )
         self.on_step: Callable[[TrainBatch], None] = lambda batch: None
         self.parts = {"forward": 0.5}

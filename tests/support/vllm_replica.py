@@ -15,18 +15,22 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from flat_tensors import buckets_of, plan_of
 from forked import start
 from ports import free_port
 
 from distill.config import StudentConfig
 from distill.launch.replica_command import command
 from sync.address import TOKEN_VARIABLE
+from sync.broadcast import BroadcastSender
 from sync.client import Peer
 from sync.publish import Publisher, Slice
 from sync.settings import DirectoryStoreConfig, ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.stores import open_store
 from sync.wire import (
+    Audience,
+    BroadcastTicket,
     Generated,
     GenerateFailed,
     GeneratePrompt,
@@ -189,6 +193,30 @@ async def more_tokens(peer: Peer, count: int = 4) -> None:
 async def update(peer: Peer, step: int, **options: Any) -> UpdateReply:
     request = UpdateRequest(version=Version(1, step), **options)
     return await peer.call("/distill/v1/update", request, UpdateReply)
+
+
+async def broadcast(
+    peer: Peer,
+    folder: Path,
+    step: int,
+    workers: int = 1,
+    keep: Callable[[str], bool] = lambda name: True,
+) -> UpdateReply:
+    """Bring a replica to version `step` by a broadcast of those tensors of a folder that are to be kept."""
+    weights = {name: tensor for name, tensor in checkpoint.read_folder(folder) if keep(name)}
+    settings = folder / "adapter_config.json"
+    plan = plan_of(weights, adapter_config=settings.read_text() if settings.is_file() else None)
+    sender, group = BroadcastSender("127.0.0.1", 0, timeout=60.0, token=TOKEN), f"group-{step}"
+    ticket = BroadcastTicket(sender.address, group, 1, 1 + workers)
+    answer = asyncio.create_task(update(peer, step, broadcast=ticket))
+    try:
+        audience = Audience(group=group, world_size=1 + workers)
+        sent = await asyncio.to_thread(sender.send, audience, plan, buckets_of(plan, weights))
+        reply = await answer
+        assert reply.bytes_read >= sent * workers
+        return reply
+    finally:
+        sender.close()
 
 
 async def prompt_logprobs(server: Server, sequences: list[list[int]], model: str | None = None) -> list[Any]:

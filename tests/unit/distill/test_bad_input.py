@@ -443,11 +443,6 @@ def test_two_teachers_that_both_take_the_rest_are_refused(distill: Distill, mode
     assert "only one may take the rest" in distill(f'teachers.other={{path="{models / "teacher"}"}}')
 
 
-def test_adapters_need_the_store(distill: Distill) -> None:
-    refused = distill("weights.transport=broadcast", "trainer.lora={rank=4}")
-    assert 'go through a store: set weights.transport = "snapshot"' in refused
-
-
 def test_an_unknown_task_is_named(distill: Distill) -> None:
     assert "prompts.task 'sudoku' cannot be loaded" in distill("prompts.task=sudoku")
 

@@ -25,11 +25,11 @@ TENSORS = {"a": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
 
 
 class TwoTensors(RecordedLearner):
-    """Two tensors and no model."""
+    """Two tensors and no model; `adapter_config` where they are to be an adapter's."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapter_config: str | None = None) -> None:
         super().__init__()
-        self.weights = self
+        self.weights, self.adapter_config = self, adapter_config
 
     slices = (Slice("a", (5,), "f4", 0, 5), Slice("b", (2, 2), "bf16", 0, 4))
 
@@ -100,6 +100,16 @@ def test_a_version_without_receivers_is_skipped_and_the_run_continues(
     with pytest.raises(Unreachable, match="student-1: killed"):
         transport.settle()
     assert len(controller.reported) == 12
+
+
+@pytest.mark.parametrize("adapter_config", [None, '{"r": 2}'])
+def test_an_adapter_goes_with_its_configuration(sender: BroadcastSender, adapter_config: str | None) -> None:
+    controller = Listeners(dead=0)
+    publishing = Publishing(BroadcastTransport(sender, TwoTensors(adapter_config), controller).stage)
+    publishing.start(VERSION)
+    received = controller.receptions[-1].result()
+    assert (received.adapter_config, received.tensors.keys()) == (adapter_config, TENSORS.keys())
+    controller.receiver.close()
 
 
 class Kept:

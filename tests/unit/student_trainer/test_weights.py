@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -163,7 +164,11 @@ def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
     weights = Weights(student.model, ALONE)
     assert all("lora_" in part.name for part in weights.slices)
     weights.save_folder(tmp_path / "out", NoTokenizer())
-    assert (tmp_path / "out/adapter_config.json").is_file()
+    written = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert json.loads(weights.adapter_config or "") == written | {
+        "inference_mode": False,
+        "target_modules": sorted(written["target_modules"]),
+    }
     publisher = Publisher(MemoryStore(), RunIdentity("run", model=weights.fingerprint), weights.slices)
     report = publisher.anchor(Version(0, 0), None, tmp_path / "out", weights.snapshot(), "lora")
     assert report.kind == "lora"
