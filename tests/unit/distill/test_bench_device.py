@@ -8,7 +8,6 @@ import pytest
 
 from distill.bench import device
 from distill.config.loading import load
-from distill.preflight_checks.checks import check_transport
 
 SUMMARY = {
     "before": {"reverse_kl": 1.25},
@@ -45,5 +44,4 @@ def test_a_path_that_fails_costs_its_own_line(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("path", device.PATHS)
 def test_every_path_is_a_configuration(path: str) -> None:
     words = [*device.COMMON, *device.PATHS[path]]
-    config = load(Path(__file__).parents[3] / "configs" / "quickstart.toml", words)
-    assert list(check_transport(config)) == []
+    load(Path(__file__).parents[3] / "configs" / "quickstart.toml", words)
