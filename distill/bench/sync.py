@@ -125,8 +125,7 @@ class Size(NamedTuple):
     """Steps at the measured learning rate before the first weights are kept."""
     speed_elements: int
     """Of the tensor that speeds are taken on."""
-    sequence: int = 64
-    """Tokens of a row."""
+    sequence: int = 64  # tokens of a row
 
 
 SIZES: Final = {
