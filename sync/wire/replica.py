@@ -104,7 +104,7 @@ class GeneratePrompt(msgspec.Struct, frozen=True):
     id: str
     token_ids: list[int]
     seed: int | None = None
-    """None: the engine's own randomness. On a CPU vLLM 0.32 ends when it prefills a prompt with one in parts."""
+    """None: the engine's own randomness. On a CPU vLLM 0.32 ends when it prefills such a prompt in parts."""
     routes_from: int = 0
     """First position whose route is wanted, with `Sampling.routes`: those before it are known from an earlier
     turn; less than the tokens of the prompt."""
