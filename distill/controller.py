@@ -76,6 +76,7 @@ class Controller:
         )
         stall, group = config.rollout.stall_timeout_seconds, run_log.state.rules.group
         self.pool = ReplicaPool(run_log.state, config.weights, stall, budget, bus)
+        self.pool.keeps_cache = config.keeps_cache
         for name, engine in parts.replicas.items():
             self.pool.add(name, engine)
         self.registry = Registry(run.name, parts.expected, self.pool, parts.connect)

@@ -82,6 +82,9 @@ class StudentConfig(ModelSource, Placement):
 
 
 AtLimit = Literal["keep", "drop", "requeue"]
+KEEP_CACHE_LR: Final = 1e-5
+"""Learning rate up to which tokens behind an old KV cache are within rounding of those behind a new one
+(`distill bench kv`)."""
 
 
 class RolloutConfig(Settings):
@@ -334,6 +337,14 @@ class RunConfig(Settings):
         """Whether versions go to the store: all of them, or beside broadcasts those that are evaluated."""
         return self.weights.transport == "snapshot" or self.evaluation is not None
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether running completions keep their KV cache at a swap: `weights.kv_on_swap`, auto decided."""
+        if self.weights.kv_on_swap != "auto":
+            return self.weights.kv_on_swap == "keep"
+        excluded = self.student.flags().get("enable-prefix-caching") or self.rollout.routing_replay
+        return self.trainer.lr <= KEEP_CACHE_LR and not excluded
+
     def subscriber(self, process: str) -> ReplicaConfig:
         """What `process` needs to follow the run's versions into a mirror of its own."""
         return ReplicaConfig(
@@ -344,6 +355,6 @@ class RunConfig(Settings):
             staging_bytes=self.student.staging_bytes,
             lora_rank=self.trainer.lora.rank if self.trainer.lora else None,
             routes=self.rollout.routing_replay,
-            keeps_cache=self.weights.kv_on_swap == "keep",
+            keeps_cache=self.keeps_cache,
             timeout_seconds=self.weights.timeout_seconds,
         )

@@ -146,7 +146,7 @@ def plan(
     total, batch = lengths.prompt + lengths.completion, config.rollout.batch
     student = shape_of(config.student, int(config.student.flags().get("tensor-parallel-size", 1)))
     generation = _generation(config, device, found[REPLICAS], student, lengths)
-    swaps = (config.weights.kv_on_swap == "recompute") / config.weights.publish_every
+    swaps = (not config.keeps_cache) / config.weights.publish_every
     by_student = batch * config.objective.on_policy
     stages = [
         Stage(

@@ -89,6 +89,7 @@ class ReplicaPool:
         self._published = Signal()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = False
+        self.keeps_cache = False  # of running completions, at a swap
         self.by_broadcast = False  # versions come by broadcast: a replica without one waits for the next
 
     # --- members ------------------------------------------------------------------------------------------
@@ -343,7 +344,7 @@ class ReplicaPool:
 
     def request_for(self, version: Version, broadcast: BroadcastTicket | None = None) -> UpdateRequest:
         """The request that brings a replica to `version`, from the store or as member of a broadcast."""
-        return UpdateRequest(version=version, kv_on_swap=self._weights.kv_on_swap, broadcast=broadcast)
+        return UpdateRequest(version, "keep" if self.keeps_cache else "recompute", broadcast)
 
     async def update(self, replica: Replica, request: UpdateRequest) -> UpdateReply | None:
         """Bring a replica to a version: what it cost; None: another task had done it."""

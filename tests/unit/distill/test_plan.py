@@ -117,7 +117,7 @@ def test_a_decode_step_moves_weights_and_cache_or_computes() -> None:
 
 
 def test_seconds_flops_and_tokens_of_each_stage(model: str) -> None:
-    found = planned(on_gpus(model))
+    found = planned(on_gpus(model, weights={"kv_on_swap": "recompute"}))
     replicas, teacher, trainer = found.stages
     assert (teacher.flops, trainer.flops) == (8 * forward(12), 3 * 8 * forward(12))
     assert teacher.seconds == teacher.flops / (2 * FLOPS)
@@ -126,8 +126,10 @@ def test_seconds_flops_and_tokens_of_each_stage(model: str) -> None:
     assert found.in_flight == 2 * in_flight
     kv = 2 * 2 * LAYERS * KV_HEADS * HEAD
     step = (2 * PARAMETERS + in_flight * (4 + 8 / 2) * kv) / BYTES
-    prefill = (8 * forward(4) + 2 * in_flight * forward(8)) / (2 * FLOPS)
-    assert replicas.seconds == pytest.approx(8 * 8 / (2 * in_flight) * step + prefill)
+    prefill, again = 8 * forward(4) / (2 * FLOPS), 2 * in_flight * forward(8) / (2 * FLOPS)
+    assert replicas.seconds == pytest.approx(8 * 8 / (2 * in_flight) * step + prefill + again)
+    kept = planned(on_gpus(model, weights={"kv_on_swap": "keep"}))
+    assert kept.step_seconds == pytest.approx(replicas.seconds - again)
     assert found.step_seconds == replicas.seconds == found.slowest[0].seconds
     id_logprob_score_entropy = 4 * 4
     assert (found.tokens, found.gpus) == (64, 6)

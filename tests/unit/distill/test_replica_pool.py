@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
 from in_memory import MemoryReplica, weights_of
+from small_config import make_config
 from virtual_time import LONG
 
 from distill.buffer import Bound, Lineage, Rules
@@ -105,6 +106,27 @@ async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
         late.up = True
         await world.until(lambda: "late" in world.serving())
         assert late.updates == [Version(0, 7)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "keeps"),
+    [
+        ({"trainer": {"lr": 1e-5}}, True),
+        ({"trainer": {"lr": 1.1e-5}}, False),
+        ({"trainer": {"lr": 1e-6}, "student": {"engine_args": {"--enable_prefix_caching": True}}}, False),
+        ({"trainer": {"lr": 1e-6}, "rollout": {"routing_replay": True}}, False),
+        ({"trainer": {"lr": 1e-6}, "weights": {"kv_on_swap": "recompute"}}, False),
+        ({"trainer": {"lr": 1e-3}, "weights": {"kv_on_swap": "keep"}}, True),
+    ],
+)
+def test_the_cache_is_kept_where_that_changes_no_more_than_rounding(
+    settings: dict[str, dict[str, Any]], keeps: bool
+) -> None:
+    config = make_config(**settings)
+    assert config.keeps_cache is config.subscriber("student-0").keeps_cache is keeps
+    pool = World().pool
+    pool.keeps_cache = config.keeps_cache
+    assert pool.request_for(Version(0, 1)).kv_on_swap == ("keep" if keeps else "recompute")
 
 
 async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() -> None:
