@@ -11,7 +11,7 @@ sampled from a mixture that no version alone gives, and p/μ of its version is n
 from __future__ import annotations
 
 import asyncio
-import copy
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +22,8 @@ import numpy as np
 from distill.aio import cancel
 from distill.bench import pipeline
 from distill.bench.runner import Figures, Row, TrialCache, comparison, markdown, medians
-from distill.bench.sync import Size, Weights, bits_of, train
 from distill.bench.sync_transports import PROMPT_TOKENS, RUN, cost_of_a_swap, qwen3, started
+from distill.bench.trajectory import Training, Weights, trajectory
 from distill.rollout.replica_client import HttpReplica
 from distill.tasks.teaching import make_tokenizer
 from sync.errors import DistillError
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Kv = Literal["recompute", "keep"]
 WAYS: Final[tuple[Kv, ...]] = get_args(Kv)
 LRS: Final = (1e-6, 1e-5, 1e-4, 1e-3)
-SIZE: Final = Size(256, 3, 2048, tokens=2048, warm_up=60, settle=0, speed_elements=0, sequence=256)
+SIZE: Final = Training(256, 3, 2048, tokens=2048, sequence=256, warm_up=60, settle=0)
 IN_FLIGHT, TOKENS, SWAPS = 64, 240, 6
 """Completions, their length, and the swaps on their way."""
 BINS: Final = ((0, 32), (32, 96), (96, 240))
@@ -98,8 +98,8 @@ def mismatch(folder: Path) -> Figures:
     """Learning rate → way → "kl" of each of BINS, nats per token, and "swap_seconds" of the engine."""
     import torch
 
-    work = folder / "replica"
-    model, versions = trajectories(SIZE, SWAPS)
+    work, versions = folder / "replica", versions_by_rate(SIZE, SWAPS)
+    model = qwen3(SIZE.vocabulary, SIZE.hidden, SIZE.layers, 3 * SIZE.hidden)
     sampled = asyncio.run(generated(work, model, versions))
     torch.set_num_threads(1)
     found: Figures = {}
@@ -120,32 +120,18 @@ class Sampled(NamedTuple):
     """Of the engine, for each swap: its pace is compared with that of a round without swaps."""
 
 
-def trajectories(size: Size, steps: int) -> tuple[Any, dict[float, dict[Version, Weights]]]:
-    """A Qwen3, and at each of LRS the weights before and after each of `steps` optimizer steps.
+def versions_by_rate(size: Training, swaps: int) -> dict[float, dict[Version, Weights]]:
+    """At each of LRS the weights before, and after each of `swaps` optimizer steps from the same start.
 
-    All begin with the same weights and optimizer; steps of the versions count on from one rate to the next.
+    Steps of the versions count on from one rate to the next.
     """
-    import torch
-
-    torch.manual_seed(0)
-    model = qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    train(model, optimizer, size, size.warm_up)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    moments = copy.deepcopy(optimizer.state_dict())
-    found: dict[float, dict[Version, Weights]] = {}
-    number = 0
-    for rate in LRS:
-        model.load_state_dict(start)
-        optimizer.load_state_dict(copy.deepcopy(moments))
-        optimizer.param_groups[0]["lr"] = rate
-        own = found.setdefault(rate, {})
-        for step in range(steps + 1):
-            if step:
-                train(model, optimizer, size, 1)
-            own[Version(0, number)] = bits_of(model)
-            number += 1
-    return model, found
+    found: dict[float, dict[Version, Weights]] = {rate: {} for rate in LRS}
+    numbers = itertools.count()
+    for rate, count, old, new in trajectory(size, LRS, range(1, swaps + 1)):
+        if count == 1:
+            found[rate][Version(0, next(numbers))] = old
+        found[rate][Version(0, next(numbers))] = new
+    return found
 
 
 async def generated(

@@ -7,21 +7,20 @@
 
 `large` has 101 M parameters and comes with `full`.
 
-The trajectory: a small Qwen3, AdamW on fp32 masters, at several learning rates. The other formats are written
-from their published descriptions; each takes the bits of one tensor, old and new, uint16 [rows, columns], and
+The trajectory (`distill.bench.trajectory`) has several learning rates. The other formats are written from
+their published descriptions; each takes the bits of one tensor, old and new, uint16 [rows, columns], and
 returns what it would send.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import zstandard
@@ -29,6 +28,7 @@ import zstandard
 from distill.bench import pipeline, sync_transports
 from distill.bench.runner import COLORS, Figures, TrialCache, Work, bar, dress, interleaved, markdown, panels
 from distill.bench.sync_transports import SHAPES
+from distill.bench.trajectory import Training, Weights, trajectory
 from distill.metrics.plot import BLUE, GREEN, GREY, PURPLE
 from sync.delta import codec
 from sync.delta.codec import Effort
@@ -39,8 +39,6 @@ DENSITIES: Final = (0.01, 0.1, 0.3)
 ROUNDS: Final = 5
 EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
 
-Weights = dict[str, np.ndarray]
-"""Tensor name → uint16 bits of bf16, [rows, columns]; vectors are one row."""
 Encoder = Callable[[np.ndarray, np.ndarray], bytes]
 
 
@@ -108,88 +106,27 @@ def _ordered(bits: np.ndarray) -> np.ndarray:
     return np.where(wide & 0x8000, 0x7FFF - wide, wide)
 
 
-# --- the trajectory ---------------------------------------------------------------------------------------
+# --- bytes and speed of the codec ------------------------------------------------------------------------
 
 
 class Size(NamedTuple):
-    """What is trained, and how long."""
+    """What the codec is measured on."""
 
-    hidden: int
-    layers: int
-    vocabulary: int
-    tokens: int
-    """Per step."""
-    warm_up: int
-    """Steps at learning rate 1e-3 before anything is measured."""
-    settle: int
-    """Steps at the measured learning rate before the first weights are kept."""
+    training: Training
     speed_elements: int
     """Of the tensor that speeds are taken on."""
-    sequence: int = 64  # tokens of a row
 
 
 SIZES: Final = {
-    "toy": Size(256, 3, 2048, tokens=512, warm_up=60, settle=4, speed_elements=16 << 20),
-    "large": Size(768, 12, 20480, tokens=256, warm_up=40, settle=2, speed_elements=64 << 20),
+    "toy": Size(Training(256, 3, 2048, tokens=512, sequence=64, warm_up=60, settle=4), 16 << 20),
+    "large": Size(Training(768, 12, 20480, tokens=256, sequence=64, warm_up=40, settle=2), 64 << 20),
 }
-
-
-def trajectory(size: Size) -> Iterator[tuple[float, int, Weights, Weights]]:
-    """(learning rate, steps, old, new): for each of LRS the weights, and those each of STEPS steps later."""
-    import torch
-
-    torch.manual_seed(0)
-    model = sync_transports.qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    train(model, optimizer, size, size.warm_up)
-    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for lr in LRS:
-        model.load_state_dict(start[0])
-        optimizer.load_state_dict(copy.deepcopy(start[1]))
-        optimizer.param_groups[0]["lr"] = lr
-        train(model, optimizer, size, size.settle)
-        old, done = bits_of(model), 0
-        for count in STEPS:
-            train(model, optimizer, size, count - done)
-            done = count
-            yield lr, count, old, bits_of(model)
-
-
-def train(model: Any, optimizer: Any, size: Size, steps: int) -> None:
-    """Next-token prediction on arithmetic sequences modulo the vocabulary, with noise."""
-    import torch
-
-    for _ in range(steps):
-        rows = size.tokens // size.sequence
-        first = torch.randint(size.vocabulary, (rows, 1))
-        stride = torch.randint(1, 17, (rows, 1))
-        tokens = (first + stride * torch.arange(size.sequence)) % size.vocabulary
-        noise = torch.rand(tokens.shape) < 0.1
-        tokens = torch.where(noise, torch.randint(size.vocabulary, tokens.shape), tokens)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def bits_of(model: Any) -> Weights:
-    """The masters rounded to bf16."""
-    import torch
-
-    found = {}
-    for name, parameter in model.named_parameters():
-        bits = parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-        found[name] = bits.reshape(bits.shape[0] if bits.ndim > 1 else 1, -1).copy()
-    return found
-
-
-# --- bytes and speed of the codec ------------------------------------------------------------------------
 
 
 def run_codec(size: Size) -> Figures:
     """Bytes on the trajectory, speeds on one large tensor."""
     rows, parameters = [], 0
-    for lr, steps, old, new in trajectory(size):
+    for lr, steps, old, new in trajectory(size.training, LRS, STEPS):
         rows.append({"lr": lr, "steps": steps} | row(old, new))
         parameters = sum(bits.size for bits in old.values())
     speeds = [speed(density, size.speed_elements) for density in DENSITIES]

@@ -45,7 +45,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(config: RunConfig) -> Resolved:
-    """Choose the objective and the tolerance that the file leaves out.
+    """Choose the objective and the tolerance that the file leaves out, and say what it leaves to us.
 
     Raises ConfigError when a model's config, on which a choice depends, cannot be read.
     """
@@ -57,6 +57,9 @@ def resolve(config: RunConfig) -> Resolved:
         chosen = chosen.model_copy(update={"preflight": settings})
         if routed:
             lines.append(f"preflight.mismatch_tolerance = {tolerance:g}: the student has experts")
+    if chosen.weights.kv_on_swap == "auto":
+        kept = "keep" if chosen.keeps_cache else "recompute"
+        lines.append(f"weights.kv_on_swap: {kept} (auto, at trainer.lr = {chosen.trainer.lr:g})")
     return Resolved(chosen, lines)
 
 

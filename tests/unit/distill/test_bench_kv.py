@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from distill.bench import kv
-from distill.bench.sync import bits_of
 from distill.bench.sync_transports import qwen3
+from distill.bench.trajectory import trajectory
 from sync.wire import Generated, Version, VersionSpan, pack
 
 
 def test_the_mismatch_of_a_token_is_taken_under_the_version_that_sampled_it() -> None:
-    model = qwen3(8, 64, 1, 64)
+    model = qwen3(8, 64, 1, 192)
     first, second = Version(0, 0), Version(0, 1)
-    drawn = bits_of(model)
+    size = kv.SIZE._replace(hidden=64, layers=1, vocabulary=8, tokens=64, sequence=32, warm_up=20)
+    *_, drawn = next(trajectory(size, [1e-3], [1]))
     uniform = {name: np.zeros_like(bits) for name, bits in drawn.items()}
     half = np.full(kv.TOKENS, math.log(1 / 8), np.float32)
     half[:32] = math.log(1 / 4)  # twice what the uniform model gives
@@ -30,7 +31,7 @@ def test_the_mismatch_of_a_token_is_taken_under_the_version_that_sampled_it() ->
 
 def test_the_rates_go_through_the_same_start_with_versions_that_count_on() -> None:
     size = kv.SIZE._replace(hidden=64, layers=1, vocabulary=32, tokens=64, sequence=32, warm_up=2)
-    _, found = kv.trajectories(size, 2)
+    found = kv.versions_by_rate(size, 2)
     assert [version.step for own in found.values() for version in own] == list(range(3 * len(kv.LRS)))
     (one, *_), (other, *_) = (list(own.values()) for own in list(found.values())[:2])
     assert all(np.array_equal(one[name], other[name]) for name in one)

@@ -20,6 +20,7 @@ from distill.bench.sync import (
     row_gaps_and_values,
     xor_planes,
 )
+from distill.bench.trajectory import Training
 
 
 @pytest.fixture
@@ -82,7 +83,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Figures of the codec on a trajectory of one learning rate."""
     monkeypatch.setattr(bench, "LRS", (1e-6,))
     monkeypatch.setattr(bench, "ROUNDS", 1)
-    return bench.run_codec(bench.Size(64, 1, 64, tokens=64, warm_up=2, settle=1, speed_elements=1 << 16))
+    return bench.run_codec(
+        bench.Size(Training(64, 1, 64, tokens=64, sequence=64, warm_up=2, settle=1), 1 << 16)
+    )
 
 
 def test_a_tiny_trajectory_is_measured_in_every_format(tiny: dict[str, Any]) -> None:

@@ -121,8 +121,23 @@ def test_experts_raise_the_tolerance_of_the_first_step(tmp_path: Path) -> None:
     dense, _ = objective.resolve(unnamed(tmp_path))
     routed, lines = objective.resolve(unnamed(tmp_path, student={"path": str(tmp_path / "moe")}))
     assert (dense.preflight.mismatch_tolerance, routed.preflight.mismatch_tolerance) == (0.02, 0.05)
-    assert lines[-1] == "preflight.mismatch_tolerance = 0.05: the student has experts"
+    assert "preflight.mismatch_tolerance = 0.05: the student has experts" in lines
+
     given = routed.model_copy(
         update={"preflight": routed.preflight.model_copy(update={"mismatch_tolerance": 1.0})}
     )
     assert objective.resolve(given).config.preflight.mismatch_tolerance == 1.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({}, ["weights.kv_on_swap: recompute (auto, at trainer.lr = 2e-05)"]),
+        ({"kv_on_swap": "keep"}, []),
+    ],
+)
+def test_what_becomes_of_the_cache_at_a_swap_is_said_where_it_is_chosen(
+    tmp_path: Path, weights: dict[str, str], said: list[str]
+) -> None:
+    _, lines = objective.resolve(unnamed(tmp_path, trainer={"lr": 2e-5}, weights=weights))
+    assert [line for line in lines if "kv_on_swap" in line] == said

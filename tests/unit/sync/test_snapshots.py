@@ -191,32 +191,36 @@ def test_mirrors_that_follow_or_join_late_hold_the_trainers_bits(
     assert versions(store, RUN) == [v(step) for step in range(12)]
 
 
-class SlowStore(MemoryStore):
-    """Takes `pause` seconds for every file of 1,000 bytes or more."""
+class TimedStore(MemoryStore):
+    """Takes `rate` bytes a second by a clock of its own."""
 
-    pause = 1.0
+    rate, now = 1e6, 0.0
 
     def create(self, key: str, data: bytes | Path) -> None:
-        if (len(data) if isinstance(data, bytes) else data.stat().st_size) >= 1000:
-            time.sleep(self.pause)
         super().create(key, data)
+        self.now += (len(data) if isinstance(data, bytes) else data.stat().st_size) / self.rate
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = staticmethod(time.time)
 
 
 def test_codec_auto_is_small_while_the_store_is_slow_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sync.publish._TIMED_BYTES", 1000)
-    monkeypatch.setattr("sync.publish._SLOW_STORE", 4000.0)  # 2 kB in half a second
-    store = SlowStore()
+    store = TimedStore()
+    monkeypatch.setattr("sync.publish.time", store)
     trainer = Trainer(store, tmp_path / "saved")
     (publisher,) = trainer.publishers
     assert publisher.codec == "fast", "nothing was measured yet"
-    assert "weights.codec auto: small, as the store takes" in trainer.anchor(v(0)).note
+    assert trainer.anchor(v(0)).note == "weights.codec auto: small, as the store takes 1 MB/s"
     trainer.step()
     assert (publisher.codec, trainer.delta(v(1)).note) == ("small", "")
-    store.pause = 0.0
+    store.rate = 5e6
     trainer.step()
-    assert "weights.codec auto: fast" in trainer.anchor(v(2)).note
+    assert trainer.anchor(v(2)).note == "weights.codec auto: fast, as the store takes 5 MB/s"
     trainer.step()
     assert (publisher.codec, trainer.delta(v(3)).note) == ("fast", "")
     with Mirror(tmp_path / "mirror", store, RUN) as mirror:
