@@ -88,12 +88,12 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
         return {name: cut(array, most) for name, array in arrays if isinstance(array, Array)}
 
     scores = scores_of(rollout)
-    spans = [
+    spans = tuple(
         VersionSpan(span.version, span.start, min(span.end, most))
         for span in rollout.spans
         if span.start < most
-    ]
-    own = [(start, min(end, most)) for start, end in rollout.own if start < most]
+    )
+    own = tuple((start, min(end, most)) for start, end in rollout.own if start < most)
     scored = replace(scores, **first(scores, scores.__struct_fields__))
     arrays = first(rollout, ("tokens", "logprob", "topk_ids"))
     mask = rollout.mask and rollout.mask.cut(most)

@@ -49,7 +49,7 @@ class Sample(msgspec.Struct, frozen=True):
     truncated: bool
     by_teacher: bool
     """The teacher generated the completion."""
-    own: list[tuple[int, int]] = []
+    own: tuple[tuple[int, int], ...] = ()
     """Start and end of the student's tokens in each turn of an episode; the others are the environment's.
     Empty: it is none."""
 

@@ -150,7 +150,7 @@ class Episodes:
         """Have a replica complete the context."""
         prompt = replace(rollout.source_prompt, token_ids=episode.context)
         turn = self._turns[rollout.id] = asyncio.get_running_loop().create_future()
-        own, routes_from = list(episode.sequences[0].own), episode.sequences[-1].routes_from
+        own, routes_from = tuple(episode.sequences[0].own), episode.sequences[-1].routes_from
         self._events.emit(TurnReady(replace(rollout, issued=prompt, own=own, routes_from=routes_from)))
         try:
             return await turn
@@ -172,9 +172,9 @@ def _played(rollout: Rollout, episode: Episode) -> EpisodePlayed:
                 rollout,
                 id=name,
                 issued=prompt,
-                own=one.own,
+                own=tuple(one.own),
                 reward=reward,
-                earned=before if any(before) else [],
+                earned=tuple(before) if any(before) else (),
                 continues=place > 0,
             )
         )

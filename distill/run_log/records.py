@@ -103,7 +103,8 @@ class Rollout(Record, frozen=True):
         RunLog.issue ─▶ completed: Dispatcher, TeacherGeneration ─▶ scored: Scoring ─▶ journal, buffer, batch
 
     The journal holds it once it is scored. In memory, and in the archive, it is `released` when nothing needs
-    its arrays there. Letters as in sync.wire: P prompt tokens, T completion tokens, K ids.
+    its arrays there. Letters as in sync.wire: P prompt tokens, T completion tokens, K ids. Without lists: a
+    buffer holds thousands, and what is made of tuples alone costs no garbage collection anything.
     """
 
     id: str
@@ -111,7 +112,7 @@ class Rollout(Record, frozen=True):
     prompt: Array = NO_TOKENS  # i4 [P]; empty until it is scored
     tokens: Array = NO_TOKENS  # i4 [T] of the completion; without its bytes when released
     logprob: Array = NO_VALUES  # f4 [T]: log μ
-    spans: list[VersionSpan] = []  # which version sampled which tokens; empty for a teacher's completion
+    spans: tuple[VersionSpan, ...] = ()  # which version sampled which tokens; empty: the teacher did
     truncated: bool = False  # the completion was ended by a limit
     teacher: str = ""  # whose scores it has
     scored: Scored | None = None  # None: not scored yet; released: `Scored.kept` alone, if it is kept
@@ -124,10 +125,10 @@ class Rollout(Record, frozen=True):
     issued: Prompt | None = None  # the prompt as the stream gave it; None once it is scored
     teacher_prompt: Array | None = None
     """i4 [P']: what the teacher of kept scores saw instead of `prompt`; None: the same, or they are here"""
-    own: list[tuple[int, int]] = []
+    own: tuple[tuple[int, int], ...] = ()
     """Start and end, in T, of the tokens that the student sampled in each turn of an episode; the others are
     the environment's. Empty: all T."""
-    earned: list[float] = []
+    earned: tuple[float, ...] = ()
     """What the turns before each of `own` added to `reward`: no merit of its tokens. Empty: nothing."""
     continues: bool = False
     """What an episode said behind a context that its environment rewrote: "ID+N" beside rollout ID. It is on
@@ -173,7 +174,7 @@ class Rollout(Record, frozen=True):
             self,
             tokens=answer.token_ids,
             logprob=answer.logprob,
-            spans=answer.spans,
+            spans=tuple(answer.spans),
             truncated=answer.finish_reason in ("length", "time"),
             topk_ids=answer.topk_ids,
             mask=answer.mask,

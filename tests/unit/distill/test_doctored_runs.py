@@ -229,7 +229,7 @@ def longer_turns(found: list[Record]) -> list[Record]:
     """An episode of the last trained batch has its environment's tokens as the student's."""
     ids = [record for record in found if isinstance(record, BatchFormed)][-2].ids
     episode = next(r for r in found if isinstance(r, Rollout) and r.own and r.id in ids)
-    return [msgspec.structs.replace(r, own=[(0, 3)]) if r is episode else r for r in found]
+    return [msgspec.structs.replace(r, own=((0, 3),)) if r is episode else r for r in found]
 
 
 def abandoned(found: list[Record]) -> list[Record]:

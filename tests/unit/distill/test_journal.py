@@ -36,7 +36,7 @@ pytestmark = pytest.mark.virtual_time
 def rollout(name: str, tokens: int = 3) -> Rollout:
     values = pack(np.random.default_rng(tokens).standard_normal(tokens, "f4"))
     ids = pack(np.arange(tokens, dtype="i4"))
-    spans = [VersionSpan(Version(0, 1), 0, tokens)]
+    spans = (VersionSpan(Version(0, 1), 0, tokens),)
     return Rollout(name, 0, ids, ids, values, spans, False, "t", Scored(name, values))
 
 

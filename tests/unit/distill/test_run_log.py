@@ -58,7 +58,7 @@ def rollout(asked: Rollout, *versions: Version) -> Rollout:
 
 def episode(asked: Rollout, version: Version) -> Rollout:
     """Five tokens, two of them an environment's."""
-    return msgspec.structs.replace(rollout(asked, *[version] * 5), own=[(0, 2), (4, 5)])
+    return msgspec.structs.replace(rollout(asked, *[version] * 5), own=((0, 2), (4, 5)))
 
 
 class Simulation:

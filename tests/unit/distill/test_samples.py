@@ -104,7 +104,7 @@ def test_a_token_is_coloured_by_what_the_teacher_finds_unlikely() -> None:
 def episode() -> Sample:
     """Two turns, ab and e, an environment's cd between and fg behind them."""
     one = sample("a", [0.5, 1.5, 9.0, 9.0, 4.0, 9.0, 9.0])
-    return msgspec.structs.replace(one, own=[(0, 2), (4, 5)], reward=1.0)
+    return msgspec.structs.replace(one, own=((0, 2), (4, 5)), reward=1.0)
 
 
 def test_of_an_episode_the_students_tokens_alone_have_a_divergence() -> None:
@@ -132,12 +132,12 @@ def test_of_an_episode_it_is_shown_who_said_what() -> None:
 
 def test_the_turns_of_a_rollout_are_in_its_sample(tmp_path: Path) -> None:
     f4, i4 = pack(np.zeros(3, "f4")), pack(np.zeros(3, "i4"))
-    rollout = Rollout("a", 0, i4, i4, f4, scored=Scored("a", f4), own=[(0, 1), (2, 3)])
+    rollout = Rollout("a", 0, i4, i4, f4, scored=Scored("a", f4), own=((0, 1), (2, 3)))
     file = SampleFile(tmp_path / SAMPLES, every=1, count=1)
     file.write(Batch(Version(0, 0), [rollout], [0], []))
     file.close()
     (found,) = read_samples(tmp_path)
-    assert found.own == [(0, 1), (2, 3)]
+    assert found.own == ((0, 1), (2, 3))
 
 
 def test_what_was_quarantined_is_printed_newest_first_with_its_reason(
