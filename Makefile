@@ -31,7 +31,7 @@ test-distill: WHICH = tests/unit/distill tests/test_*.py
 test-distill: $(ENVIRONMENTS)/.installed
 test-packages: WHICH = tests/unit --ignore=tests/unit/distill
 test-faults test-runs test-engines test-ranks test-wide test-distill test-packages: test-%: $(STAMP)
-	PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(WHICH) | sed -u 's/^/$* | /'
+	OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(WHICH) | sed -u 's/^/$* | /'
 
 test-cluster: $(RAY)/.installed  ## roles and whole runs under Slurm and Ray, where they are there; not in `make test`
 	PYTHONUNBUFFERED=1 $(RAY)/bin/python -m pytest --durations=10 tests/cluster -v

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import dashboard
+import forked
 import httpx
 import psutil
 import pytest
@@ -184,15 +184,9 @@ class Command:
     def __init__(self, log: Path, *words: str, env: Mapping[str, str] | None = None) -> None:
         self._log = log
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "distill.cli.main", *words],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
-                cwd=log.parent,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            line = [sys.executable, "-P", "-m", "distill.cli.main", *words]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+            self.process = forked.start(line, environment, output, new_session=True, cwd=log.parent)
 
     @property
     def said(self) -> str:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 import transformers
+from forked import VLLM, Forked, start
 from ports import free_port
 from teacher_completions import check_completions_score_alike
 from tokenizers import Tokenizer, models
@@ -42,6 +43,7 @@ TOLERANCE = 5e-5
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_PLUGINS": PLUGIN,
 }
@@ -96,18 +98,14 @@ class Processes:
     """Servers, and teacher processes that use them; all are stopped together."""
 
     def __init__(self, tmp: Path) -> None:
-        self._tmp, self._started = tmp, list[tuple[str, subprocess.Popen[bytes]]]()
+        self._tmp, self._started = tmp, list[tuple[str, Forked | subprocess.Popen[bytes]]]()
 
     def start(self, *words: str) -> str:
         """URL of a module that is started with the port as its last argument."""
         port, log = free_port(), self._tmp / f"{len(self._started)}.log"
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *words, "--port", str(port)],
-                env=os.environ | ENVIRONMENT,
-                stdout=file,
-                stderr=file,
-            )
+            line = [sys.executable, "-m", *words, "--port", str(port)]
+            process = start(line, os.environ | ENVIRONMENT, file, imports=VLLM)
         self._started.append((f"http://127.0.0.1:{port}", process))
         return self._started[-1][0]
 

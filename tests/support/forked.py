@@ -1,4 +1,4 @@
-"""Start servers and trainers of tests as forks of a process that has imported their libraries.
+"""Start servers, trainers and commands of tests as forks of a process that has imported their libraries.
 
 `distill.launch.fork_server` does so for the roles of a run. Here is no guardian, and the server says how a
 fork ended: `start` gives what Popen would.
@@ -19,28 +19,48 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
-from distill.launch.fork_server import IMPORTS, OURS
+from distill.launch import fork_server
+from distill.launch.fork_server import OURS
 from sync.forking import become, program
 
+VLLM = fork_server.IMPORTS["sync.replica.plugin"]
+_DISTILL = (
+    *("distill.launch.run", "distill.launch.outcome", "distill.planning.estimate"),
+    *("transformers.models.auto.tokenization_auto", "deepspeed.ops", "matplotlib.pyplot"),
+)
+IMPORTS = fork_server.IMPORTS | {
+    "distill.cli.main": _DISTILL,
+    "vllm.entrypoints.openai.api_server": VLLM,
+}
+"""Module → what its server imports; `VLLM` instead for a teacher of that engine."""
 _servers: dict[object, Server] = {}
 """By imports and by what is added to the environment of the tests."""
 
 
 def start(
-    command: Sequence[str], env: Mapping[str, str], log: IO[Any], new_session: bool = False
+    command: Sequence[str],
+    env: Mapping[str, str],
+    log: IO[Any],
+    new_session: bool = False,
+    cwd: Path | None = None,
+    imports: Sequence[str] | None = None,
 ) -> Forked | subprocess.Popen[bytes]:
-    """A role's process, which writes into `log`."""
+    """A process that writes into `log`. Its PYTHONPATH comes first, whatever its server had."""
     found = program(command)
-    imports = IMPORTS.get(found.module) if found else None
+    imports = imports or (IMPORTS.get(found.module) if found else None)
     if imports is None:
-        return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=new_session)
-    common = {name: value for name, value in env.items() if not name.startswith(OURS)}
+        return subprocess.Popen(
+            command, env=env, stdout=log, stderr=log, start_new_session=new_session, cwd=cwd
+        )
+    late = (*OURS, "PYTHONPATH")
+    common = {name: value for name, value in env.items() if not name.startswith(late)}
     key = imports, tuple(sorted(common.items() - os.environ.items()))
     if key not in _servers:
         _servers[key] = Server(imports, common)
-    return _servers[key].fork(command, env, log, new_session)
+    return _servers[key].fork(command, env, log, new_session, cwd)
 
 
 class Forked:
@@ -88,8 +108,15 @@ class Server:
             self._process = subprocess.Popen(line, env=environment, stdin=there, start_new_session=True)
         atexit.register(self._end)
 
-    def fork(self, command: Sequence[str], env: Mapping[str, str], log: IO[Any], new_session: bool) -> Forked:
-        message = json.dumps([list(command), dict(env), new_session]).encode()
+    def fork(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: IO[Any],
+        new_session: bool,
+        cwd: Path | None,
+    ) -> Forked:
+        message = json.dumps([list(command), dict(env), new_session, str(cwd or Path.cwd())]).encode()
         with self._lock:
             socket.send_fds(self._control, [message], [log.fileno()])
             while not self._started:
@@ -132,7 +159,7 @@ def serve(control: socket.socket) -> None:
             message, descriptors, _, _ = socket.recv_fds(control, 1 << 17, 1)
             if not message:
                 return
-            command, environment, new_session = json.loads(message)
+            command, environment, new_session, folder = json.loads(message)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -144,6 +171,8 @@ def serve(control: socket.socket) -> None:
                 for number in (1, 2):
                     os.dup2(descriptors[0], number)
                 os.close(descriptors[0])
+                os.chdir(folder)
+                sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
                 become(command, environment)
             os.close(descriptors[0])
             control.send(json.dumps([pid, None]).encode())

@@ -1,12 +1,14 @@
-"""One rank of four over gloo: cases of sequence parallelism, each beside one process that has whole rows.
+"""Ranks over gloo: cases of sequence parallelism, each beside one process that has whole rows.
 
-python split_ranks.py RANK WORLD MEETING_FILE < cases.json > found.json
+python split_ranks.py WORLD MEETING_FILE < cases.json: rank R writes what it found into MEETING_FILE.R.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import multiprocessing
 import sys
 import traceback
 from dataclasses import replace
@@ -127,14 +129,14 @@ def rows_of_length(copies: int) -> Any:
     return rows(3, range(copies), False)
 
 
-def main(rank: int, world: int, meeting: str) -> None:
+def main(rank: int, world: int, meeting: str, cases: list[dict[str, Any]]) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     method, limit = f"file://{meeting}", timedelta(seconds=1200)
     deepspeed.init_distributed(
         "gloo", False, init_method=method, rank=rank, world_size=world, timeout=limit, verbose=False
     )
     found = []
-    for case in json.load(sys.stdin):
+    for case in cases:
         try:
             found.append(compared(copy.deepcopy(case), Ranks(rank, world, CPU)))
         except DistillError as error:
@@ -148,4 +150,13 @@ def main(rank: int, world: int, meeting: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    size, cases_ = int(sys.argv[1]), json.load(sys.stdin)
+    gc.freeze()
+    forks = [
+        multiprocessing.Process(target=main, args=(rank, size, sys.argv[2], cases_)) for rank in range(size)
+    ]
+    for fork in forks:
+        fork.start()
+    for fork in forks:
+        fork.join()
+    sys.exit(any(fork.exitcode for fork in forks))

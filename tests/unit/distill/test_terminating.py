@@ -49,6 +49,7 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -
     try:
         while not (children := psutil.Process(ours.pid).children()):
             assert ours.poll() is None
+            time.sleep(0.05)
         time.sleep(1.0)  # subprocess itself is not interrupted: it would not know the child yet
         ours.send_signal(signal.SIGTERM)
         assert ours.wait(30) == 128 + signal.SIGTERM

@@ -63,16 +63,15 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
     """Of every rank, what it found for each case."""
     meeting, names = tmp_path_factory.mktemp("ranks") / "meet", [*SAME, *REFUSED]
     cases = json.dumps([*SAME.values(), *(one for one, _ in REFUSED.values())])
-    argv = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/split_ranks.py")]
-    started = [
-        subprocess.Popen([*argv, str(rank), str(WORLD), str(meeting)], stdin=subprocess.PIPE, text=True)
-        for rank in range(WORLD)
+    argv = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(ROOT / "tests/support/split_ranks.py"),
+        str(WORLD),
+        str(meeting),
     ]
-    for process in started:
-        assert process.stdin is not None
-        process.stdin.write(cases)
-        process.stdin.close()
-    assert [process.wait(timeout=1200) for process in started] == [0] * WORLD
+    subprocess.run(argv, input=cases, text=True, check=True, timeout=1200)
     found = [json.loads(Path(f"{meeting}.{rank}").read_text()) for rank in range(WORLD)]
     return [dict(zip(names, one, strict=True)) for one in found]
 
