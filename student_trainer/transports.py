@@ -20,19 +20,17 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.engine import Learner
 from student_trainer.gathering import Gathering
-from sync.address import token_from_environment
-from sync.broadcast import BroadcastSender, own_address
+from sync.address import own_address, token_from_environment
+from sync.broadcast import BroadcastSender
 from sync.buckets import nbytes
-from sync.decoding import convert
 from sync.delta.codec import Bits
 from sync.errors import SnapshotError, StoreError, Unreachable
-from sync.publish import Publisher, PublishReport
+from sync.publish import Publisher
 from sync.retry import retrying
 from sync.snapshots.admin import Collected, gc
 from sync.stores import open_store
@@ -111,8 +109,7 @@ def open_transport(
     if settings.transport == "broadcast":
         sender = None
         if ranks.rank == 0:
-            controller, token = urlsplit(config.controller_url), token_from_environment()
-            host = own_address(controller.hostname or "127.0.0.1", controller.port or 80)
+            host, token = own_address(config.controller_url), token_from_environment()
             sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
         keeping = None
         if config.keep_every is not None:
@@ -170,21 +167,21 @@ class SnapshotTransport:
     def _anchor(self, version: Version, folder: Path, shards: dict[str, Any]) -> bool:
         own, kind = folder if self._rank0 else None, "lora" if self._learner.weights.adapters else "full"
         try:
-            report = self._publisher.anchor(version, self._parent, own, shards, kind)  # type: ignore[arg-type]
+            published = self._publisher.anchor(version, self._parent, own, shards, kind)  # type: ignore[arg-type]
         finally:
             if own is not None:
                 shutil.rmtree(own, ignore_errors=True)
-        due = self._report(report)
+        due = self._report(published)
         if self._rank0 and time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + _COLLECT_SECONDS
             Thread(target=self._collect_garbage, name="collect", daemon=True).start()
         return due
 
-    def _report(self, report: PublishReport) -> bool:
+    def _report(self, published: Published) -> bool:
         """Adapters always go whole; else an anchor is due when the deltas since the last cost too much."""
         if self._rank0:
-            self._client.report(convert(report, Published, from_attributes=True))
-        return self._learner.weights.adapters or report.anchor_due
+            self._client.report(published)
+        return self._learner.weights.adapters or self._publisher.anchor_due
 
     def _collect_garbage(self) -> None:
         """What fails, or is cut off by the end of the process, is made up for by a later one."""

@@ -76,6 +76,14 @@ Place = str | Address
 """Where a server is: its URL, or an address that registers."""
 
 
+def address_towards(host: str, port: int) -> str:
+    """This machine's address as seen on the way to `host`; nothing is sent. Raises OSError."""
+    family, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
+
+
 def own_address(url: str) -> str:
     """The address by which this machine reaches the server at `url`, and others of its network reach it.
 
@@ -83,10 +91,7 @@ def own_address(url: str) -> str:
     """
     parts = httpx.URL(checked_url(url))
     try:
-        family, *_, there = socket.getaddrinfo(parts.host, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)  # sends nothing
-            return str(probe.getsockname()[0])
+        return address_towards(parts.host, parts.port or 80)
     except OSError as error:
         raise ConfigError(f"{url} cannot be reached from this machine ({error}): give another URL") from None
 

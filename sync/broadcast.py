@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +50,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 import torch
 
+from sync.address import address_towards
 from sync.buckets import Digests, Plan, nbytes
 from sync.decoding import json_decoder
 from sync.errors import SnapshotError, Unreachable
@@ -65,19 +65,6 @@ _GLANCE_SECONDS: Final = 0.25
 _NEW: Final = ""
 """In the place of a group's name: none is held, or a new one is formed."""
 T = TypeVar("T")
-
-
-def own_address(host: str, port: int) -> str:
-    """This machine's address as seen on the way to `host`; nothing is sent."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
-
-
-def _own_address_for(ticket: BroadcastTicket) -> str:
-    host, _, port = ticket.address.rpartition(":")
-    return own_address(host, int(port))
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
@@ -280,8 +267,9 @@ class Receiver:
         with contextlib.ExitStack() as failed:
             visitor = Visitor(ticket.address, self._key, self.timeout)
             failed.callback(visitor.close)
-            store, own = Meeting(visitor.ask, ticket.group, self.timeout), _own_address_for(ticket)
-            members = ticket.rank, ticket.world_size
+            store = Meeting(visitor.ask, ticket.group, self.timeout)
+            host, _, port = ticket.address.rpartition(":")
+            own, members = address_towards(host, int(port)), (ticket.rank, ticket.world_size)
             group = Group(store, *members, own, self.timeout, self.device, visitor.close)
             failed.pop_all()
         return group

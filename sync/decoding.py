@@ -36,7 +36,7 @@ def msgpack_decoder(
     return _msgpack[kind]
 
 
-def convert(value: object, kind: type[T], from_attributes: bool = False) -> T:
+def convert(value: object, kind: type[T]) -> T:
     """`msgspec.convert`."""
     json_decoder(kind)  # learns its fields
-    return msgspec.convert(value, kind, from_attributes=from_attributes)
+    return msgspec.convert(value, kind)

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -31,9 +30,9 @@ from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import BITS, refused, without_code
 from sync.snapshots.manifest import File, Manifest, Part, dump, latest_key, load, version_key
 from sync.stores import Store, read_small
-from sync.wire import RunIdentity, Version
+from sync.wire import Published, RunIdentity, Version
 
-__all__ = ["PublishReport", "Publisher", "Slice"]
+__all__ = ["Publisher", "Slice"]
 
 logger = logging.getLogger(__name__)
 _POLL: Final = (0.005, 0.25)  # seconds between two looks for a receipt: first, longest
@@ -43,32 +42,13 @@ _SLOW_STORE: Final = 5e6
 """Bytes per second below which codec "small" is the sooner one (docs/weight-sync.md, "Which codec")."""
 
 
-@dataclass(frozen=True)
-class PublishReport:
-    """What one call published."""
-
-    version: Version
-    kind: Literal["full", "delta", "lora"]
-    bytes: int
-    """Of the version; on ranks above 0, of this rank's file."""
-    full_bytes: int
-    """Of a full snapshot; on ranks above 0, of this rank's shard."""
-    seconds: float
-    anchor_due: bool
-    """The next version should be an anchor; meaningful on rank 0."""
-    encode_seconds: float = 0.0
-    """Of `seconds`, those in which this rank coded its delta; 0 of an anchor."""
-    note: str = ""
-    """What codec "auto" chose for the deltas that follow, where that changed."""
-
-
 class Publisher:
     """One rank's half of the protocol; every rank makes the same calls in the same order.
 
     `anchor` comes first; `delta` then takes the last published version as its base. Calls may come from any
     thread and are done one after the other; arrays must not change while a call runs. The publisher keeps a
-    copy of the shard (`BaseShard`). After an error `anchor_due` is true: publish an anchor next, under a new
-    version.
+    copy of the shard (`BaseShard`). What is returned is of the version, on ranks above 0 of their file and
+    shard. After an error `anchor_due` is true: publish an anchor next, under a new version.
     """
 
     def __init__(
@@ -97,7 +77,10 @@ class Publisher:
 
     @property
     def anchor_due(self) -> bool:
-        """There is no base to build on, or the deltas since the last anchor cost `anchor_share` full ones."""
+        """There is no base to build on, or the deltas since the last anchor cost `anchor_share` full ones.
+
+        Meaningful on rank 0.
+        """
         return self._base is None or self._delta_bytes >= self._config.anchor_share * self._full_bytes
 
     @property
@@ -114,7 +97,7 @@ class Publisher:
         folder: Path | None,
         shards: Mapping[str, Bits],
         kind: Literal["full", "lora"] = "full",
-    ) -> PublishReport:
+    ) -> Published:
         """Publish a version that needs no other: rank 0 uploads `folder`; other ranks pass None.
 
         The folder is a Hugging Face checkpoint or, for kind "lora", an adapter as peft saves it.
@@ -133,10 +116,16 @@ class Publisher:
             self._held = held
             self._base, self._parent = version, parent
             self._delta_bytes, self._full_bytes = 0, total
-            seconds, note = time.monotonic() - start, self._note() if kind == "full" else ""
-            return PublishReport(version, kind, total, total, seconds, self.anchor_due, note=note)
+            return Published(
+                version=version,
+                kind=kind,
+                bytes=total,
+                full_bytes=total,
+                seconds=time.monotonic() - start,
+                note=self._note() if kind == "full" else "",
+            )
 
-    def delta(self, version: Version, shards: Mapping[str, Bits]) -> PublishReport:
+    def delta(self, version: Version, shards: Mapping[str, Bits]) -> Published:
         """Publish the difference to the last version that this publisher published.
 
         Raises SnapshotError when there is none or the ranks disagree about it, AlreadyPublished when the
@@ -149,7 +138,10 @@ class Publisher:
                 raise SnapshotError(f"{version} has no base to be a delta of: publish an anchor first")
             self._check(shards)
             begun = time.monotonic()
-            data = self._encode(version, base, self._held, shards)
+            header = Header(
+                self._run.name, self._fingerprint, version, base, self._rank, self._world_size, []
+            )
+            data = self._held.delta(header, self._slices, shards, self.codec)
             encode_seconds = time.monotonic() - begun
             part = self._write_file(version, base, data)
             size, full = part.file.size, self._shard_bytes
@@ -158,8 +150,15 @@ class Publisher:
             self._held.advance(shards)
             self._base = version
             self._delta_bytes += size
-            seconds, due = time.monotonic() - start, self.anchor_due
-            return PublishReport(version, "delta", size, full, seconds, due, encode_seconds, self._note())
+            return Published(
+                version=version,
+                kind="delta",
+                bytes=size,
+                full_bytes=full,
+                seconds=time.monotonic() - start,
+                encode_seconds=encode_seconds,
+                note=self._note(),
+            )
 
     def _note(self) -> str:
         if self._config.codec != "auto" or self._store_speed is None or self.codec == self._told:
@@ -193,10 +192,6 @@ class Publisher:
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
         if size >= _TIMED_BYTES:
             self._store_speed = size / seconds
-
-    def _encode(self, version: Version, base: Version, held: BaseShard, shards: Mapping[str, Bits]) -> bytes:
-        header = Header(self._run.name, self._fingerprint, version, base, self._rank, self._world_size, [])
-        return held.delta(header, self._slices, shards, self.codec)
 
     def _write_file(self, version: Version, base: Version, data: bytes) -> Part:
         """Write this rank's delta file, and its receipt above rank 0."""

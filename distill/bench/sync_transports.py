@@ -34,7 +34,7 @@ from distill.rollout.replica_client import HttpReplica
 from sync import wire
 from sync.address import TOKEN_VARIABLE, token_from_environment
 from sync.errors import ConfigError, DistillError
-from sync.publish import Publisher, PublishReport, Slice
+from sync.publish import Publisher, Slice
 from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.stores import Store
@@ -136,7 +136,7 @@ class Versions:
             store, wire.RunIdentity(RUN, model=checkpoint.fingerprint(self._folder)), slices
         )
 
-    def publish(self, kind: str) -> PublishReport:
+    def publish(self, kind: str) -> wire.Published:
         """The next version; a delta needs a full one before it."""
         version = wire.Version(0, self._step)
         for array in self._arrays.values() if self._step else ():

@@ -21,7 +21,6 @@ from student_trainer.loop import Outcome, Trainer, checkpoint_due, finish, train
 from student_trainer.ranks import Ranks
 from student_trainer.transports import Publishing, SnapshotTransport
 from sync.errors import DataError, StoreError, Unreachable
-from sync.publish import PublishReport
 from sync.snapshots.admin import Collected, Odd
 from sync.wire import (
     CheckpointSaved,
@@ -274,20 +273,21 @@ class FakePublisher:
 
     def anchor(
         self, version: Version, parent: Version | None, folder: Path | None, shards: Any, kind: Any
-    ) -> PublishReport:
+    ) -> Published:
         assert folder is not None
         assert folder.is_dir()
         return self._report(kind, version)
 
-    def delta(self, version: Version, shards: Any) -> PublishReport:
+    def delta(self, version: Version, shards: Any) -> Published:
         return self._report("delta", version)
 
-    def _report(self, kind: Any, version: Version) -> PublishReport:
+    def _report(self, kind: Any, version: Version) -> Published:
         if self.failures:
             self.failures -= 1
             raise StoreError("disk full")
         self.done.append((kind, version.step))
-        return PublishReport(version, kind, 5, 10, 0.1, anchor_due=version.step == 2)
+        self.anchor_due = version.step == 2
+        return Published(version=version, kind=kind, bytes=5, full_bytes=10, seconds=0.1)
 
 
 def nothing_collected() -> Collected:
