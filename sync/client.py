@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import aiohttp
 import httpx
@@ -56,18 +56,30 @@ _FAILED: Final = (aiohttp.ClientError, httpx.RequestError, TimeoutError)
 _RETRIED: Final = (Overloaded, _Unavailable, *_FAILED)
 
 
-class _Answer(NamedTuple):
-    """A whole answer."""
+class _Answer:
+    """One answer, whose parts are added as they come, up to a limit."""
 
-    url: str
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
+    def __init__(self, url: str, status: int, headers: Mapping[str, str]) -> None:
+        """Raises RemoteError for an encoded answer, or one that announces too much."""
+        self.url, self.status, self.headers, self.content = url, status, headers, bytearray()
+        self._most = MAX_ANSWER if status == 200 else MAX_REFUSAL
+        _check_plain(url, headers)
+        length = headers.get("content-length", "0")
+        self._check(int(length) if length.isdecimal() else 0)
+
+    def _check(self, length: int) -> None:
+        if length > self._most:
+            raise RemoteError(f"{self.url} answered with more than {self._most} bytes: ask for fewer at once")
+
+    def add(self, part: bytes) -> None:
+        """Take the next part. Raises RemoteError when the answer is too long."""
+        self.content += part
+        self._check(len(self.content))
 
     def body(self, retry: bool) -> bytes:
         """The content of a 200. Raises what any other status means; with `retry`, 502-504 as _Unavailable."""
         if self.status == 200:
-            return self.content
+            return bytes(self.content)
         if retry and self.status in (502, 503, 504):
             raise _Unavailable(f"status {self.status}")
         try:
@@ -87,33 +99,6 @@ class _Answer(NamedTuple):
         return self.body(retry=False)
 
 
-class _Bounded:
-    """Parts of one answer, up to a limit."""
-
-    def __init__(self, url: str, status: int, headers: Mapping[str, str]) -> None:
-        """Raises RemoteError for an encoded answer, or one that announces too much."""
-        self._url, self._status, self._headers, self._content = url, status, headers, bytearray()
-        self._most = MAX_ANSWER if status == 200 else MAX_REFUSAL
-        _check_plain(url, headers)
-        length = headers.get("content-length", "0")
-        self._check(int(length) if length.isdecimal() else 0)
-
-    def _check(self, length: int) -> None:
-        if length > self._most:
-            raise RemoteError(
-                f"{self._url} answered with more than {self._most} bytes: ask for fewer at once"
-            )
-
-    def add(self, part: bytes) -> None:
-        """Take the next part. Raises RemoteError when the answer is too long."""
-        self._content += part
-        self._check(len(self._content))
-
-    def answer(self) -> _Answer:
-        """All parts, at the end."""
-        return _Answer(self._url, self._status, self._headers, bytes(self._content))
-
-
 def _check_plain(url: str, headers: Mapping[str, str]) -> None:
     """Raise RemoteError for an answer that would have to be decompressed."""
     encoding = headers.get("content-encoding", "identity")
@@ -122,10 +107,10 @@ def _check_plain(url: str, headers: Mapping[str, str]) -> None:
 
 
 async def _read(response: aiohttp.ClientResponse) -> _Answer:
-    bounded = _Bounded(str(response.url), response.status, response.headers)
+    answer = _Answer(str(response.url), response.status, response.headers)
     async for part in response.content.iter_any():
-        bounded.add(part)
-    return bounded.answer()
+        answer.add(part)
+    return answer
 
 
 def _headers(token: str | None) -> dict[str, str]:
@@ -376,10 +361,10 @@ class BlockingPeer:
         with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
             if response.status_code == 200:
                 self._claim.check(self.url, response.headers)
-            bounded = _Bounded(str(response.url), response.status_code, response.headers)
+            answer = _Answer(str(response.url), response.status_code, response.headers)
             for part in response.iter_raw():
-                bounded.add(part)
-            return bounded.answer()
+                answer.add(part)
+            return answer
 
     def close(self) -> None:
         self._http.close()
