@@ -24,6 +24,7 @@ from student_trainer.config import TrainerConfig
 from sync.address import own_address, token_from_environment
 from sync.client import BlockingPeer
 from sync.errors import DistillError, RemoteError, Unreachable
+from sync.retry import retrying
 from sync.wire import Gang, GangJoins
 
 log = logging.getLogger(__name__)
@@ -57,18 +58,17 @@ class Member:
         Raises Unreachable when machines are missing for trainer.init_timeout_seconds, RemoteError when this
         one is refused.
         """
-        began = time.monotonic()
-        while True:
-            try:
-                gang, problem = self._told(), ""
-            except Unreachable as error:
-                gang, problem = None, str(error)
-            if gang is not None and gang.address is not None:
-                return gang
-            if time.monotonic() - began > self._limit:
-                missing = problem or f"machines {gang and gang.missing} of the trainer have not joined"
-                raise Unreachable(f"{missing} for trainer.init_timeout_seconds = {self._limit:g} s")
-            time.sleep(RETRY_SECONDS)
+
+        def joined() -> Gang:
+            if (gang := self._told()).address is None:
+                raise Unreachable(f"machines {gang.missing} of the trainer have not joined")
+            return gang
+
+        again = retrying(Unreachable, within=self._limit, first=RETRY_SECONDS, longest=RETRY_SECONDS)
+        try:
+            return again(joined)
+        except Unreachable as error:
+            raise Unreachable(f"{error} for trainer.init_timeout_seconds = {self._limit:g} s") from None
 
     def _told(self) -> Gang:
         return self._peer.call("/v1/gang", self._joins, Gang)

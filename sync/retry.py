@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,8 @@ from tenacity import (
     Retrying,
     retry_if_exception,
     stop_after_attempt,
-    stop_any,
     stop_before_delay,
+    wait_exponential,
 )
 
 Retried = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], bool]
@@ -53,8 +54,8 @@ def pause_told(retry_after: str) -> float:
 def retrying(
     on: Retried,
     *,
-    within: float | None = None,
-    attempts: int | None = None,
+    within: float = math.inf,
+    attempts: int = sys.maxsize,
     first: float = 0.05,
     longest: float = 2.0,
     note: Callable[[BaseException], None] | None = None,
@@ -63,7 +64,7 @@ def retrying(
 
     An error's `retry_after` (`sync.errors.Overloaded`) lengthens the pause before the next call. `within`:
     seconds after which the last error is raised, at once if the next pause would end later; `attempts`: calls
-    after which it is; None: never. `note` hears of every error that is retried, before the pause.
+    after which it is. `note` hears of every error that is retried, before the pause.
     """
     return Retrying(
         before_sleep=None if note is None else lambda state: note(_error(state)),
@@ -71,37 +72,24 @@ def retrying(
     )
 
 
-def retrying_async(
-    on: Retried, *, within: float | None = None, first: float = 0.05, longest: float = 2.0
-) -> AsyncRetrying:
+def retrying_async(on: Retried, *, within: float = math.inf) -> AsyncRetrying:
     """`await retrying_async(...)(coroutine_function, *arguments)`: see `retrying`."""
-    return AsyncRetrying(sleep=asyncio.sleep, **_policy(on, within, None, first, longest))
+    return AsyncRetrying(sleep=asyncio.sleep, **_policy(on, within, sys.maxsize, 0.05, 2.0))
 
 
-def _policy(
-    on: Retried, within: float | None, attempts: int | None, first: float, longest: float
-) -> dict[str, Any]:
-    is_retried = (lambda e: isinstance(e, on)) if isinstance(on, type | tuple) else on
-    stops = [
-        *([] if within is None else [stop_before_delay(within)]),
-        *([] if attempts is None else [stop_after_attempt(attempts)]),
-    ]
-    return {
-        "retry": retry_if_exception(is_retried),
-        "wait": _wait(first, longest),
-        "stop": stop_any(*stops),
-        "reraise": True,
-    }
-
-
-def _wait(first: float, longest: float) -> Callable[[RetryCallState], float]:
-    """Pauses of one call; tenacity keeps one state for all attempts at it."""
+def _policy(on: Retried, within: float, attempts: int, first: float, longest: float) -> dict[str, Any]:
+    doubled = wait_exponential(first, longest)
 
     def pause(state: RetryCallState) -> float:
-        doubled = min(first * 2.0 ** min(state.attempt_number - 1, 60), longest)
-        return max(doubled, getattr(_error(state), "retry_after", 0.0))
+        return max(doubled(state), getattr(_error(state), "retry_after", 0.0))
 
-    return pause
+    is_retried = (lambda e: isinstance(e, on)) if isinstance(on, type | tuple) else on
+    return {
+        "retry": retry_if_exception(is_retried),
+        "wait": pause,
+        "stop": stop_before_delay(within) | stop_after_attempt(attempts),
+        "reraise": True,
+    }
 
 
 def _error(state: RetryCallState) -> BaseException:
