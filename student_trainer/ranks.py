@@ -8,9 +8,7 @@ the firewall.
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,11 +21,10 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from student_trainer.launch import RENDEZVOUS
-from sync.durable import RETRY_SECONDS, is_full
+from sync.durable import until_disk_space
 from sync.errors import ConfigError
 from sync.server import bind_alone
 
-log = logging.getLogger(__name__)
 _SCHEME: Final = "own-address"
 
 
@@ -82,23 +79,7 @@ def all_done(ranks: Ranks, what: str, work: Callable[[], None]) -> None:
     All ranks wait for the one that has no room, so that no collective is left half-way: `work` may be
     collective only if a full disk makes it raise behind its last collective. Other errors are raised.
     """
-    waiting = False
-    while True:
-        problem: Exception | None = None
-        try:
-            work()
-        except Exception as error:  # tokenizers raises no narrower one when it cannot write
-            if not is_full(error):
-                raise
-            problem = error
-        if not ranks.highest(problem is not None):
-            break
-        if not waiting:
-            log.error("disk full: %s waits for space, training pauses (%s)", what, problem or "another rank")
-        waiting = True
-        time.sleep(RETRY_SECONDS)
-    if waiting:
-        log.warning("%s has space again, training continues", what)
+    until_disk_space(work, what, "training", lambda full: bool(ranks.highest(full)))
 
 
 # --- where they meet ----------------------------------------------------------------------------------------

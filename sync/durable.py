@@ -102,20 +102,29 @@ def append(path: Path, data: bytes, durable: bool = False) -> bool:
         os.close(handle)
 
 
-def until_disk_space(work: Callable[[], T], what: str, pause: float = RETRY_SECONDS) -> T:
-    """What `work` returns, repeated while the disk is full, which is said once. `work` is all or nothing."""
+def until_disk_space(
+    work: Callable[[], T], what: str, paused: str = "the run", anywhere: Callable[[bool], bool] = bool
+) -> T:
+    """What `work` returns, repeated while the disk is full, which is said once. `work` is all or nothing.
+
+    `paused`: what waits with it. `anywhere`: whether a disk is full, given whether one is in this process.
+    """
     waiting = False
     while True:
+        problem: Exception | None = None
         try:
             result = work()
         except Exception as error:  # libraries in other languages have kinds of their own
             if not is_full(error):
                 raise
-            if not waiting:
-                _log.error("disk full: %s waits for space, the run pauses (%s)", what, error)
-            waiting = True
-            time.sleep(pause)
-        else:
-            if waiting:
-                _log.warning("%s has space again, the run continues", what)
-            return result
+            problem = error
+        if not anywhere(problem is not None):
+            break
+        if not waiting:
+            why = problem or "another rank"
+            _log.error("disk full: %s waits for space, %s pauses (%s)", what, paused, why)
+        waiting = True
+        time.sleep(RETRY_SECONDS)
+    if waiting:
+        _log.warning("%s has space again, %s continues", what, paused)
+    return result

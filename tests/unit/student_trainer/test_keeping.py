@@ -27,6 +27,7 @@ from student_trainer import ranks as room
 from student_trainer.checkpoint_files import Index
 from student_trainer.ledger import Ledger, read, repeated
 from student_trainer.ranks import Ranks
+from sync import durable
 from sync.errors import DataError
 from sync.wire import Version
 
@@ -243,7 +244,7 @@ def test_a_save_blocks_on_a_full_disk_and_latest_is_never_half_a_checkpoint(
     saved(tmp_path, 2)
     seen: list[Path | None] = []
     found = SimpleNamespace(sleep=lambda _: seen.append(checkpoint.find(tmp_path, None, ALONE)))
-    monkeypatch.setattr(room, "time", found)
+    monkeypatch.setattr(durable, "time", found)
     full_once(monkeypatch, where, name, harm)
     saved(tmp_path, 4)
     assert seen == [tmp_path / str(Version(0, 2))], "while it waits, the one before is the newest"
@@ -265,7 +266,7 @@ def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
             if len(seen) == 2:
                 free(disk)
 
-        monkeypatch.setattr(room, "time", SimpleNamespace(sleep=wait))
+        monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=wait))
         saved(disk, 4)
         assert seen == [disk / str(Version(0, 2))] * 2
         engine, path = FileEngine(), checkpoint.find(disk, None, ALONE)
@@ -349,7 +350,7 @@ def test_a_line_that_a_crash_cut_off_does_not_count(tmp_path: Path) -> None:
 def test_a_rank_writes_its_line_once_while_another_waits_for_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=lambda _: None))
     meeting, left = Meeting(2), [1]
     ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
 

@@ -19,13 +19,13 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from distill.bench.faults import BALLAST, free
-from student_trainer import ranks
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, with_adapters
 from student_trainer.head import HeadShape
 from student_trainer.model_check import check_head
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, copy_of
+from sync import durable
 from sync.publish import Publisher
 from sync.snapshots.checkpoint import bits, fingerprint, tensors
 from sync.wire import RunIdentity, Version
@@ -82,7 +82,7 @@ def test_a_folder_is_waited_for_whatever_part_of_it_finds_the_disk_full(
                 waits.append(pages)
                 free(disk)
 
-            monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=wait))
+            monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=wait))
             leave(disk, pages)
             weights.save_folder(disk / "out", tokenizer)
             assert {path.name: path.read_bytes() for path in (disk / "out").iterdir()} == wanted
