@@ -50,12 +50,6 @@ class TensorAt(NamedTuple):
     nbytes: int
 
 
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
 def tensors(folder: Path) -> dict[str, TensorAt]:
     """Every tensor of every *.safetensors file in `folder`, by name.
 
@@ -93,18 +87,17 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorAt]]:
         raise SnapshotError(f"{file} states a header of {length} bytes: it was cut or altered")
     try:
         with safe_open(file, framework="numpy"):
-            entries = json_decoder(dict[str, msgspec.Raw]).decode(text)
-        entries.pop("__metadata__", None)
-        decoded = {name: json_decoder(_Entry).decode(raw) for name, raw in entries.items()}
+            entries = msgspec.json.decode(text)
     except _UNREADABLE as error:
         raise SnapshotError(f"{file} cannot be read as safetensors: {error}; it was cut or altered") from None
-    for name, entry in decoded.items():
-        if entry.dtype not in _KINDS:
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        if (dtype := entry["dtype"]) not in _KINDS:
             raise SnapshotError(
-                f"tensor {name!r} of {file} has dtype {entry.dtype}: use one of {', '.join(_KINDS)}"
+                f"tensor {name!r} of {file} has dtype {dtype}: use one of {', '.join(_KINDS)}"
             )
-        start, end = entry.data_offsets
-        yield name, TensorAt(file, _KINDS[entry.dtype][0], entry.shape, 8 + length + start, end - start)
+        start, end = entry["data_offsets"]
+        yield name, TensorAt(file, _KINDS[dtype][0], tuple(entry["shape"]), 8 + length + start, end - start)
 
 
 def bits(places: Mapping[str, TensorAt], writable: bool = False) -> dict[str, np.ndarray]:
@@ -122,11 +115,6 @@ def bits(places: Mapping[str, TensorAt], writable: bool = False) -> dict[str, np
 def digest(array: np.ndarray) -> str:
     """BLAKE3 hex of an array's bytes (1-D, contiguous)."""
     return blake3(array.view(np.uint8).data).hexdigest()
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """BLAKE3 hex of each tensor's bytes in a checkpoint folder, by name."""
-    return {name: digest(array) for name, array in bits(tensors(folder)).items()}
 
 
 def model_fingerprint(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
@@ -218,11 +206,6 @@ class TensorMeta(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-
-
-def meta_of(name: str, tensor: Tensor) -> TensorMeta:
-    """Description of a tensor."""
-    return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from flat_tensors import digests
 from huggingface_hub import ModelCard
 from ports import free_port
 from run_on_words import ROOT, over, prepare
@@ -141,7 +142,7 @@ async def test_both_proofs_hold_for_adapters_and_fail_on_a_planted_difference(se
         await update(peer, 2)
         await update(late, 2)
         states = [await one.call("/distill/v1/state?digests=1", None, ReplicaState) for one in (peer, late)]
-        assert states[0].digests == states[1].digests == checkpoint.digests(adapters[1])
+        assert states[0].digests == states[1].digests == digests(adapters[1])
         scores = [await prompt_logprobs(one, SEQUENCES, "student") for one in (server, fresh)]
         assert scores[0] == scores[1]
         assert scores[0][0] != (await prompt_logprobs(server, SEQUENCES[:1]))[0], "the base alone"
@@ -159,7 +160,7 @@ async def test_an_adapter_by_broadcast_is_the_one_from_the_store_and_a_whole_che
         with pytest.raises(RemoteError, match=r"409.* a whole checkpoint and this replica .* an adapter"):
             await broadcast(late, base, 51)
         state = await late.call("/distill/v1/state?digests=1", None, ReplicaState)
-        assert (state.version, state.digests) == (Version(1, 50), checkpoint.digests(adapters[1]))
+        assert (state.version, state.digests) == (Version(1, 50), digests(adapters[1]))
         scores = [await prompt_logprobs(one, SEQUENCES, "student") for one in (server, fresh)]
         assert scores[0] == scores[1]
         await update(late, 1)
@@ -277,4 +278,4 @@ def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_pa
     assert found.keys() == start.keys()
     assert any(not torch.equal(found[name], start[name]) for name in start)
     call("export", str(run), str(tmp_path / "adapter"), "--adapter")
-    assert checkpoint.digests(tmp_path / "adapter") == checkpoint.digests(run / "final")
+    assert digests(tmp_path / "adapter") == digests(run / "final")

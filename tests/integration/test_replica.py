@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from flat_tensors import digests
 from safetensors.torch import load_file, save_file
 from vllm_replica import (
     CONTEXT,
@@ -31,7 +32,6 @@ from distill.cli.verify_engines import prompt_scores
 from distill.launch.supervise import first_error
 from student_trainer.objectives.divergences import mask_log_mass
 from sync.errors import ConfigError, RemoteError
-from sync.snapshots import checkpoint
 from sync.wire import (
     Generated,
     GenerateFailed,
@@ -195,8 +195,8 @@ async def test_worker_digests_are_the_published_ones_and_fail_on_a_planted_diffe
     async with server.peer() as peer:
         await update(peer, 3)
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
-    assert state.digests == checkpoint.digests(folders[2])
-    assert state.digests != checkpoint.digests(folders[3])
+    assert state.digests == digests(folders[2])
+    assert state.digests != digests(folders[3])
     assert (state.version, state.requests) == (Version(1, 3), 0)
 
 
@@ -320,7 +320,7 @@ async def test_an_altered_snapshot_keeps_the_old_version(server, setup):
             await update(peer, 99)
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
         assert state.version == old.version
-        assert state.digests == checkpoint.digests(versions.folders[1])
+        assert state.digests == digests(versions.folders[1])
         assert (await generate(peer, [[5]], max_tokens=4))[0].spans == [VersionSpan(old.version, 0, 4)]
 
 
@@ -334,7 +334,7 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
         await update(peer, 1)
         assert (await broadcast(peer, folders[1], 50)).version == Version(1, 50)
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
-        assert state.digests == checkpoint.digests(folders[1])
+        assert state.digests == digests(folders[1])
         assert error(folders[1], [5, 6], (await generate(peer, [[5, 6]], max_tokens=24))[0]) < TOLERANCE
 
         with pytest.raises(RemoteError, match=r"409.*the old version goes on: .*publish a whole checkpoint"):
@@ -342,14 +342,14 @@ async def test_a_broadcast_reaches_the_engine_and_a_failed_one_keeps_the_old_ver
         with pytest.raises(RemoteError, match=r"is an adapter and this replica .* for a whole checkpoint"):
             await broadcast(peer, adapter, 52)
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
-        assert (state.version, state.digests) == (Version(1, 50), checkpoint.digests(folders[1]))
+        assert (state.version, state.digests) == (Version(1, 50), digests(folders[1]))
         (answer,) = await generate(peer, [[5, 6]], max_tokens=24)
         assert answer.spans == [VersionSpan(Version(1, 50), 0, 24)]
         assert error(folders[1], [5, 6], answer) < TOLERANCE
 
         assert (await update(peer, 1)).bytes_read == 0, "the mirror holds step 1 still"
         state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
-        assert (state.version, state.digests) == (Version(1, 1), checkpoint.digests(folders[0]))
+        assert (state.version, state.digests) == (Version(1, 1), digests(folders[0]))
 
 
 async def test_only_the_token_opens_a_route_and_health_is_open(server):
@@ -430,7 +430,7 @@ async def test_two_workers_with_an_untied_head_biases_and_rows_without_a_token_t
                     expected = whole[torch.arange(len(tokens)), tokens].numpy()
                     assert float(np.abs(unpack(answer.logprob) - expected).max()) < TOLERANCE
             state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)
-            assert (state.digests, state.workers) == (checkpoint.digests(folders[0]), 2)
+            assert (state.digests, state.workers) == (digests(folders[0]), 2)
         (core,) = (p for p in psutil.Process(server.process.pid).children() if "EngineCore" in p.name())
         core.send_signal(signal.SIGILL)
         await asyncio.to_thread(server.process.wait, 60)

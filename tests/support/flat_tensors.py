@@ -1,13 +1,15 @@
-"""Tensors of one process as a broadcast sends them."""
+"""Tensors of one process as a broadcast sends them, and digests of those in a folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
 from sync.buckets import BUCKET_BYTES, Plan
-from sync.snapshots.checkpoint import meta_of
+from sync.snapshots import checkpoint
+from sync.snapshots.checkpoint import TensorMeta
 
 
 def plan_of(
@@ -16,7 +18,10 @@ def plan_of(
     adapter_config: str | None = None,
 ) -> Plan:
     """For these tensors, in their order."""
-    metas = [meta_of(name, tensor) for name, tensor in weights.items()]
+    metas = [
+        TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in weights.items()
+    ]
     return Plan(metas, bucket_bytes, adapter_config)
 
 
@@ -27,3 +32,9 @@ def buckets_of(plan: Plan, weights: Mapping[str, torch.Tensor]) -> Iterator[torc
         view.copy_(weights[name])
     for bucket in plan.buckets:
         yield whole_N[bucket.start : bucket.stop]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """BLAKE3 hex of each tensor's bytes in a checkpoint folder, by name."""
+    arrays = checkpoint.bits(checkpoint.tensors(folder))
+    return {name: checkpoint.digest(array) for name, array in arrays.items()}

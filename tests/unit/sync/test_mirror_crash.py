@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flat_tensors import digests
 from safetensors.numpy import save_file
 
 from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
-from sync.snapshots.checkpoint import digests
 from sync.stores.directory import DirectoryStore
 from sync.subscribe import Mirror
 from sync.wire import RunIdentity, Version

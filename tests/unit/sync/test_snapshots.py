@@ -13,6 +13,7 @@ import bucket_server
 import msgspec
 import numpy as np
 import pytest
+from flat_tensors import digests
 from memory_store import MemoryStore
 from safetensors.numpy import save_file
 
@@ -20,7 +21,6 @@ from sync.errors import AlreadyPublished, SnapshotError, StoreError
 from sync.publish import BaseShard, Publisher, Slice
 from sync.settings import WeightsConfig
 from sync.snapshots import checkpoint
-from sync.snapshots.checkpoint import digests
 from sync.snapshots.manifest import read_chain, read_latest, read_manifest, versions
 from sync.stores import Store
 from sync.stores.bucket import BucketStore
