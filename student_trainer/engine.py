@@ -32,6 +32,7 @@ from student_trainer.stopwatch import Stopwatch
 from student_trainer.varlen import PackedRows, pack_rows
 from student_trainer.weights import Weights
 from sync.errors import ConfigError
+from sync.tokenizers import load_tokenizer, vocab_size
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version
 
 log = logging.getLogger(__name__)
@@ -228,7 +229,6 @@ def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:
 
 def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
     """The engine, the student under ZeRO-3 in it, its tokenizer. Collective."""
-    from transformers import AutoTokenizer
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.utils import logging as transformers_logging
 
@@ -238,13 +238,8 @@ def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
     partitioning = HfDeepSpeedConfig(ds_config)
     bf16 = bool(ds_config.get("bf16", {}).get("enabled"))
     model = _pretrained(config, torch.bfloat16 if bf16 else torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(
-        source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
-    )
-    if source.chat_template is not None:
-        tokenizer.chat_template = Path(source.chat_template).read_text()
-    text = plain(model).config.get_text_config()
-    vocab = max(tokenizer.get_vocab().values()) + 1
+    tokenizer, text = load_tokenizer(source), plain(model).config.get_text_config()
+    vocab = vocab_size(tokenizer)
     if vocab > text.vocab_size:
         raise ConfigError(
             f"{source.path}: the tokenizer has {vocab} ids, the model {text.vocab_size} rows: "

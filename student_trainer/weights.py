@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from student_trainer.expert_shards import Part, assembled, parts
 from student_trainer.ranks import Ranks, all_done
-from sync.delta.codec import Bits
+from sync.delta.codec import Bits, on_host
 from sync.errors import ConfigError
 from sync.publish import Slice
-from sync.snapshots.checkpoint import BITS, digest, let_others_read, model_fingerprint
+from sync.snapshots.checkpoint import let_others_read, model_fingerprint, tensor_digest
 
 DTYPES: Final = {torch.bfloat16: "bf16", torch.float32: "f4"}
 """Precisions of the trained weights, by their wire names."""
@@ -136,8 +136,7 @@ class Weights:
 
     def digests(self) -> dict[str, str]:
         """Checkpoint tensor → BLAKE3 hex of its bytes; on rank 0, elsewhere empty. Collective."""
-        named = ((name, tensor) for name, tensor in self.gathered() if self._ranks.rank == 0)
-        return {name: digest(bits(tensor.flatten())) for name, tensor in named}
+        return {name: tensor_digest(tensor) for name, tensor in self.gathered() if self._ranks.rank == 0}
 
     def checksum(self) -> str:
         """Checksum of this rank's shards without their padding, computed where they lie. No collective."""
@@ -190,14 +189,8 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 def copy_of(flat: Tensor) -> Bits:
     """Copy of a flat tensor as integers of its width: an array of a host's, on the same GPU of a GPU's."""
-    return bits(flat) if flat.device.type == "cpu" else flat.detach().clone().view(_SIGNED[flat.itemsize])
-
-
-def bits(flat: Tensor) -> np.ndarray:
-    """Copy of a flat tensor in host memory, as unsigned integers of its width."""
-    host = flat.detach().to("cpu", copy=True)
-    wide = host.view(torch.uint16) if host.dtype == torch.bfloat16 else host
-    return wide.numpy().view(BITS[DTYPES[host.dtype]])
+    bits = flat.detach().clone().view(_SIGNED[flat.itemsize])
+    return on_host(bits) if bits.device.type == "cpu" else bits
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -16,10 +16,8 @@ import fcntl
 import logging
 import re
 import shutil
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 import msgspec
 
@@ -44,8 +42,7 @@ _NETWORK: Final = re.compile(
 """Types of file systems that lie, or may lie, on another machine."""
 
 
-@dataclass(frozen=True)
-class Staged:
+class Staged(NamedTuple):
     """A verified version in a slot."""
 
     version: Version
@@ -53,7 +50,6 @@ class Staged:
     """Checkpoint folder; it stays as it is until `stage` is called after another promotion."""
     bytes_read: int
     """From the store."""
-    seconds: float
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -128,9 +124,9 @@ class Mirror:
         or model, or verifies on no route; StoreError when the store or the disk fails. The live slot is then
         as it was, and the next call recovers.
         """
-        start, read = time.monotonic(), 0
         if version == self.version and self.path is not None:
-            return Staged(version, self.path, 0, 0.0)
+            return Staged(version, self.path, 0)
+        read = 0
         if self._held(self._spare) != version:
             try:
                 read = self._bring_forward(version)
@@ -138,7 +134,7 @@ class Mirror:
                 raise StoreError(
                     f"mirror {self._folder} cannot be written: {error}; it needs room for two checkpoints"
                 ) from error
-        return Staged(version, self._folder / self._spare, read, time.monotonic() - start)
+        return Staged(version, self._folder / self._spare, read)
 
     def promote(self, version: Version) -> None:
         """Make the spare live. Raises SnapshotError unless it holds `version`."""
