@@ -79,23 +79,9 @@ def prompt_problem(prompt: GeneratePrompt, limits: Limits) -> str | None:
 
 
 def sampling_problem(sampling: Sampling) -> str | None:
-    """Why nothing can be sampled in this way; None: it can."""
-    if sampling.max_tokens < 1:
-        return f"max_tokens is {sampling.max_tokens}: ask for at least 1"
-    if not sampling.temperature > 0:
-        return f"temperature is {sampling.temperature}: it must be above 0"
-    if not 0 < sampling.top_p <= 1:
-        return f"top_p is {sampling.top_p}: it must be above 0 and at most 1"
-    if not 0 <= sampling.min_p <= 1:
-        return f"min_p is {sampling.min_p}: it must be 0 to 1"
-    if sampling.top_k < 0:
-        return f"top_k is {sampling.top_k}: it must be 0 (all) or more"
+    """Why nothing can be sampled in this way; None: it can. The decoder refused what is out of range."""
     if sampling.mask and not sampling.top_k:
         return "the sampling mask is asked for and top_k is 0: set it, for it bounds the mask"
-    if sampling.max_seconds is not None and not sampling.max_seconds > 0:
-        return f"max_seconds is {sampling.max_seconds}: it must be above 0, or None for no limit"
-    if sampling.student_topk < 0:
-        return f"student_topk is {sampling.student_topk}: it must be 0 (none) or more"
     return None
 
 

@@ -8,7 +8,19 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from sync.wire.base import DTYPES, Amount, Array, Count, Message, Version, VersionSpan, cut, joined, unpack
+from sync.wire.base import (
+    DTYPES,
+    Amount,
+    Array,
+    Count,
+    Message,
+    Share,
+    Version,
+    VersionSpan,
+    cut,
+    joined,
+    unpack,
+)
 
 # --- the student ----------------------------------------------------------------------------------------
 
@@ -16,19 +28,19 @@ from sync.wire.base import DTYPES, Amount, Array, Count, Message, Version, Versi
 class Sampling(msgspec.Struct, frozen=True):
     """How completions are sampled; the same for every prompt of a request."""
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    temperature: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    top_k: Count = 0
     """Sample among the k most likely tokens; 0: all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     """Sample among the most likely tokens that have this share of the probability mass together."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Sample among the tokens that have at least this share of the most likely one's probability."""
     stop_token_ids: list[int] = []
     """Ids that end a completion besides the model's own EOS; the ending id is part of the completion."""
-    student_topk: int = 0
+    student_topk: Count = 0
     """Return the student's own top-k ids per position (0: none); every id has rank <= k, sampled or not."""
-    max_seconds: float | None = None
+    max_seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Wall seconds from its arrival after which a completion is answered as it is then; None: no limit."""
     mask: bool = False
     """Return the sampling mask of every token, which `top_k` must bound."""

@@ -16,7 +16,18 @@ from sync.replica.completions import (
     ranks,
     sampling_problem,
 )
-from sync.wire import Generated, GenerateFailed, GeneratePrompt, Sampling, Version, VersionSpan, unpack
+from sync.wire import (
+    Generated,
+    GenerateFailed,
+    GeneratePrompt,
+    GenerateRequest,
+    Sampling,
+    Version,
+    VersionSpan,
+    decode,
+    encode,
+    unpack,
+)
 
 LIMITS = Limits(vocab_size=10, max_length=5)
 
@@ -78,23 +89,26 @@ def test_routes_are_asked_for_from_a_position_of_the_prompt_on(first, refused):
 @pytest.mark.parametrize(
     ("sampling", "says"),
     [
-        (Sampling(max_tokens=0), "max_tokens"),
-        (Sampling(max_tokens=1, temperature=0), "temperature"),
-        (Sampling(max_tokens=1, temperature=math.nan), "temperature"),
-        (Sampling(max_tokens=1, top_p=1.5), "top_p"),
-        (Sampling(max_tokens=1, student_topk=-1), "student_topk"),
-        (Sampling(max_tokens=1, top_k=-1), "top_k is -1"),
-        (Sampling(max_tokens=1, min_p=1.5), "min_p is 1.5"),
-        (Sampling(max_tokens=1, top_p=0.9, mask=True), "top_k is 0: set it"),
-        (Sampling(max_tokens=1, top_p=0.9, top_k=4, mask=True), None),
-        (Sampling(max_tokens=1, max_seconds=0), "max_seconds is 0: it must be above 0"),
-        (Sampling(max_tokens=1, max_seconds=0.5), None),
-        (Sampling(max_tokens=1), None),
+        (Sampling(max_tokens=0), r"`int` >= 1 - at `\$\.sampling\.max_tokens`, which is 0"),
+        (Sampling(max_tokens=1, temperature=0.0), r"`float` > 0\.0 - at `\$\.sampling\.temperature`"),
+        (Sampling(max_tokens=1, temperature=math.nan), r"sampling\.temperature`, which is nan"),
+        (Sampling(max_tokens=1, top_p=1.5), r"`float` <= 1\.0 - at `\$\.sampling\.top_p`, which is 1\.5"),
+        (Sampling(max_tokens=1, student_topk=-1), r"sampling\.student_topk`, which is -1"),
+        (Sampling(max_tokens=1, top_k=-1), r"sampling\.top_k`, which is -1"),
+        (Sampling(max_tokens=1, min_p=1.5), r"sampling\.min_p`, which is 1\.5"),
+        (Sampling(max_tokens=1, max_seconds=0.0), r"sampling\.max_seconds`, which is 0"),
     ],
 )
 def test_impossible_sampling_is_named(sampling, says):
-    problem = sampling_problem(sampling)
-    assert problem is None if says is None else says in problem
+    with pytest.raises(WireError, match=says):
+        decode(encode(GenerateRequest(sampling=sampling, prompts=[])), GenerateRequest)
+
+
+def test_a_sampling_mask_needs_a_bound():
+    cut = Sampling(max_tokens=1, top_p=0.9, mask=True)
+    assert "top_k is 0: set it" in sampling_problem(cut)
+    assert sampling_problem(replace(cut, top_k=4)) is None
+    assert sampling_problem(replace(cut, mask=False)) is None
 
 
 def test_the_first_column_is_the_sampled_token_and_the_others_are_the_topk():
