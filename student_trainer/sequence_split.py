@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,7 +30,7 @@ from torch.nn.functional import pad
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.divergences import future_credit
 from student_trainer.ranks import Ranks
-from student_trainer.varlen import PackedRows, Window, row_attention, window_of
+from student_trainer.varlen import PackedRows, replace_attention, row_attention
 from sync.errors import ConfigError
 
 IMPLEMENTATIONS: Final = {"sdpa": "split_attention", "eager": "split_attention_eager"}
@@ -134,17 +133,12 @@ def split_rows(model: Any, attention: str) -> None:
     Raises ConfigError for a model whose attention transformers cannot replace. What the configuration shows,
     `sequence_parallel.problems` has refused; `model_check.check_rows` compares the rest.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     if not model._can_set_attn_implementation():
         raise ConfigError(
             f"trainer.sequence_parallel: {type(model).__name__} does not take its attention from "
             f"transformers' AttentionInterface: {_REMEDY}"
         )
-    for kind, name in IMPLEMENTATIONS.items():
-        AttentionInterface.register(name, partial(split_attention, exact=kind == "eager"))
-        AttentionMaskInterface.register(name, window_of)
-    model.set_attn_implementation(IMPLEMENTATIONS[attention])
+    replace_attention(model, IMPLEMENTATIONS, attention, split_attention)
 
 
 def split_attention(
@@ -152,7 +146,7 @@ def split_attention(
     query_BHSD: Tensor,
     key_BHSD: Tensor,
     value_BHSD: Tensor,
-    attention_mask: Window | None,
+    attention_mask: int | None,
     *,
     split_rows: SplitRows | None = None,
     s_aux: Tensor | None = None,

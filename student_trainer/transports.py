@@ -242,19 +242,16 @@ class BroadcastTransport:
 
         def work() -> bool:
             try:
-                self._broadcast(version, shards)
+                if self._sender is None:
+                    self._gathering.answer(shards)
+                else:
+                    self._send(self._sender, version, shards)
             finally:
                 if keep is not None:
                     keep()
             return False  # nothing that comes later builds on it
 
         return work
-
-    def _broadcast(self, version: Version, shards: dict[str, Bits]) -> None:
-        if self._sender is None:
-            self._gathering.answer(shards)
-        else:
-            self._send(self._sender, version, shards)
 
     def _send(self, sender: BroadcastSender, version: Version, shards: dict[str, Bits]) -> None:
         def is_worth_another(error: BaseException) -> bool:

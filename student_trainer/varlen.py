@@ -10,7 +10,7 @@ values may have fewer), D size of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,14 +62,6 @@ class PackedRows:
         }
 
 
-@dataclass(frozen=True)
-class Window:
-    """The mask of a layer with a sliding window."""
-
-    tokens: int
-    """That a token sees, itself included."""
-
-
 def pack_rows(model: Any, attention: str) -> None:
     """Have `model` keep packed rows apart, with `attention` as in trainer.attention.
 
@@ -83,8 +75,7 @@ def pack_rows(model: Any, attention: str) -> None:
     if not model._can_set_attn_implementation():
         raise _refused(model, "does not take its attention from transformers' AttentionInterface")
     if attention in IMPLEMENTATIONS:
-        _register()
-        model.set_attn_implementation(IMPLEMENTATIONS[attention])
+        replace_attention(model, IMPLEMENTATIONS, attention, row_attention)
 
 
 @contextmanager
@@ -104,25 +95,29 @@ def _refused(model: Any, why: str) -> ConfigError:
     return ConfigError(f'trainer.packing = "varlen": {type(model).__name__} {why}: {_REMEDY}')
 
 
-def _register() -> None:
+def replace_attention(
+    model: Any, names: Mapping[str, str], attention: str, function: Callable[..., tuple[Tensor, None]]
+) -> None:
+    """Have `model` compute trainer.attention by `function`; `names`: what transformers finds it under."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for attention, name in IMPLEMENTATIONS.items():
-        AttentionInterface.register(name, partial(row_attention, exact=attention == "eager"))
-        AttentionMaskInterface.register(name, window_of)
+    AttentionInterface.register(names[attention], partial(function, exact=attention == "eager"))
+    AttentionMaskInterface.register(names[attention], window_of)
+    model.set_attn_implementation(names[attention])
 
 
 def window_of(
     *, config: Any, local_size: int | None = None, use_vmap: bool = False, **others: Any
-) -> Window | None:
-    """In the place of a mask: the window of a causal one, None where it has none. Called by the model.
+) -> int | None:
+    """In the place of a mask: the window of a causal one, so the tokens that a token sees, itself included;
+    None where it has none. Called by the model.
 
     What lies in other rows is no part of it: `row_attention` never sees two rows at once.
     """
     name = type(config).__name__
     if use_vmap or "allow_is_bidirectional_skip" in others or others.get("attention_mask") is not None:
         raise ConfigError(f'trainer.packing = "varlen": {name} asks for a mask that is not causal: {_REMEDY}')
-    return None if local_size is None else Window(local_size)
+    return local_size
 
 
 # --- the function that layers call --------------------------------------------------------------------------
@@ -133,7 +128,7 @@ def row_attention(
     query_BHSD: Tensor,
     key_BHSD: Tensor,
     value_BHSD: Tensor,
-    attention_mask: Window | None,
+    attention_mask: int | None,
     *,
     exact: bool = False,
     packed_rows: PackedRows | None = None,
@@ -156,11 +151,11 @@ def row_attention(
         odd.add("dropout")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         odd.add("is_causal = False")
-    if not isinstance(attention_mask, Window | None):
+    if not isinstance(attention_mask, int | None):
         odd.add("a mask of its own")
     if odd:
         raise _refused(module, f"asks for {', '.join(sorted(odd))}, which is not computed row by row")
-    window = sliding_window if attention_mask is None else attention_mask.tokens
+    window = sliding_window if attention_mask is None else attention_mask
     lengths = packed_rows.lengths if packed_rows else (query_BHSD.shape[2],)
     if packed_rows:
         packed_rows.modules.add(id(module))

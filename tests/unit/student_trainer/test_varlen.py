@@ -12,7 +12,7 @@ from torch import Tensor
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, head_shape, with_adapters
 from student_trainer.model_check import check_rows
-from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, Window, pack_rows, row_attention, window_of
+from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, pack_rows, row_attention, window_of
 from sync.errors import ConfigError
 
 LENGTHS = (9, 1, 4, 12, 2)
@@ -86,8 +86,8 @@ def test_adapters_hand_on_where_rows_begin() -> None:
 def test_no_row_sees_another_and_a_window_counts_the_token_itself(window: int | None) -> None:
     """By hand: softmax over the last `window` tokens of the same row."""
     q, k, v = (torch.randn(1, heads, sum(LENGTHS), 8, dtype=torch.float64) for heads in (4, 2, 2))
-    module, mask = torch.nn.Module(), None if window is None else Window(window)
-    found = row_attention(module, q, k, v, mask, packed_rows=PackedRows(LENGTHS), scaling=0.7)[0]
+    module = torch.nn.Module()
+    found = row_attention(module, q, k, v, window, packed_rows=PackedRows(LENGTHS), scaling=0.7)[0]
     begin = 0
     for length in LENGTHS:
         for place in range(begin, begin + length):
@@ -156,7 +156,7 @@ def test_what_is_not_computed_row_by_row_is_refused(asked: dict[str, Any], name:
 
 def test_masks_other_than_causal_ones_are_refused() -> None:
     assert window_of(config=None) is None
-    assert window_of(config=None, local_size=7) == Window(7)
+    assert window_of(config=None, local_size=7) == 7
     for more in ({"use_vmap": True}, {"allow_is_bidirectional_skip": True}, {"attention_mask": TOKENS}):
         with pytest.raises(ConfigError, match="NoneType asks for a mask that is not causal"):
             window_of(config=None, **more)
