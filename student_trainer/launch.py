@@ -265,14 +265,19 @@ def ranks_of(launcher: int) -> list[psutil.Process]:
 
 
 def _forward() -> None:
-    """Forward every stop signal of this process to the ranks, as soon as there are any."""
+    """Forward every stop signal of this process to the ranks."""
     while True:
         signal.sigwait(_STOPPING)
-        while not (ranks := ranks_of(os.getpid())):
-            time.sleep(_LOOK_SECONDS)
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.send_signal(signal.SIGTERM)
+        _signal_ranks(signal.SIGTERM)
+
+
+def _signal_ranks(number: signal.Signals) -> None:
+    """As soon as there are any: they may still be being started."""
+    while not (ranks := ranks_of(os.getpid())):
+        time.sleep(_LOOK_SECONDS)
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)
 
 
 def main() -> None:
@@ -329,15 +334,7 @@ def _launch_gang(index: int, arguments: list[str]) -> None:
         sys.exit(1)
     _catch_for_ranks()
     os.environ.update({name: os.environ.get(name, value) for name, value in member.interface().items()})
-
-    def end() -> None:
-        while not (ranks := ranks_of(os.getpid())):  # they are being started
-            time.sleep(_LOOK_SECONDS)
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.kill()
-
-    member.stay(end)
+    member.stay(lambda: _signal_ranks(signal.SIGKILL))
     own, others = devices or range(config.trainer.ranks), range(config.trainer.ranks)
     places = world([own if i == index else others for i in range(config.trainer.nodes)], index)
     _launch([*places, "--master_addr", str(gang.address), "--master_port", str(gang.port), *arguments])

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -193,8 +193,6 @@ class WorkerExtension:
 
     def distill_apply(self) -> str | None:
         """Put in place what is staged: why that failed in this worker; None: it holds the new version."""
-        from vllm.config import set_current_vllm_config
-
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.swap.apply()
         return self.weight_transfer_engine.swap.error
@@ -206,8 +204,6 @@ class WorkerExtension:
     def distill_revert(self) -> None:
         """Load what was held before the last update (before the first one: what the engine was started with),
         or end this process."""
-        from vllm.config import set_current_vllm_config
-
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.swap.revert_or_end()
 
