@@ -94,7 +94,6 @@ def index(path: Path) -> tuple[Index | None, str | None]:
 
 
 def _size(file: Path) -> int | None:
-    """Bytes of a file; None: it is none."""
     try:
         return file.stat().st_size if file.is_file() else None
     except (OSError, ValueError):  # names that no file can have

@@ -195,7 +195,6 @@ def _one_teacher(hidden_NG: Tensor, head: HeadWeights) -> Tensor:
 
 
 def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:
-    """Add a chunk's sums to the statistics vector."""
     for name, value in sums.items():
         if name == "rho_max":
             stats[RHO_MAX] = torch.maximum(stats[RHO_MAX], value)

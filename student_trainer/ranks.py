@@ -68,7 +68,6 @@ class Ranks:
         return self.collect(body if self.rank == 0 else b"")[0]
 
     def barrier(self) -> None:
-        """Wait for every rank. Collective."""
         if self.world_size > 1:
             dist.barrier()
 

@@ -209,7 +209,6 @@ class BroadcastSender:
         return digests.found()
 
     def close(self) -> None:
-        """Stop serving the store, and let go of the group."""
         self._served.close()
         if self._held is not None:
             self._held.close()
@@ -240,7 +239,6 @@ class Receiver:
         self._held: Group | None = None  # of the last broadcast
 
     def receive(self, ticket: BroadcastTicket) -> Reception:
-        """Begin to take part in a broadcast."""
         return Reception(self, ticket)
 
     @contextlib.contextmanager
@@ -275,11 +273,9 @@ class Receiver:
         return group
 
     def keep(self, group: Group) -> None:
-        """Hold it for the next broadcast."""
         self._held = group
 
     def close(self) -> None:
-        """Let go of the group."""
         if self._held is not None:
             self._held.close()
 
@@ -296,7 +292,6 @@ class Reception:
 
     @property
     def done(self) -> bool:
-        """Whether it ended, well or badly."""
         return self._received.done()
 
     @property

@@ -185,7 +185,6 @@ class Peer:
 
     @property
     def placed(self) -> bool:
-        """Whether it has a URL now."""
         return self._address.url is not None
 
     async def __aenter__(self) -> Peer:

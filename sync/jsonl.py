@@ -30,7 +30,6 @@ class JsonLines:
             os.truncate(path, content.rfind(b"\n") + 1)
 
     def write(self, value: Any) -> None:
-        """Append a value that msgspec can encode."""
         self._pending += msgspec.json.encode(value) + b"\n"
         self._flush()
 

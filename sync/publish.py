@@ -194,7 +194,6 @@ class Publisher:
             self._store_speed = size / seconds
 
     def _write_file(self, version: Version, base: Version, data: bytes) -> Part:
-        """Write this rank's delta file, and its receipt above rank 0."""
         name = f"delta-{self._rank:05d}.bin"
         self._write(self._key(version, name), data)
         file = File(name, len(data), blake3(data).hexdigest())

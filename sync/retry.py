@@ -33,7 +33,6 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Begin again with `first`, after a success."""
         self._pause = self._first
 
     def next(self, at_least: float = 0.0) -> float:

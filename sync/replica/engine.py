@@ -188,7 +188,6 @@ class WorkerExtension:
         self.weight_transfer_engine.prepare(convert(update, Update), self.rank)
 
     def distill_prepared(self) -> dict[str, Any]:
-        """See `CheckpointEngine.progress`."""
         return self.weight_transfer_engine.progress()
 
     def distill_apply(self) -> str | None:

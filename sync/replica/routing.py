@@ -97,7 +97,6 @@ class RouteRecord:
         self._requests: dict[str, _Request] = {}
 
     def __len__(self) -> int:
-        """Requests with routes."""
         return len(self._requests)
 
     def write(
@@ -186,7 +185,6 @@ class NativeRoutes(NamedTuple):
     """The M that have experts."""
 
     async def routes(self, request: str, token_ids: np.ndarray, native: np.ndarray | None) -> np.ndarray:
-        """See `RouteSource`."""
         if native is None or native.shape[::2] != (len(token_ids) - 1, self.shape.chosen):
             raise DataError(
                 f"the engine gave {0 if native is None else native.shape} routes of a sequence of "

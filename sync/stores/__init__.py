@@ -72,7 +72,6 @@ class Store(ABC):
         """Bytes that a key holds, without reading them; None: it is missing."""
 
     def exists(self, key: str) -> bool:
-        """Whether the key is there."""
         return self._size(key) is not None
 
     def size(self, key: str) -> int:

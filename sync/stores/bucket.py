@@ -107,7 +107,6 @@ class BucketStore(Store):
         return self._prefix + check_key(key)
 
     def _size(self, key: str) -> int | None:
-        """Bytes of a key; None: it is missing."""
         with self._explained("look for", key):
             found = self._api.get_bucket_paths_info(self._bucket, [self._path(key)])
             return next((int(entry.size) for entry in found), None)
@@ -116,7 +115,6 @@ class BucketStore(Store):
         self._api.batch_bucket_files(self._bucket, **operations)
 
     def _tree(self, folder: str, recursive: bool) -> dict[str, Any]:
-        """Files of a folder by path."""
         entries = self._api.list_bucket_tree(self._bucket, folder.strip("/") or None, recursive=recursive)
         return {entry.path: entry for entry in entries if entry.type == "file"}
 

@@ -116,7 +116,6 @@ def _place(pending: Path, target: Path, place: Callable[[Path, Path], None]) -> 
 
 
 def _remove_empty(folder: Path, root: Path) -> None:
-    """Remove `folder` and its parents below `root` while they are empty."""
     while folder != root:
         try:
             folder.rmdir()
