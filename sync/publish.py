@@ -144,9 +144,7 @@ class Publisher:
             data = self._held.delta(header, self._slices, shards, self.codec)
             encode_seconds = time.monotonic() - begun
             part = self._write_file(version, base, data)
-            size, full = part.file.size, self._shard_bytes
-            if self._rank == 0:
-                size, full = self._publish_delta(version, base, part)
+            size = part.file.size if self._rank > 0 else self._publish_delta(version, base, part)
             self._held.advance(shards)
             self._base = version
             self._delta_bytes += size
@@ -154,7 +152,7 @@ class Publisher:
                 version=version,
                 kind="delta",
                 bytes=size,
-                full_bytes=full,
+                full_bytes=self._full_bytes,
                 seconds=time.monotonic() - start,
                 encode_seconds=encode_seconds,
                 note=self._note(),
@@ -170,18 +168,20 @@ class Publisher:
 
     def _check(self, shards: Mapping[str, Bits]) -> None:
         for part in self._slices:
-            got = problem(part, shards.get(part.name))
-            if got is not None:
-                raise SnapshotError(
-                    f"rank {self._rank} got {got} for {part.name!r}, its slice has {part.count} elements of "
-                    f"{part.dtype}: pass flat {BITS[part.dtype]} bits"
-                )
+            bits, wanted = shards.get(part.name), BITS[part.dtype]
+            if bits is not None and _fits(bits, part.count, wanted):
+                continue
+            got = "nothing" if bits is None else f"{bits.dtype}{tuple(bits.shape)}"
+            raise SnapshotError(
+                f"rank {self._rank} got {got} for {part.name!r}, its slice has {part.count} elements of "
+                f"{part.dtype}: pass flat {wanted} bits"
+            )
 
     def _key(self, version: Version, name: str) -> str:
         return version_key(self._run.name, version, name)
 
-    def _write(self, key: str, data: bytes | Path) -> None:
-        """Create a key; while the store's disk is full, wait for room."""
+    def _write(self, key: str, data: bytes | Path) -> int:
+        """Create a key; while the store's disk is full, wait for room. Returns the bytes."""
 
         def create() -> float:
             begun = time.monotonic()
@@ -192,6 +192,7 @@ class Publisher:
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
         if size >= _TIMED_BYTES:
             self._store_speed = size / seconds
+        return size
 
     def _write_file(self, version: Version, base: Version, data: bytes) -> Part:
         name = f"delta-{self._rank:05d}.bin"
@@ -225,9 +226,8 @@ class Publisher:
                 logger.info("%s is left out of %s: %s", path.name, version, why)
                 continue
             data = without_code(path)
-            self._write(self._key(version, name), data)
+            size = self._write(self._key(version, name), data)
             digest = blake3(data) if isinstance(data, bytes) else blake3().update_mmap(data)
-            size = len(data) if isinstance(data, bytes) else data.stat().st_size
             files.append(File(name, size, digest.hexdigest()))
         total = sum(file.size for file in files)
         self._finish(version, kind, parent, None, files, total)
@@ -250,8 +250,8 @@ class Publisher:
                     f"{folder} holds other bits of {part.name!r} than rank 0's shard: saved at another step?"
                 )
 
-    def _publish_delta(self, version: Version, base: Version, own: Part) -> tuple[int, int]:
-        """Wait for every rank's file and write the manifest; returns (bytes, bytes of a full snapshot)."""
+    def _publish_delta(self, version: Version, base: Version, own: Part) -> int:
+        """Wait for every rank's file and write the manifest; returns the bytes of all files."""
         deadline = time.monotonic() + self._config.timeout_seconds
         parts = [own] + [
             self._await_part(version, base, rank, deadline) for rank in range(1, self._world_size)
@@ -264,7 +264,7 @@ class Publisher:
                 f"{self._model_bytes}: every element belongs to exactly one rank"
             )
         self._finish(version, "delta", self._parent, base, files, self._full_bytes)
-        return sum(file.size for file in files), self._full_bytes
+        return sum(file.size for file in files)
 
     def _await_part(self, version: Version, base: Version, rank: int, deadline: float) -> Part:
         key = self._key(version, _receipt(rank))
@@ -327,7 +327,7 @@ class BaseShard:
     """
 
     def __init__(self, slices: Sequence[Slice], shards: Mapping[str, Bits]) -> None:
-        """Copies `shards`, for which `problem` found nothing."""
+        """Copies `shards`, which are flat bits of the slices."""
         given = {part.name: shards[part.name] for part in slices}
         self.host = {name: on_host(bits).copy() for name, bits in given.items()}
         """The same bits in host memory."""
@@ -357,12 +357,6 @@ class BaseShard:
             bits[:] = shards[name]
 
 
-def problem(part: Slice, bits: Bits | None) -> str | None:
-    """What is wrong with what came for a slice; None: nothing."""
-    wanted = BITS[part.dtype]
-    if bits is None:
-        return "nothing"
+def _fits(bits: Bits, count: int, wanted: np.dtype) -> bool:
     exact = bits.dtype == wanted if isinstance(bits, np.ndarray) else not bits.dtype.is_floating_point
-    if exact and bits.itemsize == wanted.itemsize and tuple(bits.shape) == (part.count,):
-        return None
-    return f"{bits.dtype}{tuple(bits.shape)}"
+    return exact and bits.itemsize == wanted.itemsize and tuple(bits.shape) == (count,)

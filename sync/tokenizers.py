@@ -24,14 +24,10 @@ _DIGITS: Final = 32
 class Tokenizer(Protocol):
     """What is read of a tokenizer."""
 
-    bos_token_id: int | None
-    eos_token_id: int | None
-    unk_token_id: int | None
     chat_template: Any
 
     def get_vocab(self) -> dict[str, int]:
         """Token → id, added tokens included."""
-        ...
 
 
 def load_tokenizer(source: ModelSource) -> Any:
