@@ -240,10 +240,6 @@ class Peer:
 
     async def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
         """POST `body` (GET when None) and decode the answer as `kind`."""
-        return decode(await self.raw(path, body, timeout), kind)
-
-    async def raw(self, path: str, body: Message | None, timeout: float | None = None) -> bytes:
-        """Like `call`, undecoded: for proxies."""
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 
@@ -251,7 +247,7 @@ class Peer:
             return (await self._send(path, content, _left(deadline))).body(retry=True)
 
         try:
-            return await retrying_async(_RETRIED, within=limit)(attempt)
+            return decode(await retrying_async(_RETRIED, within=limit)(attempt), kind)
         except (*_FAILED, _Unavailable) as error:
             raise _unreachable(self.url + path, limit, error) from None
 
