@@ -15,14 +15,8 @@ stranger puts among them.
     waits for all  ◀──────────────store────    "received"
     or: why it was given up      ──store──▶    looked for now and then
 
-A group outlives its broadcast: the next one goes through it where the sender and all receivers hold it
-still, each at the same rank. Otherwise, so whenever a member came, left, restarted or failed, all let go of
-what they hold and form a new one under the name of the broadcast.
-
-A replica dies, hangs or never comes: the sender learns it from `lost`, gives up at once and says so in the
-store, so that the other receivers end too; without such word no wait takes longer than `timeout`. The sender
-raises Unreachable, every receiver reports its failure. Nothing is loaded here: a reception is whole and
-verified before anything touches a model.
+How long a group lasts, and when a broadcast is given up: docs/weight-sync.md, "Broadcast". Nothing is loaded
+here: a reception is whole and verified before anything touches a model.
 
 Either side works in a thread of its own, for no call of torch's can be interrupted. Waiting for the others is
 done here, where it can be, before torch forms the group and after; a thread that is given up inside a call
