@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import traceback
+from itertools import pairwise
 from typing import Any, Final
 
 from setproctitle import setproctitle
@@ -144,10 +145,9 @@ def _hide(value: Any, place: str, places: dict[str, Any], free: bool = False, na
             for key, item in value.items()
         }
     if isinstance(value, list):
-        flags = ["", *(word for word in value)][: len(value)]
         return [
-            _hide(item, f"{place}/{index}", places, free, named or _is_flag(flag))
-            for index, (item, flag) in enumerate(zip(value, flags, strict=True))
+            _hide(item, f"{place}/{index}", places, free, named or _is_flag(before))
+            for index, (before, item) in enumerate(pairwise(["", *value]))
         ]
     if named and isinstance(value, int | float) and not isinstance(value, bool):
         _learn(str(value))
