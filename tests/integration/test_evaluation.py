@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import output_of
 from run_on_letters import NAME, ROOT, command
 
 from distill.evaluation import statistics
@@ -27,11 +27,8 @@ AGAIN = f'{{source={{type="task", task="sort_letters"}}, prompts=10, completions
 EVALUATION = f"{{every=2, prompts={PROMPTS}, threads=1, sets={{again={AGAIN}}}}}"
 
 
-def called(words: list[str]) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout
+def called(words: list[str]) -> None:
+    output_of(words, os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from flat_tensors import digests
+from forked import output_of
 from huggingface_hub import ModelCard
 from ports import free_port
 from run_on_words import ROOT, over, prepare
@@ -234,9 +235,7 @@ def call(*words: str) -> str:
     """What `distill WORDS` prints."""
     line = [sys.executable, "-P", "-m", "distill.cli.main", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return output_of(line, environment)
 
 
 def trained(folder: Path, stored: int, *settings: str) -> Path:

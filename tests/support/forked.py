@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,16 @@ def start(
     if key not in _servers:
         _servers[key] = Server(imports, common)
     return _servers[key].fork(command, env, log, new_session, cwd)
+
+
+def output_of(command: Sequence[str], env: Mapping[str, str], seconds: float = 1500.0) -> str:
+    """What it says until it ends well, on both streams."""
+    with tempfile.TemporaryFile("w+") as log:
+        status = start(command, env, log).wait(seconds)
+        log.seek(0)
+        said = log.read()
+    assert status == 0, said[-8000:]
+    return said
 
 
 class Forked:
