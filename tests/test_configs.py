@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import runpy
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from reference import parsed
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.launch.slurm import submit
+from distill.tasks.sort_letters import EOS_ID, VOCABULARY, make
 from student_trainer.config import TrainerConfig
 from sync.settings import ReplicaConfig, Settings
 
@@ -39,6 +43,22 @@ def test_a_configuration_opens_with_its_command(path: Path) -> None:
 
 def test_there_are_configurations_to_load() -> None:
     assert len(CONFIGS) >= 6
+
+
+def test_the_example_of_lm_eval_passes_what_the_task_passes() -> None:
+    passes, task = runpy.run_path(str(EXAMPLES / "lm_eval/passes.py"))["passes"], make()
+    rng, found = random.Random(0), Counter[bool]()
+    for index in range(500):
+        prompt = task.held_out(0, index)
+        left, said = sorted(prompt.text[:-1]), ""
+        while left:
+            said += left.pop(rng.choice([0, -1]) if rng.random() < 0.9 else len(left) // 2)
+        said = said[: rng.choice([9, 9, len(said) - 1])]
+        ids = [VOCABULARY.index(letter) for letter in said]
+        right = task.passes(prompt, [*ids, EOS_ID])
+        assert passes({"prompt": prompt.text}, [said]) == {"pass_rate": float(right)}
+        found[right] += 1
+    assert min(found.values()) > 100
 
 
 # --- fields -------------------------------------------------------------------------------------------------
