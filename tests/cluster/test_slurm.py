@@ -62,7 +62,7 @@ def in_a_job(cluster: LocalSlurm, tmp_path: Path) -> Callable[[str], dict]:
         options = [f"--nodes={NODES}", "--ntasks-per-node=1", f"--cpus-per-task={CPUS}", "--mem=0"]
         options += [f"--gres=gpu:{GPUS}", f"--output={tmp_path}/job.log"]
         job = submitted(cluster, script, *options)
-        wait(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 120, cluster, job)
+        wait(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 500, cluster, job)
         log = (tmp_path / "job.log").read_text()
         assert cluster.state(job) == "COMPLETED", log
         return json.loads((tmp_path / "told").read_text())
@@ -104,8 +104,8 @@ import json, os, sys, time
 place = os.environ["SLURMD_NODENAME"], os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["SLURM_PROCID"]
 with open(sys.argv[1], "a") as file:
     file.write(json.dumps([os.environ["SLURM_JOB_NAME"], *place]) + "\\\\n")
-time.sleep(5)                       # until all are there: nobody waits for another's CPUs, memory or GPUs
-sys.exit(len(open(sys.argv[1]).readlines()) != 6)
+while len(open(sys.argv[1]).readlines()) < 6:
+    time.sleep(.1)                  # until all are there: nobody waits for another's CPUs, memory or GPUs
 '''
 running = [client(need, placed[need.name], role, str(told) + ".lines") for need in wanted]
 told.write_text(json.dumps({
@@ -174,8 +174,7 @@ told.write_text(json.dumps({{"status": status, "termed": termed, "killed": len(p
     sys.stdout.write(f"{told}\n")
     assert (told["status"], told["termed"]) == (7, True)
     assert told["killed"] == 3, "the client, srun, and the helper that it forks"
-    assert max(told["term"], told["kill"]) < 5
-    assert told["after kill"] < 30
+    assert max(told["term"], told["kill"], told["after kill"]) < 120, "by itself it ends after 600 s"
 
 
 def test_a_gang_ends_as_one(in_a_job) -> None:
@@ -197,7 +196,7 @@ told.write_text(json.dumps({"statuses": statuses, "seconds": seconds}))
     failed, well = told["statuses"]
     assert failed != 0
     assert well != 0, "the other was ended, not done"
-    assert max(told["seconds"]) < 60
+    assert max(told["seconds"]) < 300, "by itself the other one ends after 600 s"
 
 
 # --- jobs ---------------------------------------------------------------------------------------------------
@@ -251,15 +250,15 @@ def stand_in(cluster: LocalSlurm, folder: Path, **keys: object) -> tuple[Path, C
 def test_a_preempted_job_stops_in_order_comes_back_and_goes_on(cluster: LocalSlurm, tmp_path: Path) -> None:
     script, noted = stand_in(cluster, tmp_path, nodes=NODES)
     job = submitted(cluster, script, "--partition=spare")
-    wait(lambda: noted("started run"), 60, cluster, job)
+    wait(lambda: noted("started run"), 300, cluster, job)
     rival = tmp_path / "rival.sh"
     rival.write_text("#!/bin/bash\nsleep 3\n")
     submitted(cluster, rival, f"--nodes={NODES}", f"--cpus-per-task={CPUS}", "--output=/dev/null")
-    wait(lambda: noted("stopped run"), 30, cluster, job)
+    wait(lambda: noted("stopped run"), 300, cluster, job)
     seconds = wait(lambda: noted("started run") == 2, 120, cluster, job)
     sys.stdout.write(f"back {seconds:.1f} s after the end, of which Slurm keeps it {REQUEUE_SECONDS} s\n")
     (tmp_path / "run/enough").touch()
-    wait(lambda: cluster.state(job) == "COMPLETED", 30, cluster, job)
+    wait(lambda: cluster.state(job) == "COMPLETED", 300, cluster, job)
     assert (noted("started run"), noted("--resume"), noted("complete run")) == (2, 2, 1)
     assert (tmp_path / "run/slurm/token").stat().st_mode & 0o777 == 0o600
 
@@ -267,16 +266,16 @@ def test_a_preempted_job_stops_in_order_comes_back_and_goes_on(cluster: LocalSlu
 def test_replicas_come_and_go_and_end_with_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:
     script, noted = stand_in(cluster, tmp_path, nodes=1, replica_partition="spare")
     job = submitted(cluster, script)
-    wait(lambda: noted("started student") == 2, 60, cluster, job)
+    wait(lambda: noted("started student") == 2, 300, cluster, job)
     rival = tmp_path / "rival.sh"
     rival.write_text("#!/bin/bash\nsleep 3\n")
     submitted(cluster, rival, f"--nodes={NODES - 1}", f"--cpus-per-task={CPUS}", "--output=/dev/null")
-    wait(lambda: noted("stopped student") >= 1, 30, cluster, job)
+    wait(lambda: noted("stopped student") >= 1, 300, cluster, job)
     stopped = noted("stopped student")
     wait(lambda: noted("started student") == 2 + stopped, 120, cluster, job)
     assert noted("started run") == 1, "the run itself was not touched"
     cluster.call("scancel", "--batch", "--signal=TERM", job)
-    wait(lambda: not cluster.call("squeue", "--noheader"), 60, cluster, job)
+    wait(lambda: not cluster.call("squeue", "--noheader"), 300, cluster, job)
     assert (noted("stopped run"), noted("stopped student")) == (1, stopped + 2)
     assert cluster.state(job) == "FAILED"
 
@@ -315,7 +314,7 @@ def test_a_run_that_is_warned_in_the_middle_is_requeued_and_completes(
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     wait(lambda: left(["RUNNING"]), 120, cluster, job)
     assert made() < steps
-    wait(lambda: left(["PENDING", "COMPLETING"]), 60, cluster, job)
+    wait(lambda: left(["PENDING", "COMPLETING"]), 300, cluster, job)
     wait(lambda: made() > before + 1, 300, cluster, job)
     wait(lambda: left(["RUNNING", "COMPLETING"]), 300, cluster, job)
     assert cluster.state(job) == "COMPLETED", log()

@@ -150,7 +150,7 @@ async def spoiled_run(
         scores=fetching({"t": teacher}, want, own),
     )
     running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(600):
         done, _ = await asyncio.wait([running, training], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -143,8 +144,8 @@ def test_in_a_terminal_evaluations_and_log_lines_stay_above_the_panel(monkeypatc
 
 
 def test_elsewhere_a_run_prints_a_plain_line_now_and_then(monkeypatch) -> None:
-    clock = iter(range(1000))
-    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
+    clock = map(float, range(1000))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.__next__))
     console = Console(file=(shown := io.StringIO()), width=20)
     display = ProgressDisplay(CONFIG, console)
     display.start(lambda: {"student-0": ("starting", 0), "trainer": ("starting", 0)})

@@ -100,7 +100,7 @@ def replica(engine: MemoryReplica, claim: Claim) -> Any:
 
 async def whole(run: Any, trainer: MemoryTrainer | None = None) -> dict[str, Any]:
     """The summary of a run to its end, whatever task fails first."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(600):
         training = asyncio.create_task((trainer or MemoryTrainer(run.session)).run())
         try:
             return await run.run()
@@ -201,6 +201,7 @@ class Stolen(MemoryReplica):
         return await super().state(digests)
 
 
+@pytest.mark.virtual_time
 async def test_a_replica_that_another_run_took_over_is_taken_out_and_the_others_go_on(controller) -> None:
     stolen = Stolen(seed=1, token_seconds=0.0005)
     run = controller(replicas={"r0": MemoryReplica(token_seconds=0.0005), "r1": stolen})

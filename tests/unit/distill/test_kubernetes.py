@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import jsonschema
 import pytest
 import yaml
+from ports import free_port
 from reference import parsed
 
 from distill.cli.main import main
@@ -494,9 +494,7 @@ def test_a_role_waits_until_the_controller_has_a_name(monkeypatch: pytest.Monkey
 
 
 def test_a_role_takes_the_port_that_it_is_told() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
+    free = free_port()
     with Ports(only=free) as ports:
         assert ports.take("127.0.0.1", 0, "student.port") == free
     with Ports(only=free) as ports:

@@ -90,7 +90,7 @@ async def run_of_one_step(run: Controller) -> Series:
     run.run_log.write(Evaluated(EVALUATION))
     counters = run.run_log.state.counters
     counters.dropped["too_old"], counters.requeued["unusable"] = 3, 2
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(600):
         while not counters.applied:
             await run.events.changed.wait()
     found = await scraped(run.url)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port
 
 from distill.launch import guardian
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
@@ -175,7 +176,7 @@ async def test_a_child_killed_while_the_run_starts_is_started_again(tmp_path: Pa
     supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
     await supervisor.start()
     await spoke(supervisor, "slow")
-    waiting = asyncio.create_task(supervisor.ready(10))
+    waiting = asyncio.create_task(supervisor.ready(600))
     for _ in range(2):
         process = supervisor.children["slow"].process
         await asyncio.to_thread(until, lambda guardian=process.pid: below(guardian))
@@ -217,9 +218,8 @@ async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_a
 async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path: Path):
     """The thief lets go when the server has failed; any other failure at start ends the run."""
     with socket.socket() as thief:
-        thief.bind(("127.0.0.1", 0))
+        thief.bind(("127.0.0.1", port := free_port()))
         thief.listen()
-        port = thief.getsockname()[1]
         serving = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", str(port)]
         (tmp_path / "health").write_text("")
         serving += ["--directory", str(tmp_path)]
@@ -236,10 +236,14 @@ async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path
         await supervisor.stop(1)
 
 
-async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_pause(tmp_path: Path):
-    late = asyncio.Event()
+async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    late, paused, sleep = asyncio.Event(), asyncio.Event(), asyncio.sleep
+    pause = 20.0
+    monkeypatch.setattr(asyncio, "sleep", lambda time: paused.wait() if time == pause else sleep(time))
     specs = [ChildSpec("early", SLEEPER), ChildSpec("late", SLEEPER, joined=late.is_set)]
-    supervisor = Supervisor(specs, tmp_path, restarts=1, first_pause=2.0)
+    supervisor = Supervisor(specs, tmp_path, restarts=1, first_pause=pause)
     await supervisor.start()
     await spoke(supervisor, "early", "late")
     early = supervisor.children["early"]
@@ -250,6 +254,7 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     late.set()
     await waiting
     assert early.process is first, "still in its pause"
+    paused.set()
     watching = asyncio.create_task(supervisor.watch(60))
     await asyncio.to_thread(until, lambda: early.process is not first or watching.done())
     assert early.process is not first, watching
@@ -259,15 +264,17 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
 
 
 async def test_a_death_between_ready_and_watch_is_restarted(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=1, first_pause=0.2)
+    dead: list[Phase] = []
+    spec = ChildSpec("flaky", SLEEPER, died=lambda: dead.append(supervisor.children["flaky"].phase))
+    supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
     await supervisor.start()
     await supervisor.ready(600)
     child = supervisor.children["flaky"]
     first = child.process
     assert supervisor.status() == {"flaky": ("ready", 0)}
     os.killpg(first.pid, signal.SIGKILL)
-    await asyncio.to_thread(until, lambda: child.phase is Phase.RESTARTING)
     await asyncio.to_thread(until, lambda: child.process is not first and child.phase is Phase.READY)
+    assert dead == [Phase.RESTARTING]
     assert supervisor.status() == {"flaky": ("ready", 1)}
     await supervisor.stop(5)
 
@@ -298,7 +305,7 @@ async def test_the_orderly_end_of_a_child_is_told_after_a_restart_too(tmp_path: 
     supervisor = Supervisor(children, tmp_path, 1, first_pause=0.01)
     await supervisor.start()
     watching = asyncio.create_task(supervisor.watch(10))
-    await asyncio.wait_for(left.wait(), 20)
+    await asyncio.wait_for(left.wait(), 60)
     watching.cancel()
     await supervisor.stop(1)
 
@@ -407,9 +414,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_f
 
 def server(name: str, silent_at_first: float = 0.0) -> ChildSpec:
     """A child that answers /health, after a while."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     argv = [sys.executable, "-c", ANSWERS, str(port), str(silent_at_first)]
     return ChildSpec(name, argv, url=f"http://127.0.0.1:{port}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -26,9 +25,15 @@ from pathlib import Path
 from distill.bench import pipeline
 from distill.bench.kill_target import KillTarget
 from distill.cli.options import guarded
+class Popen(subprocess.Popen):  # subprocess itself is not interrupted: it would not know the child yet
+    def communicate(self, *args, **options):
+        print("waiting", flush=True)
+        return super().communicate(*args, **options)
+subprocess.Popen = Popen
 def killing():
     with KillTarget({SLEEP}, Path(sys.argv[1])) as target:
         target.start()
+        print("waiting", flush=True)
         time.sleep(600)
 def profiling():
     sys.executable = sys.argv[2]
@@ -45,24 +50,26 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -
     sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
     sleeper.chmod(0o755)
     children: list[psutil.Process] = []
-    ours = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path), str(sleeper), command])
+    words = [sys.executable, "-c", SCRIPT, str(tmp_path), str(sleeper), command]
+    ours = subprocess.Popen(words, stdout=subprocess.PIPE)
+    assert ours.stdout is not None
     try:
-        while not (children := psutil.Process(ours.pid).children()):
-            assert ours.poll() is None
-            time.sleep(0.05)
-        time.sleep(1.0)  # subprocess itself is not interrupted: it would not know the child yet
+        assert ours.stdout.readline() == b"waiting\n"
+        children = psutil.Process(ours.pid).children()
+        assert children
         ours.send_signal(signal.SIGTERM)
-        assert ours.wait(30) == 128 + signal.SIGTERM
-        _, alive = psutil.wait_procs(children, 5)
+        assert ours.wait(60) == 128 + signal.SIGTERM
+        _, alive = psutil.wait_procs(children, 60)
         assert not alive
     finally:
         ours.kill()
+        ours.stdout.close()
         for child in children:
             if child.is_running():
                 child.kill()
 
 
 def test_a_run_that_is_killed_by_a_second_signal_says_so_without_a_traceback() -> None:
-    ended = subprocess.run([sys.executable, "-c", CANCELLED], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", CANCELLED], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 130
     assert ended.stderr == "distill: stopped\n"

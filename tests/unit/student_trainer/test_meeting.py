@@ -1,13 +1,13 @@
 """Where ranks meet: real processes, and what they listen on meanwhile."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port
 
 from student_trainer.launch import RENDEZVOUS
 from sync.server import ON_LOOPBACK
@@ -23,12 +23,6 @@ print(int(total), flush=True)
 sys.stdin.read()
 distributed.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("place", ["file", "port"])

@@ -171,18 +171,21 @@ def test_a_token_takes_a_byte_an_expert_where_a_byte_can_name_it(shape: Routing,
 
 async def test_those_that_end_while_a_call_is_under_way_share_the_next() -> None:
     calls: list[list[str]] = []
+    begun, others_wait = asyncio.Event(), asyncio.Event()
 
     async def take(requests: list[str]) -> list[dict[str, str] | None]:
         calls.append(requests)
-        await asyncio.sleep(0.01)
+        begun.set()
+        await others_wait.wait()
         return [None if request == "gone" else {"of": request} for request in requests]
 
     queue = RouteQueue(take)
     first = asyncio.create_task(queue.take("a"))
-    await asyncio.sleep(0.001)
+    await begun.wait()
     others = [asyncio.create_task(queue.take(name)) for name in ("b", "gone", "left")]
     await asyncio.sleep(0)
     others[-1].cancel()
+    others_wait.set()
     found = await asyncio.gather(first, *others, return_exceptions=True)
     assert found[:3] == [{"of": "a"}, {"of": "b"}, None]
     assert calls == [["a"], ["b", "gone", "left"]]

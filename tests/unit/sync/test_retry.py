@@ -1,7 +1,5 @@
 """Backoff: which pauses are made, what is retried, and when it ends. No test really waits."""
 
-import time
-
 import pytest
 
 from sync.errors import Overloaded
@@ -9,12 +7,15 @@ from sync.retry import Backoff, retrying, retrying_async
 
 
 class Clock:
-    """`time.sleep` that moves `time.monotonic`."""
+    """tenacity's `time`, whose `sleep` moves `monotonic`; no thread of another test uses it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.pauses = 100.0, list[float]()
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(time, "sleep", self.sleep)
+        for module in ("tenacity", "tenacity.nap"):
+            monkeypatch.setattr(f"{module}.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds

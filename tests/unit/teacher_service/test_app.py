@@ -56,7 +56,7 @@ class GatedEngine(TableEngine):
 
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         self.begun.set()
-        self.gate.wait(10)
+        self.gate.wait(600)
         self.sequences += len(items)
         return super().score(items, options)
 
@@ -123,7 +123,7 @@ async def test_a_full_teacher_answers_429_with_retry_after(serve: Serve) -> None
     async with serve(engine, queue_tokens=30) as url, Peer(url) as peer, httpx.AsyncClient() as http:
         engine.gate.clear()
         first = asyncio.create_task(peer.call("/v1/score", request, ScoreReply))
-        await asyncio.to_thread(engine.begun.wait, 10)
+        await asyncio.to_thread(engine.begun.wait, 600)
         refusal = await http.post(f"{url}/v1/score", content=encode(request))
         assert refusal.status_code == 429
         assert float(refusal.headers["retry-after"]) > 0
@@ -157,7 +157,7 @@ async def test_a_deadline_is_answered_in_time_and_the_work_is_not_done(serve: Se
     async with serve(engine) as url, Peer(url) as peer:
         engine.gate.clear()
         first = asyncio.create_task(peer.call("/v1/score", request, ScoreReply))
-        await asyncio.to_thread(engine.begun.wait, 10)
+        await asyncio.to_thread(engine.begun.wait, 600)
         late = ScoreRequest(sequences=[sequence([1, 2], 1)], deadline=0.05)
         with pytest.raises(RemoteError, match=r"408.*deadline of 0.05 s passed"):
             await peer.once("/v1/score", encode(late), 5)
@@ -173,7 +173,7 @@ async def test_work_of_a_caller_that_left_is_not_done(serve: Serve) -> None:
     async with serve(engine) as url, Peer(url) as peer:
         engine.gate.clear()
         first = asyncio.create_task(peer.call("/v1/score", request, ScoreReply))
-        await asyncio.to_thread(engine.begun.wait, 10)
+        await asyncio.to_thread(engine.begun.wait, 600)
         leaver = asyncio.create_task(peer.call("/v1/score", request, ScoreReply))
         await held_tokens(url, 4)
         leaver.cancel()

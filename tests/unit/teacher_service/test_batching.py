@@ -45,7 +45,7 @@ class RecordingEngine(TableEngine):
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         self.batches.append((options, [len(item.token_ids_L) for item in items]))
         self.begun.set()
-        self.gate.wait(10)
+        self.gate.wait(600)
         if any(item.token_ids_L[0] == POISON for item in items):
             raise self.error
         return super().score(items, options)
@@ -97,7 +97,7 @@ async def busy(batcher: Batcher, engine: RecordingEngine) -> Request:
     """Hold the engine in a batch of one sequence of 2 tokens."""
     engine.gate.clear()
     request = submit(batcher, [item(2)])
-    await asyncio.to_thread(engine.begun.wait, 10)
+    await asyncio.to_thread(engine.begun.wait, 600)
     return request
 
 
@@ -199,7 +199,7 @@ async def test_an_engine_that_overlaps_batches_gets_as_many_at_once_as_it_takes(
         await busy(batcher, engine)
         engine.begun.clear()
         request = submit(batcher, [item(3), item(4), item(2)])
-        assert await asyncio.to_thread(engine.begun.wait, 10)
+        assert await asyncio.to_thread(engine.begun.wait, 600)
         assert [lengths for _, lengths in engine.batches] == [[2], [3]]
         assert len(batcher._waiting) == 2
         engine.gate.set()
@@ -224,7 +224,7 @@ async def test_completions_and_scores_of_an_engine_that_overlaps_do_not_wait_for
     engine.engine_info = dataclasses.replace(engine.engine_info, concurrency=2)
     async with running(engine, batch_tokens=1) as batcher:
         completed = submit_prompts(batcher, 1, 2, 3)
-        assert await asyncio.to_thread(engine.stepped.wait, 10)
+        assert await asyncio.to_thread(engine.stepped.wait, 600)
         assert not batcher._waiting, "all prompts are in one batch, whatever batch_tokens"
         held = await busy(batcher, engine)
         engine.finish.set()
@@ -323,10 +323,10 @@ async def test_generation_that_nobody_waits_for_any_more_is_aborted() -> None:
     engine = SteppingEngine()
     async with running(engine) as batcher:
         request = submit_prompts(batcher, 1)
-        await asyncio.to_thread(engine.stepped.wait, 10)
+        await asyncio.to_thread(engine.stepped.wait, 600)
         request.release()
         await submit(batcher, [item(3)]).done()
-        assert await asyncio.to_thread(engine.closed.wait, 10)
+        assert await asyncio.to_thread(engine.closed.wait, 600)
 
 
 async def test_prompts_count_against_the_queue_with_all_they_may_become() -> None:

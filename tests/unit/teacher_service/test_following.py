@@ -57,11 +57,10 @@ class Loads:
 
 
 def until(true: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if true():
-            return
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "it never came"
         time.sleep(0.005)
-    raise AssertionError("it never came")
 
 
 def another_look(store: Store) -> None:

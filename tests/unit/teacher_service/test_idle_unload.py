@@ -50,8 +50,9 @@ def wait_until_unloaded(engine: IdleUnloadEngine) -> None:
 
 def test_it_is_unloaded_without_work_and_gives_the_same_scores_when_loaded_again() -> None:
     loads = Loads()
-    engine = IdleUnloadEngine(loads, 0.05)
+    engine = IdleUnloadEngine(loads, 60.0)
     before = engine.score([ITEM], ScoreOptions()).logprob_C
+    engine._idle_seconds = 0.05
     wait_until_unloaded(engine)
     assert (loads.loaded, loads.closed) == (1, 1)
     engine._idle_seconds = 60.0  # it is not to be unloaded again before it was looked at
