@@ -216,7 +216,7 @@ def stock_completion(folder: Path, log: Path) -> str:
         )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=600) as client:
-            for _ in range(1000):
+            while True:
                 with contextlib.suppress(httpx.TransportError):
                     if client.get("/health").is_success:
                         break
@@ -228,7 +228,7 @@ def stock_completion(folder: Path, log: Path) -> str:
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
         process.wait(600)
-        assert not psutil.wait_procs(family, 20)[1]
+        assert not psutil.wait_procs(family, 60)[1]
 
 
 def call(*words: str) -> str:

@@ -177,7 +177,7 @@ async def test_what_the_time_limit_ends_comes_back_as_far_as_it_was_written(serv
     async with server.peer() as peer:
         await update(peer, 3)
         await generate(peer, PROMPTS[:1], max_tokens=4)
-        for seconds in (0.3, 1.0, 4.0, 16.0):  # a busy machine may write nothing in a short time
+        for seconds in (0.1, 0.3, 1.0, 4.0, 16.0, 64.0):  # a busy machine may write nothing in a short time
             (answer,) = await generate(peer, PROMPTS[:1], max_tokens=480, max_seconds=seconds)
             if answer.token_ids.shape[0]:
                 break
@@ -433,7 +433,7 @@ async def test_two_workers_with_an_untied_head_biases_and_rows_without_a_token_t
             assert (state.digests, state.workers) == (digests(folders[0]), 2)
         (core,) = (p for p in psutil.Process(server.process.pid).children() if "EngineCore" in p.name())
         core.send_signal(signal.SIGILL)
-        await asyncio.to_thread(server.process.wait, 60)
+        await asyncio.to_thread(server.process.wait, 600)
         assert "was ended by SIGILL (illegal instruction)" in str(first_error(server.log, 0))
     finally:
         server.stop()

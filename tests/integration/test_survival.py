@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.filterwarnings("ignore"),
 ]
-STEPS = 48
+STEPS = 8
+"""From the launcher's death to the end: until then the run takes as many as come."""
 SERVERS = ["student-0", "teacher-only"]
 LIMITS = ("run.health_timeout_seconds=20", "rollout.stall_timeout_seconds=40", "run.restarts=20")
 EVALUATED = "evaluation={prompts=8, threads=1}"
@@ -54,7 +55,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
     """
     folder = tmp_path_factory.mktemp("survival")
     rng = random.Random(0)
-    with KillTarget(command(folder, STEPS, *LIMITS, EVALUATED), folder / NAME) as kill_target:
+    with KillTarget(command(folder, 100_000, *LIMITS, EVALUATED), folder / NAME) as kill_target:
         kill_target.start()
         kill_target.wait(lambda: kill_target.step() >= 2, "step 2")
         left = 0
@@ -71,7 +72,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
             struck = {*stopped, *killed, *filter(None, [unguarded])} - {DEEPSPEED}
             kill_target.wait_at_work([role.removeprefix(ENGINE_OF) for role in struck])
         kill_target.kill_launcher()
-        kill_target.start(resume=True)
+        kill_target.resume(STEPS)
         kill_target.end()
         records = [record for *_, record in read_all(kill_target.run_dir / "journal")]
         lineages = [record for record in records if isinstance(record, LineageOpened)]
@@ -84,8 +85,8 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
 def test_the_run_completes_with_every_guarantee_kept(survivor: Survivor) -> None:
     assert survivor.report.ok, survivor.report
     assert survivor.summary["completed"]
-    assert survivor.summary["steps"] == STEPS
-    assert 0 < survivor.report.trained <= STEPS * BATCH, "a batch that kills two trainers is trained in parts"
+    steps = survivor.summary["steps"]
+    assert 0 < survivor.report.trained <= steps * BATCH, "a batch that kills two trainers is trained in parts"
     assert survivor.report.open_prompts == [], "every rollout was trained once, or dropped with its reason"
     assert survivor.report.oldest <= 2
 

@@ -37,6 +37,11 @@ class KillTarget(kill_target.KillTarget):
         """Until a role that was killed has a new process, working or not."""
         self.wait(lambda: bool(set(self._role_processes().get(role, ())) - self._dead), f"another {role}")
 
+    def resume(self, steps: int) -> None:
+        """Start it again, to its end so many steps behind the last one that was reported."""
+        self._command = [*self._command, "--set", f"run.steps={self.step() + steps}"]
+        self.start(resume=True)
+
     def stop(self) -> int:
         """SIGTERM to the launcher; its exit status."""
         self._role_processes()

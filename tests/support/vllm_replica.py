@@ -139,7 +139,7 @@ class Server:
             self.process = start(line, os.environ | environment | {TOKEN_VARIABLE: TOKEN}, log)
 
     def wait(self) -> None:
-        deadline = time.monotonic() + 280
+        deadline = time.monotonic() + 1200
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
@@ -155,7 +155,7 @@ class Server:
         try:
             self.process.wait(600)
         finally:
-            _, alive = psutil.wait_procs(family, 10)
+            _, alive = psutil.wait_procs(family, 60)
             for orphan in alive:
                 orphan.kill()
         assert not alive, "the server left children behind"
@@ -177,7 +177,7 @@ async def generate(peer: Peer, prompts: list[list[int]], **sampling: Any) -> lis
 
 async def until(peer: Peer, holds: Callable[[ReplicaState], bool]) -> None:
     """Wait for a state."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not holds(await peer.call("/distill/v1/state", None, ReplicaState)):
         assert time.monotonic() < deadline, "the replica never came to the state that was waited for"
         await asyncio.sleep(0.01)
