@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,24 @@ class Events:
         return Starlette(routes=[Route(path, route, methods=["POST"]) for path, route in routes.items()])
 
 
+class Load(bench.Load):
+    """Its windows last until something was generated, on a slow machine too."""
+
+    async def pace(self, meanwhile: Awaitable[None]) -> float:
+        async def generated() -> None:
+            before = self._tokens
+            await meanwhile
+            while self._tokens == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+        return await super().pace(generated())
+
+
 @pytest.fixture
 def shape(monkeypatch: pytest.MonkeyPatch) -> bench.Shape:
     """The toy in short windows: two full versions, then two turns of three deltas."""
     monkeypatch.setattr(bench, "TURNS", 2)
+    monkeypatch.setattr(bench, "Load", Load)
     return bench.SHAPES["toy"]._replace(window_seconds=0.05, swaps=3, repeats=2, in_flight=16)
 
 
