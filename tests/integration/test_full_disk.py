@@ -1,14 +1,13 @@
 """One real run whose disks fill up one after the other: small file systems in memory, if they may be mounted.
 
-The journal's, the checkpoints', the store's, and the run folder's own: each is filled while the run goes on,
-looked at, and freed.
+The journal's, the checkpoints', the store's, and the run folder's own. Each is filled, looked at, and freed;
+before the first two are freed the next one is full, so that the run does not end between them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -34,16 +33,6 @@ SIZES = {"": 192, "journal": 24, "checkpoints": 48, "store": 48}
 """MiB of each file system."""
 REST_SECONDS = 4.0
 """Several times as long as a step takes."""
-
-
-@contextmanager
-def full(folder: Path) -> Iterator[None]:
-    """No byte more fits into `folder` for a while."""
-    fill(folder)
-    try:
-        yield
-    finally:
-        free(folder)
 
 
 def comes_to_rest(kill_target: KillTarget) -> None:
@@ -96,23 +85,27 @@ def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     """Start the run, fill each disk once, and audit what came of it."""
     kill_target.start()
     kill_target.wait(lambda: kill_target.step() >= 2, "step 2")
-    with full(disks["journal"]):
-        says(kill_target, "launcher.log", "disk full: the journal in")
-        comes_to_rest(kill_target)
+    fill(disks["journal"])
+    says(kill_target, "launcher.log", "disk full: the journal in")
+    comes_to_rest(kill_target)
+    fill(disks["checkpoints"])
+    free(disks["journal"])
     says(kill_target, "launcher.log", "has space again, the run continues")
 
-    with full(disks["checkpoints"]):
-        says(kill_target, "trainer.log", "disk full: checkpoint")
-        found = checkpoint.find(disks["checkpoints"], None, ALONE)
-        assert found is None or found.is_dir(), "what `latest` names is whole"
+    says(kill_target, "trainer.log", "disk full: checkpoint")
+    found = checkpoint.find(disks["checkpoints"], None, ALONE)
+    assert found is None or found.is_dir(), "what `latest` names is whole"
+    fill(disks["store"])
+    free(disks["checkpoints"])
     says(kill_target, "trainer.log", "has space again, training continues")
 
-    with full(disks["store"]):
-        says(kill_target, "trainer.log", "waits for space, the run pauses")
+    says(kill_target, "trainer.log", "waits for space, the run pauses")
+    free(disks["store"])
     says(kill_target, "trainer.log", "has space again, the run continues")
 
-    with full(disks[""]):
-        comes_to_rest(kill_target)
+    fill(disks[""])
+    comes_to_rest(kill_target)
+    free(disks[""])
     kill_target.end()
     newest = checkpoint.find(disks["checkpoints"], None, ALONE)
     assert newest is not None
