@@ -103,6 +103,7 @@ def test_every_shape_of_the_benchmark_is_a_configuration_whose_models_can_be_rea
 ) -> None:
     source = ROOT / "configs/quickstart.toml", [f"trainer.deepspeed={ROOT}/configs/deepspeed/zero3_cpu.json"]
     monkeypatch.setattr(quickstart, "source", lambda seed: source)
+    monkeypatch.setattr("distill.launch.preflight.check_arguments", lambda _: None)  # seconds of vLLM's
     config = bench.configured(tmp_path, bench.SHAPES[name])
     if bench.SHAPES[name] is not None:
         assert distill.preflight(config).prompts == bench.PROMPTS

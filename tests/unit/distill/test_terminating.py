@@ -22,8 +22,6 @@ SLEEP = '[sys.executable, "-c", "import time; time.sleep(600)"]'
 SCRIPT = f"""
 import subprocess, sys, time
 from pathlib import Path
-from distill.bench import pipeline
-from distill.bench.kill_target import KillTarget
 from distill.cli.options import guarded
 class Popen(subprocess.Popen):  # subprocess itself is not interrupted: it would not know the child yet
     def communicate(self, *args, **options):
@@ -31,11 +29,13 @@ class Popen(subprocess.Popen):  # subprocess itself is not interrupted: it would
         return super().communicate(*args, **options)
 subprocess.Popen = Popen
 def killing():
+    from distill.bench.kill_target import KillTarget
     with KillTarget({SLEEP}, Path(sys.argv[1])) as target:
         target.start()
         print("waiting", flush=True)
         time.sleep(600)
 def profiling():
+    from distill.bench import pipeline
     sys.executable = sys.argv[2]
     pipeline.profiled([])
 def waiting():
