@@ -5,7 +5,6 @@ TrialCache             long trials, one JSON line each: a benchmark that was sto
 crossing, medians      summaries
 markdown, comparison   tables
 panels, dress, bar     pictures
-serving                servers of a benchmark
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.plot import BLUE, BROWN, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE, RED, TEAL
 from sync.errors import ConfigError
 from sync.jsonl import JsonLines, read_lines
@@ -116,18 +114,6 @@ def of_tests(name: str) -> Any:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-@contextlib.asynccontextmanager
-async def serving(children: Sequence[ChildSpec], logs: Path) -> AsyncIterator[Supervisor]:
-    """Servers that answer /health, meanwhile. Raises DistillError when one does not come up."""
-    supervisor = Supervisor(children, logs, restarts=0)
-    try:
-        await supervisor.start()
-        await supervisor.ready(START_SECONDS)
-        yield supervisor
-    finally:
-        await supervisor.stop(10.0)
 
 
 # --- summaries --------------------------------------------------------------------------------------------

@@ -25,9 +25,10 @@ from typing import Any, Final, NamedTuple
 import httpx
 import numpy as np
 
-from distill.bench.runner import ROOT, Figures, serving
+from distill.bench.runner import ROOT, START_SECONDS, Figures
 from distill.config import StudentConfig
 from distill.launch import replica_command
+from distill.launch.preflight import serving
 from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec
 from distill.rollout.replica_client import HttpReplica
@@ -289,7 +290,10 @@ async def started(
         environment |= {} if token is None else {TOKEN_VARIABLE: token}
         url = url_of(LOCAL, port)
         child = ChildSpec("student-0", line, environment, url=url)
-        async with serving([child], work / "logs"), contextlib.aclosing(HttpReplica(url, token)) as replica:
+        async with (
+            serving([child], work / "logs", START_SECONDS),
+            contextlib.aclosing(HttpReplica(url, token)) as replica,
+        ):
             yield replica
 
 

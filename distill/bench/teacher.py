@@ -27,7 +27,8 @@ import numpy as np
 import psutil
 
 from distill.bench.kill_target import role_processes
-from distill.bench.runner import Figures, Work, interleaved, of_tests, serving
+from distill.bench.runner import START_SECONDS, Figures, Work, interleaved, of_tests
+from distill.launch.preflight import serving
 from distill.launch.roles import Ports
 from distill.launch.supervise import ChildSpec
 from sync import wire
@@ -85,7 +86,7 @@ def run(model: str, dtype: str = "float32", rollouts: int = 64, repeats: int = 7
             children += [_teacher("vllm", it, Path(folder), ports), _stock_server(it, ports)]
         stack = AsyncExitStack()
         try:
-            loop.run(stack.enter_async_context(serving(children, Path(folder))))
+            loop.run(stack.enter_async_context(serving(children, Path(folder), START_SECONDS)))
             _pin({min(cores)})
             urls = {child.name: str(child.url) for child in children}
             found = {"setting": it._asdict(), "load": os.getloadavg(), **_speeds(it, loop, stack, urls)}

@@ -24,8 +24,9 @@ import numpy as np
 
 from distill.config import StudentConfig
 from distill.launch import replica_command
+from distill.launch.preflight import serving
 from distill.launch.roles import Ports, url_of
-from distill.launch.supervise import ChildSpec, Supervisor
+from distill.launch.supervise import ChildSpec
 from sync.address import TOKEN_VARIABLE, token_from_environment
 from sync.client import Peer
 from sync.errors import DataError, RemoteError, Unreachable
@@ -120,13 +121,8 @@ async def prove(config: StudentConfig, work: Path, versions: int = 50, sequences
     published = await asyncio.to_thread(Versions, model, work / "store", work)
     with Ports() as ports:
         children, urls = _replicas(config.model_copy(update={"path": str(published.folder)}), work, ports)
-        supervisor = Supervisor(children, work / "logs", restarts=0)
-        try:
-            await supervisor.start()
-            await supervisor.ready(_START_SECONDS)
+        async with serving(children, work / "logs", _START_SECONDS):
             return await _prove(published, urls, versions, _prompts(model, sequences))
-        finally:
-            await supervisor.stop(10.0)
 
 
 def _replicas(config: StudentConfig, work: Path, ports: Ports) -> tuple[list[ChildSpec], list[str]]:

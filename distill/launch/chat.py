@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,7 @@ from distill.aio import cancel
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
-from distill.launch.preflight import TEMPORARY_GRACE_SECONDS
+from distill.launch.preflight import serving
 from distill.launch.roles import Ports, plan_servers, temporary
 from distill.launch.supervise import Supervisor
 from distill.prompts.rows import row_encoder
@@ -143,19 +143,16 @@ def chatting(
         plan = plan_servers(moved.model_copy(update=update), token, ports)
         clients = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
         conversations = Conversations(config, load_tokenizer(student), clients, sampling)
-        supervisor = Supervisor(plan.children, moved.run_dir / "logs", restarts=0)
+        servers = serving(plan.children, moved.run_dir / "logs", config.run.start_seconds)
+        stack = AsyncExitStack()
         try:
             say(f"starting {', '.join(models)}")
-            runner.run(supervisor.start())
-            runner.run(supervisor.ready(config.run.start_seconds))
+            supervisor = runner.run(stack.enter_async_context(servers))
+            for client in clients.values():
+                stack.push_async_callback(client.aclose)
             yield Chat(conversations, supervisor, runner)
         finally:
-            runner.run(_stop(supervisor, clients))
-
-
-async def _stop(supervisor: Supervisor, clients: Mapping[str, TeacherClient]) -> None:
-    await asyncio.gather(*(client.aclose() for client in clients.values()))
-    await supervisor.stop(TEMPORARY_GRACE_SECONDS)
+            runner.run(stack.aclose())
 
 
 def _student(config: RunConfig, run_dir: Path, version: str, work: Path) -> TeacherConfig:

@@ -12,10 +12,8 @@ import msgspec
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.launch.preflight import TEMPORARY_GRACE_SECONDS, claim_of
+from distill.launch.preflight import claim_of, connected
 from distill.launch.roles import Ports, plan_servers, temporary, token_of
-from distill.launch.run import connect, disconnect
-from distill.launch.supervise import Supervisor
 from distill.preflight_checks.checks import check
 from sync.errors import ConfigError, Unreachable
 from sync.wire import CompletionsRequest, EvalReport, Version
@@ -76,14 +74,11 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
 async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]) -> EvalReport:
     token, version = token_of(config), Version(0, 0)
     plan = plan_servers(config, token, ports)
-    supervisor = Supervisor(plan.children, config.run_dir / "logs", restarts=0)
-    servers = connect(config, plan, token, claim_of(config))
-    evaluator, settings = servers.evaluator, config.evaluation or EvaluationConfig()
-    assert evaluator is not None, "the plan has one"
-    try:
-        say(f"starting {', '.join(supervisor.children)}")
-        await supervisor.start()
-        await supervisor.ready(config.run.start_seconds)
+    say(f"starting {', '.join(child.name for child in plan.children)}")
+    async with connected(config, plan, token, claim_of(config)) as servers:
+        evaluator, settings = servers.evaluator, config.evaluation
+        assert evaluator is not None, "the plan has one"
+        assert settings is not None, "`evaluate_folder` sets it"
         (url,) = plan.replicas.values()
         names = list(settings.sets)
         say("generating completions")
@@ -92,6 +87,3 @@ async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]
             raise Unreachable(lost)
         say("scoring completions")
         return await evaluator.evaluate(version)
-    finally:
-        await disconnect(servers)
-        await supervisor.stop(TEMPORARY_GRACE_SECONDS)

@@ -1,4 +1,4 @@
-"""`distill preflight`: what of a run can be checked here without training."""
+"""`distill preflight`: what of a run can be checked here without training; servers of a command."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 from distill.config import RunConfig
 from distill.launch import replica_command
-from distill.launch.roles import Ports, plan_servers, temporary, token_of
+from distill.launch.roles import Plan, Ports, plan_servers, temporary, token_of
 from distill.launch.run import connect, disconnect
-from distill.launch.supervise import Supervisor
+from distill.launch.supervise import ChildSpec, Supervisor
 from distill.preflight_checks import engines as live
 from distill.preflight_checks import machine
 from distill.preflight_checks.checks import refuse
@@ -26,7 +28,7 @@ from sync.errors import ConfigError
 from sync.subscribe import check_local
 from sync.wire import RunIdentity
 
-TEMPORARY_GRACE_SECONDS = 10.0
+GRACE_SECONDS = 10.0
 
 
 def check_machine(config: RunConfig) -> None:
@@ -82,15 +84,33 @@ async def run_preflight(config: RunConfig, split: PromptSplit, say: Callable[[Fi
     token = token_of(config)
     with temporary(config) as moved, Ports() as ports:
         plan = plan_servers(moved, token, ports)
-        supervisor = Supervisor(plan.children, moved.run_dir / "logs", restarts=0)
-        engines = connect(moved, plan, token, claim_of(config))
-        try:
-            await supervisor.start()
-            await supervisor.ready(moved.run.start_seconds)
+        async with connected(moved, plan, token, claim_of(config)) as engines:
             await live.check_engines(moved, split, engines, say)
+
+
+@asynccontextmanager
+async def connected(
+    config: RunConfig, plan: Plan, token: str | None, claim: Claim
+) -> AsyncIterator[live.Engines]:
+    """Clients of the servers of a plan, which run meanwhile."""
+    async with serving(plan.children, config.run_dir / "logs", config.run.start_seconds):
+        engines = connect(config, plan, token, claim)
+        try:
+            yield engines
         finally:
             await disconnect(engines)
-            await supervisor.stop(TEMPORARY_GRACE_SECONDS)
+
+
+@asynccontextmanager
+async def serving(children: Sequence[ChildSpec], logs: Path, seconds: float) -> AsyncIterator[Supervisor]:
+    """Servers that answer /health, meanwhile. Raises ChildFailed when one does not within `seconds`."""
+    supervisor = Supervisor(children, logs, restarts=0)
+    try:
+        await supervisor.start()
+        await supervisor.ready(seconds)
+        yield supervisor
+    finally:
+        await supervisor.stop(GRACE_SECONDS)
 
 
 def claim_of(config: RunConfig) -> Claim:
