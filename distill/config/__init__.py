@@ -316,6 +316,17 @@ class RunConfig(Settings):
         folder = self.student.mirror_folder
         return self.run_dir / "mirrors" if folder is None else folder / self.run.name
 
+    def places(self) -> dict[str, Placement]:
+        """Section of each kind of server → where its processes run."""
+        found: dict[str, Placement] = {"student": self.student}
+        found |= {f"teachers.{name}": one for name, one in self.teachers.items()}
+        found |= {f"environments.{name}": one for name, one in self.environments.items()}
+        if self.evaluation is not None:
+            found["evaluation.placement"] = self.evaluation.placement
+            if self.evaluation.replica is not None:
+                found["evaluation.replica"] = self.evaluation.replica
+        return found
+
     def processes(self) -> dict[str, list[str]]:
         """Section of each server that has no `urls` → the names of its processes; without the trainer."""
         student, evaluation = self.student, self.evaluation

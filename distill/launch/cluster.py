@@ -18,7 +18,7 @@ from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
 from distill.launch.placement import TRAINER, Need, Node, lines, needs, place
 from distill.launch.ray_cluster import Ray
-from distill.launch.roles import Plan, plan_of
+from distill.launch.roles import Plan, plan_of, role_words
 from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
 from distill.registry import expected_servers
@@ -104,17 +104,8 @@ def role_commands(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
     """Process → the words of its `distill` command."""
     folder = str(config.run_dir)
     for section, names in config.processes().items():
-        kind, _, name = section.partition(".")
         for index, process in enumerate(names):
-            place = ["--index", str(index)]
-            match kind:
-                case "student":
-                    yield process, ["student", folder, *place]
-                case "teachers" | "environments":
-                    yield process, [kind.removesuffix("s"), folder, "--name", name, *place]
-                case _ if name == "replica":
-                    yield process, ["student", folder, "--evaluation"]
-                case _:
-                    yield process, ["evaluator", folder]
+            command, *options = role_words(section, str(index))
+            yield process, [command, folder, *options]
     if config.controller.trainer == "launch":
         yield TRAINER, ["train", folder]

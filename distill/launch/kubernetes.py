@@ -18,24 +18,15 @@ from distill.config.loading import located, merge, read, validate
 from distill.launch.carried import CONFIG_FOLDER, carried, texts
 from distill.launch.manifest import PORT, REMOTE, Manifest, Role, Target, reads_volume
 from distill.launch.placement import TRAINER, needs
-from distill.launch.roles import CONTROLLER
-from student_trainer.config import TrainerSettings
+from distill.launch.roles import CONTROLLER, role_words
 from sync.errors import ConfigError
-from sync.settings import Placement, Settings
+from sync.settings import Settings
 
 LONGEST: Final = 63
 """Characters of a name in DNS."""
 INDEX: Final = "$(JOB_COMPLETION_INDEX)"
 """Which pod of its Job this is; Kubernetes puts the number there."""
 _FILE: Final = f"{CONFIG_FOLDER}/run.toml"
-_COMMANDS: Final = {
-    "student": ["student", "--index", INDEX],
-    "teachers": ["teacher", "--name", "{name}", "--index", INDEX],
-    "environments": ["environment", "--name", "{name}", "--index", INDEX],
-    "evaluation.replica": ["student", "--evaluation"],
-    "evaluation.placement": ["evaluator"],
-}
-"""Section → the command that serves it, and its options."""
 
 
 def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "FILE") -> str:
@@ -80,7 +71,9 @@ def _refusals(config: RunConfig, target: Target, folder: PurePosixPath) -> Itera
         yield "run.max_loaded_teachers is for teachers that share a machine: every pod has GPUs of its own"
     if config.run.share_gpus:
         yield "run.share_gpus: a GPU belongs to one pod: leave it out"
-    if found := [key for key, place in _places(config) if place.devices]:
+    given: dict[str, object] = {key: place.devices for key, place in config.places().items()}
+    given[TRAINER] = config.trainer.devices
+    if found := [key for key, devices in given.items() if devices]:
         yield (
             f"{', '.join(f'{key}.devices' for key in found)}: a pod sees its own GPUs alone: leave them out, "
             "and set gpus where a process takes more than it would by itself (the trainer takes its ranks)"
@@ -90,20 +83,8 @@ def _refusals(config: RunConfig, target: Target, folder: PurePosixPath) -> Itera
             f'--volume none: replicas would not see the versions of weights.store.type = "{store.type}": '
             f"name a volume, or set the type to one of {', '.join(REMOTE)}"
         )
-
     if not target.keeps and (there := _below(folder, config.model_dump(mode="json", exclude={"run"}))):
         yield f"--volume none, and {', '.join(there)} would be on it: name a volume"
-
-
-def _places(config: RunConfig) -> Iterator[tuple[str, Placement | TrainerSettings]]:
-    yield "student", config.student
-    yield from ((f"teachers.{name}", one) for name, one in config.teachers.items())
-    yield from ((f"environments.{name}", one) for name, one in config.environments.items())
-    if config.evaluation is not None:
-        yield "evaluation.placement", config.evaluation.placement
-        if config.evaluation.replica is not None:
-            yield "evaluation.replica", config.evaluation.replica
-    yield "trainer", config.trainer
 
 
 def _check_names(name: str, found: Sequence[Role]) -> None:
@@ -134,8 +115,8 @@ def roles(config: RunConfig, target: Target, url: str) -> list[Role]:
     found = [Role(CONTROLLER, ["control", _FILE], keeps=True)]
     for section, names in config.processes().items():
         kind, _, name = section.partition(".")
-        command, *options = _COMMANDS[kind] if kind in _COMMANDS else _COMMANDS[section]
-        words = [command, _FILE, "--controller", url, *(one.format(name=name) for one in options)]
+        command, *options = role_words(section, INDEX)
+        words = [command, _FILE, "--controller", url, *options]
         itself = kind == "teachers" and config.teachers[name].follow_student_every is not None
         found.append(
             Role(

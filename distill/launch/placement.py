@@ -17,7 +17,6 @@ from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, Sl
 from distill.preflight_checks.devices import EACH_NODE, Where
 from distill.preflight_checks.machine import installed_for_cpu
 from sync.errors import ConfigError
-from sync.settings import Placement
 
 TRAINER: Final = "trainer"
 
@@ -55,25 +54,18 @@ def needs(config: RunConfig, gpus: bool) -> list[Need]:
     cluster = config.cluster
     elsewhere = isinstance(cluster, SlurmCluster) and cluster.replica_partition is not None
     engine_places = isinstance(cluster, SlurmCluster | RayCluster)
-    student, evaluation = config.student, config.evaluation
-    engine = _parallel(student.flags())
-    places: dict[str, tuple[Placement, int]] = {"student": (student, engine)}
+    engine, places = _parallel(config.student.flags()), config.places()
+    defaults = {"student": engine, "evaluation.placement": 1, "evaluation.replica": engine}
     for name, teacher in config.teachers.items():
-        own = 0 if teacher.engine_url else _parallel(teacher.engine_args)
-        places[f"teachers.{name}"] = teacher, own
-    for name, environment in config.environments.items():
-        places[f"environments.{name}"] = environment, 0
-    if evaluation is not None:
-        places["evaluation.placement"] = evaluation.placement, 1
-        places["evaluation.replica"] = evaluation.replica or Placement(), engine
+        defaults[f"teachers.{name}"] = 0 if teacher.engine_url else _parallel(teacher.engine_args)
     found = []
     for section, names in config.processes().items():
         if section == "student" and elsewhere:
             continue
-        place, default = places[section]
+        place = places[section]
         if engine_places:
             _check_free(section, place.devices)
-        count = place.gpus if place.gpus is not None else default * gpus
+        count = place.gpus if place.gpus is not None else defaults.get(section, 0) * gpus
         found += [Need(name, count) for name in names]
     if config.controller.trainer == "launch":
         if engine_places:
@@ -154,25 +146,23 @@ def planned(config: RunConfig) -> tuple[Where | None, list[str]]:
         with_trainer = config.controller.model_copy(update={"trainer": "launch"})
         with_all = config.model_copy(update={"controller": with_trainer})
         wanted = needs(with_all, gpus=not installed_for_cpu())
-        own = {need.name: [Node(f"the machine of {need.name}", need.gpus, 0)] for need in wanted}
-        return _gpus(wanted, own), []
+        return _gpus(wanted, {}), []
     nodes = [Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)]
     wanted = needs(config, cluster.gpus_per_node > 0)
     placed = place(wanted, nodes)
     used, reserved = sum(need.gpus * need.nodes for need in wanted), cluster.nodes * cluster.gpus_per_node
     told = [*lines(placed, wanted), f"GPUs: {used} used of {reserved} reserved"]
     in_one = config.model_copy(update={"cluster": cluster.model_copy(update={"replica_partition": None})})
-    everyone = needs(in_one, cluster.gpus_per_node > 0)
-    own = {need.name: [Node(f"the machine of {need.name}", need.gpus, 0)] for need in everyone}
-    return _gpus(everyone, {**own, **placed}), told
+    return _gpus(needs(in_one, cluster.gpus_per_node > 0), placed), told
 
 
 def _gpus(wanted: Iterable[Need], placed: Placed) -> dict[str, tuple[str, list[str]]]:
-    """Those of each process by number, machine by machine from 0 on."""
+    """Those of each process by number, machine by machine from 0 on; one without a place has its own."""
     free: dict[str, Iterator[int]] = defaultdict(count)
     where: dict[str, tuple[str, list[str]]] = {}
     for need in wanted:
-        for node in placed[need.name]:
-            names = [str(number) for number in islice(free[node.name], need.gpus)]
-            where[need.name] = (node.name if need.nodes == 1 else EACH_NODE), names
+        machines = [node.name for node in placed.get(need.name, ())] or [f"the machine of {need.name}"]
+        for machine in machines:
+            names = [str(number) for number in islice(free[machine], need.gpus)]
+            where[need.name] = (machine if need.nodes == 1 else EACH_NODE), names
     return where

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from distill.aio import look_seconds
-from distill.config import RunConfig, places_of
+from distill.config import RunConfig, StudentConfig, places_of
 from distill.environments.config import EnvironmentService
 from distill.launch import replica_command
 from distill.launch.fork_server import ForkServers
@@ -109,23 +109,6 @@ class Plan:
     expected: Mapping[str, Address] = field(default_factory=dict)
     """Those of the addresses that register, by the name of their process."""
 
-    def through(self, relay: Relay) -> Plan:
-        """The same servers, those started here behind relays."""
-        urls: dict[Place, Place] = {
-            child.url: relay(child.name, str(child.url)) for child in self.children if child.url
-        }
-
-        def moved(served: Mapping[str, list[Place]]) -> dict[str, list[Place]]:
-            return {name: [urls.get(url, url) for url in all_] for name, all_ in served.items()}
-
-        return Plan(
-            {name: urls.get(url, url) for name, url in self.replicas.items()},
-            moved(self.teachers),
-            moved(self.environments),
-            urls.get(self.evaluator, self.evaluator) if self.evaluator else None,
-            self.children,
-        )
-
 
 def plan_of(config: RunConfig, places: Mapping[str, Place]) -> Plan:
     """Where all servers are: by `urls`, else at `places`, by the names of their processes."""
@@ -143,10 +126,11 @@ def plan_of(config: RunConfig, places: Mapping[str, Place]) -> Plan:
     )
 
 
-def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
+def plan_servers(config: RunConfig, token: str | None, ports: Ports, relay: Relay = direct) -> Plan:
     """Plan replicas, teachers, environments and the evaluator, and write what those started here read.
 
-    Raises ConfigError for ports in use and for placements that do not fit.
+    `relay`: what the controller reaches those through. Raises ConfigError for ports in use and for placements
+    that do not fit.
     """
     here = config.processes()
     children = [student_child(config, i, ports) for i in range(len(here.get("student", ())))]
@@ -162,7 +146,7 @@ def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
     if "evaluation.placement" in here:
         children.append(evaluator_child(with_urls(config, places), ports))
         places[EVALUATOR] = children[-1].url or ""
-    plan = plan_of(config, places)
+    plan = plan_of(config, {name: relay(name, str(place)) for name, place in places.items()})
     plan.children = [_in_run(child, config, token) for child in children]
     return plan
 
@@ -195,10 +179,7 @@ def token_of(config: RunConfig) -> str | None:
 
 
 def _is_local(config: RunConfig) -> bool:
-    served = (*config.teachers.values(), *config.environments.values())
-    placements: list[Placement] = [config.student, *served]
-    if config.evaluation is not None:
-        placements += [one for one in (config.evaluation.placement, config.evaluation.replica) if one]
+    placements = config.places().values()
     hosts = [placement.host for placement in placements] + [config.controller.host]
     external = config.controller.trainer == "external" or config.trainer.hostfile is not None
     external |= config.cluster.type != "local"
@@ -246,25 +227,38 @@ def fork_servers(config: RunConfig) -> Iterator[ForkServers]:
 # --- one process
 
 
+def role_words(section: str, index: str) -> list[str]:
+    """The `distill` command that serves process `index` of a section, and its options."""
+    kind, _, name = section.partition(".")
+    match kind:
+        case "student":
+            return ["student", "--index", index]
+        case "teachers" | "environments":
+            return [kind.removesuffix("s"), "--name", name, "--index", index]
+    return ["student", "--evaluation"] if name == "replica" else ["evaluator"]
+
+
 def student_child(config: RunConfig, index: int, ports: Ports) -> ChildSpec:
     """Replica `index`."""
-    name, place = f"student-{index}", config.student
-    port = _port(place, index, "student", ports)
-    settings = config.subscriber(name)
-    write_role(config.run_dir, name, settings)
-    argv, env = replica_command.command(place, settings, index, place.host, port)
-    return ChildSpec(name, argv, env, url=url_of(place.host, port))
+    return _replica(config, config.student, f"student-{index}", index, "student", ports)
 
 
 def evaluation_replica(config: RunConfig, ports: Ports) -> ChildSpec:
     """The replica that generates for evaluations alone: as the student's, in a place of its own."""
     place = config.evaluation.replica if config.evaluation else None
     assert place is not None, "it is configured"
-    name, update = EVALUATION_REPLICA, {**dict(place), "env": {**config.student.env, **place.env}}
-    student_there = config.student.model_copy(update=update)
-    port, settings = _port(place, 0, "evaluation.replica", ports), config.subscriber(name)
+    update = {**dict(place), "env": {**config.student.env, **place.env}}
+    there = config.student.model_copy(update=update)
+    return _replica(config, there, EVALUATION_REPLICA, 0, "evaluation.replica", ports)
+
+
+def _replica(
+    config: RunConfig, place: StudentConfig, name: str, index: int, key: str, ports: Ports
+) -> ChildSpec:
+    """`key`: the section of `place`."""
+    port, settings = _port(place, index, key, ports), config.subscriber(name)
     write_role(config.run_dir, name, settings)
-    argv, env = replica_command.command(student_there, settings, 0, place.host, port)
+    argv, env = replica_command.command(place, settings, index, place.host, port)
     return ChildSpec(name, argv, env, url=url_of(place.host, port))
 
 

@@ -110,7 +110,7 @@ async def run(
         elif config.cluster.type == "external":
             plan = cluster.registered(config, say)
         else:
-            plan = plan_servers(config, token, ports).through(relay)
+            plan = plan_servers(config, token, ports, relay)
         launcher = _Launcher(config, folder, plan, split, token, console, relay, forks)
         figures = await launcher.run(opened)
         summary = complete(config, figures, time.monotonic() - began, seconds or {})

@@ -177,9 +177,8 @@ def serve_evaluator(config: RunConfig, controller: Controller | None = None, por
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
     use_folder(config.run.code_folder)
-    missing = _unreached(config)
-    if (own := config.evaluation.replica) is not None and not own.urls:
-        missing.append("evaluation.replica.urls")
+    served = config.processes().keys() - {"student", "evaluation.placement"}
+    missing = [f"{section}.urls" for section in config.places() if section in served]
     if missing and controller is None:
         raise ConfigError(
             f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say where "
@@ -187,16 +186,6 @@ def serve_evaluator(config: RunConfig, controller: Controller | None = None, por
         )
     ports = _ports(config.evaluation.placement, port)
     return evaluator_child(with_objective(config).config, ports, controller() if controller else None)
-
-
-def _unreached(config: RunConfig) -> list[str]:
-    served: dict[str, Mapping[str, Placement]] = {
-        "teachers": config.teachers,
-        "environments": config.environments,
-    }
-    return [
-        f"{kind}.{name}.urls" for kind, all_ in served.items() for name, one in all_.items() if not one.urls
-    ]
 
 
 def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:

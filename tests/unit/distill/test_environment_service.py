@@ -492,7 +492,7 @@ def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path
         environments={"e": {**elsewhere, "processes": 2}, "far": {**elsewhere, "urls": ["http://far:1"]}},
     )
     with Ports() as ports:
-        plan = plan_servers(config, "token", ports).through(lambda name, url: f"{url}/{name}")
+        plan = plan_servers(config, "token", ports, lambda name, url: f"{url}/{name}")
     assert plan.environments["far"] == ["http://far:1"]
     children = {child.name: child for child in plan.children}
     for index, url in enumerate(plan.environments["e"]):
