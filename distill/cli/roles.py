@@ -117,9 +117,11 @@ def train(
 
 def _joining(source: Path, overrides: list[str], controller: str) -> tuple[RunConfig, Controller | None]:
     from distill.launch.single_role import joining
+    from sync.own_code import use_folder
 
-    folder = source.absolute() if source.is_dir() else None
-    return joining(api.load_config(source, overrides), folder, controller or None)
+    settings, folder = api.load_config(source, overrides), source.absolute() if source.is_dir() else None
+    use_folder(settings.run.code_folder)
+    return joining(settings, folder, controller or None)
 
 
 COMMANDS: Final = (student, teacher, environment, evaluator, train)

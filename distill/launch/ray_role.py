@@ -51,7 +51,6 @@ _WORKER = {"RAY_kill_child_processes_on_worker_exit": "false"}
 class Order:
     """The arguments of this program."""
 
-    name: str
     address: str
     nodes: list[str]
     """Machines, as `ray_nodes` names them: wanted, one for each command."""
@@ -79,7 +78,7 @@ def parse(arguments: Sequence[str]) -> Order:
         sys.executable,
         os.getcwd(),
     )
-    return Order(options.name, options.address, options.nodes.split(","), options.gpus, command)
+    return Order(options.address, options.nodes.split(","), options.gpus, command)
 
 
 def say(text: str) -> None:
@@ -100,7 +99,7 @@ async def reserve(ray: Any, order: Order) -> Any:
     while True:
         pinned, why = _pins(ray, order, time.monotonic() > deadline)
         if why:
-            say(f"{order.name} takes another machine: {why}")
+            say(f"{order.command.name} takes another machine: {why}")
         free = [{NODE_LABEL: f"!in({','.join(pinned)})"} if pinned else {}] * (len(order.nodes) - len(pinned))
         group = placement_group(
             [each] * len(order.nodes),
@@ -227,7 +226,7 @@ def main() -> int:
         say(str(error))
         return 2
     if end.why:
-        say(f"{order.name} {end.why}")  # last: Ray says much by itself
+        say(f"{order.command.name} {end.why}")  # last: Ray says much by itself
     return end.status
 
 

@@ -1,7 +1,8 @@
 """A role on its own: `distill student`, `teacher`, `environment`, `evaluator` and `train`.
 
-Each function prepares one process. A server that is told where the controller is registers there (`serve`);
-without that, the process becomes the server (`replace_process`), for a controller whose file has its URL.
+Each function prepares one process, behind `use_folder`. A server that is told where the controller is
+registers there (`serve`); without that, the process becomes the server (`replace_process`), for a controller
+whose file has its URL.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ from sync.address import (
     token_from_environment,
 )
 from sync.errors import ConfigError
-from sync.own_code import use_folder
 from sync.server import check_bind
 from sync.settings import Placement
 
@@ -127,7 +127,6 @@ def replace_process(child: ChildSpec) -> NoReturn:
 
 def serve_student(config: RunConfig, index: int, port: int = 0) -> ChildSpec:
     """Replica `index`, listening as [student] says; at `port` unless that is 0."""
-    use_folder(config.run.code_folder)
     check_model(config.student, "student", runs_vllm=True)
     check_secrets(config)
     return student_child(config, index, _ports(config.student, port))
@@ -137,7 +136,6 @@ def serve_teacher(config: RunConfig, name: str, index: int, port: int = 0) -> Ch
     """Process `index` of teacher `name`; "" stands for the only one."""
     name = _named(name, "teacher", config.teachers)
     place = config.teachers[name]
-    use_folder(config.run.code_folder)
     check_secrets(config)
     check_model(place, f"teachers.{name}", runs_vllm(place))
     if place.follow_student_every is not None:
@@ -148,7 +146,6 @@ def serve_teacher(config: RunConfig, name: str, index: int, port: int = 0) -> Ch
 def serve_environment(config: RunConfig, name: str, index: int, port: int = 0) -> ChildSpec:
     """Process `index` of environment `name`; "" stands for the only one."""
     name = _named(name, "environment", config.environments)
-    use_folder(config.run.code_folder)
     check_model(config.student, "student")
     refuse(check_environment(config, name))
     return environment_child(config, name, index, _ports(config.environments[name], port))
@@ -166,7 +163,6 @@ def serve_evaluation_replica(config: RunConfig, port: int = 0) -> ChildSpec:
     """The replica that generates for evaluations alone."""
     if config.evaluation is None or config.evaluation.replica is None:
         raise ConfigError("evaluation.replica is not set in this configuration: there is nothing to serve")
-    use_folder(config.run.code_folder)
     check_model(config.student, "student", runs_vllm=True)
     check_secrets(config)
     return evaluation_replica(config, _ports(config.evaluation.replica, port))
@@ -176,7 +172,6 @@ def serve_evaluator(config: RunConfig, controller: Controller | None = None, por
     """The evaluator, listening as [evaluation.placement] says."""
     if config.evaluation is None:
         raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
-    use_folder(config.run.code_folder)
     served = config.processes().keys() - {"student", "evaluation.placement"}
     missing = [f"{section}.urls" for section in config.places() if section in served]
     if missing and controller is None:
@@ -197,7 +192,6 @@ def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
         raise ConfigError(
             f"--node {node}: trainer.nodes is {config.trainer.nodes}, and machines count from 0"
         )
-    use_folder(config.run.code_folder)
     check_model(config.student, "student")
     check_secrets(config)
     return trainer_process(with_objective(config).config, controller_url, node)

@@ -56,14 +56,6 @@ class Forecast(NamedTuple):
         }
 
 
-class _Placed(NamedTuple):
-    config: RunConfig
-    """With its objective chosen."""
-    device: Device
-    uses: list[Use]
-    where: Where | None
-
-
 def forecast(
     config: RunConfig,
     device: str,
@@ -73,29 +65,28 @@ def forecast(
     where: Where | None = None,
 ) -> Forecast:
     """As `distill.plan`; `where`: the GPUs of processes on a cluster, None for this machine's."""
-    placed = _place(config, device, where)
+    config, row, found = _place(config, device, where)
     run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
-    lengths = estimate.lengths_of(placed.config, prompt, completion, run.lengths if run else None)
-    found = estimate.plan(placed.config, placed.device, placed.uses, lengths, calibration)
+    lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
+    plan = estimate.plan(config, row, found, lengths, calibration)
     before = (run, theirs) if run is not None and theirs is not None else None
-    return Forecast(found, placed.device, placed.uses, _refusal(placed), before)
+    return Forecast(plan, row, found, _refusal(config, where) if found else None, before)
 
 
-def _refusal(placed: _Placed) -> str | None:
+def _refusal(config: RunConfig, where: Where | None) -> str | None:
     try:
-        if placed.uses:
-            check_devices(placed.config, placed.where)
+        check_devices(config, where)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _place(config: RunConfig, name: str, where: Where | None = None) -> _Placed:
-    """Raises ConfigError for GPUs of an unknown kind."""
+def _place(config: RunConfig, name: str, where: Where | None = None) -> tuple[RunConfig, Device, list[Use]]:
+    """With its objective chosen, its device, and who uses that. Raises ConfigError for an unknown kind."""
     config, sizes = with_objective(config).config, gpus()
     device = device_named(name) if name else None
     if device is not None and device.name == CPU:
-        return _Placed(config, device, [], where)
+        return config, device, []
     if config.preflight.gpu_gib is None and (device or sizes):
         gib = device.gib if device else min(sizes.values()) / GIB
         sized = config.preflight.model_copy(update={"gpu_gib": gib})
@@ -106,14 +97,14 @@ def _place(config: RunConfig, name: str, where: Where | None = None) -> _Placed:
             f"{found[0].key} names GPUs and this machine has none: say which kind they are with --device "
             f"({', '.join(DEVICES)})"
         )
-    return _Placed(config, device or DEVICES[CPU], found, where)
+    return config, device or DEVICES[CPU], found
 
 
 def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibration]:
     """What a run measured, the plan of its own configuration, and what turns one into the other."""
-    theirs, run = _place(load_run_dir(run_dir), device), measure(run_dir)
-    own = estimate.plan(theirs.config, theirs.device, theirs.uses, run.lengths)
-    roles = find_roles(theirs.config, theirs.device, theirs.uses)
+    (config, row, found), run = _place(load_run_dir(run_dir), device), measure(run_dir)
+    own = estimate.plan(config, row, found, run.lengths)
+    roles = find_roles(config, row, found)
     first = calibrate(run, own, 1.0)
     at_measured = [replace(one, seconds=one.seconds / first.speed[one.kind]) for one in own.stages]
-    return run, own, calibrate(run, own, step_seconds(theirs.config, at_measured, roles))
+    return run, own, calibrate(run, own, step_seconds(config, at_measured, roles))

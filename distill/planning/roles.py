@@ -44,11 +44,7 @@ def gpus(config: RunConfig, uses: Sequence[Use]) -> int:
     """GPUs of the run, each counted once; those of every trainer node."""
     places = {(use.host, gpu) for use in uses for gpu in use.gpus}
     there = sum(host == EACH_NODE for host, _ in places)
-    return len(places) + there * (_hosts(config) - 1)
-
-
-def _hosts(config: RunConfig) -> int:
-    return machines(config.trainer)
+    return len(places) + there * (machines(config.trainer) - 1)
 
 
 def _on_gpus(config: RunConfig, uses: Sequence[Use]) -> list[Role]:
@@ -67,7 +63,7 @@ def _on_gpus(config: RunConfig, uses: Sequence[Use]) -> list[Role]:
                 f"{key} is not set, and no GPU of this machine is seen that {role} would inherit: name the "
                 f"GPUs in {key}, or plan for cores with --device {CPU}"
             )
-        count = sum(len(use.gpus) for use in own) * (_hosts(config) if role == TRAINER else 1)
+        count = sum(len(use.gpus) for use in own) * (machines(config.trainer) if role == TRAINER else 1)
         serial = role in one_at_a_time
         load = {(use.host, gpu): 1 / len(use.gpus) if serial else 1.0 for use in own for gpu in use.gpus}
         found.append(Role(role, len(own), len(own) if serial else count, load))
@@ -83,7 +79,7 @@ def _on_cores(config: RunConfig, _: Sequence[Use]) -> list[Role]:
         if teacher.engine_url is None:
             counts[f"teacher {name}"] = len(teacher.urls) or teacher.replicas
             wanted[f"teacher {name}"] = given[f"teacher {name}"] or cores
-    counts[TRAINER] = config.trainer.ranks * _hosts(config)
+    counts[TRAINER] = config.trainer.ranks * machines(config.trainer)
     found = []
     for role, count in counts.items():
         used = min(cores, count * wanted[role])

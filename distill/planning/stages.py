@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from distill.preflight_checks.devices import kv_bytes
-from distill.preflight_checks.experts import COUNTS, expert_parameters, has_experts, layers_of_experts
+from distill.preflight_checks.experts import expert_parameters, experts_of, has_experts, layers_of_experts
 from distill.preflight_checks.machine import count_parameters
 from distill.prompts.sources import text_config
 from sync.settings import ModelSource
@@ -64,9 +64,9 @@ class Shape:
 def shape_of(source: ModelSource, tensor: int = 1) -> Shape:
     """The model's, in an engine of `tensor` parallel GPUs. Raises ConfigError for an unreadable config."""
     model, parameters = text_config(source), count_parameters(source)
-    found = has_experts(model)
-    experts = next(count for name in COUNTS if (count := getattr(model, name, None))) if found else 1
-    chosen = (getattr(model, "num_experts_per_tok", None) or 1) if found else 1
+    experts, chosen = 1, 1
+    if has_experts(model):
+        experts, chosen = experts_of(model), getattr(model, "num_experts_per_tok", None) or 1
     layers, heads = int(model.num_hidden_layers), int(model.num_attention_heads)
     tied = bool(getattr(model, "tie_word_embeddings", False))
     return Shape(

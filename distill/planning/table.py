@@ -17,7 +17,7 @@ FLOPS = {"generate": "FLOPs of generation", "score": "FLOPs of scoring", "train"
 
 def lines(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> Iterator[str]:
     """The table: memory, a step, the run. `measured`: a run replaced the assumed shares."""
-    yield _section(f"Memory of each GPU ({plan.device}), GiB")
+    yield f"\nMemory of each GPU ({plan.device}), GiB"
     for use in uses:
         parts = " + ".join(f"{what} {count / GIB:.1f}" for what, count in use.terms.items())
         share = f", in the {use.share:g} that vLLM reserves" if use.share else ""
@@ -25,7 +25,7 @@ def lines(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
         yield _row(place, f"{use.bytes / GIB:.1f}", parts + share)
     if not uses:
         yield _row("no process", "–", "every role computes on cores")
-    yield _section("Per step")
+    yield "\nPer step"
     length = plan.lengths
     words = f"{length.prompt:,.0f} + {length.completion:,.0f} tokens a sequence ({length.source})"
     yield _row("generated tokens", f"{plan.tokens:,.0f}", words)
@@ -47,7 +47,7 @@ def lines(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
     yield _row("steps a minute", f"{60 / plan.step_seconds:.3g}", "")
     yield _row("tokens a second", f"{plan.tokens / plan.step_seconds:,.0f}", "generated")
     yield _row("expected age", f"{plan.age:.2g}", "versions, at most buffer.max_staleness")
-    yield _section("Run")
+    yield "\nRun"
     yield _row("full version", _size(plan.full_bytes), "")
     if plan.delta_bytes is not None:
         part = plan.delta_bytes / plan.full_bytes
@@ -91,7 +91,7 @@ def split(plan: Plan) -> str:
 
 def comparison(run: Measured, planned: Plan) -> Iterator[str]:
     """The run that calibrates a plan against the plan of its own configuration from assumptions alone."""
-    yield _section("That run: planned from assumptions, measured")
+    yield "\nThat run: planned from assumptions, measured"
     for kind, seconds in planned.longest.items():
         yield _row(f"seconds to {kind}", f"{seconds:.3g}", _against(run.seconds[kind], seconds))
     yield _row(
@@ -107,10 +107,6 @@ def _against(measured: float, planned: float) -> str:
 
 def _whose(stage: Stage) -> str:
     return f", {stage.role}" if stage.kind == "score" else ""
-
-
-def _section(title: str) -> str:
-    return f"\n{title}"
 
 
 def _row(what: str, figure: str, note: str) -> str:

@@ -40,11 +40,11 @@ refuses all that are like them."""
 
 def has_experts(model: Any) -> bool:
     """Whether transformers' config is of a mixture of experts."""
-    return _experts(model) > 1
+    return experts_of(model) > 1
 
 
-def _experts(model: Any) -> int:
-    """Of a layer; 0: it has none."""
+def experts_of(model: Any) -> int:
+    """Experts of a layer; 0: it has none."""
     return next((count for name in COUNTS if (count := getattr(model, name, None))), 0)
 
 
@@ -52,7 +52,7 @@ def routing(model: Any) -> Routing | None:
     """How transformers' config routes; None: it is of no family in FAMILIES."""
     if model.model_type not in FAMILIES:
         return None
-    return Routing(layers_of_experts(model), model.num_experts_per_tok, _experts(model))
+    return Routing(layers_of_experts(model), model.num_experts_per_tok, experts_of(model))
 
 
 def layers_of_experts(model: Any) -> int:
@@ -71,7 +71,7 @@ def layers_of_experts(model: Any) -> int:
 def expert_parameters(model: Any) -> int:
     """Of all experts of one layer, shared ones not among them; 0: it has none."""
     inner = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
-    return 3 * _experts(model) * inner * model.hidden_size if has_experts(model) else 0
+    return 3 * experts_of(model) * inner * model.hidden_size if has_experts(model) else 0
 
 
 def routing_of(config: RunConfig) -> Routing | None:

@@ -116,10 +116,7 @@ def _hidden_bytes(name: str, teacher: TeacherConfig) -> int:
             f"objective: the bytes of teachers.{name}'s hidden states follow its config.json: set "
             f'objective.type = "topk", or make its config readable here. {error}'
         ) from None
-    stored = str(getattr(model, "dtype", None) or "float32").removeprefix("torch.")
-    return int(model.hidden_size) * (
-        2 if (stored if teacher.dtype == "auto" else teacher.dtype) == "bfloat16" else 4
-    )
+    return int(model.hidden_size) * (2 if precision(model, teacher.dtype) == "bfloat16" else 4)
 
 
 def _step_tokens(config: RunConfig) -> int:

@@ -44,7 +44,7 @@ def test_a_client_names_variables_and_finds_their_values_in_its_environment(
     line = Ray(CLUSTER).client(Need("trainer", 4, 2), nodes, ["distill", "train", "-x"], {"OTHER": "value 4"})
     assert not any("value" in word for word in line)
     order = parse(line[line.index("distill.launch.ray_role") + 1 :])
-    assert (order.name, order.address, order.gpus) == ("trainer", "10.0.0.1:6379", 4)
+    assert (order.command.name, order.address, order.gpus) == ("trainer", "10.0.0.1:6379", 4)
     assert order.nodes == ["10.0.0.2", "10.0.0.3"]
     assert order.command.argv == ["distill", "train", "-x"]
     assert {name: order.command.env[name] for name in given} == given
