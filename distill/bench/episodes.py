@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from distill.bench import pipeline
-from distill.bench.runner import Figures, Row, TrialCache, markdown
+from distill.bench.runner import Figures, Row, TrialCache, comparison
 from distill.tasks.sort_letters import ASK, EOS, SortLetters
 
 TURNS: Final = 3
@@ -57,10 +57,7 @@ def run(folder: Path, seeds: int = 3) -> Figures:
     folder = folder.absolute()
     cache = TrialCache(folder / "trials.jsonl")
     (folder / "template.jinja").write_text(TEMPLATE)
-    trials: dict[str, list[Figures]] = {way: [] for way in ways(folder)}
-    for seed in range(seeds):
-        for way, words in ways(folder).items():
-            trials[way].append(trial(cache, folder, words, seed))
+    trials = pipeline.side_by_side(cache, folder, ways(folder), seeds, STEPS, figures)
     return {"medians": {way: pipeline.summary(of, ROWS) for way, of in trials.items()}, "trials": trials}
 
 
@@ -83,16 +80,11 @@ def ways(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def trial(cache: TrialCache, folder: Path, words: list[str], seed: int) -> Figures:
-    """One run, or what is kept of it."""
-
-    def make() -> Figures:
-        profile = pipeline.run_quickstart(folder, "trial", seed, STEPS, words)
-        rollouts = json.loads((folder / "trial" / "summary.json").read_text())["rollout"]
-        more = {"too_old": rollouts["dropped"].get("too_old", 0), "tokens": rollouts["tokens_total"]}
-        return pipeline.measure(folder / "trial", profile) | more
-
-    return cache.get({"seed": seed, "settings": words}, make)
+def figures(run_dir: Path, profile: pipeline.CpuProfile) -> Figures:
+    """Of a finished run."""
+    rollouts = json.loads((run_dir / "summary.json").read_text())["rollout"]
+    more = {"too_old": rollouts["dropped"].get("too_old", 0), "tokens": rollouts["tokens_total"]}
+    return pipeline.measure(run_dir, profile) | more
 
 
 def table(report: Figures) -> str:
@@ -101,16 +93,9 @@ def table(report: Figures) -> str:
     cpu = "cpu_ms_per_step "
     roles = sorted({name.removeprefix(cpu) for of in found.values() for name in of if name.startswith(cpu)})
     rows = ROWS | {cpu + role: Row(f"CPU ms per step: {role}", ".0f") for role in roles}
-    lines = [
-        [
-            row.title,
-            *("–" if (one := of.get(key)) is None else format(one, row.form) for of in found.values()),
-        ]
-        for key, row in rows.items()
-    ]
     once, turns = found[ONCE], found[EPISODES]
     more = {role: (turns.get(cpu + role, 0.0) - once.get(cpu + role, 0.0)) / BATCH / TURNS for role in roles}
     costs = ", ".join(f"{role} {ms:+.2f}" for role, ms in more.items())
     together = f"together {sum(more.values()):+.2f}"
     ended = f"CPU ms for a turn beyond those for a single completion: {costs}; {together}"
-    return "\n".join([*markdown(["", *found], lines), "", ended])
+    return "\n".join([*comparison(found, rows), "", ended])

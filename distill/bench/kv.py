@@ -22,17 +22,15 @@ import numpy as np
 from distill.aio import cancel
 from distill.bench import pipeline
 from distill.bench.runner import Figures, Row, TrialCache, comparison, markdown, medians
-from distill.bench.sync_transports import PROMPT_TOKENS, RUN, cost_of_a_swap, qwen3, started
+from distill.bench.sync_transports import PROMPT_TOKENS, RUN, completed, cost_of_a_swap, qwen3, started
 from distill.bench.trajectory import Training, Weights, trajectory
 from distill.rollout.replica_client import HttpReplica
 from distill.tasks.teaching import make_tokenizer
-from sync.errors import DistillError
 from sync.publish import Publisher, Slice
 from sync.snapshots import checkpoint
 from sync.stores.directory import DirectoryStore
 from sync.wire import (
     Generated,
-    GenerateFailed,
     GeneratePrompt,
     GenerateRequest,
     RunIdentity,
@@ -72,23 +70,12 @@ def run(folder: Path, seeds: int = 3) -> Figures:
     folder = folder.absolute()
     cache = TrialCache(folder / "trials.jsonl")
     learned: dict[str, dict[str, list[Figures]]] = {}
-    for seed in range(seeds):
-        for rate in LEARNED_LRS:
-            for kv in WAYS:
-                of_rate = learned.setdefault(f"{rate:g}", {way: [] for way in WAYS})
-                of_rate[kv].append(trial(cache, folder, rate, kv, seed))
+    for rate in LEARNED_LRS:
+        common = (*pipeline.OVERLAPPED, f"trainer.lr={rate}")
+        ways: dict[str, Sequence[str]] = {kv: (*common, f"weights.kv_on_swap={kv}") for kv in WAYS}
+        figures = pipeline.measure_and_learned
+        learned[f"{rate:g}"] = pipeline.side_by_side(cache, folder, ways, seeds, STEPS, figures)
     return {"mismatch": cache.get({"part": "mismatch"}, lambda: mismatch(folder)), "learned": learned}
-
-
-def trial(cache: TrialCache, folder: Path, rate: float, kv: Kv, seed: int) -> Figures:
-    """One quickstart, or what is kept of it."""
-    settings = (*pipeline.OVERLAPPED, f"trainer.lr={rate}", f"weights.kv_on_swap={kv}")
-
-    def make() -> Figures:
-        profile = pipeline.run_quickstart(folder, "trial", seed, STEPS, settings)
-        return pipeline.measure(folder / "trial", profile) | pipeline.learned(folder / "trial")
-
-    return cache.get({"seed": seed, "steps": STEPS, "settings": settings}, make)
 
 
 # --- mismatch ---------------------------------------------------------------------------------------------
@@ -163,7 +150,7 @@ async def completions(
         sampling=Sampling(max_tokens=TOKENS),
         prompts=[GeneratePrompt(str(index), ids) for index, ids in enumerate(prompts)],
     )
-    began, answers = time.monotonic(), list[tuple[list[int], Generated]]()
+    began = time.monotonic()
 
     async def update() -> None:
         for number, version in enumerate(swaps, 1):
@@ -172,10 +159,7 @@ async def completions(
 
     updating = asyncio.create_task(update())
     try:
-        async for answer in replica.generate(request):
-            if isinstance(answer, GenerateFailed):
-                raise DistillError(f"the replica could not generate: {answer.error}")
-            answers.append((prompts[int(answer.id)], answer))
+        answers = [one async for one in completed(replica, request)]
         seconds = time.monotonic() - began
         await updating
     finally:
@@ -263,6 +247,5 @@ def table(report: Figures) -> str:
     lines += markdown(head, rows)
     for rate, of in report["learned"].items():
         lines += ["", f"the quickstart at a learning rate of {rate}, medians", ""]
-        old, new = (medians(of[kv], ROWS) for kv in WAYS)
-        lines += comparison(old, new, ROWS, WAYS)
+        lines += comparison({kv: medians(of[kv], ROWS) for kv in WAYS}, ROWS)
     return "\n".join(lines)

@@ -97,8 +97,7 @@ def table(report: Figures) -> str:
     """The medians side by side, as Markdown; a ratio above 1: ours is better."""
     lines = []
     for name, found in report["sizes"].items():
-        sides = found["medians"]
-        rows = comparison(sides["TRL"], sides["ours"], ROWS, ("TRL", "ours"))
+        rows = comparison(found["medians"], ROWS)
         lines += [f"{name}; TRL in {found['trl_precision']}", "", *rows, ""]
     return "\n".join(lines)
 
@@ -157,15 +156,14 @@ def config_of(name: str, seed: int) -> RunConfig:
 
 def ours(cache: TrialCache, folder: Path, name: str, seed: int) -> Figures:
     """Our run, or what is kept of it."""
-    words, size = settings_of(name, seed), SIZES[name]
+    size = SIZES[name]
 
-    def make() -> Figures:
-        profile = pipeline.run_quickstart(folder, "ours", seed, size.steps, words)
-        found = pipeline.measure(folder / "ours", profile, size.settled)
+    def figures(run_dir: Path, profile: pipeline.CpuProfile) -> Figures:
+        found = pipeline.measure(run_dir, profile, size.settled)
         speed = {"step_ms": found["step_ms"], "tokens_per_second": found["trained_per_second"]}
-        return learned(speed, pipeline.learned(folder / "ours") if size.learns else None)
+        return learned(speed, pipeline.learned(run_dir) if size.learns else None)
 
-    return cache.get({"side": "ours", "seed": seed, "steps": size.steps, "settings": words}, make)
+    return pipeline.trial(cache, folder, settings_of(name, seed), seed, size.steps, figures)
 
 
 def learned(speed: Figures, curve: Figures | None) -> Figures:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -88,13 +88,10 @@ def run(folder: Path, seeds: int = 3) -> Figures:
     """Run what is missing in `folder`; every trial, and the medians. Raises DistillError when a run fails."""
     folder = folder.absolute()
     cache = TrialCache(folder / "trials.jsonl")
-    short = {name: trial(cache, folder, words, 0, SHORT) for name, words in SYNCHRONOUS.items()}
+    short = {name: trial(cache, folder, words, 0, SHORT, measure) for name, words in SYNCHRONOUS.items()}
     best = min(short, key=lambda name: short[name]["step_ms"])
     ways = {"synchronous": SYNCHRONOUS[best], "asynchronous": OVERLAPPED}
-    trials: dict[str, list[Figures]] = {way: [] for way in ways}
-    for seed in range(seeds):
-        for way, words in ways.items():
-            trials[way].append(trial(cache, folder, words, seed, STEPS))
+    trials = side_by_side(cache, folder, ways, seeds, STEPS, measure_and_learned)
     path, settings = quickstart.source(0)
     config = api.load_config(path, [*settings, *OVERLAPPED])
     return {
@@ -106,13 +103,29 @@ def run(folder: Path, seeds: int = 3) -> Figures:
     }
 
 
-def trial(cache: TrialCache, folder: Path, words: Sequence[str], seed: int, steps: int) -> Figures:
-    """One run, evaluated unless it is short, or what is kept of it."""
+def side_by_side(
+    cache: TrialCache,
+    folder: Path,
+    ways: Mapping[str, Sequence[str]],
+    seeds: int,
+    steps: int,
+    figures: Observe,
+) -> dict[str, list[Figures]]:
+    """Trials of every way, one of each seed; `ways`: name → overrides of the quickstart."""
+    found: dict[str, list[Figures]] = {way: [] for way in ways}
+    for seed in range(seeds):
+        for way, words in ways.items():
+            found[way].append(trial(cache, folder, words, seed, steps, figures))
+    return found
+
+
+def trial(
+    cache: TrialCache, folder: Path, words: Sequence[str], seed: int, steps: int, figures: Observe
+) -> Figures:
+    """`figures` of one run, or what is kept of them."""
 
     def make() -> Figures:
-        profile = run_quickstart(folder, "trial", seed, steps, words)
-        found = measure(folder / "trial", profile)
-        return found if steps < STEPS else found | learned(folder / "trial")
+        return figures(folder / "trial", run_quickstart(folder, "trial", seed, steps, words))
 
     return cache.get({"seed": seed, "steps": steps, "settings": words}, make)
 
@@ -129,8 +142,8 @@ def summary(trials: Sequence[Figures], rows: Iterable[str] = ROWS) -> Figures:
 def table(report: Figures) -> str:
     """The medians side by side, as Markdown; a ratio above 1: the asynchronous way is better."""
     ways = report["medians"]
-    rows, old, new = dict(ROWS), ways["synchronous"], ways["asynchronous"]
-    for key in old.keys() - ROWS.keys():
+    rows = dict(ROWS)
+    for key in ways["synchronous"].keys() - ROWS.keys():
         name, role = key.split(" ", 1)
         rows[key] = Row(f"{BY_ROLE[name]}: {role}")
     times = ", ".join(f"{name} {ms:.0f}" for name, ms in report["synchronous_step_ms"].items())
@@ -138,7 +151,7 @@ def table(report: Figures) -> str:
     least = report["limit"]["limit_ms"]
     shares = (f"{way} {least / of['step_ms']:.2f}" for way, of in ways.items())
     end = f"limit of a step: {least:.0f} ms; reached, as a share of its speed: {', '.join(shares)}"
-    return "\n".join([head, "", *comparison(old, new, rows, list(ways)), "", end])
+    return "\n".join([head, "", *comparison(ways, rows), "", end])
 
 
 # --- a run under observation ------------------------------------------------------------------------------
@@ -220,6 +233,9 @@ def profiled(words: Sequence[str]) -> CpuProfile:
 
 # --- its figures ------------------------------------------------------------------------------------------
 
+Observe = Callable[[Path, CpuProfile], Figures]
+"""Figures of a finished run in a folder, of which a profile was taken."""
+
 
 def step_lines(run_dir: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl, one per optimizer step."""
@@ -254,6 +270,11 @@ def measure(run_dir: Path, profile: CpuProfile, settled: int = SETTLED) -> Figur
         "idle_seconds": summary["perf"]["idle_seconds"],
         "age": summary["buffer"]["age_mean"],
     }
+
+
+def measure_and_learned(run_dir: Path, profile: CpuProfile) -> Figures:
+    """`measure` and `learned`."""
+    return measure(run_dir, profile) | learned(run_dir)
 
 
 def learned(run_dir: Path) -> Figures:

@@ -28,13 +28,12 @@ import numpy as np
 
 from distill.bench import pipeline
 from distill.bench.runner import Figures, TrialCache, markdown
-from distill.bench.sync_transports import started
+from distill.bench.sync_transports import completed, started
 from distill.tasks import Models, sort_letters
 from distill.tasks.sort_letters import EOS_ID, LONGEST, PAD_ID, STUDENT, VOCABULARY, lesson, letter_tokenizer
 from distill.tasks.teaching import Recipe, taught_pair
 from student_trainer.routing import LIVE as ROUTED_LIVE
-from sync.errors import DistillError
-from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Sampling, unpack
+from sync.wire import Generated, GeneratePrompt, GenerateRequest, Sampling, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,17 +154,11 @@ def mixture(start: Start) -> PreTrainedModel:
 
 def trial(cache: TrialCache, folder: Path, models: Models, seed: int, way: str) -> Figures:
     """ROWS of one run, or what is kept of it."""
-
-    def make() -> Figures:
-        paths = [f"student.path={models.student}", f"teachers.sorter.path={models.teacher}"]
-        pipeline.run_quickstart(folder, "trial", seed, STEPS, [*SETTINGS, *paths, WAYS[way]])
-        return figures(folder / "trial")
-
-    name = models.student.parent.name
-    return cache.get({"seed": seed, "setting": WAYS[way], "models": name, "steps": STEPS}, make)
+    paths = [f"student.path={models.student}", f"teachers.sorter.path={models.teacher}"]
+    return pipeline.trial(cache, folder, [*SETTINGS, *paths, WAYS[way]], seed, STEPS, figures)
 
 
-def figures(run_dir: Path) -> Figures:
+def figures(run_dir: Path, _: pipeline.CpuProfile) -> Figures:
     """Of a finished run."""
     lines, after = pipeline.step_lines(run_dir), json.loads((run_dir / "summary.json").read_text())["after"]
     first: dict[str, Any] = lines[0]
@@ -207,13 +200,8 @@ async def sampled(work: Path, student: Path, seed: int) -> list[tuple[list[int],
         sampling=Sampling(max_tokens=LONGEST + 3, stop_token_ids=[EOS_ID], routes=True),
         prompts=[GeneratePrompt(str(index), ids, seed=index) for index, ids in enumerate(prompts)],
     )
-    found = list[tuple[list[int], Generated]]()
     async with started(student, work, context=CONTEXT, routes=True) as replica:
-        async for answer in replica.generate(request):
-            if isinstance(answer, GenerateFailed):
-                raise DistillError(f"the replica could not generate: {answer.error}")
-            found.append((prompts[int(answer.id)], answer))
-    return found
+        return [one async for one in completed(replica, request)]
 
 
 def compared(model: Any, samples: Sequence[tuple[list[int], Generated]]) -> Figures:

@@ -145,15 +145,18 @@ class Row(NamedTuple):
     """+1: more is better, -1: less; 0: no ratio is printed."""
 
 
-def comparison(old: Figures, new: Figures, rows: Mapping[str, Row], names: Sequence[str]) -> list[str]:
-    """A table of two variants, called `names`, without empty rows; a ratio above 1: `new` is better."""
-    lines = []
+def comparison(variants: Mapping[str, Figures], rows: Mapping[str, Row]) -> list[str]:
+    """A table of variants by name, without empty rows; of two with a ratio, above 1: the second is better."""
+    lines, ratio = [], ["ratio"] if len(variants) == 2 else []
     for key, (title, form, better) in rows.items():
-        pair = [old.get(key), new.get(key)]
-        if pair != [None, None]:
-            ratio = f"{(new[key] / old[key]) ** better:.2f}" if better and all(pair) else ""
-            lines.append([title, *("–" if one is None else format(one, form) for one in pair), ratio])
-    return markdown(["", *names, "ratio"], lines)
+        found = [of.get(key) for of in variants.values()]
+        if any(one is not None for one in found):
+            cells = ["–" if one is None else format(one, form) for one in found]
+            if ratio:
+                old, new = found
+                cells.append(f"{(new / old) ** better:.2f}" if better and old and new else "")
+            lines.append([title, *cells])
+    return markdown(["", *variants, *ratio], lines)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

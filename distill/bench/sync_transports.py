@@ -297,6 +297,16 @@ async def started(
             yield replica
 
 
+async def completed(
+    replica: HttpReplica, request: wire.GenerateRequest
+) -> AsyncIterator[tuple[list[int], wire.Generated]]:
+    """Prompts, whose ids are their places, with their completions. Raises DistillError for a refused one."""
+    async for answer in replica.generate(request):
+        if isinstance(answer, wire.GenerateFailed):
+            raise DistillError(f"the replica could not generate: {answer.error}")
+        yield request.prompts[int(answer.id)].token_ids, answer
+
+
 class Load:
     """Completions that are generated all the time."""
 
@@ -317,9 +327,7 @@ class Load:
             ids = self._random.integers(2, self._shape.vocabulary, size).tolist()
             prompts = [wire.GeneratePrompt(str(number), row) for number, row in enumerate(ids)]
             request = wire.GenerateRequest(sampling=wire.Sampling(max_tokens=TOKENS), prompts=prompts)
-            async for answer in self._replica.generate(request):
-                if isinstance(answer, wire.GenerateFailed):
-                    raise DistillError(f"the replica could not generate: {answer.error}")
+            async for _, answer in completed(self._replica, request):
                 self._tokens += len(wire.unpack(answer.token_ids))
 
 

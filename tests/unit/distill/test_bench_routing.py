@@ -11,6 +11,7 @@ import torch
 from routed_models import live_routes
 
 from distill.bench import routing
+from distill.bench.pipeline import CpuProfile
 from student_trainer.routing import replayed, routers
 from sync.wire import Generated, Version, VersionSpan, pack
 
@@ -32,7 +33,7 @@ def test_figures_are_of_the_first_step_of_all_steps_and_of_the_end(tmp_path: Pat
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (tmp_path / "summary.json").write_text(json.dumps({"after": {"reverse_kl": 0.25, "pass_rate": 0.5}}))
-    found = routing.figures(tmp_path)
+    found = routing.figures(tmp_path, CpuProfile())
     assert found.pop("effective_sample_size") == pytest.approx(0.8)
     assert found == {
         "mismatch_kl": 1e-3,
