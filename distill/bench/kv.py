@@ -15,9 +15,11 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from distill.aio import cancel
 from distill.bench import pipeline
@@ -39,9 +41,6 @@ from sync.wire import (
     Version,
     unpack,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Kv = Literal["recompute", "keep"]
 WAYS: Final[tuple[Kv, ...]] = get_args(Kv)
@@ -83,8 +82,6 @@ def run(folder: Path, seeds: int = 3) -> Figures:
 
 def mismatch(folder: Path) -> Figures:
     """Learning rate → way → "kl" of each of BINS, nats per token, and "swap_seconds" of the engine."""
-    import torch
-
     work, versions = folder / "replica", versions_by_rate(SIZE, SWAPS)
     model = qwen3(SIZE.vocabulary, SIZE.hidden, SIZE.layers, 3 * SIZE.hidden)
     sampled = asyncio.run(generated(work, model, versions))
@@ -187,8 +184,6 @@ def publish(work: Path, model: Any, versions: dict[Version, Weights]) -> None:
 
 def load(model: Any, weights: Weights) -> None:
     """Give a model in fp32 the weights of a version."""
-    import torch
-
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             bits = torch.from_numpy(weights[name].view(np.int16))
@@ -218,8 +213,6 @@ def kl_by_place(
 
 def log_probs(model: Any, prompt: list[int], completion_T: np.ndarray) -> Tensor:
     """[T]: log p of a completion's tokens."""
-    import torch
-
     ids_1L = torch.tensor([[*prompt, *completion_T.tolist()]])
     with torch.inference_mode():
         logits_TV = model(ids_1L[:, :-1]).logits[0, len(prompt) - 1 :]

@@ -22,20 +22,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import psutil
+import torch
+from torch import Tensor
 
 from distill.bench.runner import Figures, markdown
+from distill.bench.toy import configured
+from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project
 from student_trainer.objectives.config import needs
+from student_trainer.objectives.divergences import Targets, build
+from student_trainer.objectives.token_statistics import token_sums
 from sync.errors import DistillError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from student_trainer.head import HeadWeights, Loss
-    from student_trainer.objectives.divergences import Targets
 
 FULL_ARRAYS: Final = 6
 """[tokens, vocabulary] fp32 arrays that full logits may need at once, to estimate what fits."""
@@ -72,8 +72,6 @@ class Cost(NamedTuple):
 
 def measure(case: Case) -> Cost:
     """Cost of one case in this process, which should do nothing else. Linux."""
-    import torch
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
     given = _inputs(case)
@@ -93,11 +91,6 @@ def _once(case: Case, hidden_CH: Tensor, head: HeadWeights, targets: Targets, sp
 
 def loss(chunk: int, hidden_CH: Tensor, head: HeadWeights, targets: Targets, spec: Loss) -> Tensor:
     """Sum over tokens; both ways find the same."""
-    import torch
-
-    from student_trainer.head import chunked_loss, log_probs, project
-    from student_trainer.objectives.token_statistics import token_sums
-
     if chunk:
         return chunked_loss(hidden_CH, head, targets, spec, chunk)[0]
     if targets.teacher_hidden_NG is not None:
@@ -113,12 +106,6 @@ def loss(chunk: int, hidden_CH: Tensor, head: HeadWeights, targets: Targets, spe
 
 def _inputs(case: Case) -> tuple[Tensor, HeadWeights, Targets, Loss]:
     """Random hidden states, heads and scores; a token's top-k ids differ and hold 97 % of the mass."""
-    import torch
-
-    from distill.bench.toy import configured
-    from student_trainer.head import HeadShape, HeadWeights, Loss
-    from student_trainer.objectives.divergences import Targets, build
-
     config, count, shape = configured(case.objective, K), case.tokens, HeadShape(case.vocabulary)
     want, stretch = needs(config), case.vocabulary // K
     logq_C = -8.0 * torch.rand(count)

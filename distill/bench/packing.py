@@ -11,19 +11,21 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from distill.batching.filling import Split, end_to_end, rectangles
 from distill.bench.runner import Figures, Work, interleaved, markdown
+from student_trainer.engine import Student, head_shape
+from student_trainer.head import Loss
+from student_trainer.objectives.config import Sampled
+from student_trainer.step import MicroBatch, collate, loss_of
+from student_trainer.varlen import pack_rows
 from sync.errors import ConfigError
 from sync.wire import Rows, pack
-
-if TYPE_CHECKING:
-    from student_trainer.engine import Student
-    from student_trainer.head import Loss
-    from student_trainer.step import MicroBatch
 
 VOCAB, HEAD_CHUNK, PROMPT_SHARE = 512, 512, 0.25
 MODEL: Final = {
@@ -51,9 +53,6 @@ class Size(NamedTuple):
 
 def run(*sizes: int) -> Figures:
     """Measure both ways; `sizes` as in Size. Raises ConfigError for sizes that make no sense."""
-    from student_trainer.objectives.config import Sampled
-    from student_trainer.step import loss_of
-
     size = Size(*sizes)
     if not 8 <= size.shortest <= size.longest or min(size.rows, size.rounds, size.micro_batch_tokens) < 1:
         raise ConfigError(f"{size}: lengths of at least 8, and at least one row, round and token, are needed")
@@ -86,12 +85,6 @@ def mixture(size: Size) -> np.ndarray:
 
 def student(varlen: bool, positions: int) -> Student:
     """A random Qwen3, the same for both ways."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from student_trainer.engine import Student, head_shape
-    from student_trainer.varlen import pack_rows
-
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=VOCAB, max_position_embeddings=positions, **copy.deepcopy(MODEL))
     model = Qwen3ForCausalLM(config).train()
@@ -102,8 +95,6 @@ def student(varlen: bool, positions: int) -> Student:
 
 def micro_batches(name: str, lengths: np.ndarray, tokens: int) -> list[MicroBatch]:
     """What one rank would be sent of all rows, as tensors."""
-    from student_trainer.step import collate
-
     (share,) = WAYS[name](lengths.tolist(), [0] * len(lengths), 1, tokens)
     return [collate(rows_of(lengths, places), 0, VOCAB, name == "varlen") for places in share]
 

@@ -22,9 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from distill.bench import pipeline
 from distill.bench.runner import Figures, TrialCache, markdown
@@ -32,12 +35,10 @@ from distill.bench.sync_transports import completed, started
 from distill.tasks import Models, sort_letters
 from distill.tasks.sort_letters import EOS_ID, LONGEST, PAD_ID, STUDENT, VOCABULARY, lesson, letter_tokenizer
 from distill.tasks.teaching import Recipe, taught_pair
+from student_trainer.head import project
 from student_trainer.routing import LIVE as ROUTED_LIVE
+from student_trainer.routing import replayed, routers
 from sync.wire import Generated, GeneratePrompt, GenerateRequest, Sampling, unpack
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 STEPS, PROMPTS, CONTEXT = 200, 256, 64
 TAUGHT: Final = replace(STUDENT, layers=4)
@@ -128,8 +129,6 @@ def make_models(folder: Path, seed: int, name: str) -> Models:
 
 def mixture(start: Start) -> PreTrainedModel:
     """Random weights, fp32; as many parameters for a token, whatever the experts."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     recipe = start.recipe
     config = Qwen3MoeConfig(
         vocab_size=len(VOCABULARY),
@@ -180,9 +179,6 @@ def same_tokens(cache: TrialCache, folder: Path, student: Path, seed: int) -> Fi
     """
 
     def make() -> Figures:
-        import torch
-        from transformers import AutoModelForCausalLM
-
         samples = asyncio.run(sampled(folder / "replicas" / student.parent.name, student, seed))
         model = AutoModelForCausalLM.from_pretrained(
             student, dtype=torch.bfloat16, attn_implementation="eager"
@@ -206,8 +202,6 @@ async def sampled(work: Path, student: Path, seed: int) -> list[tuple[list[int],
 
 def compared(model: Any, samples: Sequence[tuple[list[int], Generated]]) -> Figures:
     """SAME of prompts and completions."""
-    import torch
-
     found: Figures = {}
     for prefix, replay in {"live_": False, "": True}.items():
         parts = [computed(model, prompt, answer, replay) for prompt, answer in samples]
@@ -226,11 +220,6 @@ def compared(model: Any, samples: Sequence[tuple[list[int], Generated]]) -> Figu
 def computed(model: Any, prompt: list[int], answer: Generated, replay: bool) -> tuple[Tensor, Tensor, Tensor]:
     """[T]: log p/μ of the completion's tokens; bool [T, M]: whether other experts computed them; [T, M]: norm
     of what these added to a layer's output, as a share of the output's."""
-    import torch
-
-    from student_trainer.head import project
-    from student_trainer.routing import replayed, routers
-
     assert answer.routes is not None, "they were asked for"
     routes_SMK = torch.from_numpy(unpack(answer.routes).astype(np.int64))
     ids_1L, first = torch.tensor([[*prompt, *unpack(answer.token_ids).tolist()]]), len(prompt) - 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from distill.bench.sync_transports import qwen3
 
@@ -34,8 +35,6 @@ def trajectory(
     size: Training, lrs: Sequence[float], steps: Sequence[int]
 ) -> Iterator[tuple[float, int, Weights, Weights]]:
     """(learning rate, steps, old, new): for each of `lrs` the weights, and those each of `steps` later."""
-    import torch
-
     torch.manual_seed(0)
     model = qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
@@ -55,8 +54,6 @@ def trajectory(
 
 def _train(model: Any, optimizer: Any, size: Training, steps: int) -> None:
     """Next-token prediction on arithmetic sequences modulo the vocabulary, with noise."""
-    import torch
-
     for _ in range(steps):
         rows = size.tokens // size.sequence
         first = torch.randint(size.vocabulary, (rows, 1))
@@ -72,8 +69,6 @@ def _train(model: Any, optimizer: Any, size: Training, steps: int) -> None:
 
 def _bits(model: Any) -> Weights:
     """The masters rounded to bf16."""
-    import torch
-
     found = {}
     for name, parameter in model.named_parameters():
         bits = parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
