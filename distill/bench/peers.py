@@ -18,14 +18,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import torch
+
 from distill import quickstart
 from distill.bench import pipeline
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, medians
 from distill.config import RunConfig
 from distill.config.loading import load
+from distill.prompts.sources import open_prompts
+from distill.prompts.stream import PromptStream
 from distill.tasks import Models
+from distill.tasks.sort_letters import letter_tokenizer, untaught
+from distill.tasks.teaching import Recipe, made_once, recipe_hash, save_pair
 from sync.errors import DistillError
 from sync.jsonl import read_lines
+from sync.tokenizers import load_tokenizer
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
@@ -131,16 +138,11 @@ def settings_of(name: str, seed: int) -> list[str]:
 
 def large_pair(cache: Path, seed: int) -> Models:
     """A student of 14 M and a teacher of 25 M parameters with random weights, made once in `cache`."""
-    from distill.tasks.sort_letters import letter_tokenizer, untaught
-    from distill.tasks.teaching import Recipe, made_once, recipe_hash, save_pair
-
     shape = {"layers": 8, "steps": 0, "rows": 0, "rate": 0.0, "muon": False, "both_choices": False}
     student = Recipe(width=384, heads=12, kv_heads=6, feed_forward=1152, **shape)  # type: ignore[arg-type]
     teacher = Recipe(width=512, heads=16, kv_heads=8, feed_forward=1536, **shape)  # type: ignore[arg-type]
 
     def make(unfinished: Path) -> None:
-        import torch
-
         torch.manual_seed(seed)
         save_pair(unfinished, letter_tokenizer(), teacher=untaught(teacher), student=untaught(student))
 
@@ -203,10 +205,6 @@ class SavedSteps(NamedTuple):
 
 def job(config: RunConfig, steps: int, precision: str) -> Figures:
     """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
-    from distill.prompts.sources import open_prompts
-    from distill.prompts.stream import PromptStream
-    from sync.tokenizers import load_tokenizer
-
     (teacher,) = config.teachers.values()
     split = open_prompts(config, load_tokenizer(config.student))
     prompts = PromptStream(split.train, config.run.seed).take(steps * config.rollout.batch)

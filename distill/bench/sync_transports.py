@@ -24,6 +24,8 @@ from typing import Any, Final, NamedTuple
 
 import httpx
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from distill.bench.runner import ROOT, START_SECONDS, Figures
 from distill.config import StudentConfig
@@ -32,14 +34,19 @@ from distill.launch.preflight import serving
 from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec
 from distill.rollout.replica_client import HttpReplica
+from distill.tasks.teaching import make_tokenizer
+from student_trainer.config import LoRAConfig
+from student_trainer.engine import with_adapters
 from sync import wire
-from sync.address import TOKEN_VARIABLE, token_from_environment
+from sync.address import token_from_environment
 from sync.errors import ConfigError, DistillError
 from sync.publish import Publisher, Slice
 from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
 from sync.stores import Store
+from sync.stores.bucket import BucketStore
 from sync.stores.directory import DirectoryStore
+from sync.stores.object_store import ObjectStore
 from sync.stores.xet import XetStore
 from sync.subscribe import Mirror
 
@@ -86,8 +93,6 @@ SHAPES: Final = {
 
 def qwen3(vocabulary: int, hidden: int, layers: int, feed_forward: int) -> Any:
     """A Qwen3 in fp32 with random weights, without end token: completions have the requested length."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -106,13 +111,6 @@ def qwen3(vocabulary: int, hidden: int, layers: int, feed_forward: int) -> Any:
 
 def make(shape: Shape, folder: Path) -> tuple[Path, Path]:
     """Write a model and an adapter over all its linear layers; their folders."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from distill.tasks.teaching import make_tokenizer
-    from student_trainer.config import LoRAConfig
-    from student_trainer.engine import with_adapters
-
     torch.manual_seed(0)
     model, adapter = folder / "model", folder / "adapter"
     random = qwen3(shape.vocabulary, shape.hidden, shape.layers, shape.feed_forward)
@@ -125,14 +123,15 @@ def make(shape: Shape, folder: Path) -> tuple[Path, Path]:
 
 
 class Versions:
-    """Publishes changed copies of a folder: version n is step n of lineage 0."""
+    """Publishes a copy of a folder as it is changed: version n is step n of lineage 0."""
 
     def __init__(self, folder: Path, work: Path, store: Store) -> None:
         self._folder, self._random, self._step = work / "folder", np.random.default_rng(0), 0
         shutil.copytree(folder, self._folder)
-        places = checkpoint.tensors(self._folder)
-        self._arrays: dict[str, Any] = checkpoint.bits(places, writable=True)
-        slices = [Slice(n, at.shape, at.kind, 0, self._arrays[n].size) for n, at in places.items()]
+        self.places = checkpoint.tensors(self._folder)
+        self.arrays: dict[str, Any] = checkpoint.bits(self.places, writable=True)
+        """Tensor → its bits; a change of them is in the copy."""
+        slices = [Slice(n, at.shape, at.kind, 0, self.arrays[n].size) for n, at in self.places.items()]
         self._publisher = Publisher(
             store, wire.RunIdentity(RUN, model=checkpoint.fingerprint(self._folder)), slices
         )
@@ -140,13 +139,17 @@ class Versions:
     def publish(self, kind: str) -> wire.Published:
         """The next version; a delta needs a full one before it."""
         version = wire.Version(0, self._step)
-        for array in self._arrays.values() if self._step else ():
-            moved = self._random.integers(0, array.size, max(1, int(CHANGED * array.size)))
-            array[moved] ^= 1
         self._step += 1
         if kind == "delta":
-            return self._publisher.delta(version, self._arrays)
-        return self._publisher.anchor(version, None, self._folder, self._arrays, kind)  # type: ignore[arg-type]
+            return self._publisher.delta(version, self.arrays)
+        return self._publisher.anchor(version, None, self._folder, self.arrays, kind)  # type: ignore[arg-type]
+
+    def publish_moved(self, kind: str) -> wire.Published:
+        """The same, with CHANGED of all elements moved, unless it is the first."""
+        for array in self.arrays.values() if self._step else ():
+            moved = self._random.integers(0, array.size, max(1, int(CHANGED * array.size)))
+            array[moved] ^= 1
+        return self.publish(kind)
 
 
 # --- stores -----------------------------------------------------------------------------------------------
@@ -160,13 +163,9 @@ def opened(name: str, work: Path) -> Iterator[Store]:
     elif name == "xet":
         yield XetStore(work / "store")
     elif name == "bucket":
-        from sync.stores.bucket import BucketStore
-
         with _server("bucket_server") as address:
             yield BucketStore("bench/weights", work.name, endpoint=address, token="none")
     else:
-        from sync.stores.object_store import ObjectStore
-
         with _server("s3_server") as address:
             options = {"endpoint": address, "region": "us-east-1"}
             options |= {"access_key_id": "key", "secret_access_key": "secret"}
@@ -207,7 +206,7 @@ def _through(kind: str, versions: Versions, mirror: Mirror, count: int) -> Figur
     """Staging reads, decodes and verifies a version, until it can be swapped in."""
     published, stage_seconds = [], []
     for _ in range(count):
-        published.append(versions.publish(kind))
+        published.append(versions.publish_moved(kind))
         begun = time.monotonic()
         mirror.stage(published[-1].version)
         stage_seconds.append(time.monotonic() - begun)
@@ -267,7 +266,7 @@ async def adapters(shape: Shape, model: Path, adapter: Path, work: Path) -> Figu
 
 def _publish(folder: Path, work: Path, plan: Sequence[str]) -> list[wire.Version]:
     versions = Versions(folder, work, DirectoryStore(work / "store"))
-    return [versions.publish(kind).version for kind in plan]
+    return [versions.publish_moved(kind).version for kind in plan]
 
 
 @contextlib.asynccontextmanager
@@ -283,18 +282,18 @@ async def started(
     settings = ReplicaConfig(
         run=RUN, store_path=work / "store", mirror=work / "mirror", lora_rank=rank, routes=routes
     )
-    token = token_from_environment()
     with Ports() as ports:
-        port = ports.take(LOCAL, 0, "student.port")
-        line, environment = replica_command.command(config, settings, 0, LOCAL, port)
-        environment |= {} if token is None else {TOKEN_VARIABLE: token}
-        url = url_of(LOCAL, port)
-        child = ChildSpec("student-0", line, environment, url=url)
-        async with (
-            serving([child], work / "logs", START_SECONDS),
-            contextlib.aclosing(HttpReplica(url, token)) as replica,
-        ):
+        child = on_loopback(config, settings, 0, ports)
+        client = HttpReplica(str(child.url), token_from_environment())
+        async with serving([child], work / "logs", START_SECONDS), contextlib.aclosing(client) as replica:
             yield replica
+
+
+def on_loopback(config: StudentConfig, settings: ReplicaConfig, index: int, ports: Ports) -> ChildSpec:
+    """Replica `index` of no run."""
+    port = ports.take(LOCAL, 0, "student.port")
+    line, environment = replica_command.command(config, settings, index, LOCAL, port)
+    return ChildSpec(f"student-{index}", line, environment, url=url_of(LOCAL, port))
 
 
 async def completed(

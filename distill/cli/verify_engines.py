@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,22 +21,18 @@ from typing import Any, Final
 import httpx
 import numpy as np
 
+from distill.bench.sync_transports import RUN, Versions, on_loopback
 from distill.config import StudentConfig
-from distill.launch import replica_command
 from distill.launch.preflight import serving
-from distill.launch.roles import Ports, url_of
-from distill.launch.supervise import ChildSpec
-from sync.address import TOKEN_VARIABLE, token_from_environment
+from distill.launch.roles import Ports
+from sync.address import token_from_environment
 from sync.client import Peer
 from sync.errors import DataError, RemoteError, Unreachable
-from sync.publish import Publisher, Slice
-from sync.settings import DirectoryStoreConfig, ReplicaConfig
+from sync.settings import ReplicaConfig
 from sync.snapshots import checkpoint
-from sync.stores import open_store
-from sync.wire import ReplicaState, RunIdentity, UpdateReply, UpdateRequest, Version
+from sync.stores.directory import DirectoryStore
+from sync.wire import ReplicaState, UpdateReply, UpdateRequest, Version
 
-_RUN: Final = "proof"
-_LOCAL: Final = "127.0.0.1"
 _START_SECONDS: Final = 300.0
 
 
@@ -65,47 +60,22 @@ class Proof:
         return equal and self.planted_digests_differ and self.planted_scores_differ
 
 
-class Versions:
-    """A publisher of random versions of a model folder; version n is step n of lineage 0."""
+def randomly_moved(published: Versions, random: np.random.Generator) -> Version:
+    """Publish a version in which a random share of each tensor's elements moved by a few units in the last
+    place."""
+    for array in published.arrays.values():
+        share = random.choice([0.0, 0.001, 0.01, 0.1, 0.5])
+        moved = random.random(array.size) < share
+        array ^= np.where(moved, random.integers(1, 4, array.size), 0).astype(array.dtype)
+    return published.publish("delta").version
 
-    def __init__(self, model: Path, store: Path, work: Path) -> None:
-        self.folder, self._random = work / "model", np.random.default_rng(0)
-        shutil.copytree(model, self.folder)
-        self.arrays = {n: a.copy() for n, a in checkpoint.bits(checkpoint.tensors(self.folder)).items()}
-        self._places = checkpoint.tensors(self.folder)
-        slices = [Slice(n, at.shape, at.kind, 0, len(self.arrays[n])) for n, at in self._places.items()]
-        target = open_store(DirectoryStoreConfig(), store)
-        self._publisher = Publisher(
-            target, RunIdentity(_RUN, model=checkpoint.fingerprint(self.folder)), slices
-        )
-        self.step = 0
-        self._publisher.anchor(Version(0, 0), None, self.folder, self.arrays)
 
-    def random(self) -> Version:
-        """Publish a version in which a random share of each tensor's elements moved by a few units in the
-        last place."""
-        for array in self.arrays.values():
-            share = self._random.choice([0.0, 0.001, 0.01, 0.1, 0.5])
-            moved = self._random.random(array.size) < share
-            array ^= np.where(moved, self._random.integers(1, 4, array.size), 0).astype(array.dtype)
-        return self._publish()
-
-    def planted(self) -> Version:
-        """Publish a version with one projection doubled: one more in the exponents of its bf16 elements."""
-        name = next(n for n, at in self._places.items() if at.kind == "bf16" and "proj" in n)
-        array = self.arrays[name]
-        array += np.where(array & 0x7F80, 0x80, 0).astype(array.dtype)
-        return self._publish()
-
-    def digests(self) -> dict[str, str]:
-        """Of the version published last."""
-        return {name: checkpoint.digest(array) for name, array in self.arrays.items()}
-
-    def _publish(self) -> Version:
-        self.step += 1
-        version = Version(0, self.step)
-        self._publisher.delta(version, self.arrays)
-        return version
+def planted(published: Versions) -> Version:
+    """Publish a version with one projection doubled: one more in the exponents of its bf16 elements."""
+    name = next(n for n, at in published.places.items() if at.kind == "bf16" and "proj" in n)
+    array = published.arrays[name]
+    array += np.where(array & 0x7F80, 0x80, 0).astype(array.dtype)
+    return published.publish("delta").version
 
 
 async def prove(config: StudentConfig, work: Path, versions: int = 50, sequences: int = 64) -> Proof:
@@ -118,26 +88,15 @@ async def prove(config: StudentConfig, work: Path, versions: int = 50, sequences
         raise DataError(
             f"student.path {config.path} is no folder on this machine: the proof alters a copy of it"
         )
-    published = await asyncio.to_thread(Versions, model, work / "store", work)
+    store = work / "store"
+    published = await asyncio.to_thread(Versions, model, work, DirectoryStore(store))
+    await asyncio.to_thread(published.publish, "full")
     with Ports() as ports:
-        children, urls = _replicas(config.model_copy(update={"path": str(published.folder)}), work, ports)
+        settings = [ReplicaConfig(run=RUN, store_path=store, mirror=work / f"mirror-{i}") for i in range(2)]
+        children = [on_loopback(config, one, index, ports) for index, one in enumerate(settings)]
+        urls = [str(child.url) for child in children]
         async with serving(children, work / "logs", _START_SECONDS):
             return await _prove(published, urls, versions, _prompts(model, sequences))
-
-
-def _replicas(config: StudentConfig, work: Path, ports: Ports) -> tuple[list[ChildSpec], list[str]]:
-    """The follower and the late joiner."""
-    children = []
-    token = token_from_environment()
-    for index in range(2):
-        port = ports.take(_LOCAL, 0, "student.port")
-        mirror = work / f"mirror-{index}"
-        replica = ReplicaConfig(run=_RUN, store_path=work / "store", mirror=mirror)
-        line, environment = replica_command.command(config, replica, index, _LOCAL, port)
-        if token is not None:
-            environment[TOKEN_VARIABLE] = token
-        children.append(ChildSpec(f"student-{index}", line, environment, url=url_of(_LOCAL, port)))
-    return children, [str(child.url) for child in children]
 
 
 def _prompts(model: Path, count: int) -> list[list[int]]:
@@ -148,21 +107,20 @@ def _prompts(model: Path, count: int) -> list[list[int]]:
 
 
 async def _prove(published: Versions, urls: list[str], versions: int, prompts: list[list[int]]) -> Proof:
-    token = token_from_environment()
+    token, random = token_from_environment(), np.random.default_rng(0)
     async with Peer(urls[0], token) as follower, Peer(urls[1], token) as late:
         pauses: list[float] = []
         followed = 0.0
         for _ in range(versions):
-            version = await asyncio.to_thread(published.random)
+            version = await asyncio.to_thread(randomly_moved, published, random)
             began = time.monotonic()
             pauses.append((await _update(follower, version)).pause_seconds)
             followed += time.monotonic() - began
         await _update(late, version)
         digests = [await _digests(peer) for peer in (follower, late)]
-        expected = published.digests()
+        expected = {name: checkpoint.digest(array) for name, array in published.arrays.items()}
         scores = [await prompt_scores(url, token, prompts) for url in urls]
-        planted = await asyncio.to_thread(published.planted)
-        await _update(late, planted)
+        await _update(late, await asyncio.to_thread(planted, published))
         differing = await _digests(late), await prompt_scores(urls[1], token, prompts)
     return Proof(
         versions=versions,
