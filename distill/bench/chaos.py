@@ -139,7 +139,7 @@ def run(
                 f"at step {step}, recovered in {done[-1]['seconds']:.1f} s"
             )
         target.end()
-    found = {"events_asked": events, "seconds": time.monotonic() - began, "orphans": target.orphans()}
+    found = {"events_asked": events, "seconds": time.monotonic() - began, "orphans": target.orphans}
     return figures(audit(target.run_dir), done, target.summary()) | found
 
 

@@ -21,17 +21,16 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 
 from distill.bench.runner import Figures, markdown, of_tests
-from distill.bench.soak import Roles, Size
+from distill.bench.soak import Roles, Size, configuration
 from distill.bench.soak import part as soak_part
 from distill.bench.soak import table as soak_table
-from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components
 from distill.prompts.stream import PromptStream
@@ -56,20 +55,10 @@ FETCHED: Final = ((12, 64), (1000, 80))
 """Tokens, and floats of a token, of rows whose fetch is timed."""
 
 
-class Shape(NamedTuple):
-    """What the rollouts of a part are like."""
-
-    batch: int
-    tokens: int
-    """Of each completion."""
-    width: int
-    """Of the teacher's hidden states."""
-    steps: int
-
-
-SHAPES: Final = {"quickstart": Shape(128, 12, 128, 40), "wide": Shape(32, 2048, 4096, 4)}
-
-
+SHAPES: Final = {
+    "quickstart": Size(40 * 128, batch=128, tokens=12, width=128, checkpoint_every=0),
+    "wide": Size(4 * 32, batch=32, tokens=2048, width=4096, checkpoint_every=0),
+}
 LOAD: Final = Size(rollouts=439_296, batch=1024, tokens=8192, width=0, checkpoint_every=8)
 """3.6 G tokens."""
 
@@ -114,7 +103,7 @@ def noisy(scored: wire.Scored) -> wire.Scored:
     return msgspec.structs.replace(scored, **changed)
 
 
-def servers(shape: Shape, apart: Apart) -> tuple[type[Any], type[Any]]:
+def servers(shape: Size, apart: Apart) -> tuple[type[Any], type[Any]]:
     """Replicas and teachers that answer with noise; the teachers in bytes."""
     roles = of_tests("in_memory")
     drawn()
@@ -152,27 +141,12 @@ def servers(shape: Shape, apart: Apart) -> tuple[type[Any], type[Any]]:
     return Replica, Teacher
 
 
-def configuration(folder: Path, shape: Shape, objective: str, scores: str) -> RunConfig:
-    """A run of this shape with default settings otherwise."""
-    k = {"k": K} if objective.endswith("topk") else {}
-    return RunConfig.model_validate(
-        {
-            "run": {"name": folder.name, "folder": folder.parent, "steps": shape.steps},
-            "student": {"path": "student"},
-            "teachers": {"t": {"path": "teacher"}},
-            "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
-            "rollout": {"batch": shape.batch, "max_tokens": shape.tokens},
-            "buffer": {"scores": scores},
-            "objective": {"type": objective, **k},
-            "trainer": {"deepspeed": "ds.json"},
-        }
-    )
-
-
-async def one_run(folder: Path, shape: Shape, objective: str, scores: str) -> Figures:
+async def one_run(folder: Path, shape: Size, objective: str, scores: str) -> Figures:
     """Nanoseconds of the controller, and bytes written to its journal, for each generated token."""
     shutil.rmtree(folder, ignore_errors=True)
-    config, apart, written = configuration(folder, shape, objective, scores), Apart(), 0
+    k = {"k": K} if objective.endswith("topk") else {}
+    config = configuration(folder, shape, ["t"], {"type": objective, **k}, scores)
+    apart, written = Apart(), 0
     roles = of_tests("in_memory")
     replica_type, teacher_type = servers(shape, apart)
 
@@ -203,7 +177,7 @@ async def one_run(folder: Path, shape: Shape, objective: str, scores: str) -> Fi
 def load(folder: Path, size: Size = LOAD, replicas: int = 512, teachers: int = 8, ranks: int = 64) -> Figures:
     """What the controller of so many roles sustains, as `soak` measures it, without what the roles spend."""
     apart, names = Apart(), [f"teacher-{i}" for i in range(teachers)]
-    replica, teacher = servers(Shape(size.batch, size.tokens, size.width, 0), apart)
+    replica, teacher = servers(size, apart)
     roles = Roles(
         {f"student-{i}": replica() for i in range(replicas)},
         {name: teacher() for name in names},
@@ -252,9 +226,9 @@ def run(folder: Path, objectives: bool = True, loaded: bool = True) -> Figures:
                     found[way].append(asyncio.run(one_run(folder / "run", shape, objective, way)))
             for way, runs in found.items():
                 figures = {key: median(one[key] for one in runs) for key in runs[0]}
-                rows.append(
-                    {"shape": name, **shape._asdict(), "objective": objective, "scores": way, **figures}
-                )
+                row = {"shape": name, "batch": shape.batch, "width": shape.width}
+                row["steps"] = shape.rollouts // shape.batch
+                rows.append({**row, "objective": objective, "scores": way, **figures})
     fetches = {f"{tokens} × {4 * width}": asyncio.run(fetch_cost(tokens, width)) for tokens, width in FETCHED}
     under_load = {"load": load(folder / "load")} if loaded else {}
     return {"k": K, "rounds": ROUNDS, "rows": rows, "fetch_ms": fetches, **under_load}

@@ -47,7 +47,8 @@ class KillTarget:
         self._seen: set[psutil.Process] = set()
         self._dead: set[psutil.Process] = set()
         self._log = run_dir / "logs" / "launcher.log"
-        self._orphans = 0
+        self.orphans = 0
+        """Processes that outlived a launcher, over all its endings so far."""
         self._steps, self._spans = Tail(run_dir / "metrics.jsonl"), Tail(run_dir / "timeline.jsonl")
         self._step = 0
         self._worked_until: dict[tuple[str, str], float] = {}
@@ -134,7 +135,15 @@ class KillTarget:
 
     def end(self) -> None:
         """Wait until the run has come to its end. Raises DistillError when it fails."""
-        status = self._ended()
+        step, deadline = self.step(), time.monotonic() + self.timeout
+        while (status := self._launcher.poll()) is None:
+            if (now := self.step()) != step:
+                step, deadline = now, time.monotonic() + self.timeout
+            if time.monotonic() > deadline:
+                raise DistillError(f"the run does not end; {self._log_end()}")
+            self._role_processes()
+            time.sleep(POLL_SECONDS)
+        self._await_empty()
         if status != 0:
             raise DistillError(f"the run ended with status {status}; {self._log_end()}")
 
@@ -165,10 +174,6 @@ class KillTarget:
     def summary(self) -> dict[str, Any]:
         """summary.json"""
         return dict(json.loads((self.run_dir / "summary.json").read_text()))
-
-    def orphans(self) -> int:
-        """Processes that outlived a launcher, over all its endings so far."""
-        return self._orphans
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Until the condition holds, or the run is over. Raises DistillError when that takes too long."""
@@ -225,22 +230,10 @@ class KillTarget:
         launcher = psutil.Process(self._launcher.pid)
         return {**self._role_processes(), **helper_processes(launcher.pid), CONTROLLER: [launcher]}[role]
 
-    def _ended(self) -> int:
-        step, deadline = self.step(), time.monotonic() + self.timeout
-        while self._launcher.poll() is None:
-            if (now := self.step()) != step:
-                step, deadline = now, time.monotonic() + self.timeout
-            if time.monotonic() > deadline:
-                raise DistillError(f"the run does not end; {self._log_end()}")
-            self._role_processes()
-            time.sleep(POLL_SECONDS)
-        self._await_empty()
-        return self._launcher.wait()
-
     def _await_empty(self) -> None:
         """Count the processes that outlive the launcher."""
         self._seen = survivors(self._seen)
-        self._orphans += len(self._seen)
+        self.orphans += len(self._seen)
 
     def _log_end(self) -> str:
         return f"the end of {self._log}:\n" + "\n".join(last_lines(self._log))

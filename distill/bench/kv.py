@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import torch
@@ -24,18 +24,22 @@ from torch import Tensor
 from distill.aio import cancel
 from distill.bench import pipeline
 from distill.bench.runner import Figures, Row, TrialCache, comparison, markdown, medians
-from distill.bench.sync_transports import PROMPT_TOKENS, RUN, completed, cost_of_a_swap, qwen3, started
+from distill.bench.sync_transports import (
+    PROMPT_TOKENS,
+    Versions,
+    completed,
+    cost_of_a_swap,
+    qwen3,
+    started,
+)
 from distill.bench.trajectory import Training, Weights, trajectory
 from distill.rollout.replica_client import HttpReplica
 from distill.tasks.teaching import make_tokenizer
-from sync.publish import Publisher, Slice
-from sync.snapshots import checkpoint
 from sync.stores.directory import DirectoryStore
 from sync.wire import (
     Generated,
     GeneratePrompt,
     GenerateRequest,
-    RunIdentity,
     Sampling,
     UpdateRequest,
     Version,
@@ -43,6 +47,8 @@ from sync.wire import (
 )
 
 Kv = Literal["recompute", "keep"]
+Completions = list[tuple[list[int], Generated]]
+"""With their prompts."""
 WAYS: Final[tuple[Kv, ...]] = get_args(Kv)
 LRS: Final = (1e-6, 1e-5, 1e-4, 1e-3)
 SIZE: Final = Training(256, 3, 2048, tokens=2048, sequence=256, warm_up=60, settle=0)
@@ -89,19 +95,10 @@ def mismatch(folder: Path) -> Figures:
     found: Figures = {}
     for rate, own in versions.items():
         found[f"{rate:g}"] = {
-            kv: {"kl": kl_by_place(model, own, one.answers), "swap_seconds": one.swap_seconds}
-            for kv, one in sampled[rate].items()
+            kv: {"kl": kl_by_place(model, own, answers), "swap_seconds": cost}
+            for kv, (answers, cost) in sampled[rate].items()
         }
     return found
-
-
-class Sampled(NamedTuple):
-    """Completions of one learning rate with SWAPS swaps on their way."""
-
-    answers: list[tuple[list[int], Generated]]
-    """Prompt and completion."""
-    swap_seconds: float
-    """Of the engine, for each swap: its pace is compared with that of a round without swaps."""
 
 
 def versions_by_rate(size: Training, swaps: int) -> dict[float, dict[Version, Weights]]:
@@ -120,10 +117,13 @@ def versions_by_rate(size: Training, swaps: int) -> dict[float, dict[Version, We
 
 async def generated(
     work: Path, model: Any, versions: dict[float, dict[Version, Weights]]
-) -> dict[float, dict[Kv, Sampled]]:
-    """Completions of a replica that is brought from the first to the last version of a rate meanwhile."""
+) -> dict[float, dict[Kv, tuple[Completions, float]]]:
+    """Completions of a replica that is brought from the first to the last version of a rate meanwhile.
+
+    With them seconds of the engine for each swap: its pace is compared with that of a round without swaps.
+    """
     publish(work, model, {version: bits for own in versions.values() for version, bits in own.items()})
-    found: dict[float, dict[Kv, Sampled]] = {}
+    found: dict[float, dict[Kv, tuple[Completions, float]]] = {}
     async with started(work / "model", work) as replica:
         await completions(replica, ())
         for rate, (first, *later) in versions.items():
@@ -133,14 +133,14 @@ async def generated(
                 _, quiet = await completions(replica, ())
                 answers, seconds = await completions(replica, later, kv, quiet / (len(later) + 1))
                 cost = cost_of_a_swap(1 / seconds, 1 / quiet, seconds, len(later))
-                found[rate][kv] = Sampled(answers, cost)
+                found[rate][kv] = answers, cost
     return found
 
 
 async def completions(
     replica: HttpReplica, swaps: Sequence[Version], kv: Kv = "recompute", every: float = 0.0
-) -> tuple[list[tuple[list[int], Generated]], float]:
-    """Prompts with completions, and the seconds these took; `every` seconds an update to the next version."""
+) -> tuple[Completions, float]:
+    """They, and the seconds these took; `every` seconds an update to the next version."""
     random = np.random.default_rng(0)
     prompts = random.integers(2, SIZE.vocabulary, (IN_FLIGHT, PROMPT_TOKENS)).tolist()
     request = GenerateRequest(
@@ -172,14 +172,12 @@ def publish(work: Path, model: Any, versions: dict[Version, Weights]) -> None:
     model.float()
     words = [f"w{number}" for number in range(SIZE.vocabulary)]
     make_tokenizer(words, "w[0-9]+", "w1", "w0").save_pretrained(folder)
-    places = checkpoint.tensors(folder)
-    flat = {version: {name: bits[name].ravel() for name in places} for version, bits in versions.items()}
-    slices = [Slice(name, at.shape, at.kind, 0, flat[first][name].size) for name, at in places.items()]
-    run = RunIdentity(RUN, model=checkpoint.fingerprint(folder))
-    publisher = Publisher(DirectoryStore(work / "store"), run, slices)
-    publisher.anchor(first, None, folder, flat[first])
+    published = Versions(folder, work, DirectoryStore(work / "store"))
+    published.publish("full")
     for version in later:
-        publisher.delta(version, flat[version])
+        for name, bits in published.arrays.items():
+            bits[:] = versions[version][name].ravel()
+        assert published.publish("delta").version == version, "they count on"
 
 
 def load(model: Any, weights: Weights) -> None:
@@ -190,9 +188,7 @@ def load(model: Any, weights: Weights) -> None:
             parameter.copy_(bits.view(torch.bfloat16).view_as(parameter))
 
 
-def kl_by_place(
-    model: Any, versions: dict[Version, Weights], answers: Sequence[tuple[list[int], Generated]]
-) -> list[float]:
+def kl_by_place(model: Any, versions: dict[Version, Weights], answers: Completions) -> list[float]:
     """KL(μ‖p), nats per token, of the tokens in each of BINS; p: of the version that a token is stamped with.
 
     The estimate is the mean of ρ - 1 - log ρ, which is 0 or more for every token. T tokens of a completion.

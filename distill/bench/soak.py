@@ -12,7 +12,7 @@ import asyncio
 import gc
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,9 +48,14 @@ class Size(NamedTuple):
     tokens: int
     """Longest completion."""
     width: int
-    """Of the teacher's hidden states; 0: objective "sampled", which needs none."""
+    """Of the teacher's hidden states; 0: there are none."""
     checkpoint_every: int
     """Steps."""
+
+    @property
+    def objective(self) -> dict[str, str]:
+        """One that needs the hidden states, or none."""
+        return {"type": "full" if self.width else "sampled"}
 
 
 class Roles(NamedTuple):
@@ -127,7 +132,9 @@ def two_replicas(size: Size) -> Roles:
     return Roles(replicas, {"default": teacher}, roles.MemoryPrompts(), 1)
 
 
-def configuration(folder: Path, size: Size, teachers: Iterable[str]) -> RunConfig:
+def configuration(
+    folder: Path, size: Size, teachers: Iterable[str], objective: Mapping[str, Any], scores: str = "inline"
+) -> RunConfig:
     """A run of this size with default settings otherwise."""
     return RunConfig.model_validate(
         {
@@ -136,8 +143,8 @@ def configuration(folder: Path, size: Size, teachers: Iterable[str]) -> RunConfi
             "teachers": {name: {"path": "teacher"} for name in teachers},
             "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
             "rollout": {"batch": size.batch, "max_tokens": size.tokens},
-            "buffer": {"scores": "inline"},
-            "objective": {"type": "full" if size.width else "sampled"},
+            "buffer": {"scores": scores},
+            "objective": objective,
             "trainer": {"deepspeed": "ds.json"},
             "evaluation": {"every": 100},
         }
@@ -149,7 +156,7 @@ async def soak(
 ) -> list[Usage]:
     """Train on that many rollouts in `folder`; what is used at each of SAMPLES equal distances."""
     roles, memory = roles or two_replicas(size), of_tests("in_memory")
-    config = configuration(folder, size, roles.teachers)
+    config = configuration(folder, size, roles.teachers, size.objective)
     metrics, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
     ledgers: list[Ledger] = []
     usages: list[Usage] = []
@@ -230,7 +237,8 @@ def part(folder: Path, size: Size, roles: Roles | None = None) -> Figures:
     blocks, roles = Blocks(), roles or two_replicas(size)
     usages = asyncio.run(soak(folder, size, blocks, roles=roles))
     moments = [time.monotonic()]
-    config, journal = configuration(folder, size, roles.teachers), Journal(folder / "journal")
+    config = configuration(folder, size, roles.teachers, size.objective)
+    journal = Journal(folder / "journal")
     prompts = PromptStream(roles.prompts, config.run.seed)
     RunLog(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
     journal.close()

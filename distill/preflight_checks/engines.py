@@ -204,7 +204,8 @@ class _Checks:
         for name, found in reply.teachers.items():
             _, scored, tolerance = self.scored[name]
             if found.logprob is None:
-                self._note(probes.not_compared(found.not_shown or "the teacher was not loaded"), name)
+                reason = found.not_shown or "the teacher was not loaded"
+                self._note(Finding(probes.EQUALS_PLAIN, reason, shown=False), name)
             else:
                 plain = [unpack(logprob) for logprob in found.logprob]
                 self._note(probes.equals_plain(scored, plain, tolerance), name)

@@ -209,11 +209,6 @@ def equals_plain(scored: list[np.ndarray], plain: list[np.ndarray], tolerance: f
     )
 
 
-def not_compared(reason: str) -> Finding:
-    """No plain forward pass was made."""
-    return Finding(EQUALS_PLAIN, reason, shown=False)
-
-
 def self_teacher(loss: float, gradient: float) -> Finding:
     """The objective with the student as its own teacher, per token."""
     return _finding(

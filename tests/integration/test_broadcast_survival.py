@@ -110,7 +110,7 @@ def test_a_run_outlives_replicas_killed_in_a_broadcast_even_the_last_one(tmp_pat
     assert summary["weights_identical_by_replica"] == {"student-0": True, "student-1": True}
     assert summary["weights_identical"] is True
     assert summary["replica_joins"] == {"student-0": 2, "student-1": 2}
-    assert pair.orphans() == 0
+    assert pair.orphans == 0
     checked = audit(pair.run_dir)
     assert checked.ok, checked
     assert 0 < checked.tokens_by_teacher < checked.tokens

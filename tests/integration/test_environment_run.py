@@ -107,7 +107,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
                 (asked.id, tuple(asked.token_ids), *turn(answer.token_ids, answer.logprob, answer.spans))
                 for asked, answer in generated(recorded)
             },
-            target.orphans(),
+            target.orphans,
         )
 
 

@@ -78,7 +78,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
         lineages = [record for record in records if isinstance(record, LineageOpened)]
         said = (kill_target.run_dir / "logs" / "launcher.log").read_text()
         yield Survivor(
-            audit(kill_target.run_dir), kill_target.summary(), lineages, left + kill_target.orphans(), said
+            audit(kill_target.run_dir), kill_target.summary(), lineages, left + kill_target.orphans, said
         )
 
 

@@ -63,7 +63,7 @@ def test_parallel_replica_teacher_and_ranks_end_with_the_same_weights_though_ref
         run.kill(TEACHER, rng)
         run.wait_at_work([TEACHER])
         run.end()
-        summary, orphans = run.summary(), run.orphans()
+        summary, orphans = run.summary(), run.orphans
     steps = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert (summary["completed"], summary["steps"], summary["weights_identical"]) == (True, STEPS, True)
     assert sum(step.get("train/rescored", 0) for step in steps) > 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distill.bench.controller import Shape, fetch_cost, load, one_run, table
+from distill.bench.controller import fetch_cost, load, one_run, table
 from distill.bench.soak import Size
 
 
 async def test_by_reference_the_journal_shrinks_by_the_hidden_states_and_grows_by_a_reference(
     tmp_path: Path,
 ) -> None:
-    shape = Shape(batch=4, tokens=16, width=64, steps=2)
+    shape = Size(rollouts=8, batch=4, tokens=16, width=64, checkpoint_every=0)
     ways = [await one_run(tmp_path / "run", shape, "full", way) for way in ("inline", "reference")]
     inline, kept = (one["journal_bytes"] for one in ways)
     assert kept < 32
