@@ -32,12 +32,12 @@ def chat(
 
     Example: echo "What is 7 times 8?" | distill chat runs/NAME
     """
-    from distill.launch.chat import Sampling, chatting
+    from distill.launch.chat import chatting
 
-    console = Console()
+    console, given = Console(), {"temperature": temperature, "max_tokens": max_tokens}
+    sampling = {name: value for name, value in given.items() if value is not None}
     with ExitStack() as stack:
         with working("distill chat") as say:
-            sampling = Sampling(temperature, max_tokens)
             talk = stack.enter_context(chatting(run_dir, version, teacher, sampling, say))
         for prompt in _prompts():
             if prompt == QUIT:

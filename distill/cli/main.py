@@ -14,11 +14,10 @@ from rich.console import Console
 from distill import api
 from distill.cli import bench as cli_bench
 from distill.cli import chat as cli_chat
-from distill.cli import kubernetes as cli_kubernetes
+from distill.cli import clusters as cli_clusters
 from distill.cli import logs as cli_logs
 from distill.cli import plan as cli_plan
 from distill.cli import roles as cli_roles
-from distill.cli import slurm as cli_slurm
 from distill.cli import sync as cli_sync
 from distill.cli.options import (
     Config,
@@ -171,7 +170,7 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
 
 for role in cli_roles.COMMANDS:
     app.command(rich_help_panel=ROLES)(role)
-app.command(rich_help_panel=ROLES)(cli_kubernetes.kubernetes)
+app.command(rich_help_panel=ROLES)(cli_clusters.kubernetes)
 
 
 @servers.command("ls")
@@ -226,7 +225,7 @@ def _servers(controller: str, body: ServerRegisters | ServerLeaves | None) -> No
         typer.echo(f"{one.name:<18} {one.phase or '':<11} {version:<32} {one.url or 'not registered'}")
 
 
-app.command(rich_help_panel=ROLES)(cli_slurm.slurm)
+app.command(rich_help_panel=ROLES)(cli_clusters.slurm)
 
 
 # --- results

@@ -38,31 +38,20 @@ _OF_THE_RUN: Final = ("replicas", "host", "port", "follow_student_every", "keep_
 """What a teacher that is started here does not take over from its configuration."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are sampled; None: as the run's rollouts."""
-
-    temperature: float | None = None
-    max_tokens: int | None = None
-
-
 class Conversations:
     """One with each model; every prompt goes to all of them.
 
-    Prompts are encoded as the run's are. Without a chat template each is a text to be continued, by itself.
+    Prompts are encoded, and answers sampled, as the run's are. Without a chat template each is a text to be
+    continued, by itself.
     """
 
-    def __init__(
-        self, config: RunConfig, tokenizer: Any, clients: Mapping[str, TeacherClient], sampling: Sampling
-    ) -> None:
-        rows, rollout = config.prompts, config.rollout
+    def __init__(self, config: RunConfig, tokenizer: Any, clients: Mapping[str, TeacherClient]) -> None:
+        rows = config.prompts
         if not isinstance(rows, JsonlPrompts | DatasetPrompts):
             template = "chat" if tokenizer.chat_template else "plain"
             rows = JsonlPrompts(type="jsonl", path=Path(), template=template)
         self._encode, self._is_chat = row_encoder(tokenizer, rows), rows.template == "chat"
-        self._tokenizer, self._clients, self._stop_ids = tokenizer, clients, rollout.stop_token_ids
-        self._temperature = sampling.temperature or rollout.temperature
-        self._max_tokens = sampling.max_tokens or rollout.max_tokens
+        self._tokenizer, self._clients, self._rollout = tokenizer, clients, config.rollout
         self._turns, self._messages = 0, defaultdict[str, list[dict[str, str]]](list)
 
     def reset(self) -> None:
@@ -81,10 +70,10 @@ class Conversations:
         try:
             (found,) = await self._clients[name].generate(
                 [TeacherPrompt(name, ids, seed=self._turns)],
-                self._max_tokens,
-                self._stop_ids,
+                self._rollout.max_tokens,
+                self._rollout.stop_token_ids,
                 ANSWER_SECONDS,
-                self._temperature,
+                self._rollout.temperature,
             )
         except DistillError as error:
             return f"({error})"
@@ -122,14 +111,16 @@ class Chat:
 
 @contextmanager
 def chatting(
-    run_dir: Path, version: str, with_teachers: bool, sampling: Sampling, say: Callable[[str], None]
+    run_dir: Path, version: str, with_teachers: bool, sampling: Mapping[str, Any], say: Callable[[str], None]
 ) -> Iterator[Chat]:
     """Chat with a version of a run's student ("final", "best" or a published one), and with its teachers.
 
-    Teachers with `urls` are reached there; all other servers are started, and stopped at the end of the
-    block. `say` gets a line when each stage begins. Raises ConfigError when the run holds no such model.
+    `sampling`: keys of [rollout] with other values than the run's. Teachers with `urls` are reached there; all
+    other servers are started, and stopped at the end of the block. `say` gets a line when each stage begins.
+    Raises ConfigError when the run holds no such model.
     """
     config = load_run_dir(run_dir)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=sampling)})
     use_folder(config.run.code_folder)
     token = token_from_environment() or secrets.token_urlsafe(32)
     with temporary(config) as moved, Ports() as ports, asyncio.Runner() as runner:
@@ -142,7 +133,7 @@ def chatting(
         update = {"student": no_replica, "teachers": models, "environments": {}, "evaluation": None}
         plan = plan_servers(moved.model_copy(update=update), token, ports)
         clients = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
-        conversations = Conversations(config, load_tokenizer(student), clients, sampling)
+        conversations = Conversations(config, load_tokenizer(student), clients)
         servers = serving(plan.children, moved.run_dir / "logs", config.run.start_seconds)
         stack = AsyncExitStack()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from small_config import make_config
 
 from distill.config.prompts import TaskPrompts
-from distill.launch.chat import Conversations, Sampling, _served_here, _student
+from distill.launch.chat import Conversations, _served_here, _student
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.errors import ConfigError, Unreachable
 from sync.wire import ScoreRefused, TeacherCompletion, TeacherPrompt, pack, unpack
@@ -38,12 +39,14 @@ class Model:
         return [TeacherCompletion(prompt.id, pack(self._ids), pack(self._ids.astype("float32")), "stop")]
 
 
-def conversations(template: str | None, sampling: Sampling = Sampling(), **models: Model) -> Conversations:
+def conversations(template: str | None, sampling: Mapping[str, Any] = {}, **models: Model) -> Conversations:
     tokenizer = letter_tokenizer()
     tokenizer.chat_template = template
     prompts = TaskPrompts(type="task", task="sort_letters")
-    config = make_config().model_copy(update={"prompts": prompts})
-    return Conversations(config, tokenizer, models, sampling)  # type: ignore[arg-type]
+    config = make_config()
+    rollout = config.rollout.model_copy(update=sampling)
+    config = config.model_copy(update={"prompts": prompts, "rollout": rollout})
+    return Conversations(config, tokenizer, models)  # type: ignore[arg-type]
 
 
 async def test_each_model_continues_a_conversation_of_its_own_until_the_reset() -> None:
@@ -62,7 +65,7 @@ async def test_each_model_continues_a_conversation_of_its_own_until_the_reset() 
 
 async def test_without_a_chat_template_every_prompt_is_continued_by_itself() -> None:
     one = Model("xy<eos>")
-    talk = conversations(None, Sampling(0.5, 3), one=one)
+    talk = conversations(None, {"temperature": 0.5, "max_tokens": 3}, one=one)
     assert [await talk.answer(prompt) for prompt in ("ab>", "c>")] == [{"one": "xy"}] * 2
     assert one.prompts == ["ab>", "c>"]
     assert one.calls == [(1, 3, [], 3600.0, 0.5), (2, 3, [], 3600.0, 0.5)]
