@@ -150,12 +150,6 @@ def large_pair(cache: Path, seed: int) -> Models:
     return made_once(cache.absolute() / f"large-{digest}", make)
 
 
-def config_of(name: str, seed: int) -> RunConfig:
-    """The configuration that our run resolves to."""
-    path, words = quickstart.source(seed)
-    return load(path, [*words, *settings_of(name, seed)])
-
-
 def ours(cache: TrialCache, folder: Path, name: str, seed: int) -> Figures:
     """Our run, or what is kept of it."""
     size = SIZES[name]
@@ -177,7 +171,9 @@ def theirs(
     cache: TrialCache, python: Path, folder: Path, name: str, seed: int, precision: str, steps: int
 ) -> Figures:
     """TRL's run, or what is kept of it; one of PROBE_STEPS is for speed alone."""
-    config, output, size = config_of(name, seed), folder / "theirs", SIZES[name]
+    path, words = quickstart.source(seed)
+    config = load(path, [*words, *settings_of(name, seed)])
+    output, size = folder / "theirs", SIZES[name]
     learns = size.learns and steps == size.steps
     task = job(config, steps, precision)
     task["save_at"] = [*range(pipeline.EVERY, steps, pipeline.EVERY), steps] if learns else []

@@ -96,14 +96,11 @@ def run(model: str, dtype: str = "float32", rollouts: int = 64, repeats: int = 7
             loop.run(stack.aclose())
 
 
-def _family() -> list[psutil.Process]:
-    own = psutil.Process()
-    return [own, *own.children(recursive=True)]
-
-
 def _pin(cores: set[int]) -> None:
     """Let every thread of this process and of its descendants run on `cores` alone."""
-    for thread in (thread.id for process in _family() for thread in process.threads()):
+    own = psutil.Process()
+    family = [own, *own.children(recursive=True)]
+    for thread in (thread.id for process in family for thread in process.threads()):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(thread, cores)
 

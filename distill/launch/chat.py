@@ -115,9 +115,9 @@ def chatting(
 ) -> Iterator[Chat]:
     """Chat with a version of a run's student ("final", "best" or a published one), and with its teachers.
 
-    `sampling`: keys of [rollout] with other values than the run's. Teachers with `urls` are reached there; all
-    other servers are started, and stopped at the end of the block. `say` gets a line when each stage begins.
-    Raises ConfigError when the run holds no such model.
+    `sampling`: keys of [rollout] with other values than the run's. Teachers with `urls` are reached there;
+    all other servers are started, and stopped at the end of the block. `say` gets a line when each stage
+    begins. Raises ConfigError when the run holds no such model.
     """
     config = load_run_dir(run_dir)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=sampling)})
