@@ -178,25 +178,18 @@ def theirs(
     task = job(config, steps, precision)
     task["save_at"] = [*range(pipeline.EVERY, steps, pipeline.EVERY), steps] if learns else []
 
+    def saved(version: Version) -> Path:
+        return output / f"step-{version.step}"
+
     def make() -> Figures:
         lines = train(python, output, task)
         settled = lines[size.settled if steps == size.steps else steps // 4 :]
         first, last = settled[0], settled[-1]
         pace = (last["generated"] - first["generated"]) / (last["time"] - first["time"])
         speed = {"step_ms": pipeline.median_gap_ms(settled), "tokens_per_second": pace}
-        return learned(speed, pipeline.curve(config, SavedSteps(output), lines) if learns else None)
+        return learned(speed, pipeline.curve(config, saved, lines) if learns else None)
 
     return cache.get({"side": "TRL", "requirements": REQUIREMENTS, "job": task}, make)
-
-
-class SavedSteps(NamedTuple):
-    """TRL's checkpoints as versions; step 0 is not among them: it is the student's own folder."""
-
-    output: Path
-
-    def folder(self, version: Version) -> Path:
-        """Of a step that was saved."""
-        return self.output / f"step-{version.step}"
 
 
 def job(config: RunConfig, steps: int, precision: str) -> Figures:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import psutil
@@ -280,22 +280,17 @@ def measure_and_learned(run_dir: Path, profile: CpuProfile) -> Figures:
 def learned(run_dir: Path) -> Figures:
     """The learning curve of a finished run, evaluated now: see `curve`."""
     config, lines = load_run_dir(run_dir), step_lines(run_dir)
-    return curve(config, Subscriber(config.subscriber("evaluator"), claim_of(config)), lines)
+    return curve(config, Subscriber(config.subscriber("evaluator"), claim_of(config)).folder, lines)
 
 
-class Weights(Protocol):
-    """Where the weights of a version come from."""
-
-    def folder(self, version: Version) -> Path:
-        """A model folder that holds exactly `version`."""
-        ...
-
-
-def curve(config: RunConfig, weights: Weights, lines: Sequence[Mapping[str, float]]) -> Figures:
+def curve(
+    config: RunConfig, saved: Callable[[Version], Path], lines: Sequence[Mapping[str, float]]
+) -> Figures:
     """Quality of versions of the first lineage over seconds since the first step, and at the end.
 
-    `lines`: of the steps, with "step" and "time". Always the same held-out prompts with the same randomness.
-    Raises SnapshotError for a version that is not there.
+    `saved`: the model folder of a version after the first, which is the student's own. `lines`: of the steps,
+    with "step" and "time". Always the same held-out prompts with the same randomness. Raises SnapshotError
+    for a version that is not there.
     """
     assert isinstance(config.prompts, TaskPrompts), "the quickstart's prompts are a task's"
     tokenizer = load_tokenizer(config.student)
@@ -308,7 +303,7 @@ def curve(config: RunConfig, weights: Weights, lines: Sequence[Mapping[str, floa
     torch.set_num_threads(1)
     points = []
     for step in [*range(0, len(lines), EVERY), len(lines)]:
-        folder = weights.folder(Version(0, step)) if step > 0 else None
+        folder = saved(Version(0, step)) if step > 0 else None
         student = load_student(config.student, folder, "cpu")
         found = evaluate(student, teacher, held_out, limits, passes, config.run.seed)
         seconds = lines[max(step, 1) - 1]["time"] - lines[0]["time"]

@@ -7,7 +7,7 @@ A section stands beside the code that reads it; this module holds the controller
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -326,6 +326,22 @@ class RunConfig(Settings):
             if self.evaluation.replica is not None:
                 found["evaluation.replica"] = self.evaluation.replica
         return found
+
+    def with_places(self, change: Callable[[str, Any], Any]) -> RunConfig:
+        """With `change` of section and place for every place in `places`."""
+        evaluation = self.evaluation
+        if evaluation is not None:
+            own = evaluation.replica and change("evaluation.replica", evaluation.replica)
+            place = change("evaluation.placement", evaluation.placement)
+            evaluation = evaluation.model_copy(update={"placement": place, "replica": own})
+        environments = {name: change(f"environments.{name}", one) for name, one in self.environments.items()}
+        update = {
+            "student": change("student", self.student),
+            "teachers": {name: change(f"teachers.{name}", one) for name, one in self.teachers.items()},
+            "environments": environments,
+            "evaluation": evaluation,
+        }
+        return self.model_copy(update=update)
 
     def processes(self) -> dict[str, list[str]]:
         """Section of each server that has no `urls` → the names of its processes; without the trainer."""

@@ -11,7 +11,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
@@ -26,18 +26,13 @@ _OWN: Final = re.compile(r"(?P<package>[A-Za-z_]\w*)[\w.]*:[A-Za-z_]\w*")
 _MOVE: Final = "put it on the run's volume, or into the image, and give its path there"
 
 
-class Carried(NamedTuple):
-    """A configuration for pods."""
+def carried(
+    raw: Mapping[str, Any], config: RunConfig, folder: PurePosixPath
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """A configuration with the paths that pods see; name → text of what lies in CONFIG_FOLDER; problems.
 
-    raw: dict[str, Any]
-    """With the paths that they see."""
-    files: dict[str, str]
-    """Name → text of what lies in CONFIG_FOLDER."""
-    problems: list[str]
-
-
-def carried(raw: Mapping[str, Any], config: RunConfig, folder: PurePosixPath) -> Carried:
-    """`config`: what `raw` says, with absolute paths; `folder`: the run's volume in the pods."""
+    `config`: what `raw` says, with absolute paths; `folder`: the run's volume in the pods.
+    """
     within, files = copy.deepcopy(dict(raw)), dict[str, str]()
     problems = [
         f"{place.strip('/').replace('/', '.')} holds a secret, and a ConfigMap lies open: leave it out, and "
@@ -66,7 +61,7 @@ def carried(raw: Mapping[str, Any], config: RunConfig, folder: PurePosixPath) ->
             f"{', '.join(files)} have {size:,} bytes together, and a ConfigMap takes {MOST_BYTES:,}: put the "
             f"largest on the run's volume, such as {folder}/data, and give its path there"
         )
-    return Carried(within, files, problems)
+    return within, files, problems
 
 
 def _named(settings: Settings, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -153,23 +153,15 @@ def plan_servers(config: RunConfig, token: str | None, ports: Ports, relay: Rela
 
 def with_urls(config: RunConfig, places: Mapping[str, Place]) -> RunConfig:
     """What the evaluator is started with: teachers, environments, and its own replica, where they are."""
-    assert config.evaluation is not None, "there is an evaluator"
-    plan, own = plan_of(config, places), config.evaluation.replica
+    names = config.processes()
 
-    def reached(served: Mapping[str, Placement], there: Mapping[str, list[Place]]) -> dict[str, Placement]:
-        return {
-            name: one.model_copy(update={"urls": [str(place) for place in there[name]]})
-            for name, one in served.items()
-        }
+    def reached(section: str, place: Placement) -> Placement:
+        if section in ("student", "evaluation.placement"):
+            return place
+        urls = [str(url) for url in places_of(names.get(section, ()), place.urls, places)]
+        return place.model_copy(update={"urls": urls})
 
-    if own is not None and not own.urls:
-        own = own.model_copy(update={"urls": [str(places[EVALUATION_REPLICA])]})
-    update = {
-        "teachers": reached(config.teachers, plan.teachers),
-        "environments": reached(config.environments, plan.environments),
-        "evaluation": config.evaluation.model_copy(update={"replica": own}),
-    }
-    return config.model_copy(update=update)
+    return config.with_places(reached)
 
 
 def token_of(config: RunConfig) -> str | None:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from distill.config import RunConfig
@@ -54,8 +54,6 @@ from sync.settings import Placement
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 2.0
-P = TypeVar("P", bound=Placement)
-
 
 Controller = Callable[[], str]
 """Says where a run's controller is now: its URL. Raises ConfigError."""
@@ -79,20 +77,10 @@ def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[Ru
 
     host = _own_address(controller(), config.run.start_seconds)
 
-    def moved(place: P) -> P:
+    def moved(_: str, place: Placement) -> Placement:
         return place.model_copy(update={"host": host}) if is_loopback(place.host) else place
 
-    evaluation = config.evaluation
-    if evaluation is not None:
-        own = evaluation.replica and moved(evaluation.replica)
-        evaluation = evaluation.model_copy(update={"placement": moved(evaluation.placement), "replica": own})
-    update = {
-        "student": moved(config.student),
-        "teachers": {name: moved(one) for name, one in config.teachers.items()},
-        "environments": {name: moved(one) for name, one in config.environments.items()},
-        "evaluation": evaluation,
-    }
-    return config.model_copy(update=update), controller
+    return config.with_places(moved), controller
 
 
 def _own_address(url: str, seconds: float) -> str:

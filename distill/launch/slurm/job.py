@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from distill.launch.announce import EXIT_REPLACED
 from distill.launch.run_folder import holds_run
@@ -34,15 +34,6 @@ MOST_RESTARTS: Final = 10
 """Starts of a replica's job after which one that dies stays dead."""
 _POLL_SECONDS: Final = 1.0
 _DISTILL: Final = [sys.executable, "-P", "-m", "distill.cli.main"]
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    status: int
-    """In the shell's way."""
-    signals: frozenset[int]
-    """That came meanwhile."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,24 +59,27 @@ def _run(run_dir: Path, words: Sequence[str], array: Sequence[str] | None) -> in
         return _said(f"the array of replicas cannot be submitted: see above, and {array[1]}", 1)
     resume = ["--resume"] if holds_run(run_dir) else []
     try:
-        ended = follow([*_DISTILL, "run", *words, *resume], cancel)
+        status, signals = follow([*_DISTILL, "run", *words, *resume], cancel)
     finally:
         cancel()
-    unfinished = ended.status != 0 and signal.SIGUSR1 in ended.signals
-    return _requeue(ended.status) if unfinished else ended.status
+    unfinished = status != 0 and signal.SIGUSR1 in signals
+    return _requeue(status) if unfinished else status
 
 
 def _replica(run_dir: Path, words: Sequence[str]) -> int:
     while not (run_dir / CONTROLLER_FILE).is_file():  # the run is starting
         time.sleep(_POLL_SECONDS)
-    ended = follow([*_DISTILL, "student", str(run_dir), *words])
-    died = not ended.signals and ended.status != EXIT_REPLACED
+    status, signals = follow([*_DISTILL, "student", str(run_dir), *words])
+    died = not signals and status != EXIT_REPLACED
     again = died and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < MOST_RESTARTS
-    return _requeue(ended.status) if again or signal.SIGUSR1 in ended.signals else ended.status
+    return _requeue(status) if again or signal.SIGUSR1 in signals else status
 
 
-def follow(command: Sequence[str], stopping: Callable[[], None] = lambda: None) -> Ended:
-    """Run a command to its end; TERM and the first USR1 are TERM to it, and then `stopping` is called."""
+def follow(command: Sequence[str], stopping: Callable[[], None] = lambda: None) -> tuple[int, list[int]]:
+    """Run a command to its end; TERM and the first USR1 are TERM to it, and then `stopping` is called.
+
+    Returns its status in the shell's way, and the signals that came meanwhile.
+    """
     came: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
@@ -102,7 +96,7 @@ def follow(command: Sequence[str], stopping: Callable[[], None] = lambda: None) 
     if came:  # before there was one
         child.terminate()
     status = child.wait()
-    return Ended(status if status >= 0 else 128 - status, frozenset(came))
+    return status if status >= 0 else 128 - status, came
 
 
 def _requeue(status: int) -> int:
