@@ -9,21 +9,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import logging
 import socket
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from starlette.types import Message as Event
 
 from sync.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.claims import MISDIRECTED, MODEL_HEADER, RUN_HEADER, Claim, parse
-from sync.errors import ConfigError, WireError, WrongServer
+from sync.errors import ConfigError, DistillError, WireError, WrongServer
+from sync.secrets import redact_process
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 
 MAX_BODY: Final = 1 << 30
@@ -152,7 +158,7 @@ def refuse(status: int, text: str, retry_after: float | None = None) -> Response
     return JSONResponse({"error": text}, status, headers)
 
 
-# --- metrics --------------------------------------------------------------------------------------------
+# --- the application of a role --------------------------------------------------------------------------
 
 
 def process_registry() -> CollectorRegistry:
@@ -162,9 +168,47 @@ def process_registry() -> CollectorRegistry:
     return registry
 
 
-def exposition(registry: CollectorRegistry) -> Response:
-    """200 with all metrics in Prometheus' text format."""
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+def application(
+    routes: Sequence[Route],
+    registry: CollectorRegistry,
+    token: str | None,
+    claim: Claim | None,
+    claiming: Collection[str] = (),
+    model: str | None = None,
+    lifespan: Lifespan[Starlette] | None = None,
+) -> Starlette:
+    """`routes` behind both guards, with GET /metrics (Prometheus) and, unless they have one, GET /health."""
+
+    async def health(_: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    guards = [
+        Middleware(TokenGuard, token=token),
+        Middleware(RunGuard, claim=claim, claiming=claiming, model=model),
+    ]
+    every = [*routes, Route("/health", health), Route("/metrics", metrics)]
+    return Starlette(routes=every, middleware=guards, lifespan=lifespan)
+
+
+def run_role(log: logging.Logger, title: str, serve: Callable[[], None], quiet: Sequence[str] = ()) -> int:
+    """`serve`, with a log on stderr in which every line has `title`; the exit status, 2 for a DistillError.
+
+    `quiet`: loggers of which only warnings are shown.
+    """
+    redact_process()
+    form = f"%(asctime)s %(levelname)s {title} %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
+    for name in quiet:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        serve()
+    except DistillError as error:
+        log.error("%s", error)
+        return 2
+    return 0
 
 
 # --- where a server listens -----------------------------------------------------------------------------

@@ -19,9 +19,7 @@ from typing import Final
 
 from sync.address import token_from_environment
 from sync.claims import Claim
-from sync.errors import DistillError
-from sync.secrets import redact_process
-from sync.server import check_bind, serve_app
+from sync.server import check_bind, run_role, serve_app
 from sync.settings import ReplicaConfig, read_settings
 from sync.wire import RunIdentity
 from teacher_service.config import TeacherConfig
@@ -34,18 +32,11 @@ GRACE_SECONDS: Final = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit status."""
     options = _parse(arguments)
-    redact_process()
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s teacher {options.name}[{options.index}] %(name)s: %(message)s",
-    )
-    try:
+
+    def work() -> None:
         serve(read_settings(TeacherConfig, options.config), options)
-    except DistillError as error:
-        log.error("%s", error)
-        return 2
-    return 0
+
+    return run_role(log, f"teacher {options.name}[{options.index}]", work)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

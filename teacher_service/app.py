@@ -23,14 +23,13 @@ from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sync.claims import Claim
 from sync.errors import Overloaded, Unreachable, WireError
-from sync.server import RunGuard, TokenGuard, exposition, refuse, reply
+from sync.server import application, refuse, reply
 from sync.wire import (
     CONTENT_TYPE,
     Ok,
@@ -96,13 +95,10 @@ class TeacherService:
             Route("/v1/info", self._counted(self.get_info)),
             Route("/v1/head", self._counted(self.get_head)),
             Route("/health", self.health),
-            Route("/metrics", self.get_metrics),
         ]
-        claiming = ("/v1/score", "/v1/generate")
-        guard = Middleware(RunGuard, claim=claim, claiming=claiming, model=info.fingerprint)
-        self.app = Starlette(
-            routes=routes, lifespan=self._lifespan, middleware=[Middleware(TokenGuard, token=token), guard]
-        )
+        claiming, registry = ("/v1/score", "/v1/generate"), self.metrics.registry
+        model = info.fingerprint
+        self.app = application(routes, registry, token, claim, claiming, model, self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -212,9 +208,6 @@ class TeacherService:
         return refuse(
             503, f"batching has ended, or one batch took {STALLED_SECONDS:.0f} s: restart this process"
         )
-
-    async def get_metrics(self, _: Request) -> Response:
-        return exposition(self.metrics.registry)
 
 
 async def _all(

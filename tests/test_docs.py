@@ -141,7 +141,8 @@ def test_the_readme_names_every_command() -> None:
 def test_the_architecture_page_names_every_route() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     told = set(re.findall(r"`(?:GET|POST) (/[^`\[]+)", page))
-    sources = [path for name in ("distill", "teacher_service") for path in (ROOT / name).rglob("*.py")]
+    packages = ("distill", "sync", "teacher_service")
+    sources = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     routes = {route for path in sources for route in re.findall(r'Route\("([^"]+)"', path.read_text())}
     replica = (ROOT / "sync/replica/middleware.py").read_text()
     routes |= {f"/distill/v1/{name}" for name in re.findall(r'\("(?:GET|POST)", "(\w+)"\): self', replica)}

@@ -26,9 +26,8 @@ from typing import Any, Final, Protocol
 
 from prometheus_client import Counter, Gauge, Histogram
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from distill.environments.config import EnvironmentConfig
@@ -36,7 +35,7 @@ from distill.environments.episode import Environment, EnvironmentAnswer
 from sync.claims import Claim
 from sync.errors import DataError, Overloaded, WireError
 from sync.own_code import own_code
-from sync.server import RunGuard, TokenGuard, exposition, process_registry, read_message, refuse, reply
+from sync.server import application, process_registry, read_message, refuse, reply
 from sync.wire import (
     EVALUATION_ID,
     EnvironmentInfo,
@@ -118,14 +117,9 @@ class Service:
             Route("/v1/continue", _refusing(self.proceed), methods=["POST"]),
             Route("/v1/end", _refusing(self.end), methods=["POST"]),
             Route("/v1/info", self.get_info),
-            Route("/health", self.health),
-            Route("/metrics", self.get_metrics),
         ]
-        guards = [
-            Middleware(TokenGuard, token=token),
-            Middleware(RunGuard, claim=claim, claiming=("/v1/begin", "/v1/continue")),
-        ]
-        self.app = Starlette(routes=routes, middleware=guards, lifespan=self._lifespan)
+        claiming = ("/v1/begin", "/v1/continue")
+        self.app = application(routes, registry, token, claim, claiming, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -135,18 +129,17 @@ class Service:
     # --- routes
 
     async def begin(self, request: Request) -> Response:
-        """POST /v1/begin"""
         wanted = await read_message(request, EpisodeBegin, MAX_BODY)
         await self._make_room(wanted.id)
         while wanted.id in self._episodes:
             await self._give_up(wanted.id)
-        call = self._call(wanted.id, 0, partial(self._host.begin, wanted.id, wanted.task))
+        work = partial(self._host.begin, wanted.id, wanted.task)
+        call = asyncio.create_task(self._said(wanted.id, 0, work))
         episode = self._episodes[wanted.id] = _Episode(wanted.id, call)
         self._counted.labels("begun").inc()
         return await _answered(episode)
 
     async def proceed(self, request: Request) -> Response:
-        """POST /v1/continue"""
         wanted = await read_message(request, EpisodeContinue, MAX_BODY)
         episode = self._episodes.get(wanted.id)
         if episode is None:
@@ -166,30 +159,20 @@ class Service:
         work = partial(self._host.proceed, wanted.id, wanted.turn, wanted.token_ids, reason)
         episode.turn, episode.said = wanted.turn + 1, wanted.token_ids.data
         episode.answered_at = math.inf
-        episode.call = self._call(wanted.id, episode.turn, work)
+        episode.call = asyncio.create_task(self._said(wanted.id, episode.turn, work))
         return await _answered(episode)
 
     async def end(self, request: Request) -> Response:
-        """POST /v1/end"""
         for id in (await read_message(request, EpisodeEnd, MAX_BODY)).ids:
             await self._give_up(id)
         return reply(Ok())
 
     async def get_info(self, _: Request) -> Response:
-        """GET /v1/info"""
         host, what = self._host, f"{self._config.type}: {self._config.environment}"
         found = EnvironmentInfo(
             name=host.name, environment=what, tasks=host.tasks, tokenizer_fingerprint=self._fingerprint
         )
         return reply(found)
-
-    async def health(self, _: Request) -> Response:
-        """GET /health"""
-        return PlainTextResponse("ok")
-
-    async def get_metrics(self, _: Request) -> Response:
-        """GET /metrics"""
-        return exposition(self.registry)
 
     # --- episodes
 
@@ -218,12 +201,6 @@ class Service:
             self._counted.labels("given_up").inc()
             episode.call.cancel()
             await self._host.end([id])
-
-    def _call(
-        self, id: str, turn: int, work: Callable[[], Awaitable[EnvironmentAnswer]]
-    ) -> asyncio.Task[EnvironmentAnswer]:
-        """A call of the environment, which goes on when the caller leaves."""
-        return asyncio.create_task(self._said(id, turn, work), name=f"{id} turn {turn}")
 
     async def _said(
         self, id: str, turn: int, work: Callable[[], Awaitable[EnvironmentAnswer]]

@@ -23,9 +23,7 @@ from distill.environments.config import EnvironmentService
 from distill.environments.rendering import Renderer
 from sync.address import TOKEN_VARIABLE, token_from_environment
 from sync.claims import Claim
-from sync.errors import DistillError
-from sync.secrets import redact_process
-from sync.server import check_bind, serve_app
+from sync.server import check_bind, run_role, serve_app
 from sync.settings import read_settings
 from sync.wire import RunIdentity
 
@@ -72,21 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--index", type=int, default=0, help="process, for its title and its log")
     options = parser.parse_args(arguments)
-    redact_process()
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s environment [{options.index}] %(name)s: %(message)s",
-    )
-    for name in ("httpx", "httpx2", "aiohttp.access", "verifiers"):  # lines for every turn, and secret URLs
-        logging.getLogger(name).setLevel(logging.WARNING)
-    try:
+
+    def work() -> None:
         settings = read_settings(EnvironmentService, options.config)
         serve(settings, options.host, options.port, options.index)
-    except DistillError as error:
-        log.error("%s", error)
-        return 2
-    return 0
+
+    chatty = ("httpx", "httpx2", "aiohttp.access", "verifiers")  # lines for every turn, and secret URLs
+    return run_role(log, f"environment [{options.index}]", work, chatty)
 
 
 if __name__ == "__main__":

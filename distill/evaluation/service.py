@@ -27,9 +27,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from prometheus_client import Counter, Summary
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from distill.aio import cancel
@@ -42,16 +41,14 @@ from sync.claims import Claim
 from sync.decoding import convert
 from sync.durable import write_json
 from sync.errors import ConfigError, DistillError
-from sync.secrets import redact_process
 from sync.server import (
-    RunGuard,
-    TokenGuard,
+    application,
     check_bind,
-    exposition,
     process_registry,
     read_message,
     refuse,
     reply,
+    run_role,
     serve_app,
 )
 from sync.settings import read_settings
@@ -111,26 +108,14 @@ def app(served: Served, token: str | None, claim: Claim) -> Starlette:
 
         return answer
 
-    async def health(_: Request) -> Response:
-        return PlainTextResponse("ok")
-
-    async def metrics(_: Request) -> Response:
-        return exposition(registry)
-
     completions = endpoint(CompletionsRequest, served.complete, generation)
     evaluated = endpoint(EvalRequest, lambda wanted: served.evaluate(wanted.version), models)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/evaluate", evaluated, methods=["POST"]),
         Route("/v1/probe", endpoint(ProbeRequest, served.probe, models), methods=["POST"]),
-        Route("/health", health),
-        Route("/metrics", metrics),
     ]
-    guards = [
-        Middleware(TokenGuard, token=token),
-        Middleware(RunGuard, claim=claim, claiming=("/v1/completions", "/v1/evaluate")),
-    ]
-    return Starlette(routes=routes, middleware=guards)
+    return application(routes, registry, token, claim, claiming=("/v1/completions", "/v1/evaluate"))
 
 
 async def _while_wanted(request: Request, work: Awaitable[Message]) -> Response:
@@ -260,19 +245,11 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--controller", help="URL that says where servers without urls are")
     options = parser.parse_args()
-    redact_process()
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s evaluator %(name)s: %(message)s",
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request
-    try:
+
+    def work() -> None:
         serve(read_settings(RunConfig, options.config), options.host, options.port, options.controller)
-    except DistillError as error:
-        log.error("%s", error)
-        return 2
-    return 0
+
+    return run_role(log, "evaluator", work, quiet=("httpx",))  # a line for each request
 
 
 if __name__ == "__main__":

@@ -10,16 +10,15 @@ from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from distill.interfaces import Components
 from distill.metrics.prometheus import Figures
 from distill.registry import Gangs, Registry
 from distill.trainer_api.session import Event, TrainerSession
-from sync import wire
+from sync import server, wire
 from sync.claims import MISDIRECTED
 from sync.client import GONE
 from sync.errors import (
@@ -34,11 +33,8 @@ from sync.errors import (
 )
 from sync.server import (
     KEEP_ALIVE_SECONDS,
-    RunGuard,
-    TokenGuard,
     bind_alone,
     check_bind,
-    exposition,
     process_registry,
     read_message,
     refuse,
@@ -95,26 +91,16 @@ def application(
         name = request.path_params["name"]
         return reply(teachers[name].servers()) if name in teachers else unknown(name)
 
-    async def health(_: Request) -> Response:
-        return PlainTextResponse("ok")
-
-    async def prometheus(_: Request) -> Response:
-        return exposition(metrics)
-
-    return Starlette(
-        routes=[
-            Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
-            Route("/v1/batch", answered(batch), methods=["POST"]),
-            Route("/v1/event", _messages(Event, session.event), methods=["POST"]),
-            Route("/v1/broadcasts/{group}", answered(broadcast)),
-            Route("/v1/teachers/{name}/head", answered(head)),
-            Route("/v1/teachers/{name}", answered(servers)),
-            *_server_routes(registry, gangs),
-            Route("/health", health),
-            Route("/metrics", prometheus),
-        ],
-        middleware=[Middleware(TokenGuard, token=token or ""), Middleware(RunGuard, claim=parts.claim)],
-    )
+    routes = [
+        Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
+        Route("/v1/batch", answered(batch), methods=["POST"]),
+        Route("/v1/event", _messages(Event, session.event), methods=["POST"]),
+        Route("/v1/broadcasts/{group}", answered(broadcast)),
+        Route("/v1/teachers/{name}/head", answered(head)),
+        Route("/v1/teachers/{name}", answered(servers)),
+        *_server_routes(registry, gangs),
+    ]
+    return server.application(routes, metrics, token or "", parts.claim)
 
 
 def _server_routes(registry: Registry, gangs: Gangs) -> list[Route]:
