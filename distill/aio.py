@@ -12,13 +12,13 @@ T = TypeVar("T")
 LOOK_SECONDS = 5.0  # longest pause between two looks of `until_stalled`; of a short limit a quarter
 
 
-async def unless(lost: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -> T:
-    """`work`, cancelled when `lost` is set first (Unreachable)."""
-    task, watch = asyncio.create_task(work), asyncio.create_task(lost.wait())
+async def unless(over: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], told: str) -> T:
+    """`work`, cancelled when `over` ends first: then Unreachable, with `told`."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(over)
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Unreachable(f"replica {name} was lost")
+            raise Unreachable(told)
         return await task
     finally:
         await cancel([task, watch])

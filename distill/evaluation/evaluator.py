@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from distill.aio import cancel, until_stalled
+from distill.aio import unless, until_stalled
 from distill.config import RunConfig
 from distill.config.evaluation import HELD_OUT, EvaluationConfig
 from distill.environments.episode import Environment
@@ -151,15 +151,8 @@ class Evaluator:
                 seen = (await replica.state()).tokens or 0
             return seen != before or generation.requests == 0
 
-        task, stalled = asyncio.create_task(work), asyncio.create_task(until_stalled(progresses, limit))
-        try:
-            await asyncio.wait({task, stalled}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            told = f"{replica.url} generated no token for rollout.stall_timeout_seconds = {limit:g} s"
-            raise Unreachable(f"{told}: it is stalled")
-        finally:
-            await cancel([task, stalled])
+        told = f"{replica.url} generated no token for rollout.stall_timeout_seconds = {limit:g} s"
+        return await unless(until_stalled(progresses, limit), work, f"{told}: it is stalled")
 
     async def _bring(self, replica: ReplicaEngine, version: Version) -> None:
         """Bring the evaluator's own replica to `version`, once it is up."""

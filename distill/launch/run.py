@@ -125,7 +125,7 @@ def connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> l
     return live.Engines(
         {name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()},
         HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None,
-        {name: HttpReplica(url, token, claim) for name, url in plan.replicas.items()},
+        {name: HttpReplica(url, token, claim=claim) for name, url in plan.replicas.items()},
         load_transforms(config.teachers),
         {
             name: EnvironmentClient(name, urls, token, claim, config.environments[name].call_timeout_seconds)
@@ -335,7 +335,7 @@ class _Launcher:
             prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
             journal=Journal(self._folder.path / "journal", config.buffer.fsync),
             want=needs(config.objective, config.rollout.temperature),
-            connect=lambda address: HttpReplica(address, self._token, self._claim),
+            connect=lambda address: HttpReplica(address, self._token, claim=self._claim),
             expected=self._expected,
             student_topk=student_topk(config.objective),
             routing=routing_of(config),

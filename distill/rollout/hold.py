@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from distill.aio import unless
 from distill.rollout.replica_pool import Replica, ReplicaPool
 from sync.errors import DistillError, Unreachable
 from sync.wire import Version
@@ -29,15 +28,15 @@ async def hold(pool: ReplicaPool, version: Version, seconds: float) -> AsyncIter
     replica = await _choose(pool, version, seconds)
     replica.held = True
     try:
-        await unless(replica.lost, replica.busy.acquire(), replica.name)  # an update under way ends first
+        await replica.unless_lost(replica.busy.acquire())  # an update under way ends first
         try:
             if not (version.step == 0 and (replica.version is None or replica.version.step == 0)):
-                await unless(replica.lost, _bring(pool, replica, version), replica.name)
+                await replica.unless_lost(_bring(pool, replica, version))
             yield replica
         finally:
             replica.busy.release()
         with suppress(DistillError):  # its own task retries
-            await unless(replica.lost, pool.catch_up_once(replica), replica.name)
+            await replica.unless_lost(pool.catch_up_once(replica))
     finally:
         replica.held = False
         pool.published()

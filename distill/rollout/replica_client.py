@@ -6,8 +6,6 @@ from collections.abc import AsyncGenerator
 from typing import Protocol, cast
 
 from sync import wire
-from sync.address import Place
-from sync.claims import Claim
 from sync.client import Peer
 from sync.wire import Generated, GenerateFailed, GenerateRequest
 
@@ -32,33 +30,20 @@ class ReplicaEngine(Protocol):
     async def aclose(self) -> None: ...
 
 
-class HttpReplica:
+class HttpReplica(Peer):
     """A replica behind a URL."""
-
-    def __init__(self, place: Place, token: str | None = None, claim: Claim | None = None) -> None:
-        self._peer = Peer(place, token, claim=claim)
-
-    @property
-    def url(self) -> str:
-        return self._peer.url
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         kind = cast(type[Generated], Answer)
-        answers = self._peer.stream("/distill/v1/generate", request, kind)
+        answers = self.stream("/distill/v1/generate", request, kind)
         return cast(AsyncGenerator[Answer, None], answers)
 
     async def update(self, request: wire.UpdateRequest, timeout: float) -> wire.UpdateReply:
         if request.broadcast is not None:  # a group cannot be joined twice: no retry
-            body = await self._peer.once("/distill/v1/update", wire.encode(request), timeout)
+            body = await self.once("/distill/v1/update", wire.encode(request), timeout)
             return wire.decode(body, wire.UpdateReply)
-        return await self._peer.call("/distill/v1/update", request, wire.UpdateReply, timeout)
+        return await self.call("/distill/v1/update", request, wire.UpdateReply, timeout)
 
     async def state(self, digests: bool = False) -> wire.ReplicaState:
         path = "/distill/v1/state" + ("?digests=1" if digests else "")
-        return await self._peer.call(path, None, wire.ReplicaState, 120.0 if digests else 10.0)
-
-    async def alive(self) -> bool:
-        return await self._peer.alive()
-
-    async def aclose(self) -> None:
-        await self._peer.aclose()
+        return await self.call(path, None, wire.ReplicaState, 120.0 if digests else 10.0)

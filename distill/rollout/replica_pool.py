@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from enum import Enum
+from typing import Any, TypeVar
 
 from distill.aio import Signal, cancel, unless, until_stalled
 from distill.events import ErrorBudget, Events, Membership, Stalled, Stranded
@@ -29,6 +31,7 @@ from sync.settings import WeightsConfig
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version, checks
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Phase(Enum):
@@ -62,6 +65,10 @@ class Replica:
     def server(self) -> str:
         """It, for people and for the count of its bad answers."""
         return f"replica {self.name} at {self.engine.url}"
+
+    async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`, cancelled when the replica is lost first (Unreachable)."""
+        return await unless(self.lost.wait(), work, f"replica {self.name} was lost")
 
 
 class ReplicaPool:
@@ -337,7 +344,7 @@ class ReplicaPool:
     async def _check(self, replica: Replica) -> None:
         """Raises Unreachable when it does not answer, or came back with other weights."""
         async with replica.busy:
-            state = await unless(replica.lost, replica.engine.state(), replica.name)
+            state = await replica.unless_lost(replica.engine.state())
             if state.version != replica.version:
                 told = f"it serves {state.version} and should serve {replica.version}: it restarted"
                 raise Unreachable(told)
@@ -356,8 +363,7 @@ class ReplicaPool:
         if replica.version == request.version and request.broadcast is None:
             return None
         began = time.monotonic()
-        work = replica.engine.update(request, self._weights.timeout_seconds)
-        reply = await unless(replica.lost, work, replica.name)
+        reply = await replica.unless_lost(replica.engine.update(request, self._weights.timeout_seconds))
         if problem := checks.same_version(reply, request.version):
             raise WireError(f"its answer to an update cannot be used: {problem}")
         replica.version = reply.version

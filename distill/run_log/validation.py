@@ -13,7 +13,6 @@ import numpy as np
 from distill.config import RolloutConfig
 from distill.run_log.records import Rollout
 from distill.run_log.state import RunState
-from sync import wire
 from sync.wire import (
     Array,
     Generated,
@@ -21,7 +20,6 @@ from sync.wire import (
     Sampling,
     Scored,
     TeacherCompletion,
-    Version,
     Want,
     checks,
     unpack,
@@ -132,13 +130,3 @@ def repetition(tokens_T: np.ndarray, repeats: int) -> int | None:
         if len(tail) == period * repeats and (tail[period:] == tail[:-period]).all():
             return period
     return None
-
-
-def report_problem(report: wire.EvalReport, requested: Version) -> str | None:
-    """Why a report is not one of the version that was requested; None: it is."""
-    if report.version == requested:
-        return None
-    return (
-        f"the evaluator was asked for {requested} and reports {report.version}: it serves another run; start "
-        "it again, for this run alone"
-    )

@@ -67,7 +67,11 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluat
     own = {"urls": ["http://127.0.0.1:1"]}
     config = make_config(evaluation={"every": every, "replica": own}, run={"steps": 100})
     pool = ReplicaPool(run_log.state, config.weights, 0.0, ErrorBudget(8, Events()), Events())
-    silent = Evaluations(evaluator, config, run_log, pool, Timeline(), lambda *_: None, lambda _: None, 0.005)
+    budget = ErrorBudget(8, Events())
+    silent = Evaluations(
+        evaluator, config, run_log, pool, Timeline(), lambda *_: None, lambda _: None, budget
+    )
+    silent.retry_seconds = 0.005
     return silent, run_log
 
 

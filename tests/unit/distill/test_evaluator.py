@@ -202,7 +202,8 @@ async def test_an_evaluation_is_requested_once_however_long_it_takes() -> None:
         return report(version, 0.5)
 
     async with behind_a_url(evaluate) as url:
-        evaluator = HttpEvaluator(url, stall_timeout_seconds=3.0)
+        evaluator = HttpEvaluator(url)
+        evaluator.stall_timeout_seconds = 3.0
         assert await evaluator.evaluate(Version(0, 3)) == report(Version(0, 3), 0.5)
         await evaluator.aclose()
     assert requested == [Version(0, 3)]
@@ -212,7 +213,8 @@ async def test_an_evaluator_that_answers_nothing_is_unreachable() -> None:
     bound = listen("127.0.0.1", 0, None)
     bound.listen()  # connections are taken, and never answered
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    evaluator = HttpEvaluator(url, stall_timeout_seconds=0.2)
+    evaluator = HttpEvaluator(url)
+    evaluator.stall_timeout_seconds = 0.2
     with pytest.raises(
         Unreachable, match=r"/health has not answered for 0 s while L000-v00000003 was evaluated"
     ):
