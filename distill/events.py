@@ -23,28 +23,26 @@ AT_FAULT: Final = "if the prompts are at fault, correct or drop them, otherwise 
 """What to do about refusals one after the other."""
 
 
-class TeacherIssued(NamedTuple):
+class _OfRollout(NamedTuple):
+    """Base of events that are about one rollout."""
+
+    rollout: Rollout
+
+
+class TeacherIssued(_OfRollout):
     """Dispatcher: the teacher is to complete this rollout, as issued."""
 
-    rollout: Rollout
 
-
-class TeacherCompleted(NamedTuple):
+class TeacherCompleted(_OfRollout):
     """TeacherGeneration: a teacher has completed it."""
 
-    rollout: Rollout
 
-
-class EpisodeIssued(NamedTuple):
+class EpisodeIssued(_OfRollout):
     """Dispatcher: the student is to play this rollout against its environment, as issued."""
 
-    rollout: Rollout
 
-
-class TurnReady(NamedTuple):
+class TurnReady(_OfRollout):
     """Episodes: a replica is to complete this rollout's context, which stands in place of its prompt."""
-
-    rollout: Rollout
 
 
 class TurnGenerated(NamedTuple):
@@ -67,10 +65,8 @@ class EpisodePlayed(NamedTuple):
     more: list[Rollout]  # completed: what it said behind contexts that its environment rewrote
 
 
-class EpisodeLost(NamedTuple):
+class EpisodeLost(_OfRollout):
     """Episodes: its environment is gone; it may begin again."""
-
-    rollout: Rollout
 
 
 class EpisodeTooOld(NamedTuple):
@@ -80,22 +76,16 @@ class EpisodeTooOld(NamedTuple):
     tokens: int
 
 
-class CompletionReady(NamedTuple):
+class CompletionReady(_OfRollout):
     """Dispatcher: a completion of student or teacher that may be trained on."""
 
-    rollout: Rollout
 
-
-class CompletionRewarded(NamedTuple):
+class CompletionRewarded(_OfRollout):
     """Rewarding: its reward is in it, where the run has a reward function."""
 
-    rollout: Rollout
 
-
-class RolloutScored(NamedTuple):
+class RolloutScored(_OfRollout):
     """Scoring: scores and prompt tokens are in it."""
-
-    rollout: Rollout
 
 
 class ScoresUnneeded(NamedTuple):

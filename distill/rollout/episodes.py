@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from distill.aio import Signal
 from distill.config import RunConfig
 from distill.environments.episode import (
     Environment,
@@ -71,16 +71,14 @@ class Episodes:
         self._backoff = {name: Backoff(0.5, PAUSE) for name in parts.environments}
         self._is_too_old, self._budget, self._events = is_too_old, budget, events
         self._plays: dict[str, _Play] = {}
-        self._waiting: list[Rollout] = []
-        self._arrived = Signal()
+        self._waiting: asyncio.Queue[Rollout] = asyncio.Queue()
         self._turns: dict[str, asyncio.Future[Generated]] = {}  # of the episodes at a replica
         self._lost: Counter[str] = Counter()  # episode → how often its environment was gone
         self._most_lost = config.rollout.max_attempts
 
     def put(self, rollout: Rollout) -> None:
         """Play an issued rollout."""
-        self._waiting.append(rollout)
-        self._arrived.wake()
+        self._waiting.put_nowait(rollout)
 
     def generated(self, answer: Generated) -> None:
         """Go on with the episode whose turn this is."""
@@ -108,12 +106,10 @@ class Episodes:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
-                waiting, self._waiting = self._waiting, []
-                for rollout in waiting:
-                    episode = Episode(rollout.id)
-                    task = group.create_task(self._play(rollout, episode))
-                    self._plays[rollout.id] = _Play(task, rollout, episode)
-                await self._arrived.wait()
+                rollout = await self._waiting.get()
+                episode = Episode(rollout.id)
+                task = group.create_task(self._play(rollout, episode))
+                self._plays[rollout.id] = _Play(task, rollout, episode)
 
     async def _play(self, rollout: Rollout, episode: Episode) -> None:
         prompt = rollout.source_prompt
@@ -205,21 +201,23 @@ class _Timed:
         self._open += change
         self._timeline.level(f"environment {self.name}", "play", self._open)
 
-    async def begin(self, id: str, task: int) -> EnvironmentAnswer:
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
         self._note(1)
         try:
-            return await self._environment.begin(id, task)
+            yield
         finally:
             self._note(-1)
+
+    async def begin(self, id: str, task: int) -> EnvironmentAnswer:
+        with self._noted():
+            return await self._environment.begin(id, task)
 
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
     ) -> EnvironmentAnswer:
-        self._note(1)
-        try:
+        with self._noted():
             return await self._environment.proceed(id, turn, token_ids, finish_reason)
-        finally:
-            self._note(-1)
 
     async def end(self, ids: list[str]) -> None:
         await self._environment.end(ids)

@@ -6,7 +6,6 @@ import asyncio
 
 from msgspec.structs import replace
 
-from distill.aio import Signal
 from distill.events import CompletionRewarded, ErrorBudget, Events
 from distill.interfaces import Rewards
 from distill.run_log.records import Rollout
@@ -23,25 +22,20 @@ class Rewarding:
     def __init__(self, rewards: Rewards | None, budget: ErrorBudget, events: Events) -> None:
         """`rewards` None: rollouts pass as they are. Those of an environment always do."""
         self._rewards, self._budget, self._events = rewards, budget, events
-        self._waiting: list[Rollout] = []
-        self._arrived = Signal()
+        self._waiting: asyncio.Queue[Rollout] = asyncio.Queue()
 
     def put(self, rollout: Rollout) -> None:
         """Reward a rollout."""
         if self._rewards is None or rollout.source_prompt.environment:
             self._events.emit(CompletionRewarded(rollout))
-            return
-        self._waiting.append(rollout)
-        self._arrived.wake()
+        else:
+            self._waiting.put_nowait(rollout)
 
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
-                waiting, self._waiting = self._waiting, []
-                for rollout in waiting:
-                    group.create_task(self._reward(rollout))
-                await self._arrived.wait()
+                group.create_task(self._reward(await self._waiting.get()))
 
     async def _reward(self, rollout: Rollout) -> None:
         assert self._rewards is not None, "put passes the rollout on"

@@ -21,7 +21,6 @@ from distill.run_log.run_log import RunLog
 from sync import wire
 from sync.errors import RemoteError, WireError
 from sync.wire import CheckpointSaved, FinalDigests, Heartbeat, Published, StepReport, Stop, Version, checks
-from sync.wire.checks import Problem
 
 Event = StepReport | Published | CheckpointSaved | FinalDigests | Heartbeat
 logger = logging.getLogger(__name__)
@@ -209,7 +208,7 @@ class TrainerSession:
         self.wake()
 
     async def event(self, event: Event) -> wire.Ok | wire.Audience:
-        """Record what the trainer did. Raises RemoteError for another lineage."""
+        """Record what the trainer did. Raises RemoteError for another lineage, WireError for a fault."""
         self._check(event.version)
         if isinstance(event, Heartbeat):  # never waits for a disk; none is due after the last message
             if self.final is None:
@@ -218,7 +217,8 @@ class TrainerSession:
         state, answer = self._run_log.state, None
         assert state.reached is not None, "a trainer of this lineage has said hello"
         start, reached = state.lineages[event.version.lineage].start, state.reached.step
-        _refuse(checks.event(event, start, reached, max(reached, self._handed_out + 1)))
+        if problem := checks.event(event, start, reached, max(reached, self._handed_out + 1)):
+            raise WireError(f"the trainer's message cannot be used: {problem}")  # nothing of it is recorded
         if isinstance(event, StepReport):
             if event.version.step > reached:
                 self._run_log.write(Stepped(event.version))
@@ -247,9 +247,3 @@ class TrainerSession:
             )
         self._events.emit(event)
         return answer
-
-
-def _refuse(problem: Problem | None) -> None:
-    """Raise WireError for a message of the trainer's that cannot be used: nothing of it is recorded."""
-    if problem is not None:
-        raise WireError(f"the trainer's message cannot be used: {problem}")
