@@ -34,18 +34,6 @@ NAMESPACE: Final = "distill_teacher"
 """Prefix of a teacher's Prometheus metrics."""
 
 
-class KeptMetrics:
-    """Prometheus metrics of the store."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        own: Any = {"registry": registry, "namespace": NAMESPACE}
-        self.bytes = Gauge("kept_bytes", "Kept scores", ("where",), **own)
-        for where in ("memory", "disk"):
-            self.bytes.labels(where)  # shown before anything is kept
-        self.fetched = Counter("kept_fetches", "Fetches by result", ("result",), **own)
-        self.dropped = Counter("kept_dropped", "Evicted before release", **own)
-
-
 class Body(NamedTuple):
     """A kept body that is being read; it can be read to its end, whatever happens to the store meanwhile."""
 
@@ -80,7 +68,12 @@ class KeptScores:
         self._full = False  # the last spill could not be written
         self._boot, self._count = secrets.token_hex(8), 0
         self._lock = threading.Lock()
-        self._metrics = KeptMetrics(registry)
+        own: Any = {"registry": registry, "namespace": NAMESPACE}
+        self._bytes = Gauge("kept_bytes", "Kept scores", ("where",), **own)
+        for where in ("memory", "disk"):
+            self._bytes.labels(where)  # shown before anything is kept
+        self._fetched = Counter("kept_fetches", "Fetches by result", ("result",), **own)
+        self._dropped = Counter("kept_dropped", "Evicted before release", **own)
 
     def put(self, parts: list[bytes]) -> Kept:
         """Keep a body, given in parts so that nothing copies it whole; the reference has no url yet."""
@@ -107,7 +100,7 @@ class KeptScores:
             elif (size := self._disk.get(key)) is not None:
                 with suppress(OSError):  # somebody else removed it
                     where, found = "disk", Body(size, _read(self._path(key).open("rb")))
-        self._metrics.fetched.labels(where).inc()
+        self._fetched.labels(where).inc()
         return found
 
     def release(self, keys: Iterable[str]) -> None:
@@ -128,7 +121,7 @@ class KeptScores:
 
     def _hold(self, where: str, size: int) -> None:
         self._held[where] += size
-        self._metrics.bytes.labels(where).set(self._held[where])
+        self._bytes.labels(where).set(self._held[where])
 
     def _path(self, key: str) -> Path:
         assert self._folder is not None, "a spill has made it"
@@ -158,7 +151,7 @@ class KeptScores:
 
     def _drop(self, key: str) -> None:
         self._unlink(key, self._disk.pop(key))
-        self._metrics.dropped.inc()
+        self._dropped.inc()
 
     def _unlink(self, key: str, size: int) -> None:
         self._hold("disk", -size)

@@ -38,7 +38,7 @@ from distill.evaluation.completions import (
     remove_old,
     write_completions,
 )
-from distill.evaluation.models import device_of, load_student
+from distill.evaluation.models import load_student
 from distill.evaluation.playing import Playing
 from distill.evaluation.reverse_kl import ReverseKL, exact, head_of, parts, tensor_of, total
 from distill.evaluation.sets import open_sets
@@ -67,7 +67,7 @@ from sync.wire import (
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
-from teacher_service.engines.transformers import TransformersEngine
+from teacher_service.engines.transformers import TransformersEngine, find_device
 from teacher_service.router import Router
 
 log = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ class Evaluator:
         follows = self._config.teachers[name].follow_student_every is not None  # its head is soon another
         kl = ReverseKL("hidden" in info.can and not follows)
         want, options = Want(hidden=kl.is_exact), ScoreOptions(hidden=kl.is_exact)
-        device = device_of(self._settings.device)
+        device = find_device(self._settings.device)
         own = await asyncio.to_thread(head_of, student.head(), device)
         other = await asyncio.to_thread(head_of, await teacher.head(), device) if kl.is_exact else own
 

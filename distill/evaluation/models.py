@@ -13,18 +13,14 @@ from sync.errors import DataError
 from sync.settings import ModelSource
 from sync.snapshots.checkpoint import let_others_read, read_folder
 from sync.tokenizers import load_tokenizer
+from teacher_service.engines.transformers import find_device
 
 Device = Literal["auto", "cpu", "cuda"]
 
 
-def device_of(setting: Device) -> torch.device:
-    """The device that a setting stands for."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if setting == "auto" else setting)
-
-
 def load_model(source: ModelSource, device: Device = "auto") -> Any:
     """A model folder or Hub id."""
-    return _load(source).to(device_of(device)).eval()
+    return _load(source).to(find_device(device)).eval()
 
 
 def load_student(student: ModelSource, folder: Path | None, device: Device = "auto") -> Any:
@@ -32,11 +28,11 @@ def load_student(student: ModelSource, folder: Path | None, device: Device = "au
     if folder is None:
         return load_model(student, device)
     if (folder / "adapter_config.json").is_file():
-        return merged(student, folder, torch.float32).to(device_of(device)).eval()
+        return merged(student, folder, torch.float32).to(find_device(device)).eval()
     if student.trust_remote_code:  # weights come from a store, code from the student's own source alone
         own, weights = _load(student), dict(read_folder(folder))
         model = type(own).from_pretrained(None, config=own.config, state_dict=weights, dtype=torch.float32)
-        return model.to(device_of(device)).eval()
+        return model.to(find_device(device)).eval()
     version = student.model_copy(update={"path": str(folder), "revision": None})
     return load_model(version, device)
 

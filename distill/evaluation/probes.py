@@ -17,7 +17,7 @@ import torch
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.evaluation.models import device_of, load_model
+from distill.evaluation.models import load_model
 from distill.evaluation.reference import LanguageModel, TeacherProbe, log_probs, probe_teacher, scores_of
 from distill.evaluation.reverse_kl import head_of, tensor_of
 from sync.errors import ConfigError, RemoteError
@@ -28,6 +28,7 @@ from sync.wire import ProbeReply, ProbeRequest, SamplingMask, Scored, ScoreSeque
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.head import find_head
+from teacher_service.engines.transformers import find_device
 
 SHARE: Final = 0.5
 """Of the free memory of the evaluator's device that a probed teacher may take."""
@@ -52,7 +53,7 @@ async def probe(
 
     found = {}
     for name, sequences in request.teachers.items():
-        source, device = config.teachers[name], device_of(setting)
+        source, device = config.teachers[name], find_device(setting)
         if (reason := await asyncio.to_thread(not_loaded, source, free_bytes(device))) is None:
             known = await asyncio.to_thread(plain, source, sequences)
         else:

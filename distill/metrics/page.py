@@ -85,14 +85,11 @@ HELD_OUT: Final = (
 """Title, figure of an evaluation, form."""
 
 
-def _rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    found = {title: [_at(run.summary, place) for run in runs] for title, place, _ in ROWS}
-    forms = {title: form for title, _, form in ROWS}
-    return [
-        (title, [_form(value, forms[title]) for value in values])
-        for title, values in found.items()
-        if any(value is not None for value in values)
-    ]
+def _rows(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
+    for title, place, form in ROWS:
+        values = [_at(run.summary, place) for run in runs]
+        if any(value is not None for value in values):
+            yield title, [_form(value, form) for value in values]
 
 
 def _at(summary: Any, place: str) -> Any:

@@ -41,14 +41,18 @@ WINDOW_SECONDS = 12.0
 Line = dict[str, Any]
 
 
-def draw(run: Run) -> Path:
-    """Draw report.png of a run."""
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    summary = run.summary
+    return pyplot
+
+
+def draw(run: Run) -> Path:
+    """Draw report.png of a run."""
+    pyplot, summary = _pyplot(), run.summary
     figure = pyplot.figure(figsize=(12, 8), dpi=130, facecolor="white", layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
     draw_quality(figure.add_subplot(grid[0, 0]), run.metrics)
@@ -107,11 +111,7 @@ def _curve(lines: Sequence[Line], figure: str) -> tuple[list[float], list[float]
 
 def compare(runs: Sequence[Run]) -> bytes:
     """PNG of the held-out and the training reverse KL, and of the pass rate, of every run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), dpi=130, layout="constrained")
     _dress(left, "Reverse KL on own completions, nats per token", "tokens trained on, thousands")
     _dress(right, "Pass rate, held out", "tokens trained on, thousands")

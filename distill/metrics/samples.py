@@ -3,9 +3,10 @@ samples`, which prints them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,8 +24,6 @@ from sync.wire import unpack
 SAMPLES, QUARANTINE = "samples.jsonl", "quarantine.jsonl"
 SHADES = ((4.0, "white on red3"), (2.0, "black on dark_orange"), (1.0, "black on khaki1"), (0.5, "khaki3"))
 """Styles of a token by log μ − log q, from this value in nats on."""
-
-
 SHADE_NATS = 4.0
 """log μ − log q of a token that is shaded fully in HTML."""
 
@@ -152,12 +151,12 @@ def choose(samples: Sequence[Sample], order: str, count: int) -> list[Sample]:
     """The first `count` in an order: newest, worst, longest, or the newest truncated ones."""
     if order == "truncated":
         samples, order = [one for one in samples if one.truncated], "newest"
-    key = {"newest": lambda one: one.version, "worst": lambda one: one.reverse_kl, "longest": _length}[order]
-    return sorted(samples, key=key, reverse=True)[:count]
-
-
-def _length(sample: Sample) -> int:
-    return len(sample.tokens)
+    keys: dict[str, Callable[[Sample], Any]] = {
+        "newest": lambda one: one.version,
+        "worst": lambda one: one.reverse_kl,
+        "longest": lambda one: len(one.tokens),
+    }
+    return sorted(samples, key=keys[order], reverse=True)[:count]
 
 
 class Decoder:

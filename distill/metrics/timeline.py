@@ -128,9 +128,6 @@ class Timeline:
         if self._sink is not None and span.end > span.start:
             self._sink(span)
 
-    def seconds(self) -> float:
-        return self._clock() - self._began
-
     def restart(self) -> None:
         """Reset all sums: start-up is left out."""
         self._began = now = self._clock()
@@ -149,5 +146,5 @@ class Timeline:
 
     def idle_seconds(self) -> dict[str, float]:
         """By role: the time it was not busy."""
-        total = self.seconds()
+        total = self._clock() - self._began
         return {name: max(0.0, total - busy) for name, busy in self.busy_seconds().items()}

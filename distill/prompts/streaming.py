@@ -23,7 +23,7 @@ import numpy as np
 from blake3 import blake3
 
 from distill.config.prompts import DatasetPrompts
-from distill.prompts.rows import Row, RowReader, open_dataset
+from distill.prompts.rows import Row, RowReader, dataset_rows, open_dataset
 from distill.prompts.stream import Prompt
 from sync import durable
 from sync.decoding import json_decoder
@@ -120,15 +120,12 @@ class StreamSource:
         if pending is None or pending.done():
             self._blocks = {block: self._blocks[block] for block in wanted if block in self._blocks}
             missing = [block for block in wanted if block not in self._blocks]
-            pending = self._pending = self._thread.submit(self._load, missing[0]) if missing else None
+            pending = self._pending = self._thread.submit(self._read, missing[0]) if missing else None
         ready = all(block in self._blocks for block in wanted[:-1])
         return None if ready else pending
 
-    def _load(self, block: int) -> None:
-        """In the thread, so that one read follows the other."""
-        self._blocks[block] = self._read(block)
-
-    def _read(self, block: int) -> list[Prompt]:
+    def _read(self, block: int) -> None:
+        """Read a block into memory; in the thread, so that one read follows the other."""
         at, self._block = self._block, -1
         if at != block:
             at = max(known for known in self._starts if known <= block)
@@ -145,7 +142,7 @@ class StreamSource:
         self._block = block + 1
         self._save()
         order = np.random.default_rng([self._seed, block]).permutation(self._size)
-        return [prompts[place] for place in order]
+        self._blocks[block] = [prompts[place] for place in order]
 
     def _fill(self) -> list[Prompt]:
         """The next prompts, in the order of the dataset. Raises DataError when a whole pass gives none."""
@@ -212,8 +209,7 @@ def open_stream(
             f"prompts.stream_rows streams {config.path!r} from the Hub, where its rows may change before a "
             "resume: name a commit in prompts.revision"
         )
-    rows = (Row(f"{config.path} row {i}", str(i), row) for i, row in enumerate(open_dataset(config)))
-    first = list(islice(reader.usable(rows), max(FIRST, math.ceil(wanted / share))))
+    first = list(islice(reader.usable(dataset_rows(config)), max(FIRST, math.ceil(wanted / share))))
     order = np.random.default_rng(seed).permutation(len(first))[: min(wanted, int(len(first) * share))]
     held_out = [first[place] for place in sorted(order.tolist())]
     numbers = frozenset(int(row.name) for row, _ in held_out)

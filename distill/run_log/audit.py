@@ -209,25 +209,14 @@ def audit(run_dir: Path) -> AuditReport:
     if not (run_dir / "journal").is_dir() and not (run_dir / "ledger").is_dir():
         raise DataError(f"{run_dir} holds neither journal nor ledger: name the folder of a run")
     before, records = read(run_dir / "ledger"), read_all(run_dir / "journal")
-    report = _report(Evidence(records, before, lambda: read(run_dir / "ledger"), run_dir / "checkpoints"))
+    report = report_of(Evidence(records, before, lambda: read(run_dir / "ledger"), run_dir / "checkpoints"))
     same, other = repeated(before)
     report.again, report.differing = len(same) + len(other), [str(version) for version in other]
     return report
 
 
-def check(records: Records, lines: Mapping[int, Mapping[int, list[str]]]) -> AuditReport:
-    """Audit records against what all ranks trained on: lineage → step after it → ids. Pure."""
-    records = list(records)
-    ranks = max((one.ranks for _, one in records if isinstance(one, LineageOpened)), default=1)
-
-    def shown(ids: list[str]) -> dict[int, tuple[tuple[str, ...], str]]:
-        return {rank: (tuple(ids) if rank == 0 else (), "") for rank in range(ranks)}
-
-    ledger = {n: Lineage(shown={step: shown(ids) for step, ids in one.items()}) for n, one in lines.items()}
-    return _report(Evidence(records, ledger, lambda: ledger))
-
-
-def _report(evidence: Evidence) -> AuditReport:
+def report_of(evidence: Evidence) -> AuditReport:
+    """What the checks find."""
     report, scored = AuditReport(), evidence.scored
     names = ("journal_damaged", "ledger_damaged") if evidence.damage else _CHECKS
     report.violations = {name: found for name in names if (found := list(_CHECKS[name](evidence)))}

@@ -50,7 +50,6 @@ from sync.durable import write as replace_file
 from sync.errors import DataError
 
 SEGMENT_MAGIC: Final = b"DJL3"
-MARKER_BYTES: Final = HEAD.size + OFFSET.size
 _BLOCK_BYTES: Final = 256 << 10  # of a block's records: what is decompressed to read one of them
 _NAME: Final = re.compile(r"(?:journal|archive)-(\d{8,})\.log")
 logger = logging.getLogger(__name__)

@@ -85,20 +85,15 @@ class Heartbeats:
 
     def __init__(self, seconds: float, events: Events) -> None:
         self._seconds, self._events = seconds, events
-        self._since: dict[int, float] = {}  # rank → seconds since its last heartbeat
+        self.since: dict[int, float] = {}  # rank whose next one is due → seconds since its last
 
     def heard(self, beat: Heartbeat) -> None:
         """A rank is alive."""
-        self._since[beat.rank] = 0.0
-
-    @property
-    def watched(self) -> list[int]:
-        """Ranks whose next heartbeat is due."""
-        return sorted(self._since)
+        self.since[beat.rank] = 0.0
 
     def forget(self) -> None:
         """These ranks have ended, or may: others are watched once they are heard."""
-        self._since.clear()
+        self.since.clear()
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -107,8 +102,8 @@ class Heartbeats:
         pause = look_seconds(self._seconds)
         while True:
             await asyncio.sleep(pause)
-            self._since = {rank: seconds + pause for rank, seconds in self._since.items()}
-            late = sorted(rank for rank, seconds in self._since.items() if seconds >= self._seconds)
+            self.since = {rank: seconds + pause for rank, seconds in self.since.items()}
+            late = sorted(rank for rank, seconds in self.since.items() if seconds >= self._seconds)
             if late:
                 self.forget()
                 logger.error(

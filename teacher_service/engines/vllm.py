@@ -180,7 +180,6 @@ class LocalStates:
         self._thread.start()
 
     def read(self, items: Sequence[Item]) -> torch.Tensor:
-        """See `HiddenStates.read`."""
         parts = asyncio.run_coroutine_threadsafe(self._batch(items), self._loop).result()
         return torch.cat(parts)
 
@@ -207,7 +206,6 @@ class LocalStates:
         return part
 
     def close(self) -> None:
-        """See `HiddenStates.close`."""
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(SHUTDOWN_SECONDS)

@@ -88,7 +88,7 @@ class VllmServer:
         self._http.close()
 
 
-class ServedStates:
+class ServedStates(VllmServer):
     """Hidden states of a server with the pooling runner; see `HiddenStates` in engines/vllm.py."""
 
     def __init__(
@@ -100,11 +100,8 @@ class ServedStates:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Raises ConfigError when the server gives no hidden states, and what VllmServer raises."""
-        self._server = VllmServer(url, config, transport)
+        super().__init__(url, config, transport)
         self._dtype, self._hidden_size = dtype, hidden_size
-        self.max_length = self._server.max_length
-        self.received_bytes = 0
-        """Of all hidden states."""
         try:
             self.read([Item(np.zeros(2, np.int32), 1)])
         except DataError as error:
@@ -113,9 +110,8 @@ class ServedStates:
             ) from error
 
     def read(self, items: Sequence[Item]) -> torch.Tensor:
-        """See `HiddenStates.read`."""
         body = {
-            "model": self._server.model,
+            "model": self.model,
             "input": [item.token_ids_L.tolist() for item in items],
             "task": "token_embed",
             "use_activation": False,
@@ -123,8 +119,7 @@ class ServedStates:
             "embed_dtype": str(self._dtype).removeprefix("torch."),
             "endianness": "little",
         }
-        answer = self._server.call("POST", "/pooling", body)
-        self.received_bytes += len(answer)
+        answer = self.call("POST", "/pooling", body)
         lengths = [len(item.token_ids_L) for item in items]
         row = self._hidden_size * self._dtype.itemsize
         if len(answer) != sum(lengths) * row:
@@ -138,12 +133,8 @@ class ServedStates:
         ]
         return torch.cat(parts)
 
-    def close(self) -> None:
-        """See `HiddenStates.close`."""
-        self._server.close()
 
-
-class ServedCompletions:
+class ServedCompletions(VllmServer):
     """Completions by a server with the generate runner."""
 
     def __init__(
@@ -154,9 +145,8 @@ class ServedCompletions:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """`without_token`: rows of the model that are never sampled. Raises what VllmServer raises."""
-        self._server = VllmServer(url, config, transport)
+        super().__init__(url, config, transport)
         self._bias = {str(row): -100 for row in without_token}
-        self.max_length = self._server.max_length
 
     def complete(self, prompt: EnginePrompt, params: GenerationParams) -> tuple[np.ndarray, bool]:
         """int32 token ids [T] of one completion, and whether it has ended.
@@ -164,7 +154,7 @@ class ServedCompletions:
         Nothing is left to the server's defaults: a model's generation config may cut the distribution.
         """
         body = {
-            "model": self._server.model,
+            "model": self.model,
             "prompt": prompt.token_ids_P.tolist(),
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
@@ -177,11 +167,7 @@ class ServedCompletions:
             "logit_bias": self._bias,
             "return_token_ids": True,
         }
-        choice = json.loads(self._server.call("POST", "/v1/completions", body))["choices"][0]
+        choice = json.loads(self.call("POST", "/v1/completions", body))["choices"][0]
         if not (ids := choice.get("token_ids")):
             raise DataError("the server returns no token_ids: vLLM >= 0.11 does")
         return np.array(ids, np.int32), choice["finish_reason"] == "stop"
-
-    def close(self) -> None:
-        """Drop its connections."""
-        self._server.close()

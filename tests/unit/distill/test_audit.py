@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from audited import check
 
 from distill.prompts.stream import Prompt
-from distill.run_log.audit import AuditReport, audit, check
+from distill.run_log.audit import AuditReport, audit
 from distill.run_log.journal import Journal
 from distill.run_log.records import (
     BatchFormed,

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from audited import check
 from corrupted_messages import SpoiledEvaluator, SpoiledReplica, SpoiledSession, SpoiledTeacher, Spoiler
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -35,7 +36,6 @@ from distill.controller import Controller
 from distill.interfaces import Components
 from distill.prompts.stream import PromptStream
 from distill.rollout.replica_client import Answer
-from distill.run_log.audit import check
 from distill.run_log.journal import Journal, read_all
 from sync.wire import (
     Array,

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from audited import check
 from in_memory import MemoryPrompts, MemoryTrainer
 
 from distill.buffer import rules
@@ -17,7 +18,7 @@ from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.stream import PromptStream
-from distill.run_log.audit import AuditReport, check
+from distill.run_log.audit import AuditReport
 from distill.run_log.journal import Journal, read_all
 from distill.run_log.records import HandedOut, Rollout
 from distill.run_log.run_log import RunLog

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from audited import check
 from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 
 from distill.controller import Controller
-from distill.run_log.audit import check
 from distill.run_log.journal import read_all
 from distill.run_log.records import BatchFormed, LineageOpened
 from sync.wire import Version

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from audited import check
 from in_memory import MemoryTrainer
 from small_config import make_config
 from virtual_time import LONG
@@ -19,7 +20,6 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
 from distill.metrics.advice import CUT_OFF_STEPS, FIRST_STEPS, Advice
-from distill.run_log.audit import check
 from distill.run_log.journal import read_all
 from distill.run_log.validation import repetition, repetitive
 from distill.trainer_api.guard import Guard, trouble

@@ -148,11 +148,11 @@ async def test_a_rank_that_sends_no_heartbeat_is_told_of_and_a_replaced_trainer_
         await client.call("/v1/event", Heartbeat(version=Version(0, 0), rank=rank))
     ControllerClient(client.peer).beat(Version(0, 0), 0.05)
     assert await asyncio.wait_for(stalled.get(), 60) == "trainer"
-    await asyncio.to_thread(until, lambda: run.heartbeats.watched == [0])
+    await asyncio.to_thread(until, lambda: run.heartbeats.since.keys() == {0})
     assert any("no heartbeat of trainer rank 1 for" in message for message in caplog.messages)
 
     await client.call("/v1/hello", hello(2), TrainerWelcome)
-    assert run.heartbeats.watched == []
+    assert not run.heartbeats.since
     await asyncio.to_thread(until, lambda: "heartbeat" not in [one.name for one in threading.enumerate()])
     assert stalled.empty()
     client.peer.close()
@@ -170,7 +170,7 @@ async def test_heartbeats_behind_the_last_word_make_nobody_wait_for_more(control
     await session.event(FinalDigests(version=Version(0, 1), digests={"w": "0"}))
     await asyncio.wait_for(task, 60)
     await session.event(Heartbeat(version=version, rank=0))
-    assert run.heartbeats.watched == []
+    assert not run.heartbeats.since
 
 
 async def test_a_poll_without_a_batch_waits_and_is_told_to_ask_again(remote) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from audited import check
 from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 from rich.console import Console
 from starlette.applications import Starlette
@@ -26,7 +27,6 @@ from distill.interfaces import Hooks
 from distill.launch.preflight import claim_of
 from distill.metrics.summary import complete
 from distill.rollout.replica_client import Answer, HttpReplica
-from distill.run_log.audit import check
 from distill.run_log.journal import read_all
 from distill.run_log.records import Concluded
 from distill.trainer_api.http_api import listen, serving

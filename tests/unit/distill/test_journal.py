@@ -19,18 +19,14 @@ from virtual_time import LONG
 
 from distill.bench.faults import fill, free
 from distill.prompts.stream import Prompt
-from distill.run_log.journal import (
-    MARKER_BYTES,
-    Journal,
-    read_all,
-    segment_numbers,
-    segment_path,
-)
+from distill.run_log.entries import HEAD, OFFSET
+from distill.run_log.journal import Journal, read_all, segment_numbers, segment_path
 from distill.run_log.records import BatchFormed, Dropped, Issued, Location, Record, Rollout, Snapshot
 from sync.errors import DataError
 from sync.wire import SamplingMask, Scored, Version, VersionSpan, pack
 
 pytestmark = pytest.mark.virtual_time
+MARKER_BYTES = HEAD.size + OFFSET.size
 
 
 def rollout(name: str, tokens: int = 3) -> Rollout:

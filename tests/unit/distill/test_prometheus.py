@@ -44,7 +44,7 @@ from sync.wire import (
     Version,
 )
 from teacher_service.batching import Metrics
-from teacher_service.kept import KeptMetrics
+from teacher_service.kept import KeptScores
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "secret"
@@ -217,7 +217,7 @@ def families(registry: CollectorRegistry) -> set[str]:
 def names(exported: Series, evaluator: Series) -> set[str]:
     """Every metric that a role of ours exports."""
     teacher = Metrics().registry
-    KeptMetrics(teacher)
+    KeptScores(None, 0, 0, teacher)
     environment: Any = SimpleNamespace(name="e", tasks=None)
     service = Service(environment, EnvironmentConfig(environment="a:b"), ("", 1))
     served = {name for name, _ in [*exported, *evaluator]} | families(teacher) | families(REGISTRY)

@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from audited import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import MemoryPrompts
 
 from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream, group_of
-from distill.run_log.audit import check
 from distill.run_log.journal import Journal, read_all, scan, segment_numbers, segment_path
 from distill.run_log.records import (
     BatchFormed,

@@ -96,8 +96,8 @@ def test_start_up_can_be_left_out() -> None:
     clock.now = 150.0
     timeline.restart()
     clock.now = 152.0
-    assert timeline.seconds() == 2.0
     assert timeline.busy_seconds() == {"student": 2.0}
+    assert timeline.idle_seconds() == {"student": 0.0}
     timeline.level("student", "generate", 0)
     assert timeline.busy_seconds() == {"student": 2.0}
 

@@ -121,7 +121,6 @@ def test_states_are_asked_for_as_token_ids_and_bytes_without_normalisation() -> 
 def test_bfloat16_states_arrive_as_their_bits() -> None:
     served = ServedStates("http://teacher", CONFIG, torch.bfloat16, V, httpx.MockTransport(Server()))
     assert torch.equal(served.read(ITEMS), torch.eye(V, dtype=torch.bfloat16)[[2, 3, 10]])
-    assert served.received_bytes == (2 + 6) * V * 2
 
 
 def test_what_a_teacher_gives_follows_from_the_servers_it_has() -> None:
