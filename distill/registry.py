@@ -172,7 +172,6 @@ class Registry:
         return Servers(servers=replicas + others)
 
     async def run(self) -> None:
-        """Forget who does not renew."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(LEASE_SECONDS / 5)
@@ -182,7 +181,6 @@ class Registry:
             await self.expire()
 
     async def expire(self) -> None:
-        """Forget whose lease is over."""
         for name, holder in [*self._holders.items()]:
             if time.monotonic() > holder.expires:
                 log.warning("%s at %s has not renewed its registration", name, holder.address)

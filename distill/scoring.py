@@ -162,7 +162,6 @@ class ScoreReleases:
         self._added.wake()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
         while True:
             while not self._waiting:
                 await self._added.wait()
@@ -233,7 +232,6 @@ class TeacherQueue:
         queue.changed.wake()
 
     async def run(self) -> None:
-        """Serve all queues until cancelled."""
         async with asyncio.TaskGroup() as group:
             for queue in self._queues.values():
                 self._note_busy(queue, 0)

@@ -134,7 +134,6 @@ class TeacherService:
     # --- scores and completions ---------------------------------------------------------------------------
 
     async def _answer(self, read: Callable[[bytes], Call], request: Request) -> Response:
-        """Check, queue, wait, answer."""
         async with self._bodies.read(request) as body:
             heavy = len(body) > INLINE_BYTES
             call = await asyncio.to_thread(read, body) if heavy else read(body)

@@ -103,7 +103,6 @@ class TeacherClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await asyncio.gather(*(replica.peer.aclose() for replica in self._replicas))
 
     # --- requests -----------------------------------------------------------------------------------------

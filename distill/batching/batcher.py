@@ -54,7 +54,6 @@ class StepBatcher:
         self.late = LateWait(late.seconds if isinstance(late, WaitForLate) else 0.0)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
         state, session = self._run_log.state, self._session
         while True:
             while session.live and state.next_step <= session.requested and self._possible():

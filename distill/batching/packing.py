@@ -133,7 +133,6 @@ def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
 
 
 def _shares(rollouts: Sequence[Rollout], ranks: int, shape: Shape) -> list[list[list[Rollout]]]:
-    """Micro-batches of each rank."""
     split = rectangles if shape.padded else end_to_end
     lengths, kinds = [_tokens(one) for one in rollouts], [_widths(one) for one in rollouts]
     places = split(lengths, kinds, ranks, shape.micro_batch_tokens)
@@ -207,11 +206,7 @@ def _own(rollouts: Sequence[Rollout]) -> Array | None:
     """1 where the student sampled the token, else 0; None: there are no other tokens."""
     if all(one.own_length == one.length for one in rollouts):
         return None
-    parts = [np.zeros(one.length, "u1") for one in rollouts]
-    for rollout, part_T in zip(rollouts, parts, strict=True):
-        for start, end in rollout.own or [(0, rollout.length)]:
-            part_T[start:end] = 1
-    return pack(np.concatenate(parts))
+    return _by_turn(rollouts, "u1", lambda rollout: [1] * max(1, len(rollout.own)))
 
 
 def _mask(rollouts: Sequence[Rollout]) -> SamplingMask | None:
@@ -229,10 +224,16 @@ def _earned(rollouts: Sequence[Rollout]) -> Array | None:
     """What the turns before each token earned; None: nothing."""
     if not any(one.earned for one in rollouts):
         return None
-    parts = [np.zeros(one.length, "f4") for one in rollouts]
+    return _by_turn(rollouts, "f4", lambda rollout: rollout.earned)
+
+
+def _by_turn(rollouts: Sequence[Rollout], dtype: str, of: Callable[[Rollout], Sequence[float]]) -> Array:
+    """A value for every token: `of` has one for each turn that the student sampled; of the others 0."""
+    parts = [np.zeros(one.length, dtype) for one in rollouts]
     for rollout, part_T in zip(rollouts, parts, strict=True):
-        for (start, end), earned in zip(rollout.own, rollout.earned, strict=False):
-            part_T[start:end] = earned
+        turns = rollout.own or [(0, rollout.length)]
+        for (start, end), value in zip(turns, of(rollout), strict=False):
+            part_T[start:end] = value
     return pack(np.concatenate(parts))
 
 

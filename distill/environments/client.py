@@ -83,7 +83,6 @@ class EnvironmentClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await asyncio.gather(*(process.peer.aclose() for process in self._processes))
 
     async def info(self, timeout: float | None = None) -> EnvironmentInfo:

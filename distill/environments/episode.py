@@ -108,7 +108,6 @@ class Sequence:
         return sum(one.shape[0] for one in self.routes)
 
     def asked(self, added: list[int]) -> None:
-        """Add the environment's tokens."""
         if not self.own:
             self.prompt = self.prompt + added
             return
@@ -123,7 +122,6 @@ class Sequence:
         self.spans[-1] = VersionSpan(last.version, last.start, last.end + count)
 
     def answered(self, answer: Generated) -> None:
-        """Add the student's tokens."""
         start, count = len(self.token_ids), answer.token_ids.shape[0]
         self.token_ids += unpack(answer.token_ids).tolist()
         self.logprob.append(unpack(answer.logprob))
@@ -173,7 +171,6 @@ class Episode:
 
     @property
     def context(self) -> list[int]:
-        """What the student is to continue."""
         return self.sequences[-1].context
 
     @property
@@ -208,7 +205,6 @@ class Episode:
         return None
 
     def answered(self, answer: Generated) -> None:
-        """Add the student's tokens."""
         self.sequences[-1].answered(answer)
         self.turns += 1
 

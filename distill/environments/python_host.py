@@ -112,7 +112,6 @@ class PythonEnvironment:
         await self.end([*self._episodes])
 
     async def begin(self, id: str, task: int) -> EnvironmentAnswer:
-        """The first turn of a new episode."""
         talk = Talk(id, self._renderer)
         self._episodes[id] = talk, asyncio.create_task(self._play(id, task, talk), name=f"episode {id}")
         return await self._next(id, talk)
@@ -120,7 +119,6 @@ class PythonEnvironment:
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
     ) -> EnvironmentAnswer:
-        """What follows the student's answer."""
         talk, _ = self._episodes[id]
         talk.answer(unpack(token_ids).tolist(), finish_reason)
         return await self._next(id, talk)

@@ -175,7 +175,6 @@ class VerifiersEnvironment:
     # --- Environment
 
     async def begin(self, id: str, task: int) -> EnvironmentAnswer:
-        """The first turn of task `task`."""
         found = await self._task(task)
         if found is None:
             return EpisodeFailed(id=id, error=f"task {task} is none of the environment's {len(self._known)}")
@@ -188,7 +187,6 @@ class VerifiersEnvironment:
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
     ) -> EnvironmentAnswer:
-        """What follows the student's answer to `turn`."""
         episode = self._episodes[id]
         ids = unpack(token_ids).tolist()
         episode.token_ids = episode.token_ids + ids

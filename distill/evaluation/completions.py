@@ -163,7 +163,6 @@ class Generation:
     async def _answers(
         self, replica: ReplicaEngine, version: Version, wanted: PromptSet, part: Sequence[GeneratePrompt]
     ) -> AsyncGenerator[Generated, None]:
-        """Usable answers to one request."""
         request = GenerateRequest(sampling=wanted.sampling, prompts=list(part))
         self.requests += 1
         try:

@@ -110,7 +110,6 @@ class Evaluator:
         self._spent: dict[Version, float] = {}
 
     def close(self) -> None:
-        """End the reward workers."""
         for pool in self._pools.values():
             pool.close()
 

@@ -49,12 +49,10 @@ def head_of(head: wire.Head | None, device: torch.device) -> OutputHead:
 
 
 @torch.inference_mode()
-def exact(
-    student: OutputHead, student_NH: Tensor, teacher: OutputHead, teacher_NH: Tensor, chunk: int = CHUNK
-) -> np.ndarray:
+def exact(student: OutputHead, student_NH: Tensor, teacher: OutputHead, teacher_NH: Tensor) -> np.ndarray:
     """f4 [N]: the divergence at each position, from both models' hidden states."""
     parts = []
-    for own_NH, other_NH in zip(student_NH.split(chunk), teacher_NH.split(chunk), strict=True):
+    for own_NH, other_NH in zip(student_NH.split(CHUNK), teacher_NH.split(CHUNK), strict=True):
         logp_NV = student.logits(own_NH.to(student.weight_VH.dtype)).log_softmax(-1)
         logq_NV = teacher.logits(other_NH.to(teacher.weight_VH.dtype)).log_softmax(-1)
         parts.append((logp_NV.exp() * (logp_NV - logq_NV)).sum(-1).cpu().numpy())

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import Counter, Summary
@@ -71,18 +71,17 @@ log = logging.getLogger("distill.evaluation.service")
 R = TypeVar("R", CompletionsRequest, EvalRequest, ProbeRequest)
 
 
-class Served(NamedTuple):
-    """What the routes do. All raise DistillError for what cannot be done, which becomes a 409."""
-
-    complete: Callable[[CompletionsRequest], Awaitable[CompletionsReply]]
-    evaluate: Callable[[Version], Awaitable[EvalReport]]
-    probe: Callable[[ProbeRequest], Awaitable[ProbeReply]]
-
-
-def app(served: Served, token: str | None, claim: Claim) -> Starlette:
+def app(
+    complete: Callable[[CompletionsRequest], Awaitable[CompletionsReply]],
+    evaluate: Callable[[Version], Awaitable[EvalReport]],
+    probe: Callable[[ProbeRequest], Awaitable[ProbeReply]],
+    token: str | None,
+    claim: Claim,
+) -> Starlette:
     """The HTTP side. The first run that has a version evaluated claims the process.
 
-    Generation ends when its caller leaves; an evaluation goes on, for the next request to wait for.
+    Generation ends when its caller leaves; an evaluation goes on, for the next request to wait for. What the
+    three cannot do they raise as DistillError, which becomes a 409.
     """
     models, generation = asyncio.Lock(), asyncio.Lock()
     registry = process_registry()
@@ -108,12 +107,12 @@ def app(served: Served, token: str | None, claim: Claim) -> Starlette:
 
         return answer
 
-    completions = endpoint(CompletionsRequest, served.complete, generation)
-    evaluated = endpoint(EvalRequest, lambda wanted: served.evaluate(wanted.version), models)
+    completions = endpoint(CompletionsRequest, complete, generation)
+    evaluated = endpoint(EvalRequest, lambda wanted: evaluate(wanted.version), models)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/evaluate", evaluated, methods=["POST"]),
-        Route("/v1/probe", endpoint(ProbeRequest, served.probe, models), methods=["POST"]),
+        Route("/v1/probe", endpoint(ProbeRequest, probe, models), methods=["POST"]),
     ]
     return application(routes, registry, token, claim, claiming=("/v1/completions", "/v1/evaluate"))
 
@@ -223,8 +222,8 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     replica = connect(places("evaluation.replica", own.urls)[0]) if own is not None else None
     evaluator = Evaluator(config, weights, teachers, connect, environments, replica)
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
-    served = Served(evaluator.complete, keeper, partial(probe, config, teachers))
-    serve_app(app(served, token, claim), host, port, grace=5)
+    asgi = app(evaluator.complete, keeper, partial(probe, config, teachers), token, claim)
+    serve_app(asgi, host, port, grace=5)
 
 
 def _where(run_dir: Path, url: str) -> str:

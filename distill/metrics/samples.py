@@ -167,7 +167,6 @@ class Decoder:
         self._tokenizer = load_tokenizer(load_run_dir(run_dir).student)
 
     def text(self, tokens: Iterable[int]) -> str:
-        """The text of these tokens together."""
         return str(self._tokenizer.decode(list(tokens)))
 
     def pieces(self, tokens: Iterable[int]) -> list[str]:

@@ -36,7 +36,6 @@ class Mixture:
 
     @property
     def sources(self) -> set[str]:
-        """Data sources."""
         return {*self.parts}
 
     @property

@@ -242,7 +242,6 @@ class _Opening:
         return PromptSplit(train, held_out, rewards, notes=tuple(notes), by_environment=rewarded)
 
     def one(self, prompts: TaskPrompts | RowsConfig | EnvironmentPrompts, wanted: int) -> PromptSplit:
-        """A source that is no mixture."""
         if isinstance(prompts, EnvironmentPrompts):
             return _environment(prompts, wanted)
         if isinstance(prompts, TaskPrompts):

@@ -9,8 +9,6 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from sync.errors import DataError
-
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One prompt, tokenized once. Sources produce it; student and teacher engines consume it."""
@@ -90,8 +88,6 @@ class PromptStream:
         self.rows = len(source) if isinstance(source, Sized) else None
         """Of an epoch; None: endless."""
         self._order = None if self.rows is None else EpochOrder([seed], self.rows)
-        if self.rows == 0:
-            raise DataError("0 prompts were found: a run needs at least one; check the path and the field")
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts; moves the cursor."""

@@ -110,5 +110,4 @@ class Broadcasts:
         self._pool.report_lost(replica)
 
     async def close(self) -> None:
-        """Cancel what is being received."""
         await cancel(self._receiving)

@@ -84,7 +84,6 @@ class Dispatcher:
         self.paused: set[PauseReason] = set()  # while there is a reason, no new request is sent
 
     async def run(self) -> None:
-        """Dispatch until cancelled."""
         lost = list(self._run_log.state.pending.values())
         self._requeued.extend(self._run_log.requeue(lost, "controller_restarted"))
         async with asyncio.TaskGroup() as group:

@@ -77,7 +77,6 @@ class Episodes:
         self._most_lost = config.rollout.max_attempts
 
     def put(self, rollout: Rollout) -> None:
-        """Play an issued rollout."""
         self._waiting.put_nowait(rollout)
 
     def generated(self, answer: Generated) -> None:
@@ -103,7 +102,6 @@ class Episodes:
         return any(self._is_too_old(span.version) for span in episode.sequences[-1].spans)
 
     async def run(self) -> None:
-        """Until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 rollout = await self._waiting.get()
@@ -143,7 +141,6 @@ class Episodes:
             self._events.emit(_played(rollout, episode))
 
     async def _turn(self, rollout: Rollout, episode: Episode) -> Generated:
-        """Have a replica complete the context."""
         prompt = replace(rollout.source_prompt, token_ids=episode.context)
         turn = self._turns[rollout.id] = asyncio.get_running_loop().create_future()
         own, routes_from = tuple(episode.sequences[0].own), episode.sequences[-1].routes_from

@@ -25,14 +25,12 @@ class Rewarding:
         self._waiting: asyncio.Queue[Rollout] = asyncio.Queue()
 
     def put(self, rollout: Rollout) -> None:
-        """Reward a rollout."""
         if self._rewards is None or rollout.source_prompt.environment:
             self._events.emit(CompletionRewarded(rollout))
         else:
             self._waiting.put_nowait(rollout)
 
     async def run(self) -> None:
-        """Until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 group.create_task(self._reward(await self._waiting.get()))

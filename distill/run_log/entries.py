@@ -165,7 +165,6 @@ def _with_arrays(value: Any, change: Callable[[str, Array], Array], name: str = 
 
 
 def _width(field: str) -> int:
-    """Bytes of an element."""
     return DTYPES[field.rpartition(".")[2]].itemsize
 
 

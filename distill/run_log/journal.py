@@ -153,7 +153,6 @@ class Journal:
         return place
 
     def _write_sync_marker(self) -> None:
-        """Sync what was written, then append a sync marker."""
         os.fsync(self._file)
         self._write_all(encode_entry(MARKER, OFFSET.pack(self._written), self._segment, 0))
         os.fsync(self._file)

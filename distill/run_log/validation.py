@@ -62,7 +62,6 @@ class Validator:
         vocab_size: int,
         routing: Routing | None = None,
     ) -> Validator:
-        """Of a run."""
         sampling = msgspec.structs.replace(
             sampling_of(config),
             student_topk=student_topk,
@@ -79,7 +78,6 @@ class Validator:
         )
 
     def teacher_completion(self, answer: TeacherCompletion) -> Problem | None:
-        """Of a completion by a teacher."""
         return checks.teacher_completion(answer, self.sampling.max_tokens, self.vocab_size)
 
     def scored(

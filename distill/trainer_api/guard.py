@@ -45,7 +45,6 @@ class Guard:
         return f"step {step}: {problem}; bad steps since {self._bad[0]}"
 
     def forget(self) -> None:
-        """Start counting anew."""
         self._bad = []
 
 
@@ -88,7 +87,6 @@ class Heartbeats:
         self.since: dict[int, float] = {}  # rank whose next one is due → seconds since its last
 
     def heard(self, beat: Heartbeat) -> None:
-        """A rank is alive."""
         self.since[beat.rank] = 0.0
 
     def forget(self) -> None:
@@ -96,7 +94,6 @@ class Heartbeats:
         self.since.clear()
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         if self._seconds == 0:
             await asyncio.Event().wait()
         pause = look_seconds(self._seconds)

@@ -56,7 +56,6 @@ class TrainerSession:
 
     @property
     def run(self) -> wire.RunIdentity:
-        """The run whose batches are handed out."""
         return self._run_log.run
 
     def wake(self) -> None:

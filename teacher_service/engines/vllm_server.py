@@ -84,7 +84,6 @@ class VllmServer:
         return response.content
 
     def close(self) -> None:
-        """Drop its connections."""
         self._http.close()
 
 

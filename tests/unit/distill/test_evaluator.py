@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from distill.config.loading import validate
 from distill.evaluation.schedule import HttpEvaluator
-from distill.evaluation.service import BestKeeper, Served, app
+from distill.evaluation.service import BestKeeper, app
 from distill.trainer_api.http_api import listen, serving
 from sync.claims import Claim
 from sync.errors import ConfigError, RemoteError, SnapshotError, Unreachable
@@ -126,7 +126,7 @@ async def no_completions(request: CompletionsRequest) -> CompletionsReply:
 def application(evaluate: Callable[[Version], EvalReport], token: str | None = "") -> Starlette:
     """With evaluations that take their time in a thread, as real ones."""
     threaded = partial(asyncio.to_thread, evaluate)
-    return app(Served(no_completions, threaded, no_probe), token, Claim())
+    return app(no_completions, threaded, no_probe, token, Claim())
 
 
 def client_of(evaluate: Any, token: str | None = "") -> httpx.AsyncClient:
@@ -251,7 +251,7 @@ async def test_generation_ends_when_its_caller_leaves_and_the_next_one_is_served
         raise AssertionError
 
     bound = listen("127.0.0.1", 0, None)
-    async with serving(app(Served(complete, evaluate, no_probe), "", Claim()), bound):
+    async with serving(app(complete, evaluate, no_probe, "", Claim()), bound):
         evaluator = HttpEvaluator(f"http://127.0.0.1:{bound.getsockname()[1]}")
         waiting = asyncio.create_task(evaluator.complete(CompletionsRequest(version=Version(0, 0))))
         await asyncio.wait_for(began.wait(), 60)

@@ -21,7 +21,7 @@ from distill.controller import Controller
 from distill.environments.app import Service
 from distill.environments.config import EnvironmentConfig
 from distill.evaluation.schedule import HttpEvaluator
-from distill.evaluation.service import Served, app
+from distill.evaluation.service import app
 from distill.metrics.names import FIGURES
 from distill.metrics.prometheus import Figures, metric
 from distill.run_log.records import Evaluated
@@ -188,7 +188,7 @@ async def evaluator() -> Series:
 
     bound = listen("127.0.0.1", 0, TOKEN)
     url = "http://127.0.0.1:{1}".format(*bound.getsockname())
-    async with serving(app(Served(complete, fail, fail), TOKEN, Claim()), bound):
+    async with serving(app(complete, fail, fail, TOKEN, Claim()), bound):
         client = HttpEvaluator(url, TOKEN)
         await client.complete(CompletionsRequest(version=Version(0, 0)))
         with pytest.raises(RemoteError, match="no teacher answers"):

@@ -67,11 +67,6 @@ def test_another_seed_gives_another_order() -> None:
     assert PromptStream(table(20), seed=1).take(20) != PromptStream(table(20), seed=2).take(20)
 
 
-def test_no_prompts_are_refused() -> None:
-    with pytest.raises(DataError, match="0 prompts were found"):
-        PromptStream(table(0), seed=0)
-
-
 @dataclass
 class Made:
     text: str
