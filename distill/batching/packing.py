@@ -117,10 +117,6 @@ def scores_of(rollout: Rollout) -> Scored:
     return rollout.scored
 
 
-def _tokens(rollout: Rollout) -> int:
-    return rollout.prompt.shape[0] + rollout.length
-
-
 def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
     """Trailing sizes of the optional arrays, and whether there is a reward: rows of a micro-batch must agree.
 
@@ -134,7 +130,8 @@ def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
 
 def _shares(rollouts: Sequence[Rollout], ranks: int, shape: Shape) -> list[list[list[Rollout]]]:
     split = rectangles if shape.padded else end_to_end
-    lengths, kinds = [_tokens(one) for one in rollouts], [_widths(one) for one in rollouts]
+    lengths = [one.prompt.shape[0] + one.length for one in rollouts]
+    kinds = [_widths(one) for one in rollouts]
     places = split(lengths, kinds, ranks, shape.micro_batch_tokens)
     return [[[rollouts[place] for place in micro] for micro in share] for share in places]
 
@@ -166,6 +163,7 @@ def rows_of(
 
     by_reference = scored.kept is not None
     routes = [one.routes for one in rollouts if one.routes is not None]
+    routed = [0 if one.routes is None else one.routes.shape[0] for one in rollouts]
     tokens = b"".join(part for one in rollouts for part in (one.prompt.data, one.tokens.data))
     return Rows(
         ids=[one.id for one in rollouts],
@@ -193,7 +191,7 @@ def rows_of(
         own=_own(rollouts),
         mask=_mask(rollouts),
         routes=joined(routes) if routes else None,
-        route_lens=_array("i4", [_routed(one) for one in rollouts]) if routes else None,
+        route_lens=_array("i4", routed) if routes else None,
         earned=_earned(rollouts),
     )
 
@@ -214,10 +212,6 @@ def _mask(rollouts: Sequence[Rollout]) -> SamplingMask | None:
     if all(one.mask is None for one in rollouts):
         return None
     return SamplingMask.joined([one.mask or SamplingMask.none(one.length) for one in rollouts])
-
-
-def _routed(rollout: Rollout) -> int:
-    return 0 if rollout.routes is None else rollout.routes.shape[0]
 
 
 def _earned(rollouts: Sequence[Rollout]) -> Array | None:

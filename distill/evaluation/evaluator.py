@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from distill.aio import unless, until_stalled
+from distill.aio import cancel, unless, until_stalled
 from distill.config import RunConfig
 from distill.config.evaluation import HELD_OUT, EvaluationConfig
 from distill.environments.episode import Environment
@@ -230,9 +230,8 @@ class Evaluator:
     async def _reward(self, name: str, path: Path, found: list[Completion]) -> None:
         """Fill rewards in, and write them beside the texts; nothing where the run has none.
 
-        Those of episodes are there already.
-
-        Raises DataError when the function fails for `guard.bad_answers` completions in a row, or for all.
+        Those of episodes are there already. Raises DataError when the function fails for `guard.bad_answers`
+        completions in a row, or for all.
         """
         wanted = self._sets[name]
         if wanted.rewards is None:
@@ -252,9 +251,7 @@ class Evaluator:
                     if in_a_row >= min(most, len(rewarded)):
                         raise
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
         await asyncio.to_thread(write_completions, path, found, wanted, self._tokenizer)
 
     # --- reverse KL ---------------------------------------------------------------------------------------

@@ -206,7 +206,11 @@ class RewardPool:
             worker.send(_encoder.encode(tasks))
             while batch:
                 outcome = worker.outcome(self._seconds)
-                _settle(batch.popleft(), outcome)
+                found = batch.popleft().found
+                if outcome.error is None:
+                    found.set_result(Reward(outcome.value, outcome.answer))
+                else:
+                    found.set_exception(DataError(outcome.error))
             return worker
         except TimeoutError:
             job = batch.popleft()
@@ -240,10 +244,3 @@ class RewardPool:
             worker.close()
             raise ConfigError(loaded.error)
         return worker
-
-
-def _settle(job: _Job, outcome: Outcome) -> None:
-    if outcome.error is None:
-        job.found.set_result(Reward(outcome.value, outcome.answer))
-    else:
-        job.found.set_exception(DataError(outcome.error))

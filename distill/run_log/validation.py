@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from distill.config import RolloutConfig
 from distill.run_log.records import Rollout
@@ -117,14 +116,11 @@ class Validator:
 
 def repetitive(tokens: Array, repeats: int | None) -> str | None:
     """Why a completion is degenerate; None: it is not, or `repeats` is None. `tokens`: i4 [T]."""
-    period = repetition(unpack(tokens), repeats) if repeats else None
-    return f"ends in {repeats} or more copies of {period} tokens" if period else None
-
-
-def repetition(tokens_T: np.ndarray, repeats: int) -> int | None:
-    """Length of the shortest pattern that the last tokens repeat so many times; T: tokens."""
+    if repeats is None:
+        return None
+    tokens_T = unpack(tokens)
     for period in range(1, LONGEST_PATTERN + 1):
         tail = tokens_T[-period * repeats :]
         if len(tail) == period * repeats and (tail[period:] == tail[:-period]).all():
-            return period
+            return f"ends in {repeats} or more copies of {period} tokens"
     return None

@@ -21,7 +21,7 @@ from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
 from distill.metrics.advice import CUT_OFF_STEPS, FIRST_STEPS, Advice
 from distill.run_log.journal import read_all
-from distill.run_log.validation import repetition, repetitive
+from distill.run_log.validation import repetitive
 from distill.trainer_api.guard import Guard, trouble
 from sync.errors import RemoteError
 from sync.wire import StepReport, Version, pack
@@ -67,7 +67,8 @@ def test_only_bad_steps_in_a_row_count() -> None:
     [([9, 4, 4, 4], 1), ([4, 7, 4, 7, 4, 7], 2), ([1, 2, 3] * 3, 3), ([4, 4, 4, 9], None), ([5, 5], None)],
 )
 def test_the_shortest_pattern_at_the_end_is_found(tokens: list[int], period: int | None) -> None:
-    assert repetition(np.array(tokens), 3) == period
+    found = repetitive(pack(np.array(tokens, "i4")), 3)
+    assert found == (period and f"ends in 3 or more copies of {period} tokens")
 
 
 def test_repetitive_completions_are_unfit_when_asked_for() -> None:
