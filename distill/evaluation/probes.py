@@ -18,7 +18,7 @@ import torch
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import load_model
-from distill.evaluation.reference import LanguageModel, TeacherProbe, log_probs, probe_teacher, scores_of
+from distill.evaluation.reference import LanguageModel, log_probs, probe_teacher, scores_of
 from distill.evaluation.reverse_kl import head_of, tensor_of
 from sync.errors import ConfigError, RemoteError
 from sync.own_code import is_own
@@ -47,19 +47,20 @@ async def probe(
     setting = (config.evaluation or EvaluationConfig()).device
     student = await asyncio.to_thread(_loaded, config.student, vocab, setting)
 
-    def plain(source: ModelSource, sequences: Sequence[ScoreSequence]) -> TeacherProbe:
+    def plain(source: ModelSource, sequences: Sequence[ScoreSequence]) -> list[torch.Tensor]:
         teacher = _loaded(source, vocab, setting)
-        return TeacherProbe([log_probs(teacher, one) for one in sequences], None)
+        return [log_probs(teacher, one) for one in sequences]
 
     found = {}
+    logq: list[torch.Tensor] | None
     for name, sequences in request.teachers.items():
         source, device = config.teachers[name], find_device(setting)
         if (reason := await asyncio.to_thread(not_loaded, source, free_bytes(device))) is None:
-            known = await asyncio.to_thread(plain, source, sequences)
+            logq = await asyncio.to_thread(plain, source, sequences)
         else:
-            known = TeacherProbe(await _served(teachers[name], sequences, device), reason)
+            logq = await _served(teachers[name], sequences, device)
         found[name] = await asyncio.to_thread(
-            probe_teacher, sequences, known, student, config.objective, temperature
+            probe_teacher, sequences, logq, reason, student, config.objective, temperature
         )
     masks: Sequence[SamplingMask | None] = request.masks or [None] * len(request.student)
     own = [

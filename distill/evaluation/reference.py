@@ -36,15 +36,6 @@ class LanguageModel:
     head: OutputHead
 
 
-class TeacherProbe(NamedTuple):
-    """A teacher's distributions of the completion tokens of its sequences."""
-
-    logq_TV: Sequence[Tensor] | None
-    """fp32, temperature 1, one for each sequence; None: they are not known."""
-    not_shown: str | None
-    """Why no forward pass of ours gave them; None: one did."""
-
-
 class SelfAndTeacher(NamedTuple):
     """An objective on real distributions; per token."""
 
@@ -55,30 +46,33 @@ class SelfAndTeacher(NamedTuple):
 
 def probe_teacher(
     sequences: Sequence[ScoreSequence],
-    teacher: TeacherProbe,
+    logq_TV: Sequence[Tensor] | None,
+    not_shown: str | None,
     student: LanguageModel,
     objective: ObjectiveConfig,
     temperature: float,
 ) -> wire.ReferenceScores:
-    """One teacher's part of a ProbeReply; `temperature`: of the rollouts."""
+    """One teacher's part of a ProbeReply; `temperature`: of the rollouts.
+
+    `logq_TV`: its distributions of the completion tokens of each sequence, fp32, temperature 1; None: they
+    are not known. `not_shown`: why no forward pass of ours gave them; None: one did.
+    """
     figures: SelfAndTeacher | tuple[None, None, None] = (None, None, None)
     if not isinstance(objective, SFT):
         live_NV = torch.cat([log_probs(student, one, temperature) for one in sequences])
         token_N = torch.cat([_completion(one, live_NV.device) for one in sequences])
-        logq_NV = None if teacher.logq_TV is None else torch.cat([*teacher.logq_TV])
-        teacher_NV = (
-            live_NV
-            if logq_NV is None
-            else (logq_NV / teacher_temperature(objective, temperature)).log_softmax(-1)
-        )
+        teacher_NV = live_NV
+        if logq_TV is not None:
+            logq_NV = torch.cat([*logq_TV])
+            teacher_NV = (logq_NV / teacher_temperature(objective, temperature)).log_softmax(-1)
         k = needs(objective).topk or student_topk(objective)
         figures = objective_figures(build(objective), live_NV, teacher_NV, token_N, k)
     loss, gradient, change = figures
     own = None
-    if teacher.not_shown is None and teacher.logq_TV is not None:
-        own = [scores_of(one, logq_TV) for one, logq_TV in zip(sequences, teacher.logq_TV, strict=True)]
-    known = None if teacher.logq_TV is None else change
-    return wire.ReferenceScores(own, teacher.not_shown, loss, gradient, known)
+    if not_shown is None and logq_TV is not None:
+        own = [scores_of(*one) for one in zip(sequences, logq_TV, strict=True)]
+    known = None if logq_TV is None else change
+    return wire.ReferenceScores(own, not_shown, loss, gradient, known)
 
 
 def scores_of(sequence: ScoreSequence, logp_TV: Tensor, mask: SamplingMask | None = None) -> wire.Array:

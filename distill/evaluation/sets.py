@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any, NamedTuple
 
 from distill import tasks
@@ -16,7 +15,6 @@ from distill.prompts.rows import RowReader, dataset_rows, jsonl_rows, row_encode
 from distill.prompts.sources import (
     NOTHING_HELD_OUT,
     PromptSplit,
-    TableSource,
     TaskSource,
     longest_sequence,
 )
@@ -85,8 +83,7 @@ def _open(
     else:
         reader = RowReader(source, row_encoder(tokenizer, source), longest)
         rows = jsonl_rows(source.path) if isinstance(source, JsonlPrompts) else dataset_rows(source)
-        table = TableSource(reader.prompts(rows))
-        prompts = [table[row] for row in islice(range(len(table)), one.prompts)]
+        prompts = [*reader.prompts(rows)][: one.prompts]
     if not prompts:
         raise DataError("0 prompts were found: check the path and the field")
     if (most := max(len(prompt.token_ids) for prompt in prompts)) > longest:

@@ -83,15 +83,27 @@ def completions(sampled: Sampled) -> list[list[int]]:
 def generate(
     model: Any, vocab: int, prompts: Sequence[EnginePrompt], params: GenerationParams, ends: Sequence[int]
 ) -> Steps:
-    """See `Engine.generate`; `ends`: the model's own stop ids and those of `params`."""
-    drawn = _Drawn(prompts, params, model.device)
+    """See `Engine.generate`; `ends`: the model's own stop ids and those of `params`.
+
+    Draws by inverting each row's cumulative distribution at random numbers from its seed.
+    """
+    count, logprobs = params.max_tokens, list[Tensor]()  # of every step, float32 [B]
+    rows = [np.random.default_rng(prompt.seed).random(count, dtype=np.float32) for prompt in prompts]
+    numbers_BS = torch.from_numpy(np.stack(rows)).to(model.device)
+
+    def draw(logits_BV: Tensor) -> Tensor:
+        logp_BV = (logits_BV / params.temperature).log_softmax(-1)
+        token_B1 = inverse(logp_BV.exp().cumsum(-1), numbers_BS[:, len(logprobs), None])
+        logprobs.append(logp_BV.gather(1, token_B1)[:, 0])
+        return token_B1
+
     ids = [prompt.token_ids_P.tolist() for prompt in prompts]
-    steps = grow(model, vocab, ids, ends, params.max_tokens, drawn)
+    steps = grow(model, vocab, ids, ends, count, draw)
     inference = torch.inference_mode()  # not around a yield: what runs between two steps has its own mode
     while (sampled := inference(next)(steps, None)) is not None:
         last = sampled
         yield None
-    logprob_BS = torch.stack(drawn.logprobs, 1).cpu().numpy()
+    logprob_BS = torch.stack(logprobs, 1).cpu().numpy()
     yield [
         EngineCompletion(np.array(ids, np.int32), logprob_S[: len(ids)], ids[-1] in ends)
         for ids, logprob_S in zip(completions(last), logprob_BS, strict=True)
@@ -107,22 +119,3 @@ def inverse(sum_BV: Tensor, number_B1: Tensor) -> Tensor:
     total_B1 = sum_BV[:, -1:]
     share_B1 = torch.minimum(number_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
     return torch.searchsorted(sum_BV, share_B1, right=True).clamp_max(sum_BV.shape[1] - 1)  # NaN: the last
-
-
-class _Drawn:
-    """Draws by inverting each row's cumulative distribution at random numbers from its seed."""
-
-    def __init__(self, prompts: Sequence[EnginePrompt], params: GenerationParams, device: Any) -> None:
-        seeds, count = [prompt.seed for prompt in prompts], params.max_tokens
-        rows = [np.random.default_rng(seed).random(count, dtype=np.float32) for seed in seeds]
-        self._numbers_BS = torch.from_numpy(np.stack(rows)).to(device)
-        self._temperature = params.temperature
-        self.logprobs: list[Tensor] = []
-        """float32 [B] of every step"""
-
-    def __call__(self, logits_BV: Tensor) -> Tensor:
-        logp_BV = (logits_BV / self._temperature).log_softmax(-1)
-        sum_BV = logp_BV.exp().cumsum(-1)
-        token_B1 = inverse(sum_BV, self._numbers_BS[:, len(self.logprobs), None])
-        self.logprobs.append(logp_BV.gather(1, token_B1)[:, 0])
-        return token_B1
