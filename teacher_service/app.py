@@ -1,11 +1,4 @@
-"""The teacher's HTTP routes (docs/architecture.md), over one engine.
-
-    POST /v1/score   ScoreRequest → ScoreReply
-    POST /v1/generate    TeacherGenerateRequest → TeacherGenerateReply
-    GET  /v1/scores/KEY  → frames of ScoreReply of one kept sequence; 404 when it is gone
-    POST /v1/scores/release  ScoresRelease → Ok
-    GET  /v1/info    → TeacherInfo        GET /v1/head     → Head
-    GET  /health     200 while batches are computed        GET /metrics   Prometheus
+"""The teacher's HTTP routes (docs/architecture.md lists them), over one engine.
 
 Every refusal is a 4xx with value, rule and remedy; sequences that cannot be scored are refused one by one in
 the reply. 429 carries Retry-After; 503 means that the process must be restarted.

@@ -1,10 +1,4 @@
-"""The HTTP routes of one environment process (docs/architecture.md), over one environment.
-
-    POST /v1/begin      EpisodeBegin → Turn | EpisodeOver | EpisodeFailed
-    POST /v1/continue   EpisodeContinue → the same; one that comes again gets the same answer
-    POST /v1/end        EpisodeEnd → Ok
-    GET  /v1/info       → EnvironmentInfo
-    GET  /health        liveness          GET /metrics   Prometheus
+"""The HTTP routes of one environment process (docs/architecture.md lists them), over one environment.
 
     begin ─▶ call of the environment ─▶ Turn ─continue─▶ call … ─▶ EpisodeOver | EpisodeFailed
                                          └─ idle, and room is needed ─▶ given up

@@ -3,9 +3,8 @@
     python -m distill.evaluation.service --config runs/NAME/roles/evaluator.json --port PORT
 
 The file is a RunConfig as JSON; --controller says where teachers, environments and its own replica are, if it
-does not. Routes: POST /v1/completions (CompletionsRequest → CompletionsReply), POST /v1/evaluate (EvalRequest
-→ EvalReport), POST /v1/probe (ProbeRequest → ProbeReply), GET /health once the prompts are read, and
-GET /metrics (Prometheus). Evaluations and probes run one at a time, completions beside them.
+does not. /health answers once the prompts are read. Evaluations and probes run one at a time, completions
+beside them.
 Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 

@@ -1,14 +1,6 @@
-"""Reward functions: whether a completion answers its prompt. They run in `reward_worker` processes alone.
+"""Reward functions: whether a completion answers its prompt (`prompts.reward_fn` names them).
 
-    "exact"      the completion is the answer, white space around both aside
-    "contains"   the answer stands in the completion, as a word or words of its own
-    "number"     the last number of the completion equals the last number of the answer
-    "math"       math-verify finds the completion's final answer equal to the reference, LaTeX or plain
-    "package.module:function"   function(prompt: Prompt, completion: str) -> bool or finite number, or a pair
-                 of that and the completion's answer as text, which majority votes count
-
-All read the completion's text without special tokens. A completion passes from its
-prompts' `pass_threshold` on.
+They run in `reward_worker` processes alone, and read the completion's text without special tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +64,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def exact(prompt: Prompt, completion: str) -> Reward:
-    """Whether the completion is the answer."""
+    """Whether the completion is the answer, white space around both aside."""
     return Reward(completion.strip() == (prompt.answer or "").strip(), completion.strip())
 
 
