@@ -26,15 +26,15 @@ def load_model(source: ModelSource, device: Device = "auto") -> Any:
 def load_student(student: ModelSource, folder: Path | None, device: Device = "auto") -> Any:
     """A version of `student`: the model or adapter in `folder`; None: the student itself."""
     if folder is None:
-        return load_model(student, device)
-    if (folder / "adapter_config.json").is_file():
-        return merged(student, folder, torch.float32).to(find_device(device)).eval()
-    if student.trust_remote_code:  # weights come from a store, code from the student's own source alone
+        model = _load(student)
+    elif (folder / "adapter_config.json").is_file():
+        model = merged(student, folder, torch.float32)
+    elif student.trust_remote_code:  # weights come from a store, code from the student's own source alone
         own, weights = _load(student), dict(read_folder(folder))
         model = type(own).from_pretrained(None, config=own.config, state_dict=weights, dtype=torch.float32)
-        return model.to(find_device(device)).eval()
-    version = student.model_copy(update={"path": str(folder), "revision": None})
-    return load_model(version, device)
+    else:
+        model = _load(student.model_copy(update={"path": str(folder), "revision": None}))
+    return model.to(find_device(device)).eval()
 
 
 def _load(source: ModelSource, dtype: Any = torch.float32) -> Any:

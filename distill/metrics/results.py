@@ -111,17 +111,13 @@ def read_run(folder: Path) -> Run:
             f"{folder}/metrics.jsonl has the figure {odd[0]!r}, and names are in the sections "
             f"{', '.join(SECTIONS)} (docs/operations.md): read it with the version that wrote it"
         )
-    if wrong := [(name, line["step"]) for line in lines for name, at in line.items() if not _is_figure(at)]:
-        raise DataError(
-            f"{folder}/metrics.jsonl has no number as {wrong[0][0]} of step {wrong[0][1]}: it was altered"
-        )
+    figures = ((line["step"], *figure) for line in lines for figure in line.items())
+    for step, name, value in figures:
+        if not isinstance(value, int | float | None):
+            raise DataError(f"{folder}/metrics.jsonl has no number as {name} of step {step}: it was altered")
     summary = read_summary(folder)
     rows = [{name: value for name, value in line.items() if value is not None} for line in newest(lines)]
     return Run(folder, summary, rows)
-
-
-def _is_figure(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)
 
 
 def read_summary(folder: Path) -> Row:

@@ -91,15 +91,12 @@ class Episodes:
     def leave_too_old(self) -> None:
         """Leave the episodes that are too old by now and wait for their environment. After every batch."""
         for id, one in list(self._plays.items()):
-            if id not in self._turns and self._too_old(one.episode):
+            behind = one.episode.sequences[-1].spans  # what it says next stands behind all of these
+            if id not in self._turns and any(self._is_too_old(span.version) for span in behind):
                 del self._plays[id]
                 self._lost.pop(id, None)
                 one.task.cancel()
                 self._events.emit(EpisodeTooOld(one.rollout, one.episode.own_length))
-
-    def _too_old(self, episode: Episode) -> bool:
-        """Whether what it says next would be behind a token that is too old."""
-        return any(self._is_too_old(span.version) for span in episode.sequences[-1].spans)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

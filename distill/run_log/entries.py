@@ -124,7 +124,10 @@ def pack_block(records: Iterable[Record], most: int) -> tuple[bytes, int]:
             break
     if in_arrays > BULK_BYTES:
         return _encoder.encode((packed, {})), len(packed)
-    columns = {field: _Column([*map(len, data)], _planes(field, data)) for field, data in fields.items()}
+    columns = {}
+    for field, arrays in fields.items():
+        planes = np.frombuffer(b"".join(arrays), "u1").reshape(-1, _width(field)).T.tobytes()
+        columns[field] = _Column([*map(len, arrays)], planes)
     return _compressed(_encoder.encode((heads, columns))), len(heads)
 
 
@@ -166,10 +169,6 @@ def _with_arrays(value: Any, change: Callable[[str, Array], Array], name: str = 
 
 def _width(field: str) -> int:
     return DTYPES[field.rpartition(".")[2]].itemsize
-
-
-def _planes(field: str, arrays: list[bytes]) -> bytes:
-    return np.frombuffer(b"".join(arrays), "u1").reshape(-1, _width(field)).T.tobytes()
 
 
 def _arrays(field: str, column: _Column) -> Iterator[bytes]:
