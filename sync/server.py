@@ -12,8 +12,8 @@ import hmac
 import logging
 import socket
 import sys
-from collections.abc import Callable, Collection, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -28,7 +28,7 @@ from starlette.types import Message as Event
 
 from sync.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, token_from_environment
 from sync.claims import MISDIRECTED, MODEL_HEADER, RUN_HEADER, Claim, parse
-from sync.errors import ConfigError, DistillError, WireError, WrongServer
+from sync.errors import ConfigError, DistillError, Overloaded, WireError, WrongServer
 from sync.secrets import redact_process
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 
@@ -176,8 +176,13 @@ def application(
     claiming: Collection[str] = (),
     model: str | None = None,
     lifespan: Lifespan[Starlette] | None = None,
+    statuses: Mapping[type[DistillError], int] | None = None,
 ) -> Starlette:
-    """`routes` behind both guards, with GET /metrics (Prometheus) and, unless they have one, GET /health."""
+    """`routes` behind both guards, with GET /metrics (Prometheus) and, unless they have one, GET /health.
+
+    `statuses`: of refusals, besides 400 for a bad message and 429 for not yet; 409 of the others. None: a
+    DistillError is an error of the server, 500.
+    """
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
@@ -185,12 +190,17 @@ def application(
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def refused(_: Request, error: Exception) -> Response:
+        known = {WireError: 400, Overloaded: 429, **(statuses or {})}
+        return refuse(known.get(type(error), 409), str(error), getattr(error, "retry_after", None))
+
     guards = [
         Middleware(TokenGuard, token=token),
         Middleware(RunGuard, claim=claim, claiming=claiming, model=model),
     ]
     every = [*routes, Route("/health", health), Route("/metrics", metrics)]
-    return Starlette(routes=every, middleware=guards, lifespan=lifespan)
+    handlers: Any = {} if statuses is None else {DistillError: refused}
+    return Starlette(routes=every, middleware=guards, lifespan=lifespan, exception_handlers=handlers)
 
 
 def run_role(log: logging.Logger, title: str, serve: Callable[[], None], quiet: Sequence[str] = ()) -> int:

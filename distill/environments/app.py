@@ -27,7 +27,7 @@ from starlette.routing import Route
 from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import Environment, EnvironmentAnswer
 from sync.claims import Claim
-from sync.errors import DataError, Overloaded, WireError
+from sync.errors import DataError, Overloaded
 from sync.own_code import own_code
 from sync.server import application, process_registry, read_message, refuse, reply
 from sync.wire import (
@@ -107,13 +107,13 @@ class Service:
         held = Gauge(f"{name}_open_episodes", "Episodes under way", registry=registry)
         held.set_function(lambda: len(self._open()))
         routes = [
-            Route("/v1/begin", _refusing(self.begin), methods=["POST"]),
-            Route("/v1/continue", _refusing(self.proceed), methods=["POST"]),
-            Route("/v1/end", _refusing(self.end), methods=["POST"]),
+            Route("/v1/begin", self.begin, methods=["POST"]),
+            Route("/v1/continue", self.proceed, methods=["POST"]),
+            Route("/v1/end", self.end, methods=["POST"]),
             Route("/v1/info", self.get_info),
         ]
         claiming = ("/v1/begin", "/v1/continue")
-        self.app = application(routes, registry, token, claim, claiming, lifespan=self._lifespan)
+        self.app = application(routes, registry, token, claim, claiming, lifespan=self._lifespan, statuses={})
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -242,17 +242,3 @@ async def _answered(episode: _Episode) -> Response:
     if call.cancelled():
         return reply(EpisodeFailed(id=episode.id, error="the episode was given up", lost=True))
     return reply(call.result())
-
-
-def _refusing(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """`handler`, with errors turned into refusals."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except Overloaded as error:
-            return refuse(429, str(error), error.retry_after)
-        except WireError as error:
-            return refuse(400, str(error))
-
-    return answer

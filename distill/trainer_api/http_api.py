@@ -24,11 +24,9 @@ from sync.client import GONE
 from sync.errors import (
     ConfigError,
     DistillError,
-    Overloaded,
     RemoteError,
     Replaced,
     Unreachable,
-    WireError,
     WrongServer,
 )
 from sync.server import (
@@ -42,8 +40,7 @@ from sync.server import (
 )
 from sync.wire import Message, checks
 
-_STATUS: Final[Mapping[type[DistillError], int]] = {
-    WireError: 400,
+_STATUSES: Final[Mapping[type[DistillError], int]] = {
     Replaced: GONE,
     WrongServer: MISDIRECTED,
     Unreachable: 503,
@@ -93,14 +90,14 @@ def application(
 
     routes = [
         Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
-        Route("/v1/batch", answered(batch), methods=["POST"]),
+        Route("/v1/batch", while_serving(batch), methods=["POST"]),
         Route("/v1/event", _messages(Event, session.event), methods=["POST"]),
-        Route("/v1/broadcasts/{group}", answered(broadcast)),
-        Route("/v1/teachers/{name}/head", answered(head)),
-        Route("/v1/teachers/{name}", answered(servers)),
+        Route("/v1/broadcasts/{group}", broadcast),
+        Route("/v1/teachers/{name}/head", while_serving(head)),
+        Route("/v1/teachers/{name}", servers),
         *_server_routes(registry, gangs),
     ]
-    return server.application(routes, metrics, token or "", parts.claim)
+    return server.application(routes, metrics, token or "", parts.claim, statuses=_STATUSES)
 
 
 def _server_routes(registry: Registry, gangs: Gangs) -> list[Route]:
@@ -111,7 +108,7 @@ def _server_routes(registry: Registry, gangs: Gangs) -> list[Route]:
 
     return [
         Route("/v1/gang", _messages(wire.GangJoins, gangs.join), methods=["POST"]),
-        Route("/v1/servers", answered(listing)),
+        Route("/v1/servers", listing),
         Route("/v1/servers", _messages(wire.ServerRegisters, registry.register), methods=["POST"]),
         Route("/v1/servers/leave", _messages(wire.ServerLeaves, registry.leave), methods=["POST"]),
     ]
@@ -123,21 +120,17 @@ def _messages(kind: Any, answer: Callable[[Any], Awaitable[Message]]) -> Handler
     async def handler(request: Request) -> Response:
         return reply(await answer(await read_message(request, kind)))
 
-    return answered(handler)
+    return while_serving(handler)
 
 
-def answered(handler: Handler) -> Handler:
-    """Expected errors as refusals: 400 a bad message, 409 never, 410 replaced, 429 not yet, 503 ask again."""
+def while_serving(handler: Handler) -> Handler:
+    """`handler`, and a refusal when the server leaves while a request waits, such as a long poll."""
 
     async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
-        except asyncio.CancelledError:  # the server leaves while a long poll waits
+        except asyncio.CancelledError:
             return refuse(503, "the controller is leaving: ask again where it comes back")
-        except Overloaded as error:
-            return refuse(429, str(error), error.retry_after)
-        except DistillError as error:
-            return refuse(_STATUS.get(type(error), 409), str(error))
 
     return guarded
 

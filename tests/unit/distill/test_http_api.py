@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from distill.cli.main import app
 from distill.controller import Controller
 from distill.interfaces import Hooks
-from distill.trainer_api.http_api import answered, listen
+from distill.trainer_api.http_api import listen, while_serving
 from student_trainer.controller_client import ControllerClient
 from sync import wire
 from sync.address import Address
@@ -283,7 +283,7 @@ async def test_a_request_that_is_cut_off_by_the_end_is_told_so() -> None:
         await asyncio.Event().wait()
         raise AssertionError("nothing ends this wait but cancellation")
 
-    poll = asyncio.create_task(answered(forever)(Request({"type": "http"})))
+    poll = asyncio.create_task(while_serving(forever)(Request({"type": "http"})))
     await asyncio.sleep(0)
     poll.cancel()
     assert (await poll).status_code == 503
