@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 import aiohttp
 import httpx
@@ -297,18 +297,36 @@ class Peer:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
 
-async def agreed(
-    peers: Sequence[Peer], path: str, kind: type[M], what: str, timeout: float | None = None
-) -> M:
-    """The answer of all processes of one server, which `what` names. Raises ConfigError when they differ."""
-    answers = await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in peers))
-    for peer, answer in zip(peers, answers, strict=True):
-        if answer != answers[0]:
-            raise ConfigError(
-                f"processes of {what} differ: {peer.url} serves {answer}, {peers[0].url} serves "
-                f"{answers[0]}: start them from the same configuration"
-            )
-    return answers[0]
+class Processes:
+    """Clients of all processes of one server. Use inside `async with`, or call `aclose()`."""
+
+    def __init__(
+        self, what: str, places: Sequence[Place], token: str | None, timeout: float, claim: Claim | None
+    ) -> None:
+        """`what`: the server in words. Raises ConfigError when it has no process."""
+        if not places:
+            raise ConfigError(f"{what} has no urls: give at least one")
+        self._what, self._peers = what, [Peer(place, token, timeout, claim) for place in places]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(peer.aclose() for peer in self._peers))
+
+    async def agreed(self, path: str, kind: type[M], timeout: float | None = None) -> M:
+        """What all of them answer. Raises ConfigError when they differ."""
+        answers = await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
+        for peer, answer in zip(self._peers, answers, strict=True):
+            if answer != answers[0]:
+                raise ConfigError(
+                    f"processes of {self._what} differ: {peer.url} serves {answer}, {self._peers[0].url} "
+                    f"serves {answers[0]}: start them from the same configuration"
+                )
+        return answers[0]
 
 
 class BlockingPeer:

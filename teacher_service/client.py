@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from sync import wire
 from sync.address import Place
 from sync.claims import Claim
-from sync.client import Peer, agreed
-from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError, WrongServer
+from sync.client import Peer, Processes
+from sync.errors import DistillError, Overloaded, Unreachable, WireError, WrongServer
 from sync.retry import Backoff
 from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
 
@@ -74,8 +74,8 @@ class _Replica:
         self.backoff.reset()
 
 
-class TeacherClient:
-    """One teacher. Use inside `async with`, or call `aclose()`; one instance serves all tasks of a loop.
+class TeacherClient(Processes):
+    """One teacher; one instance serves all tasks of a loop.
 
     `claim`: the run that requests are made for. `request_tokens`: bound of one request (a longer sequence
     travels alone). After `info`, answers of another model are refused (WrongServer).
@@ -89,29 +89,18 @@ class TeacherClient:
         claim: Claim | None = None,
         request_tokens: int = 65536,
     ) -> None:
-        if not urls:
-            raise ConfigError(f"teacher {name!r} has no urls: give at least one")
+        super().__init__(f"teacher {name!r}", urls, token, TIMEOUT_SECONDS, claim)
         self.name, self.counters, self.retries = name, Counters(), 0
-        self._replicas = [_Replica(Peer(url, token, TIMEOUT_SECONDS, claim)) for url in urls]
+        self._replicas = [_Replica(peer) for peer in self._peers]
         self._request_tokens = request_tokens
         self._answered: dict[str, str] = {}
-
-    async def __aenter__(self) -> TeacherClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        await asyncio.gather(*(replica.peer.aclose() for replica in self._replicas))
 
     # --- requests -----------------------------------------------------------------------------------------
 
     async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
         """TeacherInfo of all replicas. Raises ConfigError when they are not the same teacher."""
-        peers = [replica.peer for replica in self._replicas]
-        info = await agreed(peers, "/v1/info", wire.TeacherInfo, f"teacher {self.name!r}", timeout)
-        for peer in peers:
+        info = await self.agreed("/v1/info", wire.TeacherInfo, timeout)
+        for peer in self._peers:
             peer.model = info.fingerprint
         return info
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 from distill.environments.episode import EnvironmentAnswer, FinishReason
 from sync.address import Place
 from sync.claims import Claim
-from sync.client import Peer, agreed
-from sync.errors import ConfigError, DistillError, Overloaded, Unreachable, WireError
+from sync.client import Peer, Processes
+from sync.errors import DistillError, Overloaded, Unreachable, WireError
 from sync.retry import Backoff
 from sync.wire import (
     Array,
@@ -55,8 +55,8 @@ class _Process:
         return max(0.0, self.back_at - time.monotonic())
 
 
-class EnvironmentClient:
-    """One environment (`distill.environments.episode.Environment`). Call `aclose()` at the end.
+class EnvironmentClient(Processes):
+    """One environment (`distill.environments.episode.Environment`).
 
     `claim`: the run that requests are made for. `timeout`: the environment's limit of a call, in seconds.
     """
@@ -69,26 +69,15 @@ class EnvironmentClient:
         claim: Claim | None = None,
         timeout: float = 60.0,
     ) -> None:
-        if not urls:
-            raise ConfigError(f"environment {name!r} has no urls: give at least one")
         self.name, self._limit = name, timeout + MARGIN_SECONDS
-        self._processes = [_Process(Peer(url, token, self._limit, claim)) for url in urls]
+        super().__init__(f"environment {name!r}", urls, token, self._limit, claim)
+        self._processes = [_Process(peer) for peer in self._peers]
         self._places: dict[str, _Process] = {}
         """Episode → its process, until it is over or `end` is called."""
 
-    async def __aenter__(self) -> EnvironmentClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        await asyncio.gather(*(process.peer.aclose() for process in self._processes))
-
     async def info(self, timeout: float | None = None) -> EnvironmentInfo:
         """EnvironmentInfo of all processes. Raises ConfigError when they differ."""
-        peers = [process.peer for process in self._processes]
-        return await agreed(peers, "/v1/info", EnvironmentInfo, f"environment {self.name!r}", timeout)
+        return await self.agreed("/v1/info", EnvironmentInfo, timeout)
 
     async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         """The first turn of an episode, from any process; waits while all are full."""
