@@ -20,7 +20,7 @@ quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what
 	$(BIN)/distill quickstart
 
 test: $(STAMP)  ## the whole test suite, four parts at a time: the longest first, so that none is left alone at the end
-	$(MAKE) --no-print-directory --jobs=4 test-distill test-faults test-runs test-engines test-ranks test-packages types lint
+	$(MAKE) --no-print-directory --jobs=4 test-distill test-packages test-runs test-faults test-engines test-ranks types lint
 
 test-faults: WHICH = tests/integration -v -m faults
 test-runs: WHICH = tests/integration -v -m "run and not faults"

@@ -22,8 +22,11 @@ waits and ages, so `Depth` keeps as few outstanding as keep the trainer busy.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from statistics import mean, median
 from typing import Final, NamedTuple
 
 from distill.config import RunConfig, WeighLate
@@ -138,36 +141,117 @@ def capacity(applied_step: int, depth: float, batch: int, handed_out: int, outst
     return max(0, int((applied_step + depth + 1) * batch) - handed_out - outstanding)
 
 
-class Depth:
-    """Batches that may be outstanding beyond the next one, fitted to the trainer's waits at every step.
+class Pace:
+    """The newest steps at one depth, without the first `skip`."""
 
-    A step that waited for its batch raises the depth by the wait's share of the step, another one lowers it a
-    little: the trainer waits for about `TOLERATED` of its time, and rollouts are as young as that allows.
-    Where replicas or teachers are the bottleneck, the depth rises to the bound.
+    def __init__(self, most: int, skip: int = 0) -> None:
+        self._steps, self._skip = deque[tuple[float, float]](maxlen=most), skip
+
+    def add(self, waited: float, seconds: float) -> bool:
+        """Whether the step counts."""
+        self._skip -= 1
+        if self._skip < 0:
+            self._steps.append((waited, seconds))
+        return self._skip < 0
+
+    @property
+    def steps(self) -> int:
+        return len(self._steps)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: what it waits in the mean, and else in the median."""
+        return mean(waited for waited, _ in self._steps) + median(
+            seconds - waited for waited, seconds in self._steps
+        )
+
+    @property
+    def waits(self) -> float:
+        """Share of the steps spent waiting."""
+        return sum(waited for waited, _ in self._steps) / sum(seconds for _, seconds in self._steps)
+
+
+class Depth:
+    """Batches that may be outstanding beyond the next one: as few as cost the trainer no speed.
+
+    After a step that waited for its batch the depth rises by the wait's share of the step, else it falls a
+    little, so that the trainer waits for about `TOLERATED` of its time. But it also waits where replicas or
+    teachers are the bottleneck, or processors that all share, and there a deeper buffer makes older rollouts
+    and no faster steps. So now and then one batch less is tried:
+
+        rising, falling ──`SPAN` steps──▶ one batch less ──as fast──▶ it is the most, and the next is tried
+              ▲    ▲                         │ slower                   │ the trainer waits for more than then
+              │    └──not again for a while──┘                          │
+              └──────────────────the bound is the most──────────────────┘
     """
 
     TOLERATED: Final = 0.01  # share of a step spent waiting that changes nothing
     MOST_UP: Final = 0.5  # batches, after a single step
     DOWN: Final = 1 / 128  # batches, after a step that did not wait
+    NOTABLE: Final = 0.1  # batches up that make it another depth
+    SPAN: Final = 16  # steps that tell how fast a depth is
+    SETTLE: Final = 4  # steps until a change of the depth is felt
+    SLOWER: Final = 1.02  # times the seconds of a step that are too many
+    FAR_SLOWER: Final = 1.1  # times, after a quarter of a span
+    REST: Final = 128  # steps until the next trial after one that failed; twice as many after the next
+    MORE_WAIT: Final = 0.1  # share of a step by which the trainer waits for more than when a trial succeeded
 
     def __init__(self, most: int, least: int = 0, adaptive: bool = True) -> None:
         """`most`: the bound on the age. `least`: what a run needs to go on. Not `adaptive`: always `most`."""
-        self._most, self._least, self._adaptive = most, least, adaptive
+        self._bound, self._least, self._adaptive = float(most), float(least), adaptive
         self.restart()
 
     def restart(self) -> None:
         """A trainer starts: its first step waits for everything, and tells nothing."""
-        self._first = True
-        self.batches = float(min(self._most, max(self._least, 1)) if self._adaptive else self._most)
+        self.batches = min(self._bound, self._floor) if self._adaptive else self._bound
+        self._most = self._bound
+        self._pace = Pace(self.SPAN, skip=1)
+        self._before: tuple[float, float] | None = None  # of a trial: depth before, seconds to keep to
+        self._waits = math.inf  # share of the steps spent waiting when a trial succeeded
+        self._fastest = math.inf  # seconds of a step before the trials that have succeeded in a row
+        self._rest, self._next_rest = 0, self.REST
+
+    @property
+    def _floor(self) -> float:
+        return max(self._least, 1.0)
 
     def step(self, waited: float, seconds: float) -> None:
         """A step took `seconds`, `waited` among them."""
-        first, self._first = self._first, False
-        if first or not self._adaptive or seconds <= 0:
+        if not self._adaptive or seconds <= 0 or not self._pace.add(waited, seconds):
             return
-        share = waited / seconds
+        if self._before is not None:
+            self._judge(*self._before)
+            return
+        share, before = waited / seconds, self.batches
         change = min(self.MOST_UP, share) if share > self.TOLERATED else -self.DOWN
-        self.batches = min(float(self._most), max(float(self._least), self.batches + change))
+        self.batches = min(self._most, max(self._least, self.batches + change))
+        self._rest -= 1
+        if self.batches - before > self.NOTABLE:
+            self._pace = Pace(self.SPAN)
+        if self._pace.steps < self.SPAN:
+            return
+        if self._pace.waits > self._waits + self.MORE_WAIT:
+            self._most, self._waits, self._fastest = self._bound, math.inf, math.inf
+        elif self._rest <= 0 and self.batches > self._floor:
+            self._before = self.batches, min(self._fastest, self._pace.seconds)
+            self._change(max(self._floor, self.batches - 1))
+
+    def _judge(self, batches: float, seconds: float) -> None:
+        """End the trial once it is known whether its steps take longer than these, else back to `batches`."""
+        tried = self._pace
+        if tried.steps < self.SPAN // 4:
+            return
+        slower = tried.seconds / seconds
+        if slower > (self.SLOWER if tried.steps == self.SPAN else self.FAR_SLOWER):
+            self._before, self._fastest, self._rest = None, math.inf, self._next_rest
+            self._next_rest *= 2
+            self._change(batches)
+        elif tried.steps == self.SPAN:
+            self._most, self._waits, self._before = self.batches, tried.waits, None
+            self._fastest, self._next_rest = seconds, self.REST
+
+    def _change(self, batches: float) -> None:
+        self.batches, self._pace = batches, Pace(self.SPAN, skip=self.SETTLE)
 
 
 def depth(config: RunConfig) -> Depth:

@@ -135,6 +135,11 @@ class KillTarget:
 
     def end(self) -> None:
         """Wait until the run has come to its end. Raises DistillError when it fails."""
+        if (status := self.ended()) != 0:
+            raise DistillError(f"the run ended with status {status}; {self._log_end()}")
+
+    def ended(self) -> int:
+        """Wait for the launcher; its exit status. Raises DistillError when no step is made for too long."""
         step, deadline = self.step(), time.monotonic() + self.timeout
         while (status := self._launcher.poll()) is None:
             if (now := self.step()) != step:
@@ -144,8 +149,7 @@ class KillTarget:
             self._role_processes()
             time.sleep(POLL_SECONDS)
         self._await_empty()
-        if status != 0:
-            raise DistillError(f"the run ended with status {status}; {self._log_end()}")
+        return status
 
     # --- observation --------------------------------------------------------------------------------------
 

@@ -18,18 +18,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch
-
 from distill import quickstart
-from distill.bench import pipeline
+from distill.bench import large, pipeline
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, medians
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.prompts.sources import open_prompts
 from distill.prompts.stream import PromptStream
-from distill.tasks import Models
-from distill.tasks.sort_letters import letter_tokenizer, untaught
-from distill.tasks.teaching import Recipe, made_once, recipe_hash, save_pair
 from sync.errors import DistillError
 from sync.jsonl import read_lines
 from sync.tokenizers import load_tokenizer
@@ -61,22 +56,11 @@ class Size(NamedTuple):
     """Steps left out of step times and rates."""
     learns: bool
     """Whether versions are evaluated; else speed is all that is compared."""
-    settings: tuple[str, ...] = ()
-    """Of our run, over the quickstart and the asynchronous layout."""
 
 
-LARGE_SETTINGS: Final = (
-    "rollout.batch=64",
-    "rollout.max_tokens=48",
-    "rollout.request_size=16",
-    "rollout.max_in_flight=64",
-    "buffer.score_batch=32",
-    "teachers.sorter.dtype=bfloat16",
-    "trainer.lr=1e-4",
-)
 SIZES: Final = {
     "toy": Size(steps=240, settled=pipeline.SETTLED, learns=True),
-    "large": Size(steps=24, settled=8, learns=False, settings=LARGE_SETTINGS),
+    "large": Size(steps=large.STEPS, settled=large.SETTLED, learns=False),
 }
 
 
@@ -129,25 +113,7 @@ def environment(folder: Path) -> Path:
 
 def settings_of(name: str, seed: int) -> list[str]:
     """Of our run, over the quickstart's."""
-    words = [*pipeline.OVERLAPPED, *SIZES[name].settings]
-    if name == "large":
-        pair = large_pair(quickstart.CACHE, seed)
-        words += [f"student.path={pair.student}", f"teachers.sorter.path={pair.teacher}"]
-    return words
-
-
-def large_pair(cache: Path, seed: int) -> Models:
-    """A student of 14 M and a teacher of 25 M parameters with random weights, made once in `cache`."""
-    shape = {"layers": 8, "steps": 0, "rows": 0, "rate": 0.0, "muon": False, "both_choices": False}
-    student = Recipe(width=384, heads=12, kv_heads=6, feed_forward=1152, **shape)  # type: ignore[arg-type]
-    teacher = Recipe(width=512, heads=16, kv_heads=8, feed_forward=1536, **shape)  # type: ignore[arg-type]
-
-    def make(unfinished: Path) -> None:
-        torch.manual_seed(seed)
-        save_pair(unfinished, letter_tokenizer(), teacher=untaught(teacher), student=untaught(student))
-
-    digest = recipe_hash((teacher, student), seed, (__file__,))
-    return made_once(cache.absolute() / f"large-{digest}", make)
+    return [*pipeline.OVERLAPPED, *(large.settings(seed) if name == "large" else ())]
 
 
 def ours(cache: TrialCache, folder: Path, name: str, seed: int) -> Figures:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ import psutil
 import torch
 
 from distill import api, quickstart, tasks
-from distill.bench import limit
+from distill.bench import large, limit
 from distill.bench.kill_target import descendants, role_processes
 from distill.bench.local_evaluation import Limits, evaluate, with_evaluation
 from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, crossing, medians
@@ -92,15 +93,29 @@ def run(folder: Path, seeds: int = 3) -> Figures:
     best = min(short, key=lambda name: short[name]["step_ms"])
     ways = {"synchronous": SYNCHRONOUS[best], "asynchronous": OVERLAPPED}
     trials = side_by_side(cache, folder, ways, seeds, STEPS, measure_and_learned)
-    path, settings = quickstart.source(0)
-    config = api.load_config(path, [*settings, *OVERLAPPED])
+    models_alone = [*OVERLAPPED, *large.settings(0)]
+    observe = partial(measure, settled=large.SETTLED)
     return {
         "synchronous": best,
         "synchronous_step_ms": {name: one["step_ms"] for name, one in short.items()},
-        "limit": cache.get({"limit": OVERLAPPED}, lambda: limit.measured(config)),
+        "limit": limit_of(cache, OVERLAPPED),
+        "large": {
+            "limit": limit_of(cache, models_alone),
+            "trial": trial(cache, folder, models_alone, 0, large.STEPS, observe),
+        },
         "medians": {way: summary(of) for way, of in trials.items()},
         "trials": trials,
     }
+
+
+def limit_of(cache: TrialCache, words: Sequence[str]) -> Figures:
+    """`limit.measured` of the quickstart with these overrides, or what is kept of it."""
+
+    def make() -> Figures:
+        path, settings = quickstart.source(0)
+        return limit.measured(api.load_config(path, [*settings, *words]))
+
+    return cache.get({"limit": words}, make)
 
 
 def side_by_side(
@@ -148,10 +163,17 @@ def table(report: Figures) -> str:
         rows[key] = Row(f"{BY_ROLE[name]}: {role}")
     times = ", ".join(f"{name} {ms:.0f}" for name, ms in report["synchronous_step_ms"].items())
     head = f"medians; synchronous: {report['synchronous']} (ms per step: {times})"
-    least = report["limit"]["limit_ms"]
-    shares = (f"{way} {least / of['step_ms']:.2f}" for way, of in ways.items())
-    end = f"limit of a step: {least:.0f} ms; reached, as a share of its speed: {', '.join(shares)}"
-    return "\n".join([head, "", *comparison(ways, rows), "", end])
+    ends = [share_of_limit("quickstart", report["limit"], {way: of["step_ms"] for way, of in ways.items()})]
+    alone = report["large"]
+    ends.append(share_of_limit("14 M", alone["limit"], {"asynchronous": alone["trial"]["step_ms"]}))
+    return "\n".join([head, "", *comparison(ways, rows), "", *ends])
+
+
+def share_of_limit(name: str, least: Figures, step_ms: Mapping[str, float]) -> str:
+    """A line of the table; `step_ms`: way → ms of a step."""
+    costs = ", ".join(f"{one} {ms:.0f}" for one, ms in least["ms"].items())
+    shares = ", ".join(f"{way} {ms:.0f} ms, {least['limit_ms'] / ms:.2f}" for way, ms in step_ms.items())
+    return f"{name}: a step takes at least {least['limit_ms']:.0f} ms ({costs}); time, share of it: {shares}"
 
 
 # --- a run under observation ------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ class BufferConfig(Settings):
     max_staleness: int = Field(4, ge=0)
     """Highest age of a rollout, in versions, at the step that trains on it; 0: synchronous training."""
     depth: Literal["adaptive", "full"] = "adaptive"
-    """How many rollouts are started ahead of the trainer. adaptive: as few as keep it from waiting, so that
+    """How many rollouts are started ahead of the trainer. adaptive: as few as cost it no speed, so that
     they are young; full: as many as `max_staleness` allows."""
     late: LateConfig = DropLate()
     """What to do with a rollout older than that."""

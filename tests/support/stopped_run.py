@@ -46,4 +46,4 @@ class KillTarget(kill_target.KillTarget):
         """SIGTERM to the launcher; its exit status."""
         self._role_processes()
         self._launcher.send_signal(signal.SIGTERM)
-        return self._ended()
+        return self.ended()

@@ -81,14 +81,16 @@ def test_ways_are_compared_by_their_medians_and_only_where_every_seed_has_a_figu
     report = {
         "synchronous": "one thread per stage",
         "synchronous_step_ms": {"one thread per stage": 300.0},
-        "limit": {"limit_ms": 120.0},
+        "limit": {"limit_ms": 120.0, "ms": {"generate": 80.0, "score": 40.0, "train": 120.0}},
+        "large": {"limit": {"limit_ms": 900.0, "ms": {"train": 900.0}}, "trial": {"step_ms": 1000.0}},
         "medians": {"synchronous": slow, "asynchronous": fast},
     }
     lines = pipeline.table(report).splitlines()
     assert "| ms per step, median | 300 | 150 | 2.00 |" in lines
     assert f"| seconds to a reverse KL of {pipeline.TARGET_KL} | 30.0 | – |  |" in lines
     assert "| CPU ms per step: trainer | 101.0 | 100.5 |  |" in lines
-    assert lines[-1].endswith("120 ms; reached, as a share of its speed: synchronous 0.40, asynchronous 0.80")
+    assert lines[-2].endswith("120); time, share of it: synchronous 300 ms, 0.40, asynchronous 150 ms, 0.80")
+    assert lines[-1].endswith("at least 900 ms (train 900); time, share of it: asynchronous 1000 ms, 0.90")
 
 
 def test_what_a_turn_costs_is_the_difference_between_both_ways_by_role() -> None:

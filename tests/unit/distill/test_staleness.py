@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from statistics import mean
+
 import pytest
 
 from distill.buffer import Depth, Lineage, Lineages, capacity
@@ -94,6 +98,52 @@ def test_the_depth_follows_the_trainers_waits_within_its_bounds() -> None:
     assert depth.batches == 0
     depth.restart()
     assert depth.batches == 1
+
+
+def stepped(
+    depth: Depth, work: Callable[[float], float], steps: int, full: float = 1.0
+) -> tuple[float, float]:
+    """Mean seconds of a step and mean depth over the last half of `steps`.
+
+    At depth b the trainer works for work(b) seconds, and waits for its batch until `full` are over.
+    """
+    noise, found = random.Random(0), []
+    for _ in range(steps):
+        pace, own = noise.gauss(1.0, 0.03), work(depth.batches)
+        seconds = max(own, full)
+        depth.step(pace * (seconds - own), pace * seconds)
+        found.append((pace * seconds, depth.batches))
+    late = found[steps // 2 :]
+    return mean(seconds for seconds, _ in late), mean(batches for _, batches in late)
+
+
+def test_a_deeper_buffer_that_makes_no_step_faster_is_given_up() -> None:
+    """Where roles share processors the trainer works slower by what it waits less; where replicas are the
+    bottleneck it waits all the same."""
+    for work in (lambda b: 0.5 + 0.1 * min(b, 4.0), lambda _: 0.4):
+        seconds, batches = stepped(Depth(most=4), work, 200)
+        assert batches == pytest.approx(1.0, abs=0.1)
+        assert seconds == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_depth_that_makes_steps_faster_is_kept() -> None:
+    depth, tried = Depth(most=4), []
+    for _ in range(3000):
+        waited = 0.4 * max(0.0, 3.0 - depth.batches)
+        depth.step(waited, 1.0 + waited)
+        tried.append(depth.batches)
+    assert mean(tried[1000:]) == pytest.approx(3.0, abs=0.1)
+    assert sum(batches < 2.5 for batches in tried[1000:]) < 40, "trials are rare, and soon over"
+
+
+def test_a_depth_that_was_given_up_may_be_taken_when_the_trainer_waits_for_more() -> None:
+    depth = Depth(most=4)
+    stepped(depth, lambda _: 0.4, 200)
+    given_up, most = depth.batches, 0.0
+    for _ in range(40):
+        depth.step(0.8, 1.0)
+        most = max(most, depth.batches)
+    assert (given_up, most) == (pytest.approx(1.0, abs=0.1), 4.0)
 
 
 def test_the_depth_keeps_what_a_run_needs_to_go_on_and_the_bound_when_it_is_full() -> None:
