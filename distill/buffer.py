@@ -174,10 +174,10 @@ class Pace:
 class Depth:
     """Batches that may be outstanding beyond the next one: as few as cost the trainer no speed.
 
-    After a step that waited for its batch the depth rises by the wait's share of the step, else it falls a
-    little, so that the trainer waits for about `TOLERATED` of its time. But it also waits where replicas or
-    teachers are the bottleneck, or processors that all share, and there a deeper buffer makes older rollouts
-    and no faster steps. So now and then one batch less is tried:
+    After a step that waited for its batch the depth rises by the wait's share of the step; after `SPAN` in a
+    row that did not it falls by `DOWN`, but the next time after twice as many if the trainer waited then. But
+    it also waits where replicas or teachers are the bottleneck, or processors that all share, and there a
+    deeper buffer makes older rollouts and no faster steps. So now and then one batch less is tried:
 
         rising, falling ──`SPAN` steps──▶ one batch less ──as fast──▶ it is the most, and the next is tried
               ▲    ▲                         │ slower                   │ the trainer waits for more than then
@@ -187,7 +187,7 @@ class Depth:
 
     TOLERATED: Final = 0.01  # share of a step spent waiting that changes nothing
     MOST_UP: Final = 0.5  # batches, after a single step
-    DOWN: Final = 1 / 128  # batches, after a step that did not wait
+    DOWN: Final = 1 / 8  # batches
     NOTABLE: Final = 0.1  # batches up that make it another depth
     SPAN: Final = 16  # steps that tell how fast a depth is
     SETTLE: Final = 4  # steps until a change of the depth is felt
@@ -210,6 +210,8 @@ class Depth:
         self._waits = math.inf  # share of the steps spent waiting when a trial succeeded
         self._fastest = math.inf  # seconds of a step before the trials that have succeeded in a row
         self._rest, self._next_rest = 0, self.REST
+        self._calm, self._needed = 0, self.SPAN  # steps in a row without a wait: so far, until it falls
+        self._fell = False  # and nothing has waited since
 
     @property
     def _floor(self) -> float:
@@ -223,8 +225,16 @@ class Depth:
             self._judge(*self._before)
             return
         share, before = waited / seconds, self.batches
-        change = min(self.MOST_UP, share) if share > self.TOLERATED else -self.DOWN
-        self.batches = min(self._most, max(self._least, self.batches + change))
+        if share > self.TOLERATED:
+            self._needed *= 2 if self._fell else 1
+            self._calm, self._fell = 0, False
+            self.batches = min(self._most, self.batches + min(self.MOST_UP, share))
+        elif (calm := self._calm + 1) < self._needed:
+            self._calm = calm
+        else:
+            self._needed = self.SPAN if self._fell else self._needed
+            self._calm, self._fell = 0, True
+            self.batches = max(self._least, self.batches - self.DOWN)
         self._rest -= 1
         if self.batches - before > self.NOTABLE:
             self._pace = Pace(self.SPAN)

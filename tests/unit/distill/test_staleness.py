@@ -84,12 +84,18 @@ def test_the_depth_follows_the_trainers_waits_within_its_bounds() -> None:
     depth = Depth(most=4)
     depth.step(9.0, 10.0)  # the first step waits for the engines to start
     assert depth.batches == 1
-    depth.step(0.2, 1.0)
-    assert depth.batches == pytest.approx(1.2)
-    depth.step(0.005, 1.0)
-    assert depth.batches == pytest.approx(1.2 - 1 / 128)
+    for calm, left in ((15, 1.0), (1, 0.875)):
+        for _ in range(calm):
+            depth.step(0.005, 1.0)
+        assert depth.batches == left
+    depth.step(0.1, 1.0)
+    assert depth.batches == pytest.approx(0.975)
+    for calm, left in ((31, 0.975), (1, 0.85), (32, 0.725), (16, 0.6)):  # that fall was felt, the others not
+        for _ in range(calm):
+            depth.step(0.0, 1.0)
+        assert depth.batches == pytest.approx(left)
     depth.step(9.0, 10.0)
-    assert depth.batches == pytest.approx(1.7 - 1 / 128), "at most half a batch for one step"
+    assert depth.batches == pytest.approx(1.1), "at most half a batch for one step"
     for _ in range(20):
         depth.step(0.9, 1.0)
     assert depth.batches == 4
