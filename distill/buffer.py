@@ -222,7 +222,7 @@ class Depth:
         if not self._adaptive or seconds <= 0 or not self._pace.add(waited, seconds):
             return
         if self._before is not None:
-            self._judge(*self._before)
+            self._compare(*self._before)
             return
         share, before = waited / seconds, self.batches
         if share > self.TOLERATED:
@@ -246,7 +246,7 @@ class Depth:
             self._before = self.batches, min(self._fastest, self._pace.seconds)
             self._change(max(self._floor, self.batches - 1))
 
-    def _judge(self, batches: float, seconds: float) -> None:
+    def _compare(self, batches: float, seconds: float) -> None:
         """End the trial once it is known whether its steps take longer than these, else back to `batches`."""
         tried = self._pace
         if tried.steps < self.SPAN // 4:
