@@ -4,9 +4,10 @@
     scores       a forward pass of the teacher        ├─ ms of processor time per step
     training     loss, gradients and AdamW, no ZeRO   ┘
 
-A run whose roles overlap perfectly and that computes nothing else takes the longest of them, or their sum
-over the cores, whichever is more. Generation comes first, in a process of its own; the other two take turns
-on its completions, so all three see the same lengths.
+Models have the precision of the run's roles, and rows lie as in its trainer. A run whose roles overlap
+perfectly and that computes nothing else takes the longest of them, or their sum over the cores, whichever is
+more. Generation comes first, in a process of its own; the other two take turns on its completions, so all
+three see the same lengths.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from distill.bench import toy
 from distill.bench.local_evaluation import with_evaluation
 from distill.bench.runner import Figures, Work, cores, interleaved, markdown
 from distill.config import RunConfig
-from distill.evaluation.models import load_model, load_student
+from distill.evaluation.models import load_model
 from distill.evaluation.reference import LanguageModel
 from distill.launch.replica_command import command
 from distill.prompts.sources import open_prompts
+from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.config import student_topk
+from student_trainer.varlen import pack_rows
 from sync.decoding import json_decoder
 from sync.errors import ConfigError, DistillError
 from sync.tokenizers import load_tokenizer, vocab_size
@@ -70,10 +73,12 @@ def measured(config: RunConfig) -> Figures:
     made = completions(batch, generated["completions"], student_topk(config.objective))
     torch.set_num_threads(1)
     vocab = vocab_size(tokenizer)
-    loaded = load_model(teacher, "cpu"), load_student(config.student, None, "cpu")
+    loaded = load_model(teacher, "cpu", teacher.dtype), load_model(config.student, "cpu", precision(config))
     scorer, live = (LanguageModel(one, find_head(one, vocab)) for one in loaded)
+    if varlen := config.trainer.packing == "varlen":
+        pack_rows(live.model, config.trainer.attention)
     engine, objective = TransformersEngine(scorer.model, vocab), config.objective
-    trainee = toy.Trainee(live, scorer, vocab, objective)
+    trainee = toy.Trainee(live, scorer, vocab, objective, varlen)
     rows = toy.rows_of(made, toy.score(engine, made, objective), 0, by_teacher=False)
     works = {
         "score": Work(lambda: toy.score(engine, made, objective)),
@@ -90,6 +95,11 @@ def measured(config: RunConfig) -> Figures:
         "rollouts": len(batch),
         "completion_tokens": len(made.logp_C),
     }
+
+
+def precision(config: RunConfig) -> str:
+    """Of the weights that the trainer computes with."""
+    return "bfloat16" if deepspeed_config(config.trainer).get("bf16", {}).get("enabled") else "float32"
 
 
 def limit_ms(costs: Mapping[str, float], count: int) -> float:

@@ -239,18 +239,24 @@ class Trainee:
     """A model with the trainer's loss and AdamW, in one process."""
 
     def __init__(
-        self, live: LanguageModel, teacher: LanguageModel, vocab: int, config: objectives.ObjectiveConfig
+        self,
+        live: LanguageModel,
+        teacher: LanguageModel,
+        vocab: int,
+        config: objectives.ObjectiveConfig,
+        varlen: bool = False,
     ) -> None:
+        """`varlen`: rows lie end to end, for which `pack_rows` has prepared `live`; else they are padded."""
         head, shape = teacher.head, head_shape(live.model.config, vocab, temperature=1.0)
         theirs = HeadWeights(head.weight_VH, head.bias_V, HeadShape(vocab, head.scale, head.soft_cap))
-        self._student, self._vocab = Student(live.model, shape, HEAD_CHUNK), vocab
+        self._student, self._vocab = Student(live.model, shape, HEAD_CHUNK, varlen), vocab
         self._loss = loss_of(config, (), (theirs,) if objectives.needs(config).hidden else ())
         self._optimizer = torch.optim.AdamW(self._student.parameters(), betas=BETAS, weight_decay=0.0)
 
     def step(self, rows: Rows, step: int, rate: float) -> dict[str, Any]:
         """One optimizer step on one micro-batch at learning rate `rate`; its counts."""
-        micro = collate(rows, step, self._vocab)
-        loss, _ = self._student(micro.tokens_RL, micro.positions_C, micro.targets, self._loss)
+        micro = collate(rows, step, self._vocab, self._student.varlen)
+        loss, _ = self._student(micro.tokens_RL, micro.positions_C, micro.targets, self._loss, micro.layout)
         (loss / micro.counts["tokens"]).backward()
         for group in self._optimizer.param_groups:
             group.update(lr=rate)

@@ -1,4 +1,4 @@
-"""Models that the evaluator loads: in fp32 on one device."""
+"""Models on one device, in fp32 for the evaluator."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from teacher_service.engines.transformers import find_device
 Device = Literal["auto", "cpu", "cuda"]
 
 
-def load_model(source: ModelSource, device: Device = "auto") -> Any:
-    """A model folder or Hub id."""
-    return _load(source).to(find_device(device)).eval()
+def load_model(source: ModelSource, device: Device = "auto", dtype: Any = torch.float32) -> Any:
+    """A model folder or Hub id; `dtype` as in transformers' from_pretrained."""
+    return _load(source, dtype).to(find_device(device)).eval()
 
 
 def load_student(student: ModelSource, folder: Path | None, device: Device = "auto") -> Any:
