@@ -19,8 +19,8 @@ COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
 
-test: $(STAMP)  ## the whole test suite, four parts at a time: the longest first, so that none is left alone at the end
-	$(MAKE) --no-print-directory --jobs=4 test-distill test-packages test-runs test-faults test-engines test-ranks types lint
+test: $(STAMP)  ## the whole test suite, five parts at a time
+	$(MAKE) --no-print-directory --jobs=5 test-distill test-packages test-runs test-faults test-engines test-ranks types lint
 
 test-faults: WHICH = tests/integration -v -m faults
 test-runs: WHICH = tests/integration -v -m "run and not faults"
