@@ -14,23 +14,25 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-faults test-runs test-engines test-ranks test-wide test-distill test-packages test-cluster coverage mutants gpu-check v2-runner environments ray docs setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-ranks test-wide test-distill test-distill-a-l test-distill-m-z test-packages test-cluster coverage mutants gpu-check v2-runner environments ray docs setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
 
-test: $(STAMP)  ## the whole test suite, five parts at a time
-	$(MAKE) --no-print-directory --jobs=5 test-distill test-packages test-runs test-faults test-engines test-ranks types lint
+test: $(STAMP)  ## the whole test suite, four parts at a time
+	$(MAKE) --no-print-directory --jobs=4 test-distill test-runs test-faults test-engines test-packages test-ranks types lint
 
 test-faults: WHICH = tests/integration -v -m faults
 test-runs: WHICH = tests/integration -v -m "run and not faults"
 test-engines: WHICH = tests/integration -v -m "not run and not ranks and not wide"
 test-ranks: WHICH = tests/integration -v -m "ranks and not run"
 test-wide: WHICH = tests/integration -v -m wide
-test-distill: WHICH = tests/unit/distill tests/test_*.py
-test-distill: $(ENVIRONMENTS)/.installed
+test-distill: test-distill-a-l test-distill-m-z
+test-distill-a-l: WHICH = tests/unit/distill/test_[a-l]*.py tests/test_*.py
+test-distill-m-z: WHICH = tests/unit/distill/test_[m-z]*.py
+test-distill-m-z: $(ENVIRONMENTS)/.installed
 test-packages: WHICH = tests/unit --ignore=tests/unit/distill
-test-faults test-runs test-engines test-ranks test-wide test-distill test-packages: test-%: $(STAMP)
+test-faults test-runs test-engines test-ranks test-wide test-distill-a-l test-distill-m-z test-packages: test-%: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --durations=10 $(WHICH) | sed -u 's/^/$* | /'
 
 test-cluster: $(RAY)/.installed  ## roles and whole runs under Slurm and Ray, where they are there; not in `make test`
