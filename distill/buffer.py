@@ -17,7 +17,7 @@ Under the policy "wait" the batch of step s is held while a rollout is in flight
 step s + 1. The capacity rule leaves at most one batch of those: whatever comes in time is trained on.
 
 The limit bounds the age; the depth of the buffer decides it. A rollout that is started sooner than needed
-waits and ages, so `Depth` keeps as few outstanding as keep the trainer busy.
+waits and ages, so `Depth` keeps as few outstanding as cost the trainer no speed.
 """
 
 from __future__ import annotations

@@ -42,6 +42,11 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
     return config
 
 
+def in_bf16(config: Mapping[str, Any]) -> bool:
+    """Whether the model computes with weights in bf16; else they are fp32."""
+    return bool(config.get("bf16", {}).get("enabled"))
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())

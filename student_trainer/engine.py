@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from student_trainer import checkpoint, expert_parallel, sequence_parallel
 from student_trainer.checkpoint_files import Index
 from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
-from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.expert_check import Originals, check_experts, originals
 from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project, token_logp
 from student_trainer.model_check import check_head, check_rows, plain
@@ -236,7 +236,7 @@ def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
     settings, source = config.trainer, config.student
     ds_config = deepspeed_config(settings)
     partitioning = HfDeepSpeedConfig(ds_config)
-    bf16 = bool(ds_config.get("bf16", {}).get("enabled"))
+    bf16 = in_bf16(ds_config)
     model = _pretrained(config, torch.bfloat16 if bf16 else torch.float32)
     tokenizer, text = load_tokenizer(source), plain(model).config.get_text_config()
     vocab = vocab_size(tokenizer)

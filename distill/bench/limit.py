@@ -35,7 +35,7 @@ from distill.evaluation.models import load_model
 from distill.evaluation.reference import LanguageModel
 from distill.launch.replica_command import command
 from distill.prompts.sources import open_prompts
-from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.objectives.config import student_topk
 from student_trainer.varlen import pack_rows
 from sync.decoding import json_decoder
@@ -73,7 +73,8 @@ def measured(config: RunConfig) -> Figures:
     made = completions(batch, generated["completions"], student_topk(config.objective))
     torch.set_num_threads(1)
     vocab = vocab_size(tokenizer)
-    loaded = load_model(teacher, "cpu", teacher.dtype), load_model(config.student, "cpu", precision(config))
+    precision = torch.bfloat16 if in_bf16(deepspeed_config(config.trainer)) else torch.float32
+    loaded = load_model(teacher, "cpu", teacher.dtype), load_model(config.student, "cpu", precision)
     scorer, live = (LanguageModel(one, find_head(one, vocab)) for one in loaded)
     if varlen := config.trainer.packing == "varlen":
         pack_rows(live.model, config.trainer.attention)
@@ -95,11 +96,6 @@ def measured(config: RunConfig) -> Figures:
         "rollouts": len(batch),
         "completion_tokens": len(made.logp_C),
     }
-
-
-def precision(config: RunConfig) -> str:
-    """Of the weights that the trainer computes with."""
-    return "bfloat16" if deepspeed_config(config.trainer).get("bf16", {}).get("enabled") else "float32"
 
 
 def limit_ms(costs: Mapping[str, float], count: int) -> float:
