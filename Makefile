@@ -19,7 +19,7 @@ COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
 
-test: $(STAMP)  ## the whole test suite, four parts at a time
+test: $(STAMP) $(ENVIRONMENTS)/.installed  ## the whole test suite, four parts at a time
 	$(MAKE) --no-print-directory --jobs=4 test-distill test-runs test-faults test-engines test-packages test-ranks types lint
 
 test-faults: WHICH = tests/integration -v -m faults
