@@ -1,12 +1,12 @@
 """A whole LoRA run with real engines, and a replica that follows adapters: in flight, digests, equality."""
 
-import asyncio
 import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -24,7 +24,7 @@ from vllm_replica import (
     Server,
     broadcast,
     generate,
-    more_tokens,
+    generate_across,
     prompt_logprobs,
     save_model,
     update,
@@ -121,12 +121,13 @@ async def test_a_replica_follows_adapters_while_it_generates(setup):
         (before,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
         assert before.spans == [VersionSpan(Version(0, 0), 0, 24)]
         assert error(base, None, [5, 6, 7], before) < TOLERANCE
-        flight = asyncio.create_task(generate(peer, [[5, 6, 7], [8, 9]], max_tokens=400))
-        for step in (1, 2):
-            await more_tokens(peer)
+
+        async def updated(step: int) -> None:
             reply = await update(peer, step, kv_on_swap="recompute")
             assert (reply.version, reply.bytes_read > 0) == (Version(1, step), True)
-        answers = await flight
+
+        updates = [partial(updated, step) for step in (1, 2)]
+        answers = await generate_across(peer, [[5, 6, 7], [8, 9]], updates, max_tokens=400)
         (after,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
     for prompt, answer in zip([[5, 6, 7], [8, 9]], answers, strict=True):
         assert [span.version for span in answer.spans][-2:] == [Version(1, 1), Version(1, 2)]

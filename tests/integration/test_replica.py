@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,7 +22,7 @@ from vllm_replica import (
     Versions,
     broadcast,
     generate,
-    more_tokens,
+    generate_across,
     prompt_logprobs,
     save_model,
     until,
@@ -215,12 +216,11 @@ async def test_a_swapped_replica_scores_like_a_fresh_engine_and_one_scaled_proje
 async def test_requests_in_flight_go_on_across_updates(server, folders):
     async with server.peer() as peer:
         first = (await peer.call("/distill/v1/state", None, ReplicaState)).version.step % 2 + 1
-        flight = asyncio.create_task(generate(peer, PROMPTS[:4], max_tokens=500))
-        await more_tokens(peer)
-        await update(peer, first, kv_on_swap="keep")
-        await more_tokens(peer)
-        await update(peer, 3 - first, kv_on_swap="recompute")
-        answers = await flight
+        updates = [
+            partial(update, peer, first, kv_on_swap="keep"),
+            partial(update, peer, 3 - first, kv_on_swap="recompute"),
+        ]
+        answers = await generate_across(peer, PROMPTS[:4], updates, max_tokens=500)
     for prompt, answer in zip(PROMPTS, answers, strict=False):
         steps = [span.version.step for span in answer.spans]
         assert steps[-2:] == [first, 3 - first]
@@ -382,7 +382,9 @@ async def test_what_the_proof_cannot_ask_is_one_message(server):
 async def test_a_client_that_leaves_aborts_its_completions(server):
     async with server.peer() as peer:
         flight = asyncio.create_task(generate(peer, PROMPTS * 4, max_tokens=500))
-        await until(peer, lambda state: state.requests > 0)
+        while (await peer.call("/distill/v1/state", None, ReplicaState)).requests == 0:
+            if flight.done():  # before this process came to look
+                flight = asyncio.create_task(generate(peer, PROMPTS * 4, max_tokens=500))
         flight.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await flight

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +183,29 @@ async def until(peer: Peer, holds: Callable[[ReplicaState], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def more_tokens(peer: Peer, count: int = 4) -> None:
-    """Until the replica has generated so many more."""
+async def more_tokens(peer: Peer, flight: asyncio.Task[Any], count: int = 4) -> None:
+    """Until the replica has generated so many more, or `flight` has ended."""
     before = (await peer.call("/distill/v1/state", None, ReplicaState)).tokens
     assert before is not None
-    await until(peer, lambda state: (state.tokens or 0) >= before + count)
+    await until(peer, lambda state: flight.done() or (state.tokens or 0) >= before + count)
+
+
+async def generate_across(
+    peer: Peer, prompts: list[list[int]], updates: list[Callable[[], Awaitable[Any]]], **sampling: Any
+) -> list[Generated]:
+    """What requests that are in flight at each of `updates` are answered, by weights of all of them.
+
+    Where this process has to wait for a processor they may have ended before: then again.
+    """
+    for _ in range(10):
+        flight = asyncio.create_task(generate(peer, prompts, **sampling))
+        for one in updates:
+            await more_tokens(peer, flight)
+            await one()
+        answers = await flight
+        if all(len(answer.spans) > len(updates) for answer in answers):
+            return answers
+    raise AssertionError(f"ten times requests ended before {len(updates)} updates: {answers[0].spans}")
 
 
 async def update(peer: Peer, step: int, **options: Any) -> UpdateReply:

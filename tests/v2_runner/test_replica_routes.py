@@ -115,7 +115,7 @@ async def test_after_a_swap_earlier_tokens_keep_the_routes_that_sampled_from_the
 ) -> None:
     async with server.peer() as peer:
         flight = asyncio.create_task(generate(peer, PROMPTS, max_tokens=120, routes=True))
-        await more_tokens(peer, 40)
+        await more_tokens(peer, flight, 40)
         with pytest.raises(RemoteError, match="would share prefixes between versions"):
             await update(peer, 2, kv_on_swap="keep")
         await update(peer, 2)
