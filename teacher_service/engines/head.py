@@ -22,8 +22,10 @@ from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 
 CPU_ROWS: Final = 256
 """Rows of logits at once on a CPU, at most: more leave its caches."""
-SHORT_ROW: Final = 8192
-"""Columns up to which numpy partitions a row in half the time of torch's topk on a CPU."""
+CPU_COLUMNS: Final = 4096
+"""Columns of logits that are summed at once on a CPU: more leave its nearest cache."""
+BLOCK: Final = 8
+"""Columns of a row of which only the largest is compared first, on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _scores_of(
     logits_cV: torch.Tensor, targets_c: torch.Tensor, wanted_cK: torch.Tensor | None, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
     """Scores of one chunk from its float32 logits, which are overwritten."""
-    norm_c = logits_cV.logsumexp(1)
+    norm_c = log_sum_exp(logits_cV)
     scores = {"logprob_C": logits_cV.gather(1, targets_c[:, None])[:, 0] - norm_c}
     if options.topk:
         top_cK, ids_cK = largest(logits_cV, options.topk)
@@ -277,11 +279,37 @@ def _scores_of(
     return scores
 
 
+def log_sum_exp(logits_cV: torch.Tensor) -> torch.Tensor:
+    """[c]; on a CPU by parts of a row, at 150,000 columns in a third of a whole row's time."""
+    if logits_cV.is_cuda or logits_cV.shape[1] <= CPU_COLUMNS:
+        return logits_cV.logsumexp(1)
+    return torch.stack([part.logsumexp(1) for part in logits_cV.split(CPU_COLUMNS, 1)]).logsumexp(0)
+
+
 def largest(values_cV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest values of each row [c, k], the largest first, and their places."""
-    if values_cV.is_cuda or values_cV.shape[1] > SHORT_ROW:
+    """The k largest values of each row [c, k], the largest first, and their places.
+
+    On a CPU a row is cut into blocks; what is among its k largest is in the k blocks of the largest maxima.
+    """
+    if values_cV.is_cuda:
         top = values_cV.topk(k, dim=1)
         return top.values, top.indices
-    places_ck = torch.from_numpy(np.argpartition(values_cV.numpy(), -k, axis=1)[:, -k:])
-    top_ck, order_ck = values_cV.gather(1, places_ck).sort(1, descending=True)
-    return top_ck, places_ck.gather(1, order_ck)
+    columns = values_cV.shape[1]
+    blocks = columns // BLOCK
+    if blocks <= k:
+        candidates_ck = _places(values_cV, k)
+    else:
+        # column j is of block j % blocks: maxima are taken of long stretches
+        maxima_cb = values_cV[:, : blocks * BLOCK].unflatten(1, (BLOCK, blocks)).amax(1)
+        first_ck = _places(maxima_cb, k)
+        within_cN = (first_ck[:, None] + blocks * torch.arange(BLOCK)[:, None]).flatten(1)
+        rest_cR = torch.arange(blocks * BLOCK, columns).expand(len(values_cV), -1)
+        within_cN = torch.cat([within_cN, rest_cR], dim=1)
+        candidates_ck = within_cN.gather(1, _places(values_cV.gather(1, within_cN), k))
+    top_ck, order_ck = values_cV.gather(1, candidates_ck).sort(1, descending=True)
+    return top_ck, candidates_ck.gather(1, order_ck)
+
+
+def _places(values_cV: torch.Tensor, k: int) -> torch.Tensor:
+    """Of the k largest values of each row [c, k], in no order; numpy selects in half of torch's time."""
+    return torch.from_numpy(np.argpartition(values_cV.numpy(), -k, axis=1)[:, -k:])

@@ -12,7 +12,7 @@ import transformers
 
 from sync.errors import ConfigError
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.head import SHORT_ROW, OutputHead, find_head, largest, load_head
+from teacher_service.engines.head import CPU_COLUMNS, OutputHead, find_head, largest, load_head, log_sum_exp
 
 VOCAB, PADDED = 37, 48
 SMALL = {
@@ -89,10 +89,24 @@ def test_a_head_that_bf16_cannot_hold_is_multiplied_in_fp32() -> None:
     assert float((OutputHead(weight, None).placed(CPU).logits(hidden) - exact).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize(("width", "k"), [(37, 37), (37, 1), (4096, 64), (SHORT_ROW + 1, 64)])
+@pytest.mark.parametrize(("width", "k"), [(37, 37), (37, 1), (519, 64), (520, 64), (4096, 64), (4103, 64)])
 def test_the_largest_of_each_row_are_those_of_topk(width: int, k: int) -> None:
     values = torch.stack([torch.randperm(width) for _ in range(9)]).float()
     top, places = largest(values, k)
     expected = values.topk(k, dim=1)
     assert torch.equal(top, expected.values)
     assert torch.equal(places, expected.indices)
+
+
+def test_of_equal_values_the_largest_are_different_places() -> None:
+    values = torch.randint(3, (9, 600)).float()
+    top, places = largest(values, 64)
+    assert torch.equal(top, values.topk(64, dim=1).values)
+    assert torch.equal(values.gather(1, places), top)
+    assert all(len(set(row)) == 64 for row in places.tolist())
+
+
+@pytest.mark.parametrize("width", [1, CPU_COLUMNS, CPU_COLUMNS + 1, 3 * CPU_COLUMNS])
+def test_the_sum_by_parts_is_that_of_whole_rows(width: int) -> None:
+    values = 20 * torch.randn(5, width)
+    assert torch.allclose(log_sum_exp(values).double(), values.double().logsumexp(1), atol=1e-5)
