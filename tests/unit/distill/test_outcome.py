@@ -77,7 +77,7 @@ async def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
 
 def test_a_card_or_page_that_cannot_be_written_is_said_and_no_more(tmp_path: Path) -> None:
     said: list[str] = []
-    config = make_config(run={"folder": tmp_path})
+    config = make_config(run={"folder": tmp_path}, student={"path": str(tmp_path)})
     (config.run_dir / "final" / "README.md").mkdir(parents=True)
     (config.run_dir / "metrics.jsonl").write_text("{}\n")
     tokens = {"tokens_total": 1}
