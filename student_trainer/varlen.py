@@ -2,10 +2,11 @@
 
 The functions here are registered with transformers under the names in IMPLEMENTATIONS. On GPUs they call
 torch's flash attention for rows of unlike lengths where it computes what the model asks for; otherwise, and
-on CPUs, rows are computed one by one. Whatever they do not compute exactly they refuse by name.
+on CPUs, long rows are computed one by one and short ones in groups of about one length. Whatever they do not
+compute exactly they refuse by name.
 
-Letters: B sequences (1 when rows are packed), S tokens of all rows, L tokens of one row, H heads (keys and
-values may have fewer), D size of a head.
+Letters: B sequences (1 when rows are packed; the rows of a group), S tokens of all rows, L tokens of one row,
+H heads (keys and values may have fewer), D size of a head.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final
+from functools import cached_property, partial
+from itertools import groupby
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,7 +35,24 @@ NEUTRAL: Final = frozenset(
     + ["position_ids", "return_dict", "use_cache"]
 )
 """Arguments of an attention function that change nothing of what it computes."""
+STRETCH: Final = 8
+"""Rows of lengths between two of its multiples are computed together, stretched to the same length."""
+TOGETHER: Final = 1 << 16
+"""Elements of the matrices of one head, at most, that rows are computed together with: longer rows gain
+nothing."""
 _REMEDY: Final = 'set trainer.packing = "padded", and trainer.sequence_parallel = 1 where it is more'
+
+
+class Groups(NamedTuple):
+    """Which rows are computed together."""
+
+    sizes: list[tuple[int, int]]
+    """(rows, length) of each group"""
+    source_P: Tensor
+    """int64: place in the sequence of every token of all groups; a row is stretched by its own last token,
+    which none of its others sees"""
+    home_S: Tensor
+    """int64: place among those of every token of the sequence"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,20 @@ class PackedRows:
     """Tokens of each, at least 1."""
     modules: set[int] = field(default_factory=set)
     """`id` of every module that computed its attention row by row; filled by the functions of this file."""
+
+    @cached_property
+    def groups(self) -> Groups:
+        """On the CPU."""
+        begins = np.cumsum((0, *self.lengths))
+        sizes, sources, home_S, at = [], list[np.ndarray](), np.empty(begins[-1], np.int64), 0
+        for length, rows in _together(self.lengths):
+            sizes.append((len(rows), length))
+            for row in rows:
+                own = self.lengths[row]
+                sources.append(begins[row] + np.arange(length).clip(max=own - 1))
+                home_S[begins[row] : begins[row + 1]] = at + np.arange(own)
+                at += length
+        return Groups(sizes, torch.from_numpy(np.concatenate(sources)), torch.from_numpy(home_S))
 
     def positions(self) -> Tensor:
         """int64 [1, S]: place of every token in its row."""
@@ -60,6 +94,18 @@ class PackedRows:
             "max_length_q": longest,
             "max_length_k": longest,
         }
+
+
+def _together(lengths: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
+    """(length, rows) of each group; a row by itself keeps its own length."""
+
+    def stretched(row: int) -> int:
+        return -(-lengths[row] // STRETCH) * STRETCH
+
+    for length, same in groupby(sorted(range(len(lengths)), key=stretched), stretched):
+        rows, most = list(same), max(1, TOGETHER // length**2)
+        for some in (rows[i : i + most] for i in range(0, len(rows), most)):
+            yield max(lengths[row] for row in some), some
 
 
 def pack_rows(model: Any, attention: str) -> None:
@@ -156,23 +202,34 @@ def row_attention(
     if odd:
         raise _refused(module, f"asks for {', '.join(sorted(odd))}, which is not computed row by row")
     window = sliding_window if attention_mask is None else attention_mask
-    lengths = packed_rows.lengths if packed_rows else (query_BHSD.shape[2],)
     if packed_rows:
         packed_rows.modules.add(id(module))
     given = query_BHSD, key_BHSD, value_BHSD
     if exact or softcap is not None or s_aux is not None:
-        one_row: Callable[..., Tensor] = partial(_by_matrix, softcap=softcap, sink_H=s_aux)
+        by_rows: Callable[..., Tensor] = partial(_by_matrix, softcap=softcap, sink_H=s_aux)
     elif packed_rows and cu_seq_lens_q is not None and _has_kernel(*given):
-        return _by_kernel(given, cu_seq_lens_q, max(lengths), window, scaling), None
+        return _by_kernel(given, cu_seq_lens_q, max(packed_rows.lengths), window, scaling), None
     else:
-        one_row = _by_sdpa
-    rows = zip(*(states.split(lengths, dim=2) for states in given), strict=True)
-    done = [one_row(*row, window, scaling) for row in rows]
-    return torch.cat(done, 2).transpose(1, 2).contiguous(), None
+        by_rows = _by_sdpa
+    if packed_rows is None:
+        return by_rows(*given, window, scaling).transpose(1, 2).contiguous(), None
+    return _by_groups(packed_rows.groups, given, partial(by_rows, window=window, scale=scaling)), None
+
+
+def _by_groups(groups: Groups, given: tuple[Tensor, ...], by_rows: Callable[..., Tensor]) -> Tensor:
+    """[1, S, H, D]; `by_rows` computes rows of one length."""
+    source_P, home_S = (places.to(given[0].device) for places in (groups.source_P, groups.home_S))
+    tokens = [rows * length for rows, length in groups.sizes]
+    parts = [states[0].transpose(0, 1).index_select(0, source_P).split(tokens) for states in given]
+    done = []
+    for size, *part in zip(groups.sizes, *parts, strict=True):
+        found_BHLD = by_rows(*(states_PHD.unflatten(0, size).transpose(1, 2) for states_PHD in part))
+        done.append(found_BHLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(done).index_select(0, home_S)[None]
 
 
 def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
-    """One row, [B, H, L, D], by torch's own function."""
+    """Rows of one length, [B, H, L, D], by torch's own function."""
     length, grouped = query.shape[2], query.shape[1] != key.shape[1]
     seen_LL = _seen(length, window, query.device) if window is not None and window < length else None
     return scaled_dot_product_attention(
@@ -189,7 +246,7 @@ def _by_matrix(
     softcap: float | None,
     sink_H: Tensor | None,
 ) -> Tensor:
-    """One row, [B, H, L, D], by the [L, L] matrix of every head."""
+    """Rows of one length, [B, H, L, D], by the [L, L] matrix of every head."""
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
     score_BHLL = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)

@@ -99,19 +99,24 @@ def test_no_row_sees_another_and_a_window_counts_the_token_itself(window: int | 
         begin += length
 
 
-def test_every_row_is_computed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Σ l² products and not (Σ l)²."""
+def test_rows_of_about_one_length_are_computed_together_and_long_ones_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """About Σ l² products and not (Σ l)²."""
     from student_trainer import varlen
 
-    sizes: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int, int]] = []
 
     def counted(query: Tensor, key: Tensor, *rest: Any, **more: Any) -> Tensor:
-        sizes.append((query.shape[2], key.shape[2]))
+        sizes.append((query.shape[0], query.shape[2], key.shape[2]))
         return torch.nn.functional.scaled_dot_product_attention(query, key, *rest, **more)
 
     monkeypatch.setattr(varlen, "scaled_dot_product_attention", counted)
     loss_and_gradients(packed("Llama", "sdpa"), together=True)
-    assert sizes == 2 * [(length, length) for length in LENGTHS]
+    assert sizes == 2 * [(3, 4, 4), (2, 12, 12)], "1, 4 and 2 tokens; 9 and 12"
+    short = varlen.TOGETHER // 64
+    assert PackedRows((8,) * (short + 1)).groups.sizes == [(short, 8), (1, 8)]
+    assert PackedRows((300, 7, 301, 299)).groups.sizes == [(1, 7), (1, 300), (1, 301), (1, 299)]
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
