@@ -81,7 +81,7 @@ class TrialCache:
         """The result of a trial: from the file, or from `run` and then in the file."""
         key = _digest(sources(), json.dumps(settings, sort_keys=True))
         if key not in self._found:
-            log.info("trial: %s", settings)
+            log.info("trial: %.200s", settings)
             line = {"key": key, "settings": settings, "result": run()}
             lines = JsonLines(self._path)
             lines.write(line)

@@ -39,11 +39,7 @@ from teacher_service.engines.base import Item
 QUEUE_TOKENS: Final = 1 << 18
 STOCK_SERVER: Final = "sync.replica.plugin"
 """vLLM's API server, unchanged, on a port that is held for it."""
-ENGINE_ARGS: Final = {
-    "enforce_eager": True,
-    "distributed_executor_backend": "uni",
-    "kv_cache_memory_bytes": 1 << 30,
-}
+ENGINE_ARGS: Final = {"kv_cache_memory_bytes": 1 << 30}
 VLLM_ENVIRONMENT: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_PLUGINS": PLUGIN,
@@ -294,8 +290,7 @@ def _teacher(engine: str, setting: Setting, folder: Path, ports: Ports) -> Child
 
 def _stock_server(setting: Setting, ports: Ports) -> ChildSpec:
     length = PROMPT_TOKENS + setting.completion + 1
-    flags = ["--enforce-eager", "--distributed-executor-backend=uni"]
-    flags += [f"--kv-cache-memory-bytes={ENGINE_ARGS['kv_cache_memory_bytes']}"]
+    flags = ["--enforce-eager", f"--kv-cache-memory-bytes={ENGINE_ARGS['kv_cache_memory_bytes']}"]
     flags += [f"--dtype={setting.dtype}", f"--model={setting.model}"]
     flags += ["--max-logprobs=64", f"--max-model-len={length}"]
     return _server("stock", ports, STOCK_SERVER, *flags)

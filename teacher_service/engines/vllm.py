@@ -43,6 +43,8 @@ DEFAULTS: Final = {
     "gpu_memory_utilization": 0.85,  # of the rest, the head and its logits take a few GB of the first GPU
     "disable_log_stats": True,
 }
+WORKERS: Final = frozenset(["tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"])
+"""Arguments that say in how many processes an engine computes."""
 
 
 class HiddenStates(Protocol):
@@ -166,10 +168,14 @@ class LocalStates:
         os.environ["VLLM_PLUGINS"] = ",".join({PLUGIN, *filter(None, others)})  # for its patches
         from vllm import PoolingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        arguments = engine_args(config, dtype)
+        if current_platform.is_cpu():
+            arguments = on_cpu(arguments, config.threads)
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(config, dtype)))
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except (TypeError, ValueError, OSError, RuntimeError) as error:
             raise ConfigError(f"vLLM cannot serve {config.path!r}: {error}") from error
         self.max_length = int(self._llm.model_config.max_model_len)
@@ -237,3 +243,20 @@ def engine_args(config: TeacherConfig, dtype: torch.dtype) -> dict[str, Any]:
             "dtype, max_length) and from what a teacher returns: remove them"
         )
     return DEFAULTS | given | own | {"hf_overrides": overrides}
+
+
+def on_cpu(arguments: dict[str, Any], threads: int | None) -> dict[str, Any]:
+    """`arguments` with what a CPU shared with other roles wants; vLLM reads the rest from variables set here.
+
+    Its executor for several processes waits for the only worker in a busy loop: a core that others need.
+    """
+    defaults: dict[str, Any] = {"enforce_eager": True}
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if threads:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    if not WORKERS & arguments.keys():
+        defaults["distributed_executor_backend"] = "uni"
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM has several processes all the same
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    return defaults | arguments

@@ -49,7 +49,6 @@ ENVIRONMENT = {
 }
 ENGINE_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_num_batched_tokens": 64}
 """Steps of 64 tokens: longer sequences are prefilled in parts."""
-UNI = {"distributed_executor_backend": "uni"}
 SERVER_FLAGS = (
     "--dtype=float32",
     "--enforce-eager",
@@ -100,18 +99,19 @@ class Processes:
     def __init__(self, tmp: Path) -> None:
         self._tmp, self._started = tmp, list[tuple[str, Forked | subprocess.Popen[bytes]]]()
 
-    def start(self, *words: str) -> str:
+    def start(self, *words: str, **environment: str) -> str:
         """URL of a module that is started with the port as its last argument."""
         port, log = free_port(), self._tmp / f"{len(self._started)}.log"
         with log.open("wb") as file:
             line = [sys.executable, "-m", *words, "--port", str(port)]
-            process = start(line, os.environ | ENVIRONMENT, file, imports=VLLM)
+            process = start(line, os.environ | ENVIRONMENT | environment, file, imports=VLLM)
         self._started.append((f"http://127.0.0.1:{port}", process))
         return self._started[-1][0]
 
     def server(self, folder: Path, *flags: str) -> str:
         module = "vllm.entrypoints.openai.api_server"
-        return self.start(module, "--model", str(folder), *SERVER_FLAGS, *flags)
+        one = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # or vLLM replaces "uni" on CPUs
+        return self.start(module, "--model", str(folder), *SERVER_FLAGS, *flags, **one)
 
     def teacher(self, folder: Path, **config: Any) -> str:
         path = self._tmp / f"{len(self._started)}.json"
@@ -125,6 +125,11 @@ class Processes:
                     while not await peer.alive():
                         assert process.poll() is None, url
                         await asyncio.sleep(0.1)
+
+    def engines(self) -> list[str]:
+        """Names of what the first server has started to compute."""
+        below = psutil.Process(self._started[0][1].pid).children(recursive=True)
+        return [one.name() for one in below if "VLLM" in " ".join([one.name(), *one.cmdline()])]
 
     def stop(self) -> None:
         alive = [process for _, process in reversed(self._started) if process.poll() is None]
@@ -152,7 +157,7 @@ def urls(folder: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) 
         found = {
             "generates": processes.server(folder, "--no-enable-chunked-prefill"),
             "pools": processes.server(folder, "--max-num-batched-tokens=64", "--max-num-seqs=32", *POOLS),
-            "experts": processes.teacher(experts, engine_args=ENGINE_ARGS | UNI),
+            "experts": processes.teacher(experts, engine_args=ENGINE_ARGS),
         }
         asyncio.run(processes.up())
         found["workers"] = processes.teacher(
@@ -242,8 +247,10 @@ async def test_data_parallel_engines_share_the_sequences_of_a_batch(
 ) -> None:
     processes = Processes(tmp_path)
     try:
-        url = processes.teacher(folder, engine_args=ENGINE_ARGS | UNI | {"data_parallel_size": 2})
+        url = processes.teacher(folder, engine_args=ENGINE_ARGS | {"data_parallel_size": 2})
         await processes.up()
+        computing = ["VLLM::DPCoordinator", "VLLM::EngineCore_DP0", "VLLM::EngineCore_DP1"]
+        assert sorted(processes.engines()) == computing, "none has workers apart"
         wire, items = sequences(0)
         expected = split(plain["workers"].score(items, ScoreOptions(5)), [item.positions for item in items])
         async with TeacherClient("v", [url]) as client:
@@ -290,7 +297,7 @@ import os, numpy as np
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build
 from teacher_service.engines.base import Item, ScoreOptions
-args = {{"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "distributed_executor_backend": "uni"}}
+args = {{"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}}
 config = TeacherConfig(path={str(folder)!r}, dtype="bfloat16", engine="vllm", engine_args=args)
 teacher = build(config, {VOCAB})
 print(teacher.score([Item(np.arange(40, dtype=np.int32) % {VOCAB}, 1)], ScoreOptions()).logprob_C.shape)

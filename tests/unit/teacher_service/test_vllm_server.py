@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from teacher_service.engines.base import (
     ScoreOptions,
 )
 from teacher_service.engines.head import OutputHead
-from teacher_service.engines.vllm import VllmEngine, engine_args
+from teacher_service.engines.vllm import VllmEngine, engine_args, on_cpu
 from teacher_service.engines.vllm_server import ServedCompletions, ServedStates
 
 V = 11
@@ -254,3 +255,18 @@ def test_engine_args_that_a_teacher_sets_itself_are_refused_by_name(name: str) -
     config = TeacherConfig(path="m", engine="vllm", engine_args={name: True})
     with pytest.raises(ConfigError, match=f"engine_args sets {name.replace('-', '_')}, which follow"):
         engine_args(config, torch.float32)
+
+
+def test_on_a_cpu_an_engine_computes_in_one_process_unless_asked_for_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    workers = {"tensor_parallel_size": 2, "enforce_eager": False}
+    assert on_cpu(workers, None) == workers
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+    one = {"enforce_eager": True, "distributed_executor_backend": "uni", "dtype": "float32"}
+    assert on_cpu({"dtype": "float32"}, 2) == one
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["OMP_NUM_THREADS"] == "2"
