@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -63,20 +63,14 @@ class PackedRows:
     """Tokens of each, at least 1."""
     modules: set[int] = field(default_factory=set)
     """`id` of every module that computed its attention row by row; filled by the functions of this file."""
+    grouped: dict[torch.device, Groups] = field(default_factory=dict, compare=False)
+    """Filled by `groups`."""
 
-    @cached_property
-    def groups(self) -> Groups:
-        """On the CPU."""
-        begins = np.cumsum((0, *self.lengths))
-        sizes, sources, home_S, at = [], list[np.ndarray](), np.empty(begins[-1], np.int64), 0
-        for length, rows in _together(self.lengths):
-            sizes.append((len(rows), length))
-            for row in rows:
-                own = self.lengths[row]
-                sources.append(begins[row] + np.arange(length).clip(max=own - 1))
-                home_S[begins[row] : begins[row + 1]] = at + np.arange(own)
-                at += length
-        return Groups(sizes, torch.from_numpy(np.concatenate(sources)), torch.from_numpy(home_S))
+    def groups(self, device: torch.device) -> Groups:
+        """Placed on `device`, once for all layers."""
+        if device not in self.grouped:
+            self.grouped[device] = _groups(self.lengths, device)
+        return self.grouped[device]
 
     def positions(self) -> Tensor:
         """int64 [1, S]: place of every token in its row."""
@@ -94,6 +88,20 @@ class PackedRows:
             "max_length_q": longest,
             "max_length_k": longest,
         }
+
+
+def _groups(lengths: tuple[int, ...], device: torch.device) -> Groups:
+    begins = np.cumsum((0, *lengths))
+    sizes, sources, home_S, at = [], list[np.ndarray](), np.empty(begins[-1], np.int64), 0
+    for length, rows in _together(lengths):
+        sizes.append((len(rows), length))
+        for row in rows:
+            own = lengths[row]
+            sources.append(begins[row] + np.arange(length).clip(max=own - 1))
+            home_S[begins[row] : begins[row + 1]] = at + np.arange(own)
+            at += length
+    places = (torch.from_numpy(each).to(device) for each in (np.concatenate(sources), home_S))
+    return Groups(sizes, *places)
 
 
 def _together(lengths: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
@@ -213,19 +221,19 @@ def row_attention(
         by_rows = _by_sdpa
     if packed_rows is None:
         return by_rows(*given, window, scaling).transpose(1, 2).contiguous(), None
-    return _by_groups(packed_rows.groups, given, partial(by_rows, window=window, scale=scaling)), None
+    groups = packed_rows.groups(query_BHSD.device)
+    return _by_groups(groups, given, partial(by_rows, window=window, scale=scaling)), None
 
 
 def _by_groups(groups: Groups, given: tuple[Tensor, ...], by_rows: Callable[..., Tensor]) -> Tensor:
     """[1, S, H, D]; `by_rows` computes rows of one length."""
-    source_P, home_S = (places.to(given[0].device) for places in (groups.source_P, groups.home_S))
     tokens = [rows * length for rows, length in groups.sizes]
-    parts = [states[0].transpose(0, 1).index_select(0, source_P).split(tokens) for states in given]
+    parts = [states[0].transpose(0, 1).index_select(0, groups.source_P).split(tokens) for states in given]
     done = []
     for size, *part in zip(groups.sizes, *parts, strict=True):
         found_BHLD = by_rows(*(states_PHD.unflatten(0, size).transpose(1, 2) for states_PHD in part))
         done.append(found_BHLD.transpose(1, 2).flatten(0, 1))
-    return torch.cat(done).index_select(0, home_S)[None]
+    return torch.cat(done).index_select(0, groups.home_S)[None]
 
 
 def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:

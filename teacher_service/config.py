@@ -62,7 +62,7 @@ class TeacherConfig(ModelSource, Placement):
     """Any argument of vLLM's engine, for engine "vllm": {tensor_parallel_size = 4}. An engine of your own
     reads what it likes."""
     threads: int | None = Field(None, ge=1)
-    """torch's threads; None: its default."""
+    """Threads that compute on a CPU; None: torch's default."""
     idle_unload_seconds: float | None = Field(None, gt=0)
     """Time without work after which engine "transformers" unloads its model, until work comes; for teachers
     that share a machine. None: never."""
