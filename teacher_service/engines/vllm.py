@@ -43,8 +43,8 @@ DEFAULTS: Final = {
     "gpu_memory_utilization": 0.85,  # of the rest, the head and its logits take a few GB of the first GPU
     "disable_log_stats": True,
 }
-WORKERS: Final = frozenset(["tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"])
-"""Arguments that say in how many processes an engine computes."""
+PARALLEL: Final = frozenset(["tensor_parallel_size", "pipeline_parallel_size"])
+"""Arguments by which an engine computes in several processes."""
 
 
 class HiddenStates(Protocol):
@@ -251,12 +251,14 @@ def on_cpu(arguments: dict[str, Any], threads: int | None) -> dict[str, Any]:
     Its executor for several processes waits for the only worker in a busy loop: a core that others need.
     """
     defaults: dict[str, Any] = {"enforce_eager": True}
+    if not PARALLEL & arguments.keys():
+        defaults["distributed_executor_backend"] = "uni"
+    arguments = defaults | arguments
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if arguments.get("distributed_executor_backend") == "uni":
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM has several processes all the same
     if threads:
         variables["OMP_NUM_THREADS"] = str(threads)
-    if not WORKERS & arguments.keys():
-        defaults["distributed_executor_backend"] = "uni"
-        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM has several processes all the same
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    return defaults | arguments
+    return arguments
