@@ -43,8 +43,8 @@ DEFAULTS: Final = {
     "gpu_memory_utilization": 0.85,  # of the rest, the head and its logits take a few GB of the first GPU
     "disable_log_stats": True,
 }
-PARALLEL: Final = frozenset(["tensor_parallel_size", "pipeline_parallel_size"])
-"""Arguments by which an engine computes in several processes."""
+PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Arguments by which an engine computes in several processes, above 1."""
 
 
 class HiddenStates(Protocol):
@@ -251,7 +251,7 @@ def on_cpu(arguments: dict[str, Any], threads: int | None) -> dict[str, Any]:
     Its executor for several processes waits for the only worker in a busy loop: a core that others need.
     """
     defaults: dict[str, Any] = {"enforce_eager": True}
-    if not PARALLEL & arguments.keys():
+    if all(arguments.get(name, 1) == 1 for name in PARALLEL):
         defaults["distributed_executor_backend"] = "uni"
     arguments = defaults | arguments
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

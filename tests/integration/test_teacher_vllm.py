@@ -126,10 +126,10 @@ class Processes:
                         assert process.poll() is None, url
                         await asyncio.sleep(0.1)
 
-    def engines(self) -> list[str]:
-        """Names of what the first server has started to compute."""
+    def started_by_first(self) -> list[str]:
+        """Names of all processes below the first, multiprocessing's bookkeeper apart."""
         below = psutil.Process(self._started[0][1].pid).children(recursive=True)
-        return [one.name() for one in below if "VLLM" in " ".join([one.name(), *one.cmdline()])]
+        return [one.name() for one in below if "resource_tracker" not in " ".join(one.cmdline())]
 
     def stop(self) -> None:
         alive = [process for _, process in reversed(self._started) if process.poll() is None]
@@ -250,7 +250,7 @@ async def test_data_parallel_engines_share_the_sequences_of_a_batch(
         url = processes.teacher(folder, engine_args=ENGINE_ARGS | {"data_parallel_size": 2})
         await processes.up()
         computing = ["VLLM::DPCoordinator", "VLLM::EngineCore_DP0", "VLLM::EngineCore_DP1"]
-        assert sorted(processes.engines()) == computing, "none has workers apart"
+        assert sorted(processes.started_by_first()) == computing, "none has workers apart"
         wire, items = sequences(0)
         expected = split(plain["workers"].score(items, ScoreOptions(5)), [item.positions for item in items])
         async with TeacherClient("v", [url]) as client:

@@ -268,5 +268,7 @@ def test_on_a_cpu_an_engine_computes_in_one_process_unless_asked_for_more(
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
     one = {"enforce_eager": True, "distributed_executor_backend": "uni", "dtype": "float32"}
     assert on_cpu({"dtype": "float32"}, 2) == one
+    assert on_cpu(one | {"tensor_parallel_size": 1}, 2) == one | {"tensor_parallel_size": 1}
+    assert on_cpu({"distributed_executor_backend": "mp"}, 2)["distributed_executor_backend"] == "mp"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert os.environ["OMP_NUM_THREADS"] == "2"
