@@ -115,6 +115,7 @@ async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(cont
 async def test_an_adaptive_depth_gives_younger_rollouts_at_the_speed_of_a_full_one(
     controller, config, tmp_path: Path, steps: int, step_seconds: float, oldest_mean: float
 ) -> None:
+    asyncio.get_running_loop().threads = False  # type: ignore[attr-defined]
     found = {}
     for depth in ("full", "adaptive"):
         run = controller(
@@ -128,7 +129,7 @@ async def test_an_adaptive_depth_gives_younger_rollouts_at_the_speed_of_a_full_o
         found[depth] = ends[-1] - ends[LEARNED], summary["buffer"]["age_mean"]
     (full_seconds, full_age), (seconds, age) = found["full"], found["adaptive"]
     assert age <= min(oldest_mean, full_age + 0.05)
-    assert full_seconds / seconds >= 0.97
+    assert full_seconds / seconds >= 0.98
 
 
 async def test_staleness_zero_trains_on_fresh_rollouts_alone(controller, config) -> None:
