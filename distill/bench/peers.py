@@ -2,8 +2,8 @@
 
 Same models, prompts in the same order, batch, steps, optimizer, schedule and objective (reverse KL over the
 whole vocabulary, temperature 1). Ours is the asynchronous run of `distill bench async`; TRL gets both cores
-for its one process, and at each size the precision that is faster in a few steps before. Both are timed from
-the end of their first step. TRL lives in an environment of its own inside the folder, made once.
+for its one process. At each size either has the precision that is faster in a few steps before. Both are
+timed from the end of their first step. TRL lives in an environment of its own inside the folder, made once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -37,8 +38,16 @@ REQUIREMENTS: Final = (
     *(f"{name}=={metadata.version(name)}" for name in ("torch", "transformers")),
 )
 """Of TRL's environment, with our own torch and transformers."""
-PROBE_STEPS: Final = 8
-"""Of the runs that choose TRL's precision."""
+PRECISIONS: Final = {
+    "bf16": (),
+    "fp32": (
+        *("student.dtype=float32", "teachers.sorter.dtype=float32"),
+        'trainer.overrides={"bf16.enabled"=false}',
+    ),
+}
+"""Our settings for each; TRL has a flag. The toy's teacher is fp32 in both."""
+PROBE_STEPS: Final = 12
+"""Of the runs that choose a precision."""
 ROWS: Final = {
     "step_ms": Row("ms per step", ",.0f", -1),
     "tokens_per_second": Row("tokens generated and trained per second", ",.0f", 1),
@@ -73,15 +82,22 @@ def run(folder: Path, seeds: int = 2) -> Figures:
     python, cache = environment(folder / "trl"), TrialCache(folder / "trials.jsonl")
     report: Figures = {"cores": cores(), "requirements": REQUIREMENTS, "sizes": {}}
     for name, size in SIZES.items():
-        trials: dict[str, list[Figures]] = {"TRL": [], "ours": []}
-        tries = {one: theirs(cache, python, folder, name, 0, one, PROBE_STEPS) for one in ("fp32", "bf16")}
-        precision = min(tries, key=lambda one: tries[one]["step_ms"])
+        trl = partial(theirs, cache, python, folder, name)
+        sides = {"TRL": trl, "ours": partial(ours, cache, folder, name)}
+        precision = {side: faster(run) for side, run in sides.items()}
+        trials: dict[str, list[Figures]] = {side: [] for side in sides}
         for seed in range(seeds if size.learns else 1):
-            trials["ours"].append(ours(cache, folder, name, seed))
-            trials["TRL"].append(theirs(cache, python, folder, name, seed, precision, size.steps))
+            for side, run in sides.items():
+                trials[side].append(run(seed, precision[side], size.steps))
         by_side = {side: medians(of, ROWS) for side, of in trials.items()}
-        report["sizes"][name] = {"trl_precision": precision, "medians": by_side, "trials": trials}
+        report["sizes"][name] = {"precision": precision, "medians": by_side, "trials": trials}
     return report
+
+
+def faster(side: Callable[[int, str, int], Figures]) -> str:
+    """The precision that a side is faster in."""
+    tries = {one: side(0, one, PROBE_STEPS)["step_ms"] for one in PRECISIONS}
+    return min(tries, key=lambda one: tries[one])
 
 
 def table(report: Figures) -> str:
@@ -89,7 +105,8 @@ def table(report: Figures) -> str:
     lines = []
     for name, found in report["sizes"].items():
         rows = comparison(found["medians"], ROWS)
-        lines += [f"{name}; TRL in {found['trl_precision']}", "", *rows, ""]
+        precision = ", ".join(f"{side} in {one}" for side, one in found["precision"].items())
+        lines += [f"{name}; {precision}", "", *rows, ""]
     return "\n".join(lines)
 
 
@@ -116,16 +133,21 @@ def settings_of(name: str, seed: int) -> list[str]:
     return [*pipeline.OVERLAPPED, *(large.settings(seed) if name == "large" else ())]
 
 
-def ours(cache: TrialCache, folder: Path, name: str, seed: int) -> Figures:
-    """Our run, or what is kept of it."""
-    size = SIZES[name]
+def settled(size: Size, steps: int) -> int:
+    """Steps of a run to leave out; one of PROBE_STEPS has few."""
+    return size.settled if steps == size.steps else steps // 4
+
+
+def ours(cache: TrialCache, folder: Path, name: str, seed: int, precision: str, steps: int) -> Figures:
+    """Our run, or what is kept of it; one of PROBE_STEPS is for speed alone."""
+    size, words = SIZES[name], [*settings_of(name, seed), *PRECISIONS[precision]]
 
     def figures(run_dir: Path, profile: pipeline.CpuProfile) -> Figures:
-        found = pipeline.measure(run_dir, profile, size.settled)
+        found = pipeline.measure(run_dir, profile, settled(size, steps))
         speed = {"step_ms": found["step_ms"], "tokens_per_second": found["trained_per_second"]}
-        return learned(speed, pipeline.learned(run_dir) if size.learns else None)
+        return learned(speed, pipeline.learned(run_dir) if size.learns and steps == size.steps else None)
 
-    return pipeline.trial(cache, folder, settings_of(name, seed), seed, size.steps, figures)
+    return pipeline.trial(cache, folder, words, seed, steps, figures)
 
 
 def learned(speed: Figures, curve: Figures | None) -> Figures:
@@ -149,10 +171,10 @@ def theirs(
 
     def make() -> Figures:
         lines = train(python, output, task)
-        settled = lines[size.settled if steps == size.steps else steps // 4 :]
-        first, last = settled[0], settled[-1]
+        timed = lines[settled(size, steps) :]
+        first, last = timed[0], timed[-1]
         pace = (last["generated"] - first["generated"]) / (last["time"] - first["time"])
-        speed = {"step_ms": pipeline.median_gap_ms(settled), "tokens_per_second": pace}
+        speed = {"step_ms": pipeline.median_gap_ms(timed), "tokens_per_second": pace}
         return learned(speed, pipeline.curve(config, saved, lines) if learns else None)
 
     return cache.get({"side": "TRL", "requirements": REQUIREMENTS, "job": task}, make)

@@ -251,7 +251,8 @@ class Trainee:
         theirs = HeadWeights(head.weight_VH, head.bias_V, HeadShape(vocab, head.scale, head.soft_cap))
         self._student, self._vocab = Student(live.model, shape, HEAD_CHUNK, varlen), vocab
         self._loss = loss_of(config, (), (theirs,) if objectives.needs(config).hidden else ())
-        self._optimizer = torch.optim.AdamW(self._student.parameters(), betas=BETAS, weight_decay=0.0)
+        weights = self._student.parameters()
+        self._optimizer = torch.optim.AdamW(weights, betas=BETAS, weight_decay=0.0, fused=True)
 
     def step(self, rows: Rows, step: int, rate: float) -> dict[str, Any]:
         """One optimizer step on one micro-batch at learning rate `rate`; its counts."""

@@ -150,11 +150,15 @@ def apply_gaps(bits: Any, width: int, gaps: Any, wide_gaps: Any, steps: Any, wid
 @compiled
 def apply_bitmap(bits: Any, width: int, bitmap: Any, steps: Any, wide_steps: Any) -> int:
     """`apply_gaps` with one bit per element, least significant first, instead of gaps."""
-    k, s = 0, 0
-    for i in range(bits.size):
-        if (bitmap[i >> 3] >> (i & 7)) & 1:
-            if k >= steps.size:
-                return -1
+    k, s, (_, _, places) = 0, 0, room()
+    for begin in range(0, bits.size, BLOCK):
+        many = 0
+        for i in range(begin, min(begin + BLOCK, bits.size)):
+            places[many] = i
+            many += int((bitmap[i >> 3] >> (i & 7)) & 1)
+        if many > steps.size - k:
+            return -1
+        for i in places[:many]:
             step, s = _take(steps, k, wide_steps, s)
             if step < 0:
                 return -1
