@@ -32,7 +32,7 @@ def plan(
         typer.Option(metavar="RUN_DIR", help="A run whose speeds replace the assumed ones."),
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Train for 40 seconds on this machine, for such speeds.")
+        bool, typer.Option("--probe", help="Train on this machine for 40 seconds or six steps, for such speeds.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:

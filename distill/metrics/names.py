@@ -53,7 +53,14 @@ FIGURES: Final = tuple(
         ("buffer/age_max", "versions", "of the oldest of them"),
         ("buffer/age_limit", "versions", "bound of the age; in summary.json alone"),
         ("train/loss", "–", "of the step, divided by its denominator"),
-        ("train/reverse_kl", "nats per token", "exact for `full`, an unbiased estimate otherwise"),
+        (
+            "train/reverse_kl",
+            "nats per token",
+            (
+                "exact for `full`, `jsd` and `skew`, a lower bound for `forward_topk`; else an estimate, unbiased "
+                "while no weight is capped"
+            ),
+        ),
         ("train/reverse_kl/NAME", "nats per token", "over tokens that this one of several teachers scored"),
         ("train/student_entropy", "nats per token", "of the student's distribution"),
         ("train/teacher_entropy", "nats per token", "of the teacher's, if its engine sends what it takes"),
@@ -82,7 +89,7 @@ FIGURES: Final = tuple(
         ("train/reward_mean", "–", "task reward of the step"),
         ("train/grad_norm", "–", "before clipping"),
         ("train/lr", "–", "learning rate that the step used"),
-        ("train/skipped", "0 or 1", "the update was left out, for a gradient that is not finite"),
+        ("train/skipped", "0 or 1", "the update was left out: its loss or gradient norm was not finite"),
         ("train/tokens_total", "tokens", "trained on since the start of the run; whole rollouts count"),
         ("train/tokens_total_by_teacher", "tokens", "those that teachers generated"),
         ("train/tokens_share", "share", "of the generated tokens that was trained on"),
