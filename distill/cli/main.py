@@ -281,7 +281,7 @@ def compare(
 
 @app.command(rich_help_panel=RESULTS)
 def overview(config: Config, overrides: Overrides) -> None:
-    """Save a view of the main figures in the wandb project that tracking.project names, for all of its runs."""
+    """Save a view of the main figures in the project tracking.project of wandb, for all of its runs."""
     from distill.metrics.overview import save
 
     typer.echo(save(api.load_config(config, overrides)))

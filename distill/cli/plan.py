@@ -32,7 +32,7 @@ def plan(
         typer.Option(metavar="RUN_DIR", help="A run whose speeds replace the assumed ones."),
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Train on this machine for 40 seconds or six steps, for such speeds.")
+        bool, typer.Option("--probe", help="Train here for 40 seconds or six steps, for such speeds.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -75,10 +75,10 @@ def init(
     from distill.preflight_checks.machine import GIB
 
     starter.check_free(file)
-    sizes = gpus_here()
-    if sizes:
+    if sizes := gpus_here():
         gpus = len(sizes) if gpus is None else gpus
-        gpu_gib = gpu_gib or min(sizes.values()) / GIB
+        known = [size for size in sizes.values() if size is not None]
+        gpu_gib = gpu_gib or (min(known) / GIB if known else None)
     given: dict[str, str | float | None] = {"--teacher": teacher, "--student": student, "--prompts": prompts}
     given |= {"--gpus": gpus} if gpus == 0 else {"--gpus": gpus, "--gpu-gib": gpu_gib}
     answers = _asked(given)

@@ -272,4 +272,5 @@ def _public(config: RunConfig) -> Any:
             return [kept(item) for item in value]
         return _shown(value) if isinstance(value, str) else value
 
-    return kept(secrets.hide(config.model_dump(mode="json", exclude={"controller", "preflight", "tracking"})))
+    machine = {"cluster", "controller", "preflight", "tracking"}
+    return kept(secrets.hide(config.model_dump(mode="json", exclude=machine)))

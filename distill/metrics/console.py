@@ -152,6 +152,8 @@ class ProgressDisplay:
                     self._handle(event)
         except Exception:  # edge of a thread
             logger.exception("the run goes on and is no longer shown here: see metrics.jsonl in its folder")
+            while self._events.get() is not None:  # else they pile up for the rest of the run
+                pass
 
     def _live(self) -> None:
         live = Live(

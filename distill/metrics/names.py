@@ -57,8 +57,8 @@ FIGURES: Final = tuple(
             "train/reverse_kl",
             "nats per token",
             (
-                "exact for `full`, `jsd` and `skew`, a lower bound for `forward_topk`; else an estimate, unbiased "
-                "while no weight is capped"
+                "exact for `full`, `jsd` and `skew`, a lower bound for `forward_topk`; else an estimate, "
+                "unbiased while no weight is capped"
             ),
         ),
         ("train/reverse_kl/NAME", "nats per token", "over tokens that this one of several teachers scored"),

@@ -87,8 +87,9 @@ def _place(config: RunConfig, name: str, where: Where | None = None) -> tuple[Ru
     device = device_named(name) if name else None
     if device is not None and device.name == CPU:
         return config, device, []
-    if config.preflight.gpu_gib is None and (device or sizes):
-        gib = device.gib if device else min(sizes.values()) / GIB
+    known = [size for size in sizes.values() if size is not None]
+    if config.preflight.gpu_gib is None and (device or known):
+        gib = device.gib if device else min(known) / GIB
         sized = config.preflight.model_copy(update={"gpu_gib": gib})
         config = config.model_copy(update={"preflight": sized})
     found = list(uses(config, visible(sizes), where))

@@ -19,7 +19,7 @@ import os
 import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -145,10 +145,14 @@ def _gib(count: float) -> str:
 # --- GPUs of this machine
 
 
-def gpus() -> dict[str, float]:
-    """Index → bytes of memory, of every GPU that nvidia-smi lists; empty: no nvidia-smi, or no GPU."""
+def gpus() -> dict[str, float | None]:
+    """Index → bytes of memory, of every GPU that nvidia-smi lists; empty: no nvidia-smi, or no GPU.
+
+    None: it does not know the size, as of a GPU that shares the host's memory.
+    """
     rows = (line.split(",") for line in _listed("index,memory.total") if line.count(",") == 1)
-    return {index.strip(): float(mib) * (1 << 20) for index, mib in rows}
+    sizes = ((index.strip(), mib.strip()) for index, mib in rows)
+    return {index: float(mib) * (1 << 20) if mib.isdecimal() else None for index, mib in sizes}
 
 
 def gpu_names() -> set[str]:
@@ -164,7 +168,7 @@ def _listed(fields: str) -> list[str]:
     return subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout.splitlines()
 
 
-def visible(sizes: Mapping[str, float]) -> list[str]:
+def visible(sizes: Iterable[str]) -> list[str]:
     """The GPUs that a process without `devices` inherits; none beside the CPU build of vLLM and torch."""
     if installed_for_cpu():
         return []

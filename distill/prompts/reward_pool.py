@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import queue
@@ -33,6 +34,7 @@ from distill.prompts.stream import Prompt
 from sync.decoding import msgpack_decoder
 from sync.errors import ConfigError, DataError, how_it_ended
 
+logger = logging.getLogger(__name__)
 START_SECONDS: Final = 120.0
 """Until a worker has loaded its function."""
 BATCH: Final = 32
@@ -226,6 +228,13 @@ class RewardPool:
         except ConfigError as error:
             while batch:
                 batch.popleft().found.set_exception(error)
+        except Exception as error:  # edge of a thread: whoever waits would never be told
+            job = batch.popleft()
+            logger.exception("the reward function could not be asked about %s", job)
+            why = f"could not be asked about {job}: {type(error).__name__}: {error}"
+            job.found.set_exception(DataError(f"the reward function {why}"))
+            if worker is not None:
+                worker.close()
         if worker is not None:
             self._workers.discard(worker)
         return None

@@ -136,8 +136,8 @@ class RowReader:
         self.read += 1
         try:
             value = row.fields[config.field]
-            source = "default" if config.source_field is None else str(row.fields[config.source_field])
-            answer = None if config.answer_field is None else str(row.fields[config.answer_field])
+            source = "default" if config.source_field is None else _text(row, config.source_field)
+            answer = None if config.answer_field is None else _text(row, config.answer_field)
         except KeyError as missing:
             raise DataError(
                 f"{place}: no field {missing}; the row has {', '.join(sorted(row.fields))}: rename it, or "
@@ -181,10 +181,11 @@ class RowReader:
             self._check_messages(value, place)
         try:
             return list(self.encode(value))
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            kind = type(error).__name__
             raise DataError(
-                f"{place}: the chat template refuses the messages ({error}): change the row, or name another "
-                "template in student.chat_template"
+                f"{place}: chat template or tokenizer refuse {value!r:.80} ({kind}: {error}): "
+                "change the row, or name another template in student.chat_template"
             ) from None
 
     def _check_messages(self, messages: list[Any], place: str) -> None:
@@ -203,6 +204,24 @@ class RowReader:
 
 
 # --- where they are read from
+
+
+def _text(row: Row, name: str) -> str:
+    """A field of a row as text. Raises DataError for one that is neither a text nor a number."""
+    value = row.fields[name]
+    if not isinstance(value, str | int | float):
+        raise DataError(
+            f"{row.place}: field {name!r} is {value!r:.80}: give a text or a number, or leave the row out"
+        )
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{row.place}: field {name!r} holds half a character, {text[error.start]!r}, as a text that was "
+            "cut within an emoji does: correct the row"
+        ) from None
+    return text
 
 
 def jsonl_rows(path: Path) -> Iterator[Row]:

@@ -49,7 +49,8 @@ class Mixing(Settings):
     teacher_temperature: Literal["one", "rollout"] = "one"
     """Temperature of the teacher's distribution; the student's is taken at rollout.temperature. one: the
     teacher's own distribution, which the student then matches when it is sampled at rollout.temperature.
-    rollout: the same for both, so that the optimum is the teacher itself. An engine of your own must list `temperature`."""
+    rollout: the same for both, so that the optimum is the teacher itself; an engine of your own must list
+    "temperature"."""
     max_supervised_tokens: int | None = Field(None, ge=1)
     """Completion tokens of a rollout that are trained on, from its beginning; those of environments do not
     count. None: all."""

@@ -186,11 +186,19 @@ class IdleUnloadEngine(_ReloadingEngine):
         return self._engine
 
     def _tend(self) -> None:
-        idle = time.monotonic() - self._used >= self._idle_seconds
-        if self._engine is not None and (idle or self._slot.wanted):
-            with self._lock:
-                if not self._generating:
-                    self._unload("without work" if idle else "for another teacher")
+        if not self._reason():
+            return
+        with self._lock:  # a batch that held it until now was work
+            if reason := self._reason():
+                self._unload(reason)
+
+    def _reason(self) -> str | None:
+        """Why it is to be unloaded now; None: it is not."""
+        if self._engine is None or self._generating:
+            return None
+        if time.monotonic() - self._used >= self._idle_seconds:
+            return "without work"
+        return "for another teacher" if self._slot.wanted else None
 
     def _unload(self, why: str) -> None:
         super()._unload(why)

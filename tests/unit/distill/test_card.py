@@ -73,6 +73,7 @@ def of_run(tmp_path: Path, card: str | None = STUDENT_CARD) -> RunConfig:
         weights={
             "store": {"type": "object", "url": "s3://bucket/x", "options": {"secret_key": "s3cr3t-value"}}
         },
+        cluster={"type": "ray", "address": "10.1.2.4:6379"},
     )
 
 
@@ -110,7 +111,7 @@ def test_a_card_has_figures_with_intervals_and_where_the_model_is_from(tmp_path:
 def test_a_card_holds_no_secret_and_nothing_of_the_machine(tmp_path: Path) -> None:
     write_card(tmp_path, of_run(tmp_path), SUMMARY, "L000-v00000006")
     text = (tmp_path / "README.md").read_text()
-    for secret in (SECRET, "s3cr3t-value", str(tmp_path), "10.1.2.3", "s3://bucket"):
+    for secret in (SECRET, "s3cr3t-value", str(tmp_path), "10.1.2.3", "10.1.2.4", "s3://bucket"):
         assert secret not in text
     assert "key (hidden)" in text
     assert '"prompt_suffix": "/no_think"' in text

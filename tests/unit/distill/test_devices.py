@@ -260,6 +260,8 @@ def test_nvidia_smi_is_read(monkeypatch: Any, tmp_path: Path) -> None:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert devices.gpus() == {"0": 81559 * 2**20, "1": 40960 * 2**20}
+    program.write_text("#!/bin/sh\necho '0, [N/A]'\n")
+    assert devices.gpus() == {"0": None}
     program.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
     assert devices.gpus() == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")

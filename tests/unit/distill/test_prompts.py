@@ -126,6 +126,10 @@ def test_rows_of_a_file_keep_text_source_and_answer(tmp_path: Path) -> None:
         ),
         ({"prompt": "abc", "gold": ""}, r"p\.jsonl:2: no field 'from'"),
         ({"prompt": "abc", "from": "x"}, r"p\.jsonl:2: no field 'gold'"),
+        ({"prompt": "abc", "from": "x", "gold": None}, r"p\.jsonl:2: field 'gold' is None: give a text or a"),
+        ({"prompt": "abc", "from": "x", "gold": [1]}, r"p\.jsonl:2: field 'gold' is \[1\]: give a text or a"),
+        ({"prompt": "abc", "from": None, "gold": 1}, r"p\.jsonl:2: field 'from' is None: give a text or a"),
+        ({"prompt": "abc", "from": "x", "gold": "\ud83d"}, r"p\.jsonl:2: field 'gold' holds half a char"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, message: str) -> None:
@@ -139,13 +143,15 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, messag
     [
         ([{"content": "a"}], r"p\.jsonl:1: every chat message needs a role"),
         (["a"], r"p\.jsonl:1: every chat message needs a role"),
-        ([{"role": "system", "content": "a"}], r"p\.jsonl:1: .* refuses the messages \(no system role\)"),
+        ([{"role": "system", "content": "a"}], r"p\.jsonl:1: .* refuse .*\(TemplateError: no system role\)"),
+        ([{"role": "user", "content": None}], r"p\.jsonl:1: .* refuse .*\(TypeError: .*NoneType"),
     ],
 )
 def test_messages_that_no_template_takes_are_named_by_file_and_line(
     tmp_path: Path, messages: object, message: str
 ) -> None:
-    def refuse(_: object) -> list[int]:
+    def refuse(messages: Any) -> list[int]:
+        _ = "user: " + messages[0]["content"]
         raise TemplateError("no system role")
 
     write(tmp_path / "p.jsonl", {"prompt": messages})

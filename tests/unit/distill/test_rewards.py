@@ -17,7 +17,7 @@ import pytest
 
 from distill.config.loading import validate
 from distill.config.prompts import JsonlPrompts, TaskPrompts
-from distill.prompts import rewards
+from distill.prompts import reward_pool, rewards
 from distill.prompts.reward_pool import MOST_WORKERS, RewardPool
 from distill.prompts.rewards import Reward, load_rewards, reward_source
 from distill.prompts.sources import PromptSplit, open_prompts
@@ -284,6 +284,24 @@ async def test_a_worker_that_dies_is_replaced_and_its_completion_tried_once_more
         await pool.reward(asking("exit"), [5])
     with pytest.raises(DataError, match=r"'of_mine:reward_fn' raised KeyError \('no idea'\) for prompt 7"):
         await pool.reward(asking("raise"), [5])
+
+
+async def test_what_cannot_be_asked_costs_its_completion_and_the_next_ones_go_on(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"could not be asked about prompt 7, .*: UnicodeEncodeError"):
+        await pool.reward(asking("\ud83d"), [3])
+    assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
+
+    def no_process(*_: object, **__: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reward_pool.subprocess, "Popen", no_process)
+        for _ in range(2):  # its worker dies, then there is none
+            with pytest.raises(DataError, match=r"BlockingIOError: Resource temporarily unavailable"):
+                await pool.reward(asking("exit"), [5])
+    assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
 
 
 def test_a_function_is_tried_before_a_run_in_another_process(pool: RewardPool) -> None:

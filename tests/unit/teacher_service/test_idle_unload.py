@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +73,34 @@ def test_work_keeps_it_loaded() -> None:
     for _ in range(3):
         engine.score([ITEM], ScoreOptions())
     assert engine.head() is not None
+    assert (loads.loaded, loads.closed) == (1, 0)
+    engine.close()
+
+
+def test_a_batch_that_takes_longer_than_the_limit_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, asked = Loads(), threading.Event()
+    engine = IdleUnloadEngine(loads, 60)
+
+    class Told:
+        """The engine's lock, which tells that somebody wants it."""
+
+        def __init__(self, lock: Any) -> None:
+            self._lock = lock
+
+        def __enter__(self) -> None:
+            asked.set()
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    with ThreadPoolExecutor(1) as threads:
+        with engine._held():
+            engine._used -= 120
+            monkeypatch.setattr(engine, "_lock", Told(engine._lock))
+            tended = threads.submit(engine._tend)
+            assert asked.wait(60)
+        tended.result(60)
     assert (loads.loaded, loads.closed) == (1, 0)
     engine.close()
 
