@@ -35,8 +35,10 @@ from sync.decoding import msgpack_decoder
 logger = logging.getLogger(__name__)
 _NONCE: Final = 32
 _MOST_FRAME: Final = 1 << 26
+_MOST_FIRST_FRAME: Final = 1 << 12
+"""Bytes of a client's first frame, which is read before its seal is known; a member's has some hundred."""
 _GREETING_SECONDS: Final = 10.0
-"""From a connection to its first frame."""
+"""From a connection to the end of its first frame."""
 _SLICE_SECONDS: Final = 0.25
 """Longest that the server lets one request wait for keys."""
 
@@ -62,10 +64,13 @@ def broadcast_key(token: str | None) -> bytes:
 class _Line:
     """One connection, whose ends show with every frame that they hold the key."""
 
-    def __init__(self, connection: socket.socket, key: bytes, serving: bool) -> None:
+    def __init__(
+        self, connection: socket.socket, key: bytes, serving: bool, deadline: float | None = None
+    ) -> None:
+        """`deadline`: see `_exactly`."""
         own = secrets.token_bytes(_NONCE)
         connection.sendall(own)
-        theirs = _exactly(connection, _NONCE)
+        theirs = _exactly(connection, _NONCE, deadline)
         self._connection, self._serving = connection, serving
         self._session = blake3(theirs + own if serving else own + theirs, key=key).digest()
         self._sent = self._received = 0
@@ -79,22 +84,34 @@ class _Line:
         self._sent += 1
         self._connection.sendall(len(body).to_bytes(4, "little") + seal + body)
 
-    def receive(self) -> bytes:
-        """The next frame. Raises StrangerError, and OSError at the end of the connection."""
-        length = int.from_bytes(_exactly(self._connection, 4), "little")
-        if length > _MOST_FRAME:
+    def receive(self, most: int = _MOST_FRAME, deadline: float | None = None) -> bytes:
+        """The next frame, of at most `most` bytes; `deadline`: see `_exactly`.
+
+        Raises StrangerError, and OSError at the end of the connection.
+        """
+        length = int.from_bytes(_exactly(self._connection, 4, deadline), "little")
+        if length > most:
             raise StrangerError
-        seal, body = _exactly(self._connection, blake3.digest_size), _exactly(self._connection, length)
+        seal = _exactly(self._connection, blake3.digest_size, deadline)
+        body = _exactly(self._connection, length, deadline)
         if not compare_digest(seal, self._seal(not self._serving, self._received, body)):
             raise StrangerError
         self._received += 1
         return body
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    """`count` bytes. Raises ConnectionError when the connection ends before."""
+def _exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    """`count` bytes. Raises ConnectionError when the connection ends before.
+
+    `deadline`: time.monotonic() at which all must be there, else TimeoutError; None: the connection's own
+    time-out holds, for each part.
+    """
     found = bytearray()
     while len(found) < count:
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("the frame is not whole")
+            connection.settimeout(left)
         if not (chunk := connection.recv(min(count - len(found), 1 << 20))):
             raise ConnectionResetError("the connection ended")
         found += chunk
@@ -206,10 +223,10 @@ class _Visit(socketserver.BaseRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        self.request.settimeout(_GREETING_SECONDS)
+        deadline = time.monotonic() + _GREETING_SECONDS
         try:
-            line = _Line(self.request, self.server.key, serving=True)
-            body = line.receive()
+            line = _Line(self.request, self.server.key, serving=True, deadline=deadline)
+            body = line.receive(_MOST_FIRST_FRAME, deadline)
             self.request.settimeout(None)
             while True:
                 found = self.server.ask(msgpack_decoder(Ask).decode(body))

@@ -1,6 +1,8 @@
 """Weights over gloo between threads and processes: groups last while their members do, and nothing hangs."""
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -225,6 +227,29 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
     with pytest.raises(SnapshotError, match=r"does not answer .*the same token"):
         receiver(600.0, token="of the run").receive(BroadcastTicket(posing.address, "g", 1, 2)).result()
     posing.close()
+
+
+def test_a_stranger_neither_fills_memory_nor_stays_with_a_byte_now_and_then(monkeypatch, caplog):
+    """Before its first seal: a large frame is refused when it is announced, a slow one at the deadline."""
+    monkeypatch.setattr(rendezvous, "_GREETING_SECONDS", 2.0)
+    served = rendezvous.Served("127.0.0.1", 0, rendezvous.broadcast_key("of the run"))
+
+    def stranger(announced: int) -> socket.socket:
+        line = socket.create_connection(("127.0.0.1", served.port), 60.0)
+        line.sendall(bytes(32) + announced.to_bytes(4, "little") + bytes(32))
+        assert len(line.recv(32)) == 32
+        return line
+
+    with stranger(1 << 26) as line:
+        with contextlib.suppress(ConnectionError):
+            assert line.recv(1) == b""
+        assert "was refused" in caplog.text
+    deadline = time.monotonic() + 60
+    with stranger(4096) as line, pytest.raises(ConnectionError):
+        while time.monotonic() < deadline:
+            line.sendall(b"x")
+            time.sleep(0.1)
+    served.close()
 
 
 def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
