@@ -1,10 +1,9 @@
 """Clients of one process over HTTP: requests with retries, bounded answers, connections.
 
 A request is POST (or GET without a body); a refusal is JSON `{"error": text}` with a 4xx status: 429 with
-Retry-After when the peer is full, 421 when it serves another run (`sync.claims`), 410 to a server that was
-replaced. An answer is read up to a
-limit and never decompressed: a few kilobytes of gzip can stand for gigabytes. The server's half is
-`sync.server`.
+Retry-After when the peer is full, 413 when it takes less at once, 421 when it serves another run
+(`sync.claims`), 410 to a server that was replaced. An answer is read up to a limit and never decompressed: a
+few kilobytes of gzip can stand for gigabytes. The server's half is `sync.server`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,16 @@ import httpx
 
 from sync.address import Address, Place, checked_url
 from sync.claims import MISDIRECTED, MODEL_HEADER, Claim
-from sync.errors import ConfigError, Overloaded, RemoteError, Replaced, Unreachable, WireError, WrongServer
+from sync.errors import (
+    ConfigError,
+    Overloaded,
+    RemoteError,
+    Replaced,
+    TooLarge,
+    Unreachable,
+    WireError,
+    WrongServer,
+)
 from sync.retry import pause_told, retrying, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 
@@ -54,6 +62,7 @@ class _Unavailable(RemoteError):
 _FAILED: Final = (aiohttp.ClientError, httpx.RequestError, TimeoutError)
 """No answer, or not all of it."""
 _RETRIED: Final = (Overloaded, _Unavailable, *_FAILED)
+_REFUSALS: Final = {MISDIRECTED: WrongServer, GONE: Replaced, 413: TooLarge}
 
 
 class _Answer:
@@ -89,7 +98,7 @@ class _Answer:
         message = f"{self.url} answered {self.status}: {text}"
         if self.status == 429:
             raise Overloaded(message, pause_told(self.headers.get("retry-after", "")))
-        raise {MISDIRECTED: WrongServer, GONE: Replaced}.get(self.status, RemoteError)(message)
+        raise _REFUSALS.get(self.status, RemoteError)(message)
 
     def only(self) -> bytes:
         """As `body`, for callers that retry elsewhere: any 5xx raises Unreachable."""

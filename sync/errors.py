@@ -6,6 +6,7 @@ DistillError(ValueError)     root: always "value, rule, remedy" in one message
 ├── WireError                a message of another schema, or one that is not a message
 ├── RemoteError              a peer answered that it cannot do what was asked
 │   ├── Overloaded           the peer is full; `retry_after` seconds says when to come back
+│   ├── TooLarge             the peer takes these items in several requests, not in one
 │   ├── WrongServer          the peer serves another run, or another model
 │   └── Replaced             another process has registered in this one's place
 ├── Unreachable              a peer is really gone, after all retries
@@ -47,6 +48,10 @@ class Overloaded(RemoteError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class TooLarge(RemoteError):
+    """A request holds more items than the peer takes at once; send it in parts."""
 
 
 class WrongServer(RemoteError):

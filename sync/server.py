@@ -153,7 +153,7 @@ def reply(message: Message) -> Response:
 
 
 def refuse(status: int, text: str, retry_after: float | None = None) -> Response:
-    """A refusal that `Peer` turns into RemoteError, or Overloaded for 429."""
+    """A refusal that `Peer` turns into RemoteError, such as Overloaded for 429."""
     headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
     return JSONResponse({"error": text}, status, headers)
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from msgspec.structs import replace
 
@@ -20,7 +20,8 @@ from sync import wire
 from sync.address import Place
 from sync.claims import Claim
 from sync.client import Peer, Processes
-from sync.errors import DistillError, Overloaded, Unreachable, WireError, WrongServer
+from sync.errors import DistillError, Overloaded, TooLarge, Unreachable, WireError, WrongServer
+from sync.isolate import isolate
 from sync.retry import Backoff
 from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
 
@@ -78,7 +79,8 @@ class TeacherClient(Processes):
     """One teacher; one instance serves all tasks of a loop.
 
     `claim`: the run that requests are made for. `request_tokens`: bound of one request (a longer sequence
-    travels alone). After `info`, answers of another model are refused (WrongServer).
+    travels alone); what the teacher does not take at once is sent again in halves. After `info`, answers of
+    another model are refused (WrongServer).
     """
 
     def __init__(
@@ -125,7 +127,8 @@ class TeacherClient(Processes):
             return wire.ScoreRequest(sequences=part, want=want, deadline=left)
 
         limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
-        return await self._send_all(in_parts(sequences, 0, limit), request, wire.ScoreReply, deadline)
+        parts = in_parts(sequences, 0, limit)
+        return await self._send_all(parts, 0, request, wire.ScoreReply, deadline)
 
     async def generate(
         self,
@@ -147,7 +150,7 @@ class TeacherClient(Processes):
             )
 
         parts = in_parts(prompts, max_tokens, self._request_tokens)
-        return await self._send_all(parts, request, wire.TeacherGenerateReply, deadline)
+        return await self._send_all(parts, max_tokens, request, wire.TeacherGenerateReply, deadline)
 
     async def release(self, kept: Sequence[Kept]) -> None:
         """Have the replicas forget these scores; one that cannot be told evicts them in time."""
@@ -185,18 +188,19 @@ class TeacherClient(Processes):
 
     async def _send_all(
         self,
-        parts: Sequence[tuple[list[W], int]],
+        parts: Sequence[list[W]],
+        extra: int,
         request: Callable[[list[W], float], Message],
         reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply],
         deadline: float | None,
     ) -> list[Any]:
-        """Results of all parts, which travel at the same time, in order."""
+        """Results of all parts, which travel at the same time, in order; `extra`: see `_tokens`."""
         path = "/v1/score" if reply is wire.ScoreReply else "/v1/generate"
         expires = time.monotonic() + (deadline or TIMEOUT_SECONDS)
 
-        async def send(part: list[W], tokens: int) -> list[Any]:
-            started = time.monotonic()
-            body = wire.encode(request(part, max(0.001, expires - started)))
+        async def send(part: Sequence[W]) -> list[Any]:
+            started, tokens = time.monotonic(), sum(_tokens(one, extra) for one in part)
+            body = wire.encode(request(list(part), max(0.001, expires - started)))
             answer, url = await self._exchange(path, body, tokens, expires)
             if len(self._answered) > MOST_NOTED:  # of callers that never use `answered_by`
                 self._answered.clear()
@@ -215,7 +219,7 @@ class TeacherClient(Processes):
             counters.received_bytes += len(answer)
             return results
 
-        tasks = [asyncio.ensure_future(send(*part)) for part in parts]
+        tasks = [asyncio.ensure_future(isolate(part, send, _refused, on=(TooLarge,))) for part in parts]
         try:
             return [one for results in await asyncio.gather(*tasks) for one in results]
         finally:
@@ -278,18 +282,25 @@ def _at(url: str, result: Any) -> Any:
     return replace(result, kept=replace(result.kept, url=url))
 
 
-def in_parts(work: Sequence[W], extra: int, limit: int) -> list[tuple[list[W], int]]:
-    """Consecutive work of at most `limit` tokens (at least one each), and its tokens.
+def _refused(_: object, error: Exception) -> NoReturn:
+    """A single sequence that is too large is an error of the whole call."""
+    raise error
 
-    Each counts as many as its bytes hold, sound or not, and `extra`.
-    """
-    parts: list[tuple[list[W], int]] = []
+
+def _tokens(one: ScoreSequence | TeacherPrompt, extra: int) -> int:
+    """As many as its bytes hold, sound or not, and `extra`."""
+    return len(one.token_ids.data) // 4 + extra
+
+
+def in_parts(work: Sequence[W], extra: int, limit: int) -> list[list[W]]:
+    """Consecutive work of at most `limit` tokens (at least one each); `extra`: see `_tokens`."""
+    parts, held = list[list[W]](), 0
     for one in work:
-        size = len(one.token_ids.data) // 4 + extra
-        if parts and parts[-1][1] + size <= limit:
-            held, tokens = parts[-1]
-            held.append(one)
-            parts[-1] = held, tokens + size
+        size = _tokens(one, extra)
+        if parts and held + size <= limit:
+            parts[-1].append(one)
+            held += size
         else:
-            parts.append(([one], size))
+            parts.append([one])
+            held = size
     return parts

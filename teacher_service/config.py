@@ -47,8 +47,9 @@ class TeacherConfig(ModelSource, Placement):
     head_chunk: int = Field(1024, ge=1)
     """Positions whose full-vocabulary logits are in memory at once."""
     queue_tokens: int | None = Field(None, ge=1)
-    """Tokens queued or not yet answered; beyond it a request is refused with 429 and Retry-After. None: as
-    many as a quarter of this machine's free memory holds the scores of."""
+    """Tokens queued or not yet answered. A request that passes it with those of others is refused with 429
+    and Retry-After; several sequences that pass it by themselves with 413, and clients send them in halves.
+    None: as many as a quarter of this machine's free memory holds the scores of."""
     keep_memory_gib: float = Field(4.0, ge=0)
     """Memory for scores that trainers fetch (`buffer.scores`); the oldest beyond it go to disk."""
     keep_disk_gib: float = Field(64.0, ge=0)

@@ -27,7 +27,7 @@ MESSAGES = (
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError Replaced "
-    "SnapshotError StoreError Unreachable WireError WrongServer"
+    "SnapshotError StoreError TooLarge Unreachable WireError WrongServer"
 )
 
 

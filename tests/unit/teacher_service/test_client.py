@@ -73,6 +73,14 @@ async def test_a_long_call_is_cut_into_bounded_requests(serve: Serve) -> None:
         assert client.counters.requests == 4
 
 
+async def test_what_a_teacher_does_not_queue_at_once_is_sent_in_halves(serve: Serve) -> None:
+    """10 × 6 tokens, of which 15 may wait."""
+    async with serve(CountingEngine(), queue_tokens=15) as url, TeacherClient("t", [url]) as client:
+        given = sequences(10)
+        assert right(given, await client.score(given, deadline=60))
+        assert (client.counters.sequences, client.counters.tokens) == (10, 60)
+
+
 async def test_nothing_asked_is_nothing_sent(serve: Serve) -> None:
     async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
         assert await client.score([]) == []
