@@ -5,6 +5,10 @@ uploads the content under a name of its own, `KEY@random`, and lists the folder.
 another writer's name is there, it has the server copy the content to the key and removes its name; two
 writers cannot both see themselves alone, since each lists after its own name is there. Otherwise it withdraws
 its name, waits a moment and looks again, until the key is there or _CLAIM_TIMEOUT is over.
+
+A writer that is killed in between, or loses the network for good, leaves its name with the content. `list`
+does not show it; `delete` of the key removes it. Garbage collection deletes what `list` shows, so a name
+whose key never came stays in the bucket.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -73,11 +77,16 @@ class BucketStore(Store):
     def _try_create(self, path: str, data: bytes | Path) -> bool:
         """One attempt; False when another writer was seen, whose key may or may not come."""
         claim = f"{path}@{uuid4().hex}"
-        self._batch(add=[(data, claim)])
-        entries = self._around(path)
-        alone = set(entries) == {claim}
-        copy = [("bucket", self._bucket, entries[claim].xet_hash, path)] if alone else []
-        self._batch(copy=copy, delete=[claim])
+        try:
+            self._batch(add=[(data, claim)])
+            entries = self._around(path)
+            alone = set(entries) == {claim}
+            copy = [("bucket", self._bucket, entries[claim].xet_hash, path)] if alone else []
+            self._batch(copy=copy, delete=[claim])
+        except self.failures:
+            with suppress(*self.failures):
+                self._batch(delete=[claim])
+            raise
         return alone
 
     def replace(self, key: str, data: bytes) -> None:
@@ -97,8 +106,10 @@ class BucketStore(Store):
             return sorted(key for key in keys if key.startswith(prefix) and "@" not in key)
 
     def delete(self, key: str) -> None:
+        path = self._path(key)
         with self._explained("delete", key):
-            self._batch(delete=[self._path(key)])
+            if found := self._around(path):
+                self._batch(delete=[*found])
 
     def __str__(self) -> str:
         return f"the bucket {self._bucket}"

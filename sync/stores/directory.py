@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -15,19 +17,23 @@ from sync.stores import Store, check_key
 
 _PENDING: Final = ".pending"
 """Folder of files that are being written; no key starts with a dot."""
+_PENDING_SECONDS: Final = 86400.0
+"""Since its last byte: a file there is then of a writer that was killed."""
 
 
 class DirectoryStore(Store):
     """One file per key under `root`, which is made when missing.
 
     A file is written aside and forced to disk, then linked (create) or renamed (replace) into place: a crash
-    leaves at most a file in `.pending`, never half a key.
+    leaves at most a file in `.pending`, never half a key. Whoever opens the store removes those that are a
+    day old.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         with self._explained("open"):
             make_folder(self.root / _PENDING)
+            _remove_old(self.root / _PENDING)
 
     def create(self, key: str, data: bytes | Path) -> None:
         target = self._path(key)
@@ -113,6 +119,14 @@ def _place(pending: Path, target: Path, place: Callable[[Path, Path], None]) -> 
         except FileNotFoundError:
             if target.parent.exists():
                 raise
+
+
+def _remove_old(pending: Path) -> None:
+    oldest = time.time() - _PENDING_SECONDS
+    for path in pending.iterdir():
+        with contextlib.suppress(OSError):  # another process was faster, or it is another user's
+            if path.lstat().st_mtime < oldest:
+                path.unlink()
 
 
 def _remove_empty(folder: Path, root: Path) -> None:

@@ -6,12 +6,14 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
 import bucket_server
+import httpx2
 import msgspec
 import pytest
 import s3_server
@@ -174,6 +176,17 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(
     assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
 
+def test_what_a_killed_writer_left_is_removed_a_day_later(tmp_path: Path) -> None:
+    DirectoryStore(tmp_path)
+    old, new = tmp_path / ".pending" / "old", tmp_path / ".pending" / "new"
+    for path, hours in ((old, 25), (new, 23)):
+        path.write_bytes(b"half")
+        then = time.time() - 3600 * hours
+        os.utime(path, (then, then))
+    DirectoryStore(tmp_path)
+    assert [*(tmp_path / ".pending").iterdir()] == [new]
+
+
 def test_a_file_in_place_of_the_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("not a folder")
     with pytest.raises(StoreError, match="cannot open"):
@@ -288,6 +301,27 @@ def test_a_bucket_writer_that_died_half_way_leaves_its_key_taken_and_unseen(
     with pytest.raises(AlreadyPublished):
         store.create("run/key", b"content")
     assert not store.exists("run/key")
+
+
+def test_a_bucket_writer_that_fails_half_way_takes_its_content_back_and_delete_removes_a_dead_ones(
+    faulty_bucket: tuple[Store, Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = faulty_bucket
+    batch, path = store._batch, store._path("run/key")  # type: ignore[attr-defined]
+
+    def lost_at_the_copy(**operations: object) -> None:
+        if "copy" in operations:
+            raise httpx2.ConnectError("connection lost")
+        batch(**operations)
+
+    with monkeypatch.context() as broken, pytest.raises(StoreError, match="connection lost"):
+        broken.setattr(store, "_batch", lost_at_the_copy)
+        store.create("run/key", b"content")
+    assert store._around(path) == {}  # type: ignore[attr-defined]
+    store.create("run/key", b"content")
+    batch(add=[(b"half", f"{path}@{'0' * 32}")])
+    store.delete("run/key")
+    assert store._around(path) == {}  # type: ignore[attr-defined]
 
 
 def test_a_bucket_that_is_missing_and_may_not_be_made_is_said(hub: bucket_server.Hub) -> None:
