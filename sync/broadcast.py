@@ -2,7 +2,8 @@
 
 The trainer's rank 0 serves a store of keys (`rendezvous`: one address, the run's token) and is rank 0 of a
 group; each replica holds a ticket with its rank. All keys of a broadcast stand under its name, so one that
-failed leaves nothing that the next one meets. The buffers themselves go in the clear; the digests show what a
+failed leaves nothing that the next one meets. At its end they are deleted, except torch's own of a group and
+why it was given up, for whoever comes late. The buffers themselves go in the clear; the digests show what a
 stranger puts among them.
 
     sender                                     every receiver
@@ -39,6 +40,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -160,19 +162,26 @@ class BroadcastSender:
         groups: list[Group],
         given_up: Callable[[], bool],
     ) -> None:
-        """All of one broadcast; see `used` for `groups`."""
+        """All of one broadcast; see `used` for `groups`.
+
+        Its keys are deleted at the end: whoever said "received" asks for none of them, and where it failed,
+        whoever waits for one hears that it was given up.
+        """
         ranks = range(1, audience.world_size)
+        here, received = [f"here/{rank}" for rank in ranks], [f"received/{rank}" for rank in ranks]
         store = self._meeting(audience.group)
-        store.set("backend", backend_name(self._device))
-        store.set("plan", msgspec.json.encode((plan.metas, plan.bucket_bytes, plan.adapter_config)))
-        store.wait([f"here/{rank}" for rank in ranks], given_up=given_up)
-        group = self._group_of(audience, store)
-        with used(group, groups, given_up):
-            store.set("digests", msgspec.json.encode(self._send_buckets(group, plan, buckets)))
-            store.wait([f"received/{rank}" for rank in ranks], given_up=given_up)
-        self._held = group
-        for key in ("backend", "plan", "digests"):
-            store.delete_key(key)
+        try:
+            store.set("backend", backend_name(self._device))
+            store.set("plan", msgspec.json.encode((plan.metas, plan.bucket_bytes, plan.adapter_config)))
+            store.wait(here, given_up=given_up)
+            group = self._group_of(audience, store)
+            with used(group, groups, given_up):
+                store.set("digests", msgspec.json.encode(self._send_buckets(group, plan, buckets)))
+                store.wait(received, given_up=given_up)
+            self._held = group
+        finally:
+            for key in ("backend", "plan", *here, "go", "digests", *received):
+                store.delete_key(key)
 
     def _group_of(self, audience: Audience, store: Meeting) -> Group:
         """The one that all hold, or a new one."""
@@ -325,14 +334,14 @@ class Reception:
     def _receive_from(self, store: Meeting, ticket: BroadcastTicket) -> Received:
         if store.check(["given up"]):
             raise SnapshotError(store.get("given up").decode())
-        self._check_backend(store.get("backend").decode())
-        plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(store.get("plan")))
+        get = partial(store.get, given_up=self._given_up.is_set)
+        self._check_backend(get("backend").decode())
+        plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(get("plan")))
         store.set(f"here/{ticket.rank}", self._receiver.held(ticket))
-        store.wait(["go"], given_up=self._given_up.is_set)
-        group = self._receiver.group(store.get("go").decode(), ticket)
+        group = self._receiver.group(get("go").decode(), ticket)
         with used(group, self._groups, self._given_up.is_set):
             tensors = self._receive_buckets(group, plan)
-            sent = json_decoder(dict[str, str]).decode(store.get("digests"))
+            sent = json_decoder(dict[str, str]).decode(get("digests"))
             digests = {name: digest(tensor) for name, tensor in tensors.items()}
             if digests != sent:
                 wrong = sorted(name for name in sent if digests.get(name) != sent[name])

@@ -134,10 +134,11 @@ class Meeting(Store):
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(Ask("set", self._names([key]), value.encode() if isinstance(value, str) else value))
 
-    def get(self, key: str) -> bytes:
-        """Value of a key; waits until it is set. Raises RuntimeError after the time-out."""
-        self.wait([key])
-        return self._ask(Ask("get", self._names([key]))) or b""
+    def get(self, key: str, given_up: Callable[[], bool] = lambda: False) -> bytes:
+        """Value of a key; waits until it is set. Raises as `wait` does."""
+        while (value := self._ask(Ask("get", self._names([key])))) is None:
+            self.wait([key], given_up=given_up)
+        return value
 
     def delete_key(self, key: str) -> bool:
         return self._ask(Ask("delete", self._names([key]))) is not None

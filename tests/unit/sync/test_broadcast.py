@@ -120,6 +120,28 @@ def test_after_a_lost_member_the_next_broadcast_has_a_group_of_its_own(sender_wi
     assert sorted(formed) == [(0, 2), (1, 2)]
 
 
+def test_the_store_keeps_nothing_of_a_version_but_why_it_was_given_up(sender_with_patience):
+    sender, one, two = sender_with_patience, receiver(3600.0), receiver(3600.0)
+    keys = sender._served._values
+    sent(sender, "v0", one, two)
+    of_the_group = {*keys}
+    assert not [key for key in keys if key.split("/")[1] in ("backend", "plan", "here", "go", "received")]
+    sent(sender, "v1", one, two)
+    assert {*keys} == of_the_group
+
+    reception, news = one.receive(BroadcastTicket(sender.address, "v2", 1, 3)), iter([None, None, "it ended"])
+    with pytest.raises(Unreachable, match="it ended"):
+        sender.send(Audience(group="v2", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS), lambda: next(news))
+    with pytest.raises(SnapshotError, match="it ended"):
+        reception.result()
+    deadline = time.monotonic() + 30
+    while "v2/plan" in keys and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "v2/plan" not in keys
+    with pytest.raises(SnapshotError, match="it ended"):
+        two.receive(BroadcastTicket(sender.address, "v2", 2, 3)).result()
+
+
 def test_a_trainer_that_starts_again_forms_a_new_group(sender, formed):
     one, names = receiver(), ("v0", "v1")
     for name in names:
