@@ -306,14 +306,19 @@ class RunLog:
             one for batch in batches.values() if batch.version not in state.batches for one in batch.rollouts
         )
         held = base(state, covered)
+        oldest = min((one.segment for one in state.snapshots.values()), default=0)  # what is left begins there
         begins_here = covered == state.checkpoints[-1]
-        record = take(state, None if begins_here else held.segment if held else 0)
+        record = take(state, None if begins_here else held.segment if held else oldest)
         location = self.journal.append(record)
         await self.journal.commit(durable=True)
         state.apply(record, location)
-        if held := base(state, covered):
-            in_use = {location.segment for location in state.where.values()}
-            await self.journal.archive(held.segment, in_use | held.needed)
+        if begins_here:
+            held = state.snapshots[record.checkpoint]
+        if held is None:
+            return
+        in_use = {location.segment for location in state.where.values()}
+        await self.journal.archive(held.segment, in_use | held.needed)  # never what `record` begins with
+        state.snapshots = {v: one for v, one in state.snapshots.items() if one.segment >= held.segment}
 
 
 def is_teacher_turn(number: int, seed: int, batch: int, on_policy: float) -> bool:

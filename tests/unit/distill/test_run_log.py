@@ -68,6 +68,8 @@ class Simulation:
         self.folder = folder
         self.rng = random.Random(seed)
         self.rules = rules
+        self.keep = self.rng.randint(1, 3)
+        """`trainer.keep_checkpoints`."""
         self.run_log = opened(folder, rules)
         self.applied = Version(0, 0)
         """What the one replica serves."""
@@ -97,7 +99,11 @@ class Simulation:
         self.run_log.admit([rollout(one, self.rng.choice(self.served), self.applied) for one in some])
 
     async def hello(self) -> None:
-        checkpoint = self.saved[-1] if self.saved else None
+        """Mostly from the newest checkpoint, sometimes from another that is kept, seldom from none."""
+        kept = [one for one in self.saved[-self.keep :] if self.run_log.state.passed(one)]
+        checkpoint = kept[-1] if kept else None
+        if kept and self.rng.random() < 0.3:
+            checkpoint = self.rng.choice(kept)
         record = await self.run_log.open_lineage(checkpoint, "model")
         self.trainer = Version(record.lineage, record.start)
         self.ledger[record.lineage] = {}
@@ -154,11 +160,13 @@ class Simulation:
         self.run_log.drop(list(self.run_log.state.pending)[:1], "empty", "nothing came", 0)
 
     async def save(self) -> None:
-        if self.trainer is not None and self.trainer.step:
+        if self.trainer is None and self.rng.random() < 0.5:  # stopped before its first step
+            await self.hello()
+        if self.trainer is not None and self.trainer not in self.saved:
             self.saved.append(self.trainer)
             self.run_log.write(Checkpointed(self.trainer, "somewhere"))
             await self.run_log.journal.commit()
-            await self.run_log.tidy(keep_checkpoints=1)
+            await self.run_log.tidy(self.keep)
 
 
 @pytest.mark.parametrize(
