@@ -69,12 +69,19 @@ def load_transforms(teachers: Mapping[str, TeacherConfig]) -> dict[str, Callable
         name: _named(
             teacher.prompt_transform,
             f"teachers.{name}.prompt_transform",
-            lambda ids: [index(token) for token in ids],
+            _token_ids,
             "return the token ids that it is to see",
         )
         for name, teacher in teachers.items()
         if teacher.prompt_transform is not None
     }
+
+
+def _token_ids(found: Iterable[Any]) -> list[int]:
+    ids = [index(token) for token in found]
+    if wrong := [one for one in ids if not 0 <= one < 1 << 31]:
+        raise ValueError(f"{wrong[0]} is no token id")
+    return ids
 
 
 def _named(name: str, field: str, result: Callable[[Any], Any], remedy: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,14 +27,11 @@ from sync.wire import (
     pack,
     unpack,
 )
-from sync.wire.checks import Problem, turn_tokens
+from sync.wire.checks import LARGEST_REWARD, Problem, turn_tokens
 
 FinishReason = Literal["stop", "length", "time"]
 EnvironmentAnswer = Turn | EpisodeOver | EpisodeFailed
 """To EpisodeBegin and EpisodeContinue."""
-
-LARGEST_REWARD: Final = 1e30
-"""Sums of rewards stay finite in single precision."""
 
 
 class Environment(Protocol):

@@ -6,7 +6,6 @@ They run in `reward_worker` processes alone, and read the completion's text with
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -26,6 +25,7 @@ from distill.config.prompts import (
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError, DataError
 from sync.own_code import load_function, own_code
+from sync.wire.checks import LARGEST_REWARD
 
 
 class Reward(NamedTuple):
@@ -158,16 +158,16 @@ def _reward(
 ) -> Reward:
     """Call the user's function on a completion.
 
-    Raises DataError with `name`, prompt and completion when it raises or returns no finite number.
+    Raises DataError with `name`, prompt and completion when it raises or returns no number within ±1e30.
     """
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
     with own_code(name, about, "return 0 for completions that it cannot handle"):
         found = function(prompt, completion)
     value, answer = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     is_number = isinstance(value, bool | int | float | np.bool | np.integer | np.floating)
-    if not is_number or not math.isfinite(value) or not isinstance(answer, str | None):
+    if not is_number or not abs(value) <= LARGEST_REWARD or not isinstance(answer, str | None):
         raise DataError(
-            f"{name} gave {found!r:.80} for {about}: it must return a bool or a finite number, or a pair of "
-            "that and the answer as text"
+            f"{name} gave {found!r:.80} for {about}: it must return a bool or a number within "
+            f"±{LARGEST_REWARD:g}, or a pair of that and the answer as text"
         )
     return Reward(float(value), answer)

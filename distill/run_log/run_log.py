@@ -306,7 +306,7 @@ class RunLog:
             one for batch in batches.values() if batch.version not in state.batches for one in batch.rollouts
         )
         held = base(state, covered)
-        oldest = min((one.segment for one in state.snapshots.values()), default=0)  # what is left begins there
+        oldest = min((one.segment for one in state.snapshots.values()), default=0)  # the rest is archived
         begins_here = covered == state.checkpoints[-1]
         record = take(state, None if begins_here else held.segment if held else oldest)
         location = self.journal.append(record)

@@ -60,6 +60,7 @@ def application(
     teachers, metrics = parts.teachers, process_registry()
     metrics.register(Figures(figures))
     heads: dict[str, bytes] = {}
+    fetching = {name: asyncio.Lock() for name in teachers}
 
     async def batch(request: Request) -> Response:
         body = await session.batch(await read_message(request, wire.BatchRequest))
@@ -77,11 +78,12 @@ def application(
         name = request.path_params["name"]
         if name not in teachers:
             return unknown(name)
-        if name not in heads:
-            found = await teachers[name].head()
-            if problem := checks.head(found):
-                raise RemoteError(f"the output head of teacher {name} cannot be used: {problem}")
-            heads[name] = wire.encode(found)
+        async with fetching[name]:  # all ranks ask at the same time, and it may take gigabytes
+            if name not in heads:
+                found = await teachers[name].head()
+                if problem := checks.head(found):
+                    raise RemoteError(f"the output head of teacher {name} cannot be used: {problem}")
+                heads[name] = wire.encode(found)
         return Response(heads[name], media_type=wire.CONTENT_TYPE)
 
     async def servers(request: Request) -> Response:

@@ -33,6 +33,8 @@ ROUNDING: Final = 0.02
 """How far half precision may put a log-probability above 0, a mass above 1 or a divergence below 0."""
 ANY_ID: Final = 1 << 31
 """A vocabulary size that refuses no id: for callers that do not know theirs."""
+LARGEST_REWARD: Final = 1e30
+"""Sums of rewards stay finite in fp32."""
 Event = StepReport | Published | CheckpointSaved | FinalDigests
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from in_memory import MemoryReplica, MemoryTrainer
+from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
@@ -239,9 +239,18 @@ async def test_ranks_that_cannot_share_rows_are_refused(remote) -> None:
         await remote.call("/v1/hello", hello(3, sharing=2), TrainerWelcome)
 
 
-async def test_a_teachers_head_is_passed_through(remote) -> None:
-    head = await remote.call("/v1/teachers/t/head", None, Head)
-    assert head.weight.shape == (50, 4)
+async def test_a_teachers_head_is_passed_through(remote, monkeypatch) -> None:
+    asked, give = [], MemoryTeacher.head
+
+    async def slowly(self: MemoryTeacher) -> Head:
+        asked.append(self)
+        await asyncio.sleep(0.05)
+        return await give(self)
+
+    monkeypatch.setattr(MemoryTeacher, "head", slowly)
+    ranks = (remote.call("/v1/teachers/t/head", None, Head) for _ in range(8))
+    assert {head.weight.shape for head in await asyncio.gather(*ranks)} == {(50, 4)}
+    assert len(asked) == 1, "it is fetched once for all ranks"
     with pytest.raises(RemoteError, match="no teacher 'x'; there are t"):
         await remote.call("/v1/teachers/x/head", None, Head)
 

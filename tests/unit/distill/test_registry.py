@@ -106,6 +106,29 @@ async def test_a_replica_that_a_person_removes_does_not_come_back(controller) ->
     run.close()
 
 
+async def test_a_replica_may_be_removed_while_the_lease_of_another_ends(controller, clock) -> None:
+    run = controller(connect=lambda there: MemoryReplica(url=str(there)), expected={})
+    for name in ("student-5", "student-6"):
+        await run.registry.register(says(f"http://{name}:1", name, name))
+    clock[0] = registry.LEASE_SECONDS + 0.1
+    remove, removing, other_left = run.pool.remove, asyncio.Event(), asyncio.Event()
+
+    async def slowly(name: str) -> None:
+        await remove(name)
+        if name == "student-5":
+            removing.set()
+            await other_left.wait()
+
+    run.pool.remove = slowly
+    ending = asyncio.create_task(run.registry.expire())
+    await removing.wait()
+    left = await run.registry.leave(ServerLeaves(name="student-6"))
+    other_left.set()
+    await ending
+    assert not {"student-5", "student-6"} & {one.name for one in left.servers}
+    run.close()
+
+
 @pytest.mark.parametrize(("boot", "warns"), [(None, True), ("one", False)])
 async def test_a_person_is_told_of_a_replica_that_does_not_answer(
     controller, caplog: pytest.LogCaptureFixture, boot: str | None, warns: bool

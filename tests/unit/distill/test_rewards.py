@@ -146,6 +146,10 @@ def not_a_number(prompt: Prompt, completion: str) -> float:
     return math.nan
 
 
+def too_large_for_fp32(prompt: Prompt, completion: str) -> float:
+    return 1e39
+
+
 def one_argument(prompt: Prompt) -> bool:
     return True
 
@@ -179,8 +183,9 @@ def test_a_number_of_numpys_is_a_number() -> None:
         ("no_such_module:reward_fn", ConfigError, r"cannot be loaded \(ModuleNotFoundError"),
         (f"{__name__}:missing", ConfigError, r"cannot be loaded \(AttributeError"),
         (f"{__name__}:EOS", ConfigError, r"EOS is a int and cannot be called"),
-        (f"{__name__}:none", DataError, r"gave None for prompt 1.*a bool or a finite number"),
+        (f"{__name__}:none", DataError, r"gave None for prompt 1.*a bool or a number within ±1e\+30"),
         (f"{__name__}:not_a_number", DataError, r"gave nan for prompt 1"),
+        (f"{__name__}:too_large_for_fp32", DataError, r"gave 1e\+39 for prompt 1"),
         (f"{__name__}:one_argument", DataError, r"raised TypeError"),
         (f"{__name__}:later", DataError, r"gave <coroutine"),
     ],

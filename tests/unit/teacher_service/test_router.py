@@ -57,6 +57,10 @@ def forgets(prompt: Any) -> None:
     """Returns nothing."""
 
 
+def counts_wrong(prompt: Any) -> list[int]:
+    return [3, 1 << 31]
+
+
 def fails(prompt: Any) -> list[int]:
     raise KeyError("solution")
 
@@ -71,7 +75,12 @@ def test_a_module_that_raises_when_it_is_imported_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("function", "problem"), [("fails", r"KeyError \('solution'\)"), ("forgets", r"TypeError \('NoneType'")]
+    ("function", "problem"),
+    [
+        ("fails", r"KeyError \('solution'\)"),
+        ("forgets", r"TypeError \('NoneType'"),
+        ("counts_wrong", r"ValueError \(2147483648 is no token id"),
+    ],
 )
 def test_a_transform_that_fails_names_itself_and_the_prompt(function: str, problem: str) -> None:
     config = TeacherConfig(path="m", prompt_transform=f"{__name__}:{function}")
