@@ -25,6 +25,10 @@ from typing import Final
 class DistillError(ValueError):
     """Root of the errors meant for people; the message names value, rule and remedy."""
 
+    def __init__(self, message: str) -> None:
+        """A lone surrogate ("\\ud83d" in a peer's JSON, or of user code) becomes "?": UTF-8 has none."""
+        super().__init__(message.encode("utf-8", "replace").decode())
+
 
 class ConfigError(DistillError):
     """A setting that cannot be used."""

@@ -18,9 +18,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from sync.client import BlockingPeer, Peer
-from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError
+from sync.errors import ConfigError, DataError, Overloaded, RemoteError, Unreachable, WireError
+from sync.own_code import own_code
 from sync.server import TokenGuard, check_bind, read_message, refuse, reply
-from sync.wire import EvalRequest, Ok, Version, Wait, encode, frame
+from sync.wire import EpisodeFailed, EvalRequest, Ok, Version, Wait, decode, encode, frame
 
 BAD_URLS = [
     "",
@@ -165,6 +166,18 @@ async def test_a_refusal_is_not_repeated() -> None:
             with pytest.raises(RemoteError, match="422: start 0 must be at least 1"):
                 await peer.call("/x", REQUEST, Ok)
     assert scripted.calls == 1
+
+
+async def test_half_a_character_of_a_peer_or_of_user_code_can_be_written_down() -> None:
+    with serving(Scripted(Response(b'{"error": "no \\ud83d"}', 400))) as url:
+        async with Peer(url, "secret") as peer:
+            with pytest.raises(RemoteError, match=r"400: no \?$") as refused:
+                await peer.call("/x", REQUEST, Ok)
+    with pytest.raises(DataError, match=r"f raised ValueError \(\?\) for row 1: mend it") as raised:
+        with own_code("f", "row 1", "mend it"):
+            raise ValueError("\ud83d")
+    for caught in (refused, raised):
+        assert decode(encode(EpisodeFailed(id="a", error=str(caught.value))), EpisodeFailed)
 
 
 async def test_a_peer_that_is_gone_is_named() -> None:
