@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -158,3 +159,16 @@ def test_a_header_that_names_no_run_is_a_bad_request(header: str) -> None:
     with pytest.raises(WireError, match="names no run"):
         peer._claim.check("http://peer", {RUN_HEADER: header})
     peer.close()
+
+
+async def test_an_answer_whose_run_is_no_utf_8_names_no_run() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b'HTTP/1.1 200 OK\r\n%b: {"name":"\xff"}\r\ncontent-length: 0\r\n\r\n'
+        writer.write(head % RUN_HEADER.encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        url = "http://127.0.0.1:{1}".format(*listening.sockets[0].getsockname())
+        with pytest.raises(WireError, match="header x-distill-run of 12 characters names no run"):
+            await ask(url, NEW)
