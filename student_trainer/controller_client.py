@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from student_trainer.teacher_scores import TeacherScores
 from sync import wire
+from sync.answers import MAX_ANSWER
 from sync.client import BlockingPeer
 from sync.errors import DistillError, Overloaded, RemoteError, Unreachable
 
@@ -54,7 +55,7 @@ class ControllerClient:
         return self._peer.call(f"/v1/teachers/{name}", None, wire.TeacherServers)
 
     def head(self, teacher: str) -> wire.Head:
-        return self._peer.call(f"/v1/teachers/{teacher}/head", None, wire.Head)
+        return self._peer.call(f"/v1/teachers/{teacher}/head", None, wire.Head, most=MAX_ANSWER)
 
     def beat(self, version: wire.Version, seconds: float) -> None:
         """Send a heartbeat every `seconds`, from a thread, until a newer start was welcomed."""
@@ -83,7 +84,9 @@ class ControllerClient:
     def _batch(self, version: wire.Version) -> wire.TrainBatch | wire.Wait | wire.Stop:
         request = wire.BatchRequest(version=version, rank=self._rank, world_size=self._world_size)
         kinds: Any = wire.TrainBatch | wire.Wait | wire.Stop
-        answer: wire.TrainBatch | wire.Wait | wire.Stop = self._peer.call("/v1/batch", request, kinds)
+        answer: wire.TrainBatch | wire.Wait | wire.Stop = self._peer.call(
+            "/v1/batch", request, kinds, most=MAX_ANSWER
+        )
         if isinstance(answer, wire.TrainBatch) and self.scores is not None:
             return self.scores.filled(answer)
         return answer

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,26 +21,12 @@ import aiohttp
 import httpx
 
 from sync.address import Address, Place, checked_url
-from sync.claims import MISDIRECTED, MODEL_HEADER, Claim
-from sync.errors import (
-    ConfigError,
-    Overloaded,
-    RemoteError,
-    Replaced,
-    TooLarge,
-    Unreachable,
-    WireError,
-    WrongServer,
-)
-from sync.retry import pause_told, retrying, retrying_async
+from sync.answers import MAX_ANSWER, MAX_REFUSAL, MAX_SMALL, Answer, Unavailable, check_plain
+from sync.claims import MODEL_HEADER, Claim
+from sync.errors import ConfigError, Overloaded, Unreachable, WireError, WrongServer
+from sync.retry import retrying, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 
-GONE: Final = 410
-"""Status of a refusal: another process has registered in the place of the one that asks."""
-MAX_ANSWER: Final = 1 << 32
-"""Bytes of an answer: a rank's share of a batch with hidden states, or the head of a large teacher."""
-MAX_REFUSAL: Final = 1 << 16
-"""Bytes of an answer with another status than 200."""
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
 IDLE_SECONDS: Final = 4.0
@@ -49,74 +34,15 @@ IDLE_SECONDS: Final = 4.0
 LARGE_BODY: Final = 1 << 20
 """Bytes of a request that is sent in pieces, between which others run."""
 
+_FAILED: Final = (aiohttp.ClientError, httpx.RequestError, TimeoutError)
+"""No answer, or not all of it."""
+_RETRIED: Final = (Overloaded, Unavailable, *_FAILED)
+
 M = TypeVar("M", bound=Message)
 
 
-# --- answers ----------------------------------------------------------------------------------------------
-
-
-class _Unavailable(RemoteError):
-    """A status that says to come back; never leaves this file."""
-
-
-_FAILED: Final = (aiohttp.ClientError, httpx.RequestError, TimeoutError)
-"""No answer, or not all of it."""
-_RETRIED: Final = (Overloaded, _Unavailable, *_FAILED)
-_REFUSALS: Final = {MISDIRECTED: WrongServer, GONE: Replaced, 413: TooLarge}
-
-
-class _Answer:
-    """One answer, whose parts are added as they come, up to a limit."""
-
-    def __init__(self, url: str, status: int, headers: Mapping[str, str]) -> None:
-        """Raises RemoteError for an encoded answer, or one that announces too much."""
-        self.url, self.status, self.headers, self.content = url, status, headers, bytearray()
-        self._most = MAX_ANSWER if status == 200 else MAX_REFUSAL
-        _check_plain(url, headers)
-        length = headers.get("content-length", "0")
-        self._check(int(length) if length.isdecimal() else 0)
-
-    def _check(self, length: int) -> None:
-        if length > self._most:
-            raise RemoteError(f"{self.url} answered with more than {self._most} bytes: ask for fewer at once")
-
-    def add(self, part: bytes) -> None:
-        """Take the next part. Raises RemoteError when the answer is too long."""
-        self.content += part
-        self._check(len(self.content))
-
-    def body(self, retry: bool) -> bytes:
-        """The content of a 200. Raises what any other status means; with `retry`, 502-504 as _Unavailable."""
-        if self.status == 200:
-            return bytes(self.content)
-        if retry and self.status in (502, 503, 504):
-            raise _Unavailable(f"status {self.status}")
-        try:
-            text = str(json.loads(self.content)["error"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            text = self.content[:500].decode("utf-8", "replace")
-        message = f"{self.url} answered {self.status}: {text}"
-        if self.status == 429:
-            raise Overloaded(message, pause_told(self.headers.get("retry-after", "")))
-        raise _REFUSALS.get(self.status, RemoteError)(message)
-
-    def only(self) -> bytes:
-        """As `body`, for callers that retry elsewhere: any 5xx raises Unreachable."""
-        if self.status >= 500:
-            text = self.content[:500].decode("utf-8", "replace")
-            raise Unreachable(f"{self.url} answered {self.status}: {text}")
-        return self.body(retry=False)
-
-
-def _check_plain(url: str, headers: Mapping[str, str]) -> None:
-    """Raise RemoteError for an answer that would have to be decompressed."""
-    encoding = headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        raise RemoteError(f"{url} answered with content-encoding {encoding[:100]!r}: send plain bytes")
-
-
-async def _read(response: aiohttp.ClientResponse) -> _Answer:
-    answer = _Answer(str(response.url), response.status, response.headers)
+async def _read(response: aiohttp.ClientResponse, most: int) -> Answer:
+    answer = Answer(str(response.url), response.status, response.headers, most)
     async for part in response.content.iter_any():
         answer.add(part)
     return answer
@@ -247,33 +173,40 @@ class Peer:
         except (Unreachable, *_FAILED):
             return False
 
-    async def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
-        """POST `body` (GET when None) and decode the answer as `kind`."""
+    async def call(
+        self,
+        path: str,
+        body: Message | None,
+        kind: type[M],
+        timeout: float | None = None,
+        most: int = MAX_SMALL,
+    ) -> M:
+        """POST `body` (GET when None) and decode the answer, of up to `most` bytes, as `kind`."""
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 
-        async def attempt() -> bytes:
-            return (await self._send(path, content, _left(deadline))).body(retry=True)
+        async def attempt() -> memoryview:
+            return (await self._send(path, content, _left(deadline), most)).body(retry=True)
 
         try:
             return decode(await retrying_async(_RETRIED, within=limit)(attempt), kind)
-        except (*_FAILED, _Unavailable) as error:
+        except (*_FAILED, Unavailable) as error:
             raise _unreachable(self.url + path, limit, error) from None
 
-    async def once(self, path: str, body: bytes | None, timeout: float) -> bytes:
+    async def once(self, path: str, body: bytes | None, timeout: float, most: int = MAX_ANSWER) -> memoryview:
         """POST an encoded body (GET when None), a single time: for callers that retry elsewhere.
 
         Raises Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError.
         """
         try:
-            return (await self._send(path, body, timeout)).only()
+            return (await self._send(path, body, timeout, most)).only()
         except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
-    async def _send(self, path: str, content: bytes | None, timeout: float) -> _Answer:
+    async def _send(self, path: str, content: bytes | None, timeout: float, most: int) -> Answer:
         async with self._open(path, content, self._claim.headers(), timeout) as response:
             self._check(response)
-            return await _read(response)
+            return await _read(response, most)
 
     def _check(self, response: aiohttp.ClientResponse) -> None:
         """Raises WrongServer when the answer is another run's or another model's."""
@@ -290,8 +223,8 @@ class Peer:
         try:
             async with self._open(path, encode(body), self._claim.headers(), timeout=None) as response:
                 if response.status != 200:
-                    (await _read(response)).body(retry=False)
-                _check_plain(self.url + path, response.headers)
+                    (await _read(response, MAX_REFUSAL)).body(retry=False)
+                check_plain(self.url + path, response.headers)
                 self._check(response)
                 buffer = bytearray()
                 async for chunk in response.content.iter_any():
@@ -351,39 +284,46 @@ class BlockingPeer:
             base_url=self.url, headers=_headers(token), timeout=timeout, trust_env=False
         )
 
-    def call(self, path: str, body: Message | None, kind: type[M], timeout: float | None = None) -> M:
-        """POST `body` (GET when None) and decode the answer as `kind`.
+    def call(
+        self,
+        path: str,
+        body: Message | None,
+        kind: type[M],
+        timeout: float | None = None,
+        most: int = MAX_SMALL,
+    ) -> M:
+        """As `Peer.call`.
 
         A single try takes at most the client's own `timeout`, all of them at most this one.
         """
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 
-        def attempt() -> bytes:
-            return self._send(path, content, min(self.timeout, _left(deadline))).body(retry=True)
+        def attempt() -> memoryview:
+            return self._send(path, content, min(self.timeout, _left(deadline)), most).body(retry=True)
 
         try:
             return decode(retrying(_RETRIED, within=limit)(attempt), kind)
-        except (*_FAILED, _Unavailable) as error:
+        except (*_FAILED, Unavailable) as error:
             raise _unreachable(self.url + path, limit, error) from None
 
-    def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
+    def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> memoryview:
         """As `Peer.once`; `model`: that the answer must be of (`TeacherInfo.fingerprint`), None: any."""
         try:
-            answer = self._send(path, body, timeout)
+            answer = self._send(path, body, timeout, MAX_ANSWER)
         except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         content = answer.only()
         _check_model(self.url, answer.headers, model)
         return content
 
-    def _send(self, path: str, content: bytes | None, timeout: float) -> _Answer:
+    def _send(self, path: str, content: bytes | None, timeout: float, most: int) -> Answer:
         method = "GET" if content is None else "POST"
         headers = self._claim.headers()
         with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
             if response.status_code == 200:
                 self._claim.check(self.url, response.headers)
-            answer = _Answer(str(response.url), response.status_code, response.headers)
+            answer = Answer(str(response.url), response.status_code, response.headers, most)
             for part in response.iter_raw():
                 answer.add(part)
             return answer

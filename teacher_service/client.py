@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from sync import wire
 from sync.address import Place
+from sync.answers import MAX_SMALL
 from sync.claims import Claim
 from sync.client import Peer, Processes
 from sync.errors import DistillError, Overloaded, TooLarge, Unreachable, WireError, WrongServer
@@ -159,7 +160,7 @@ class TeacherClient(Processes):
             if keys := [one.key for one in kept if one.url == peer.url]:
                 body = wire.encode(wire.ScoresRelease(keys=keys))
                 try:
-                    await peer.once("/v1/scores/release", body, RELEASE_SECONDS)
+                    await peer.once("/v1/scores/release", body, RELEASE_SECONDS, MAX_SMALL)
                 except DistillError as error:
                     log.info("scores stay at %s: %s", peer.url, error)
 
@@ -183,7 +184,7 @@ class TeacherClient(Processes):
 
     # --- exchanges ----------------------------------------------------------------------------------------
 
-    async def _get(self, path: str) -> bytes:
+    async def _get(self, path: str) -> memoryview:
         return (await self._exchange(path, None, 0, time.monotonic() + TIMEOUT_SECONDS))[0]
 
     async def _send_all(
@@ -228,7 +229,7 @@ class TeacherClient(Processes):
 
     async def _exchange(
         self, path: str, body: bytes | None, tokens: int, expires: float
-    ) -> tuple[bytes, str]:
+    ) -> tuple[memoryview, str]:
         """The first answer before `expires` (time.monotonic()), and the URL of the replica that gave it.
 
         Raises Unreachable when there was none, Overloaded when the last replica was full, RemoteError for a
@@ -261,7 +262,7 @@ class TeacherClient(Processes):
                 replica.outstanding -= tokens
 
 
-async def _attempt(peer: Peer, path: str, body: bytes | None, timeout: float) -> bytes:
+async def _attempt(peer: Peer, path: str, body: bytes | None, timeout: float) -> memoryview:
     """One exchange, aborted when the replica stops answering /health."""
     call = asyncio.ensure_future(peer.once(path, body, timeout))
     misses = 0

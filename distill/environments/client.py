@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from distill.environments.episode import EnvironmentAnswer, FinishReason
 from sync.address import Place
+from sync.answers import MAX_SMALL
 from sync.claims import Claim
 from sync.client import Peer, Processes
 from sync.errors import DistillError, Overloaded, Unreachable, WireError
@@ -94,7 +95,7 @@ class EnvironmentClient(Processes):
             await asyncio.sleep(process.pause)
             self._place(id, process)
             try:
-                answer = await process.peer.once("/v1/begin", body, self._limit)
+                answer = await process.peer.once("/v1/begin", body, self._limit, MAX_SMALL)
                 process.backoff.reset()
                 return self._checked(id, decode(answer, _ANSWER))
             except Overloaded as error:
@@ -125,7 +126,8 @@ class EnvironmentClient(Processes):
                 self._place(id, None)
         for process, own in told.items():
             with contextlib.suppress(DistillError):
-                answer = await process.peer.once("/v1/end", encode(EpisodeEnd(ids=own)), END_SECONDS)
+                body = encode(EpisodeEnd(ids=own))
+                answer = await process.peer.once("/v1/end", body, END_SECONDS, MAX_SMALL)
                 decode(answer, Ok)
 
     def _place(self, id: str, process: _Process | None) -> None:

@@ -27,6 +27,7 @@ from distill.rollout.hold import hold
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
+from sync.answers import MAX_ANSWER
 from sync.client import Peer
 from sync.errors import RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import (
@@ -246,4 +247,4 @@ class HttpEvaluator(Peer):
 
     async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply:
         """Reference values of plain forward passes. Raises Unreachable, RemoteError."""
-        return await self.call("/v1/probe", request, ProbeReply, timeout)
+        return await self.call("/v1/probe", request, ProbeReply, timeout, MAX_ANSWER)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol, cast
 
 from sync import wire
+from sync.answers import MAX_SMALL
 from sync.client import Peer
 from sync.wire import Generated, GenerateFailed, GenerateRequest
 
@@ -40,7 +41,7 @@ class HttpReplica(Peer):
 
     async def update(self, request: wire.UpdateRequest, timeout: float) -> wire.UpdateReply:
         if request.broadcast is not None:  # a group cannot be joined twice: no retry
-            body = await self.once("/distill/v1/update", wire.encode(request), timeout)
+            body = await self.once("/distill/v1/update", wire.encode(request), timeout, MAX_SMALL)
             return wire.decode(body, wire.UpdateReply)
         return await self.call("/distill/v1/update", request, wire.UpdateReply, timeout)
 

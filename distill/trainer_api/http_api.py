@@ -19,8 +19,8 @@ from distill.metrics.prometheus import Figures
 from distill.registry import Gangs, Registry
 from distill.trainer_api.session import Event, TrainerSession
 from sync import server, wire
+from sync.answers import GONE
 from sync.claims import MISDIRECTED
-from sync.client import GONE
 from sync.errors import (
     ConfigError,
     DistillError,

@@ -201,7 +201,7 @@ def frame(message: Message) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def frames(body: bytes, kind: type[M]) -> Iterator[M]:
+def frames(body: bytes | memoryview, kind: type[M]) -> Iterator[M]:
     """The messages of a whole body of frames. Raises WireError where one is cut."""
     rest = memoryview(body)
     while rest:

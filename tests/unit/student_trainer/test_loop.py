@@ -193,7 +193,9 @@ class FakePeer:
         if at_once:
             self.may_answer.set()
 
-    def call(self, path: str, body: Message | None, kind: Any, timeout: float | None = None) -> Any:
+    def call(
+        self, path: str, body: Message | None, kind: Any, timeout: float | None = None, most: int = 0
+    ) -> Any:
         assert self.may_answer.wait(600)
         self.asked.append((path, body))
         answer = self._answers.pop(0)

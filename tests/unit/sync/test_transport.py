@@ -173,9 +173,9 @@ async def test_half_a_character_of_a_peer_or_of_user_code_can_be_written_down() 
         async with Peer(url, "secret") as peer:
             with pytest.raises(RemoteError, match=r"400: no \?$") as refused:
                 await peer.call("/x", REQUEST, Ok)
-    with pytest.raises(DataError, match=r"f raised ValueError \(\?\) for row 1: mend it") as raised:
-        with own_code("f", "row 1", "mend it"):
-            raise ValueError("\ud83d")
+    match = r"f raised ValueError \(\?\) for row 1: mend it"
+    with pytest.raises(DataError, match=match) as raised, own_code("f", "row 1", "mend it"):
+        raise ValueError("\ud83d")
     for caught in (refused, raised):
         assert decode(encode(EpisodeFailed(id="a", error=str(caught.value))), EpisodeFailed)
 
@@ -345,16 +345,33 @@ async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
         for _ in range(1000):
             yield bytes(1000)
 
-    monkeypatch.setattr("sync.client.MAX_ANSWER", 10_000)
     answers = [Response(bytes(10_001)), StreamingResponse(long()), StreamingResponse(long(), 400)]
     with serving(Scripted(*answers, Response(b"[" * 60_000, 400))) as url:
         async with Peer(url, "secret") as peer:
             for most in (10_000, 10_000, 65_536):
                 with pytest.raises(RemoteError, match=f"more than {most} bytes: ask for fewer"):
-                    await peer.call("/x", REQUEST, Ok)
+                    await peer.call("/x", REQUEST, Ok, most=10_000)
             with pytest.raises(RemoteError, match=r"answered 400: \[\[\["):  # too deep to be read as JSON
                 await peer.call("/x", REQUEST, Ok)
             assert await peer.call("/x", REQUEST, Ok) == Ok()
             monkeypatch.setattr("sync.client.MAX_FRAME", 3)
             with pytest.raises(WireError, match="the limit is 3: it is no frame"):
                 _ = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
+
+
+async def test_only_answers_that_may_be_long_are_read_beyond_64_mib_and_none_is_copied() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % ((1 << 26) + 1))
+        writer.close()
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = "http://127.0.0.1:{1}".format(*listening.sockets[0].getsockname())
+    async with listening, Peer(url) as peer:
+        with pytest.raises(RemoteError, match="more than 67108864 bytes: ask for fewer"):
+            await peer.call("/x", None, Ok, timeout=2.0)
+        with pytest.raises(Unreachable, match="ClientPayloadError"):  # read, and cut short
+            await peer.once("/x", None, 2.0)
+    with serving(Scripted()) as url:
+        async with Peer(url, "secret") as peer:
+            assert isinstance(await peer.once("/x", None, 2.0), memoryview)
