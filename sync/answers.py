@@ -16,6 +16,8 @@ MAX_ANSWER: Final = 1 << 32
 """Bytes of the longest answers: a rank's share of a batch with hidden states, the head of a large teacher."""
 MAX_SMALL: Final = 1 << 26
 """Bytes of all other answers: digests of 100,000 tensors, with their names, are 20 MB."""
+SLOWEST: Final = 1 << 18
+"""Bytes a second that a long answer must bring: its time limit is longer by a second for each so many."""
 MAX_REFUSAL: Final = 1 << 16
 """Bytes of an answer with another status than 200."""
 
@@ -45,6 +47,11 @@ class Answer:
         """Take the next part. Raises RemoteError when the answer is too long."""
         self.content += part
         self._check(len(self.content))
+
+    @property
+    def more_seconds(self) -> float:
+        """What its length, so far, adds to its time limit."""
+        return len(self.content) / SLOWEST
 
     def body(self, retry: bool) -> memoryview:
         """The content of a 200, no copy. Raises what any other status means.

@@ -41,10 +41,13 @@ _RETRIED: Final = (Overloaded, Unavailable, *_FAILED)
 M = TypeVar("M", bound=Message)
 
 
-async def _read(response: aiohttp.ClientResponse, most: int) -> Answer:
-    answer = Answer(str(response.url), response.status, response.headers, most)
+async def _read(response: aiohttp.ClientResponse, limit: asyncio.Timeout, most: int) -> Answer:
+    """The whole answer, before `limit`, which grows with it (`Answer.more_seconds`)."""
+    answer, ends = Answer(str(response.url), response.status, response.headers, most), limit.when()
     async for part in response.content.iter_any():
         answer.add(part)
+        if ends is not None:
+            limit.reschedule(ends + answer.more_seconds)
     return answer
 
 
@@ -88,7 +91,8 @@ class Peer:
     Raises ConfigError when made with a URL where no server can be. One whose Address has no URL yet is not
     reached, as one that does not answer.
     `call` retries with backoff what is safe to retry (no connection, 502-504, 429 as told) until `timeout`
-    seconds have passed in all, then raises Unreachable (Overloaded for 429).
+    seconds have passed in all, then raises Unreachable (Overloaded for 429). A time limit is of the whole
+    exchange; a long answer has a second more for every 256 KiB that have come (`sync.answers.SLOWEST`).
     """
 
     def __init__(
@@ -136,8 +140,8 @@ class Peer:
     @asynccontextmanager
     async def _open(
         self, path: str, content: bytes | None, headers: Mapping[str, str], timeout: float | None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """POST `content`, GET when None. `timeout`: seconds until the answer begins, and between its bytes.
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
+        """POST `content`, GET when None. `timeout`: seconds until the end, which the Timeout can put off.
 
         aiohttp sends a GET again, once, when its connection turns out to be closed.
         """
@@ -162,13 +166,12 @@ class Peer:
             async with self._session.request(
                 method, url + path, data=data, headers=headers, allow_redirects=False, timeout=limits, ssl=tls
             ) as response:
-                limit.reschedule(None)
-                yield response
+                yield response, limit
 
     async def alive(self) -> bool:
         """Whether /health answers 200 within two seconds."""
         try:
-            async with self._open("/health", None, {}, timeout=2.0) as response:
+            async with self._open("/health", None, {}, timeout=2.0) as (response, _):
                 return response.status == 200
         except (Unreachable, *_FAILED):
             return False
@@ -204,9 +207,9 @@ class Peer:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
     async def _send(self, path: str, content: bytes | None, timeout: float, most: int) -> Answer:
-        async with self._open(path, content, self._claim.headers(), timeout) as response:
+        async with self._open(path, content, self._claim.headers(), timeout) as (response, limit):
             self._check(response)
-            return await _read(response, most)
+            return await _read(response, limit, most)
 
     def _check(self, response: aiohttp.ClientResponse) -> None:
         """Raises WrongServer when the answer is another run's or another model's."""
@@ -218,12 +221,13 @@ class Peer:
         """POST `body` and yield the frames of the answer as they come.
 
         Nothing is retried: a lost connection raises Unreachable, and the caller knows which frames it has.
-        There is no time-out between frames (a long completion is no fault).
+        There is no time limit of an answer with status 200 (a long completion is no fault).
         """
         try:
-            async with self._open(path, encode(body), self._claim.headers(), timeout=None) as response:
+            async with self._open(path, encode(body), self._claim.headers(), None) as (response, limit):
                 if response.status != 200:
-                    (await _read(response, MAX_REFUSAL)).body(retry=False)
+                    limit.reschedule(asyncio.get_running_loop().time() + self.timeout)
+                    (await _read(response, limit, MAX_REFUSAL)).body(retry=False)
                 check_plain(self.url + path, response.headers)
                 self._check(response)
                 buffer = bytearray()
@@ -294,7 +298,8 @@ class BlockingPeer:
     ) -> M:
         """As `Peer.call`.
 
-        A single try takes at most the client's own `timeout`, all of them at most this one.
+        A single try takes at most the client's own `timeout`, all of them at most this one. A peer that falls
+        silent within an answer is noticed a `timeout` after its last byte.
         """
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
@@ -318,7 +323,7 @@ class BlockingPeer:
         return content
 
     def _send(self, path: str, content: bytes | None, timeout: float, most: int) -> Answer:
-        method = "GET" if content is None else "POST"
+        method, ends = "GET" if content is None else "POST", time.monotonic() + timeout
         headers = self._claim.headers()
         with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
             if response.status_code == 200:
@@ -326,6 +331,8 @@ class BlockingPeer:
             answer = Answer(str(response.url), response.status_code, response.headers, most)
             for part in response.iter_raw():
                 answer.add(part)
+                if time.monotonic() > ends + answer.more_seconds:
+                    raise httpx.ReadTimeout(f"only {len(answer.content)} bytes of the answer came in time")
             return answer
 
     def close(self) -> None:

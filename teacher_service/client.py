@@ -118,7 +118,7 @@ class TeacherClient(Processes):
     async def score(
         self, sequences: Sequence[ScoreSequence], want: wire.Want = wire.Want(), deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
-        """Scores of `sequences`, in their order, within `deadline` seconds.
+        """Scores of `sequences`, in their order, within `deadline` seconds (long answers: see `Peer`).
 
         Raises Unreachable when no replica answers until then, Overloaded when all stay full, RemoteError when
         the teacher refuses the request as a whole. Cancelling aborts the work on the other side too.

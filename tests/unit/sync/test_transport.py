@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from sync.answers import SLOWEST
 from sync.client import BlockingPeer, Peer
 from sync.errors import ConfigError, DataError, Overloaded, RemoteError, Unreachable, WireError
 from sync.own_code import own_code
@@ -261,6 +262,50 @@ def test_the_blocking_client_takes_no_longer_than_it_was_given(monkeypatch: pyte
     with pytest.raises(Unreachable, match=r"within 10 s \(ReadTimeout: nothing came"):
         peer.call("/x", REQUEST, Ok, timeout=10.0)
     assert (slow.calls, slow.now) == (2, pytest.approx(10.0))
+
+
+class Paced(httpx.SyncByteStream):
+    """Two seconds before each of a hundred parts of `size` bytes; it is the clock too."""
+
+    def __init__(self, size: int) -> None:
+        self.now, self.size = 0.0, size
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def __iter__(self) -> Iterator[bytes]:
+        for _ in range(100):
+            self.now += 2.0
+            yield bytes(self.size)
+
+
+async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_answer_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def drip(pause: float, size: int, count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            await asyncio.sleep(pause)
+            yield bytes(size)
+
+    drops = [StreamingResponse(drip(0.1, 1, 100), status) for status in (200, 400)]
+    with serving(Scripted(*drops, StreamingResponse(drip(0.1, 1 << 18, 12)))) as url:
+        async with Peer(url, "secret") as peer, asyncio.timeout(8.0):
+            with pytest.raises(Unreachable, match="did not answer within 1 s"):
+                await peer.call("/x", REQUEST, Ok, timeout=0.6)
+            with pytest.raises(Unreachable, match="TimeoutError"):
+                await peer.once("/x", None, 0.6)
+            assert len(await peer.once("/x", None, 0.6)) == 12 << 18
+    for size in (1, SLOWEST * 2):
+        paced, blocking = Paced(size), BlockingPeer("http://peer")
+        answering = httpx.MockTransport(lambda _, paced=paced: httpx.Response(200, stream=paced))
+        blocking._http = httpx.Client(base_url="http://peer", transport=answering)
+        monkeypatch.setattr("sync.client.time", paced)
+        if size == 1:
+            with pytest.raises(Unreachable, match="only 6 bytes of the answer came in time"):
+                blocking.once("/x", None, 11.0)
+            assert paced.now == 12.0
+        else:
+            assert len(blocking.once("/x", None, 11.0)) == 100 * size
 
 
 async def test_a_body_beyond_the_limit_is_refused() -> None:
