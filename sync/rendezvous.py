@@ -35,8 +35,8 @@ from sync.decoding import msgpack_decoder
 logger = logging.getLogger(__name__)
 _NONCE: Final = 32
 _MOST_FRAME: Final = 1 << 26
-_MOST_FIRST_FRAME: Final = 1 << 12
-"""Bytes of a client's first frame, which is read before its seal is known; a member's has some hundred."""
+_MOST_FIRST_FRAME: Final = 1 << 16
+"""Bytes of a client's first frame, which is read before its seal is known; torch's has 8 for each rank."""
 _GREETING_SECONDS: Final = 10.0
 """From a connection to the end of its first frame."""
 _SLICE_SECONDS: Final = 0.25

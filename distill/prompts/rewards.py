@@ -153,6 +153,11 @@ def load_rewards(prompts: PromptsConfig) -> RewardFn:
     return partial(_reward, f"prompts.reward_fn {name!r}", of_text)
 
 
+def _in_bounds(value: Any) -> bool:
+    """As a float, for half precision holds no bound; an int may be larger than any float."""
+    return abs(value if isinstance(value, int) else float(value)) <= LARGEST_REWARD
+
+
 def _reward(
     name: str, function: Callable[[Prompt, Any], Any], prompt: Prompt, completion: Completion
 ) -> Reward:
@@ -165,7 +170,7 @@ def _reward(
         found = function(prompt, completion)
     value, answer = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     is_number = isinstance(value, bool | int | float | np.bool | np.integer | np.floating)
-    if not is_number or not abs(value) <= LARGEST_REWARD or not isinstance(answer, str | None):
+    if not is_number or not _in_bounds(value) or not isinstance(answer, str | None):
         raise DataError(
             f"{name} gave {found!r:.80} for {about}: it must return a bool or a number within "
             f"±{LARGEST_REWARD:g}, or a pair of that and the answer as text"

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -207,9 +207,9 @@ class RowReader:
 
 
 def _text(row: Row, name: str) -> str:
-    """A field of a row as text. Raises DataError for one that is neither a text nor a number."""
+    """A field of a row as text. Raises DataError for one that is empty or a collection."""
     value = row.fields[name]
-    if not isinstance(value, str | int | float):
+    if value is None or (isinstance(value, Collection) and not isinstance(value, str)):
         raise DataError(
             f"{row.place}: field {name!r} is {value!r:.80}: give a text or a number, or leave the row out"
         )

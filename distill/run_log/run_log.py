@@ -69,7 +69,10 @@ class RunLog:
         now = Opened(
             run, seed, rules.batch, *limits, rules.group, per_prompt, rows, supervised=rules.supervised
         )
+        self._begins = 0
+        """Segment that a restart replays from: those below are archived, or needed for what they hold."""
         for number, (location, record) in enumerate(journal.replay()):
+            self._begins = location.segment if number == 0 else self._begins
             with contradictions(record, location):
                 if isinstance(record, r.Snapshot) and number == 0:
                     self.state = restore(record, rules, journal.read)
@@ -306,12 +309,12 @@ class RunLog:
             one for batch in batches.values() if batch.version not in state.batches for one in batch.rollouts
         )
         held = base(state, covered)
-        oldest = min((one.segment for one in state.snapshots.values()), default=0)  # the rest is archived
         begins_here = covered == state.checkpoints[-1]
-        record = take(state, None if begins_here else held.segment if held else oldest)
+        record = take(state, None if begins_here else held.segment if held else self._begins)
         location = self.journal.append(record)
         await self.journal.commit(durable=True)
         state.apply(record, location)
+        self._begins = location.segment if record.base is None else record.base
         if begins_here:
             held = state.snapshots[record.checkpoint]
         if held is None:

@@ -150,6 +150,10 @@ def too_large_for_fp32(prompt: Prompt, completion: str) -> float:
     return 1e39
 
 
+def infinite_in_half(prompt: Prompt, completion: str) -> np.float16:
+    return np.float16("inf")
+
+
 def one_argument(prompt: Prompt) -> bool:
     return True
 
@@ -186,6 +190,7 @@ def test_a_number_of_numpys_is_a_number() -> None:
         (f"{__name__}:none", DataError, r"gave None for prompt 1.*a bool or a number within ±1e\+30"),
         (f"{__name__}:not_a_number", DataError, r"gave nan for prompt 1"),
         (f"{__name__}:too_large_for_fp32", DataError, r"gave 1e\+39 for prompt 1"),
+        (f"{__name__}:infinite_in_half", DataError, r"gave np\.float16\(inf\) for prompt 1"),
         (f"{__name__}:one_argument", DataError, r"raised TypeError"),
         (f"{__name__}:later", DataError, r"gave <coroutine"),
     ],

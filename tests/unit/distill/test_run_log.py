@@ -23,6 +23,7 @@ from distill.run_log.records import (
     BatchFormed,
     Checkpointed,
     Dropped,
+    HandedOut,
     Issued,
     LineageOpened,
     Opened,
@@ -250,6 +251,65 @@ async def test_batches_whose_rollouts_were_forgotten_are_formed_anew(tmp_path: P
     assert (record.start, record.branch) == (0, 0)
     assert set(run_log.state.buffer) == {f"0:{i}:0" for i in range(6, 12)}
     run_log.journal.close()
+
+
+async def saved(run_log: RunLog, version: Version, keep: int) -> None:
+    run_log.write(Checkpointed(version, "somewhere"))
+    await run_log.journal.commit()
+    await run_log.tidy(keep)
+
+
+async def test_what_no_snapshot_covers_is_replayed_after_a_start_from_the_model_folder(
+    tmp_path: Path,
+) -> None:
+    run_log = opened(tmp_path)
+    await run_log.open_lineage(None, "model")
+    issued = []
+    for step in range(6):
+        asked = run_log.issue(BATCH)
+        issued += [one.id for one in asked]
+        run_log.admit([rollout(one, Version(0, step)) for one in asked])
+        assert await run_log.form_batch() is not None
+        run_log.write(Stepped(Version(0, step + 1)))
+        if step == 3:
+            await saved(run_log, Version(0, 4), keep=3)
+    await run_log.open_lineage(None, "model")  # the folder of checkpoints is gone
+    trained = []
+    for step in range(2):
+        trained += run_log.state.batches[Version(0, step)].ids
+        run_log.write(Stepped(Version(1, step + 1)))
+    await saved(run_log, Version(1, 2), keep=3)
+    run_log.journal.close()
+
+    again = opened(tmp_path)
+    record = await again.open_lineage(Version(1, 2), "model")
+    assert (record.start, record.branch) == (2, 6)
+    left = [one for batch in again.state.batches.values() for one in batch.ids]
+    assert sorted({*trained, *left}) == sorted(issued)
+    again.journal.close()
+
+
+async def test_a_bisection_after_a_start_from_the_model_folder_survives_a_restart(tmp_path: Path) -> None:
+    run_log = opened(tmp_path)
+    await run_log.open_lineage(None, "model")
+    for step in range(6):
+        run_log.admit([rollout(asked, Version(0, step)) for asked in run_log.issue(BATCH)])
+        assert await run_log.form_batch() is not None
+        run_log.write(Stepped(Version(0, step + 1)))
+        if step in (1, 3):
+            await saved(run_log, Version(0, step + 1), keep=3)
+    for lineage in (1, 2):
+        await run_log.open_lineage(None, "model")
+        run_log.write(HandedOut(Version(lineage, 0)))
+    await run_log.open_lineage(None, "model")
+    part = await run_log.form_batch()
+    assert part is not None
+    assert part.is_part
+    await run_log.journal.commit()
+    run_log.journal.close()
+    again = opened(tmp_path)
+    assert again.state.batch_of(0).ids == part.ids
+    again.journal.close()
 
 
 async def test_a_rollout_that_is_dropped_while_a_batch_is_read_back_is_in_none(tmp_path: Path) -> None:

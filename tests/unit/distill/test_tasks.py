@@ -165,5 +165,5 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
         reward_fn(Prompt("0:4:1", [1]), [5])
     monkeypatch.setattr(Broken, "passes", lambda *_: None)
     reward_fn = load_rewards(source.prompts)
-    with pytest.raises(DataError, match=passes + r" gave None for prompt 0:4:1.* a bool or a finite number"):
+    with pytest.raises(DataError, match=passes + r" gave None for prompt 0:4:1.* a bool or a number"):
         reward_fn(Prompt("0:4:1", [1]), [5])
