@@ -183,10 +183,18 @@ def serve(control: socket.socket) -> None:
                     os.dup2(descriptors[0], number)
                 os.close(descriptors[0])
                 os.chdir(folder)
-                sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+                _search([place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place])
                 become(command, environment)
             os.close(descriptors[0])
             control.send(json.dumps([pid, None]).encode())
+
+
+def _search(places: Sequence[str]) -> None:
+    """Look for modules in these folders first, and run their sitecustomize, as a new interpreter does."""
+    sys.path[:0] = places
+    if any((Path(place) / "sitecustomize.py").is_file() for place in places):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
 
 
 def _tell_ended(control: socket.socket) -> None:
