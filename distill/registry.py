@@ -139,7 +139,7 @@ class Registry:
             if holder is None or name in self._pool.replicas:
                 await self._pool.remove(name)
             if holder is not None and not holder.expected:
-                self._holders.pop(name, None)
+                self._holders.pop(name, None)  # its lease may have ended meanwhile
         if name in self._holders and wanted.boot in (None, self._holders[name].boot):
             await self._forget(name, self._holders[name])
         return self.listing()
@@ -148,7 +148,7 @@ class Registry:
         """What it registered; a replica that is not in the configuration leaves the run."""
         holder.boot, holder.expires, holder.address.url = None, math.inf, None
         if not holder.expected:
-            self._holders.pop(name, None)
+            del self._holders[name]
             if name in self._pool.replicas:
                 await self._pool.remove(name)
 
@@ -182,8 +182,8 @@ class Registry:
 
     async def expire(self) -> None:
         for name, holder in [*self._holders.items()]:
-            left = self._holders.get(name) is not holder  # while another was removed
-            if not left and time.monotonic() > holder.expires:
+            here = self._holders.get(name) is holder  # it may have left while another was removed
+            if here and time.monotonic() > holder.expires:
                 log.warning("%s at %s has not renewed its registration", name, holder.address)
                 await self._forget(name, holder)
 

@@ -203,11 +203,8 @@ class RowReader:
             )
 
 
-# --- where they are read from
-
-
 def _text(row: Row, name: str) -> str:
-    """A field of a row as text. Raises DataError for one that is empty or a collection."""
+    """A field of a row as text. Raises DataError for null, and for a collection."""
     value = row.fields[name]
     if value is None or (isinstance(value, Collection) and not isinstance(value, str)):
         raise DataError(
@@ -222,6 +219,9 @@ def _text(row: Row, name: str) -> str:
             "cut within an emoji does: correct the row"
         ) from None
     return text
+
+
+# --- where they are read from
 
 
 def jsonl_rows(path: Path) -> Iterator[Row]:

@@ -72,7 +72,8 @@ class RunLog:
         self._begins = 0
         """Segment that a restart replays from: those below are archived, or needed for what they hold."""
         for number, (location, record) in enumerate(journal.replay()):
-            self._begins = location.segment if number == 0 else self._begins
+            if number == 0:
+                self._begins = location.segment
             with contradictions(record, location):
                 if isinstance(record, r.Snapshot) and number == 0:
                     self.state = restore(record, rules, journal.read)

@@ -100,7 +100,7 @@ class Simulation:
         self.run_log.admit([rollout(one, self.rng.choice(self.served), self.applied) for one in some])
 
     async def hello(self) -> None:
-        """Mostly from the newest checkpoint, sometimes from another that is kept, seldom from none."""
+        """Mostly from the newest checkpoint, sometimes from another that is kept."""
         kept = [one for one in self.saved[-self.keep :] if self.run_log.state.passed(one)]
         checkpoint = kept[-1] if kept else None
         if kept and self.rng.random() < 0.3:
