@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sync.delta.kernels import BLOCK, compiled, find, moved, room, typed, zigzag
+from sync.delta.kernels import BLOCK, compiled, find, moved, prefetch, room, typed, zigzag
 from sync.delta.range_coder import (
     CODER,
     FULL,
@@ -44,6 +44,7 @@ _HALF: Final = 9  # bits of each of the two steps in which a power of two is loo
 _TOP: Final = 2 * UNIT + 5  # level of a hazard of almost six bits
 _EVEN: Final = 28  # level at which larger steps are as frequent as those of one unit
 _SAMPLED: Final = 64  # blocks, evenly spread, that hazards are measured on
+_AHEAD: Final = 96  # elements of the next block that are asked for with every change of this one
 _TABLES: Final = "uint32[::1], uint32[::1], uint16[::1], uint64[::1]"
 _LEVELS: Final = CLASSES * GAMMA  # models, after those of each class's sizes
 _ONE, _ZERO = np.uint64(1), np.uint64(0)
@@ -268,7 +269,10 @@ def _encode(head: Any, out: Any, models: Any, old: Any, new: Any, upper: Any, ta
     for begin in range(0, old.size, BLOCK):
         places = find(old, new, begin, work)
         total = _lay_out(upper[begin : begin + BLOCK], tables, block)
+        ahead, stop = begin + BLOCK, begin + 2 * BLOCK
         for i in places:
+            if ahead < stop:
+                ahead = prefetch(old, new, ahead, ahead + _AHEAD)
             c, at, own = _element(weights, fours, classes, sums, i - begin)
             gap = base + at - end
             if pos + (gap >> (UNIT + 5)) > out.size - MARGIN:
@@ -276,6 +280,7 @@ def _encode(head: Any, out: Any, models: Any, old: Any, new: Any, upper: Any, ta
             code = zigzag(np.int64(old[i]), np.int64(new[i]), 8 * old.itemsize)
             low, span, pos = _put_change(low, span, pos, out, models, further[c], c, gap, own, code)
             end = base + at + own
+        prefetch(old, new, ahead, stop)
         count += places.size
         base += total
     whole = 63

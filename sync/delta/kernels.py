@@ -14,7 +14,10 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from sync.delta.codec import ESCAPE
 
@@ -22,22 +25,22 @@ BLOCK: Final = 4096
 """Elements that are compared, and whose classes are looked up, at once."""
 
 
-def compiled(function: Callable[..., Any], signature: str | None = None) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], signature: str | None = None, inline: bool = False) -> Any:
     """`function`, compiled for the types of its first call, or at once for those of `signature`.
 
     The result is kept on disk, beside the package or in the user's cache; where neither can be written, each
     process compiles anew (seconds). numba watches only the function's own file for changes: after an edit of
-    one that it calls in another file, remove __pycache__.
+    one that it calls in another file, remove __pycache__. `inline`: compiled callers hold its body.
     """
     try:
-        return njit(signature, cache=True, nogil=True)(function)
+        return njit(signature, cache=True, nogil=True, forceinline=inline)(function)
     except RuntimeError:  # numba: no locator available
-        return njit(signature, nogil=True)(function)
+        return njit(signature, nogil=True, forceinline=inline)(function)
 
 
-def typed(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: `compiled` with one signature, so that constant arguments make no copies of their own."""
-    return partial(compiled, signature=signature)
+def typed(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: `compiled`, inline, with one signature, so that constant arguments make no copies."""
+    return partial(compiled, signature=signature, inline=True)
 
 
 @compiled
@@ -95,6 +98,31 @@ def find(old: Any, new: Any, begin: int, work: Any) -> Any:
             places[k] = begin + i
             k += int(flags[i])
     return places[:k]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(_: Any, array: Any, index: Any) -> tuple[Any, Any]:
+    """Ask for the cache line of array[index], which may lie outside: a hint that reads nothing."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        place = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        builder.call(hint, [place, number(0), number(3), number(1)])  # for reading, into every cache, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@partial(compiled, inline=True)
+def prefetch(old: Any, new: Any, begin: int, end: int) -> int:
+    """Ask for elements [begin, end) of both arrays, which arrive while others are coded; returns `end`."""
+    for i in range(begin, end, 64 // old.itemsize):
+        _prefetch(old, i)
+        _prefetch(new, i)
+    return end
 
 
 def scan(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

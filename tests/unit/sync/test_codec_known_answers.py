@@ -42,10 +42,12 @@ def plain(*_: object, **__: object) -> Any:
 def interpreted() -> Iterator[types.SimpleNamespace]:
     """The codec's modules, imported anew with a numba that compiles nothing."""
     names = [f"sync.delta.{name}" for name in MODULES]
-    saved = {name: sys.modules.pop(name) for name in ["numba", *names]}
+    saved = {name: sys.modules.pop(name) for name in ["numba", "numba.extending", *names]}
     numba: Any = types.ModuleType("numba")
-    numba.njit = plain
-    sys.modules["numba"] = numba
+    numba.njit, numba.types = plain, types
+    extending: Any = types.ModuleType("numba.extending")
+    extending.intrinsic = lambda _: lambda *_: None  # hints to the processor alone
+    sys.modules |= {"numba": numba, "numba.extending": extending}
     try:
         with np.errstate(over="ignore"):
             yield library([importlib.import_module(name) for name in names])
