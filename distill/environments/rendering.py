@@ -23,6 +23,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] = {}) -> None:
         self._tokenizer, self._options = tokenizer, dict(options)
+        self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Ids of the first prompt, up to where the student answers."""
@@ -33,6 +34,7 @@ class Renderer:
     ) -> list[int]:
         """Ids behind the student's `answer`, its end token included, up to where it answers next.
 
+        The end token is what the template writes behind the content, be it the tokenizer's or a turn's own.
         Raises DataError when the template does not write the assistant's content as it is.
         """
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
@@ -43,7 +45,7 @@ class Renderer:
                 "follow it: set the student's chat_template to one that does"
             )
         ids = self._ids(behind)
-        end_is_there = answer and ids and answer[-1] == ids[0] == self._tokenizer.eos_token_id
+        end_is_there = answer and ids and answer[-1] == ids[0] and ids[0] in self._special
         return ids[1:] if end_is_there else ids
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -43,6 +43,7 @@ from distill.evaluation.playing import Playing
 from distill.evaluation.reverse_kl import ReverseKL, exact, head_of, parts, tensor_of, total
 from distill.evaluation.sets import open_sets
 from distill.prompts.reward_pool import RewardPool
+from distill.prompts.rewards import VOTING
 from distill.prompts.sources import longest_sequence, open_prompts
 from distill.rollout.replica_client import ReplicaEngine
 from sync.errors import DataError, DistillError, RemoteError, Unreachable, WireError
@@ -213,7 +214,8 @@ class Evaluator:
         await self._reward(name, path, found)
         k, votes = wanted.completions, None
         passed = [wanted.passes(one.index, one.reward) for one in found]
-        if any(one.answer is not None for one in found):
+        function = getattr(wanted.config, "reward_fn", None)
+        if function in VOTING or any(one.answer is not None for one in found):
             rows = [slice(start, start + k) for start in range(0, len(found), k)]
             votes = [statistics.majority([o.answer for o in found[row]], passed[row]) for row in rows]
         return SetReport(

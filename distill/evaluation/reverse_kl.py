@@ -6,7 +6,8 @@ Completions are sampled from p at temperature 1, so
                 hidden states and the head of both
     estimate    log p(y) − log q(y) of the sampled token y: the same mean in expectation. With x_i the sum
                 over the n_i tokens of completion i of m, and r = Σx / Σn, the standard error of r is
-                sqrt(m/(m−1) · Σ (x_i − r·n_i)²) / Σn: completions are independent, their tokens are not
+                sqrt(m/(m−1) · Σ e_i²) / Σn, e_i = x_i − r·n_i: completions are independent, their tokens are
+                not; with several teachers e_i is less its mean over the completions of that teacher
 
 Rows of a model beyond the tokenizer's vocabulary do not exist for it.
 
@@ -99,16 +100,15 @@ class ReverseKL:
         """Of these completions alone."""
         return ReverseKL(self.is_exact, {one: self.sums[one] for one in self.sums.keys() & completions})
 
-    @property
-    def variance(self) -> float:
-        """Of the sum over all completions; 0 where it is exact."""
+    def variance(self, ratio: float) -> float:
+        """Of the sum of e over all completions, `ratio` being the r of all teachers; 0 where it is exact."""
         if self.is_exact or not self.sums:
             return 0.0
         x_M, n_M = np.array(list(self.sums.values())).T
         if len(x_M) == 1:
             return float(x_M[0] ** 2)  # nothing to compare it with
-        rest_M = x_M - n_M * (x_M.sum() / max(1, n_M.sum()))
-        return float(len(x_M) / (len(x_M) - 1) * (rest_M**2).sum())
+        rest_M = x_M - ratio * n_M
+        return float(len(x_M) / (len(x_M) - 1) * ((rest_M - rest_M.mean()) ** 2).sum())
 
 
 def total(parts: list[ReverseKL]) -> tuple[float, float | None]:
@@ -118,4 +118,4 @@ def total(parts: list[ReverseKL]) -> tuple[float, float | None]:
     value = math.fsum(x for x, _ in all_sums) / tokens
     if all(part.is_exact for part in parts):
         return value, None
-    return value, math.sqrt(sum(part.variance for part in parts)) / tokens
+    return value, math.sqrt(sum(part.variance(value) for part in parts)) / tokens

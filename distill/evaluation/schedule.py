@@ -65,13 +65,13 @@ def best(reports: list[EvalReport], metric: Metric) -> EvalReport | None:
 
 
 def exhausted(reports: list[EvalReport], metric: Metric, patience: int | None) -> bool:
-    """Whether the last `patience` reports brought no improvement; patience None: never."""
+    """Whether the last `patience` of a lineage's reports brought no improvement; patience None: never."""
     top = best(reports, metric)
     return patience is not None and top is not None and len(reports) - 1 - reports.index(top) >= patience
 
 
 def due_sets(config: EvaluationConfig, reports: list[EvalReport], step: int, last: bool) -> list[str]:
-    """Named sets of an evaluation at `step`; `last`: the run's last one. `reports`: of earlier steps."""
+    """Named sets of an evaluation at `step`; `last`: the run's last one. `reports`: of its lineage so far."""
 
     def due(name: str, every: int | None) -> bool:
         if step == 0 or last or every is None:
@@ -123,10 +123,10 @@ class Evaluations:
 
         Evaluated versions outside the current lineage's ancestry (rolled back) do not count.
         """
-        state, every = self._run_log.state, self._config.every
-        known = [report.version for report in state.evaluations]
-        known += [] if self._newest is None else [self._newest]
-        last = max((one.step for one in known if state.step_of(one) == one.step), default=-1)
+        every, newest = self._config.every, self._newest
+        known = [report.version.step for report in self._of_lineage()]
+        known += [newest.step] if newest and self._run_log.state.step_of(newest) == newest.step else []
+        last = max(known, default=-1)
         if (version.step == 0 and last < 0) or (
             every and version.step > last and version.step // every > max(last, 0) // every
         ):
@@ -152,28 +152,34 @@ class Evaluations:
     async def now(self, version: Version, last: bool = False) -> EvalReport:
         """The report of `version`: a known one, the one under way, or a new one.
 
-        `last`: it is the run's last one, with every named set.
+        `last`: it is the run's last one, with every named set; a known report stays as it is.
         """
         async with self._turn:
             known = [one for one in self._run_log.state.evaluations if one.version == version]
             return known[0] if known else await self._evaluate(version, last or version.step >= self._steps)
 
     async def _evaluate(self, version: Version, last: bool) -> EvalReport:
-        metric, reports = self._config.metric, self._run_log.state.evaluations
+        metric, state = self._config.metric, self._run_log.state
+        sets = due_sets(self._config, self._of_lineage(), version.step, last)
         self._timeline.level("evaluator", "evaluate", 1)
         try:
-            report = await self._checked(version, due_sets(self._config, reports, version.step, last))
+            report = await self._checked(version, sets)
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
         self._answered = True
         self._run_log.write(Evaluated(report))
         await self._run_log.journal.commit()
-        self._done(report, best(reports, metric) is report)
-        if exhausted(reports, metric, self._config.patience):
+        self._done(report, best(state.evaluations, metric) is report)
+        if exhausted(reports := self._of_lineage(), metric, self._config.patience):
             self._stop(
                 f"{self._config.patience} evaluations brought no better {metric} than {best(reports, metric)}"
             )
         return report
+
+    def _of_lineage(self) -> list[EvalReport]:
+        """The reports of the current lineage's ancestry: without what was rolled back."""
+        state = self._run_log.state
+        return [one for one in state.evaluations if state.step_of(one.version) == one.version.step]
 
     async def _complete(self, version: Version, sets: list[str]) -> None:
         """Have all completions generated. Raises Unreachable when too many replicas are lost on the way."""

@@ -79,9 +79,11 @@ def app(
 ) -> Starlette:
     """The HTTP side. The first run that has a version evaluated claims the process.
 
-    Generation ends when its caller leaves; an evaluation goes on, for the next request to wait for. What the
-    three cannot do they raise as DistillError, which becomes a 409.
+    Generation ends when its caller leaves; an evaluation goes on, for the next request to wait for, which is
+    answered the same until completions are asked for again. What the three cannot do they raise as
+    DistillError, which becomes a 409.
     """
+    reports: dict[Version, EvalReport] = {}  # the newest one
     models, generation = asyncio.Lock(), asyncio.Lock()
     registry = process_registry()
     spent = Summary("distill_evaluator_seconds", "Duration of work, by route", ("route",), registry=registry)
@@ -106,8 +108,18 @@ def app(
 
         return answer
 
-    completions = endpoint(CompletionsRequest, complete, generation)
-    evaluated = endpoint(EvalRequest, lambda wanted: evaluate(wanted.version), models)
+    async def completed(wanted: CompletionsRequest) -> CompletionsReply:
+        reports.clear()
+        return await complete(wanted)
+
+    async def report(wanted: EvalRequest) -> EvalReport:
+        if (known := reports.get(wanted.version)) is None:
+            reports.clear()
+            known = reports[wanted.version] = await evaluate(wanted.version)
+        return known
+
+    completions = endpoint(CompletionsRequest, completed, generation)
+    evaluated = endpoint(EvalRequest, report, models)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/evaluate", evaluated, methods=["POST"]),

@@ -97,6 +97,9 @@ BUILT_IN: Final[dict[str, Callable[[Prompt, str], Any]]] = {
     "math": maths,
 }
 
+VOTING: Final = BUILT_IN.keys() - {"contains"}
+"""Those that name what a completion answers."""
+
 
 def answer_problem(reward_fn: str | None, answer: str) -> str | None:
     """Why a built-in `reward_fn` cannot use a reference answer; None: it can."""

@@ -122,9 +122,9 @@ class Dispatcher:
         task.add_done_callback(partial(self._ended, request))
 
     def _for_turn(self, rollout: Rollout, least_busy: Replica) -> Replica:
-        """The replica of the turn before, if it serves and has room."""
+        """The replica of the turn before, if it takes requests and has room."""
         last = self._last.get(rollout.id, least_busy)
-        has_room = last in self._pool.serving() and last.in_flight < self._config.max_in_flight
+        has_room = last in self._pool.able() and last.in_flight < self._config.max_in_flight
         return last if has_room else least_busy
 
     def _next_turns(self, replica: Replica) -> list[Rollout]:

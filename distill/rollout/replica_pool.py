@@ -149,11 +149,14 @@ class ReplicaPool:
     def serving(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.phase is Phase.SERVING]
 
-    def least_busy(self) -> Replica | None:
-        """The serving replica with the fewest completions in flight; None: none takes a request now."""
+    def able(self) -> list[Replica]:
+        """Those that take requests now: they serve, and are neither held nor at rest."""
         now = time.monotonic()
-        able = [one for one in self.serving() if one.rests_until <= now and not one.held]
-        return min(able, key=lambda replica: replica.in_flight, default=None)
+        return [one for one in self.serving() if one.rests_until <= now and not one.held]
+
+    def least_busy(self) -> Replica | None:
+        """The one with the fewest completions in flight; None: none takes a request now."""
+        return min(self.able(), key=lambda replica: replica.in_flight, default=None)
 
     def slowest(self) -> Version | None:
         """The oldest version that a replica generates rollouts with; None: the model folder, or none does."""

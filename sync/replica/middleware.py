@@ -212,6 +212,8 @@ class Generation:
             )
         except vllm_compat.RefusedPrompt as error:
             return wire.GenerateFailed(id=prompt.id, error=f"the engine refused the prompt: {error}")
+        except vllm_compat.EngineFailed as error:
+            return wire.GenerateFailed(id=prompt.id, error=f"the engine failed: {error}", unusable=True)
         routes = None
         if sampling.routes and self._routes is not None and completion.token_ids.size:
             read = np.array(prompt.token_ids[prompt.routes_from :], np.int32)

@@ -38,8 +38,10 @@ from sync.replica.routing import ROUTES_FROM
 from sync.wire import Sampling
 
 logger = logging.getLogger(__name__)
-RefusedPrompt = (VLLMClientError, ValueError, EngineGenerateError)
+RefusedPrompt = (VLLMClientError, ValueError)
 """What `complete` raises for one prompt that the engine will not answer."""
+EngineFailed = EngineGenerateError
+"""What it raises for a completion that failed in the engine, which goes on."""
 EngineDead = EngineDeadError
 ADAPTER: Final = LoRARequest("student", 1, "held in memory")
 """Names the one adapter of a replica that follows adapters, whatever its version. Its path is never read: the

@@ -53,7 +53,7 @@ class SetReport(msgspec.Struct, frozen=True):
     failed: Count
     """Completions whose reward function failed: they count as reward 0."""
     pass_at_1: Estimate
-    """Share of completions with a reward above 0, averaged per prompt."""
+    """Share of completions whose reward is at least the threshold of their prompts, averaged per prompt."""
     average: Estimate
     """avg@k: mean reward of a prompt's k completions."""
     majority: Estimate | None
@@ -80,7 +80,8 @@ class EvalReport(Message, frozen=True):
     where the teacher gives hidden states, else the mean of log p − log q. Rounding and sampling may take it
     below 0."""
     pass_rate: Share | None
-    """Share of held-out completions with a reward above 0; None: the run has no reward function."""
+    """Share of held-out completions whose reward is at least the threshold of their prompts; None: the run
+    has no reward function."""
     completions: Count
     tokens: Count
     truncated: Share

@@ -195,6 +195,18 @@ async def test_the_pages_environment_is_played_to_its_reward_and_nothing_is_toke
     assert re.fullmatch(r"(\d+<eos>;u:(higher|lower);a:)*\d+<eos>", whole), whole
 
 
+@pytest.mark.parametrize("end", ["<eos>", "<end_of_turn>"])
+def test_the_token_that_ends_a_turn_is_there_once_whether_or_not_it_ends_texts(end: str) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    tokenizer.chat_template = TEMPLATE.replace("<eos>", end)
+    ends = tokenizer.convert_tokens_to_ids(end)
+    added = Renderer(tokenizer).added([*ids_of("hi"), ends], [{"role": "user", "content": "x"}])
+    assert added == ids_of(";u:x;a:")
+    cut = Renderer(tokenizer).added(ids_of("hi"), [{"role": "user", "content": "x"}])
+    assert cut == [ends, *ids_of(";u:x;a:")]
+
+
 async def test_an_episode_is_the_same_over_again() -> None:
     async with served(section("own_environment:play")) as (_, url), client_of(url) as client:
         twice = [Episode("a"), Episode("b")]

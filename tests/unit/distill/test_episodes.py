@@ -158,6 +158,34 @@ async def test_a_replica_that_dies_costs_turns_and_no_episode(play) -> None:
     assert len(trained) == 48
 
 
+@pytest.mark.parametrize("why", ["held", "rests"])
+async def test_a_replica_that_takes_no_requests_gets_no_turns_either(play, why: str) -> None:
+    """One that is held for an evaluation, or that asked to be left alone."""
+
+    class Counting(Recorder):
+        asked = 0
+
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            self.asked += 1
+            async for answer in super().generate(request):
+                yield answer
+
+    replicas = {f"r{n}": Counting(seed=n, longest=2, token_seconds=0.5) for n in range(2)}
+    run, _ = play(GuessEnvironment(seconds=0.01), replicas=replicas)
+    task = asyncio.create_task(run.run())
+    await asyncio.sleep(2.0)
+    before, one, other = replicas["r0"].asked, run.pool.replicas["r0"], replicas["r1"].asked
+    assert before
+    if why == "held":
+        one.held = True
+    else:
+        run.pool.refused(one, 1e6)
+    await asyncio.sleep(5.0)
+    assert replicas["r0"].asked == before
+    assert replicas["r1"].asked > other
+    await cancel([task])
+
+
 @pytest.mark.parametrize("trouble", ["gone", "lost"])
 async def test_an_environment_that_is_gone_costs_what_is_under_way(play, trouble: Any) -> None:
     troubles = {f"0:{n}:0": [trouble] for n in range(3, 9)}

@@ -30,6 +30,7 @@ from sync.errors import DataError, RemoteError, WireError
 from sync.settings import ModelSource
 from sync.wire import (
     CompletionsRequest,
+    Estimate,
     Generated,
     GenerateRequest,
     Version,
@@ -127,6 +128,22 @@ def test_the_estimate_is_unbiased_and_its_error_is_what_it_spreads_by() -> None:
     spread = float(np.std(values))
     assert abs(np.mean(values) - exact) < 4 * spread / math.sqrt(400)
     assert np.mean(errors) == pytest.approx(spread, rel=0.1)
+
+
+def test_the_error_of_several_teachers_counts_that_their_shares_of_the_tokens_vary() -> None:
+    """Two teachers whose ratios differ by 2 nats, and no noise within a completion."""
+    random, values, errors = np.random.default_rng(0), [], []
+    for _ in range(400):
+        parts = [ReverseKL(is_exact=False), ReverseKL(is_exact=False)]
+        for part, level in zip(parts, (0.5, 2.5), strict=True):
+            for completion in range(40):
+                count = int(random.geometric(0.1))
+                part.add(completion, level * count, count)
+        value, error = total(parts)
+        assert error is not None
+        values.append(value)
+        errors.append(error)
+    assert np.mean(errors) == pytest.approx(float(np.std(values)), rel=0.1)
 
 
 def test_an_exact_part_adds_no_error_and_one_completion_does_not_pretend_to_be_sure() -> None:
@@ -240,17 +257,18 @@ def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
 async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) -> None:
     """Rewards are those that the texts on disk earn; interval and majority follow from them."""
     table = models / "rows.jsonl"
-    rows = [{"prompt": text, "gold": "b"} for text in ("abc>", "bca>", "cab>")]
+    rows = [{"prompt": text, "gold": "b", "sum": "7"} for text in ("abc>", "bca>", "cab>")]
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"type": "jsonl", "path": str(table), "template": "plain", "answer_field": "gold"}
     sets = {
         "letters": {"source": {**source, "reward_fn": "exact"}, "completions": 4, "max_tokens": 2,
                     "temperature": 0.5, "top_p": 0.9},
+        "sums": {"source": {**source, "reward_fn": "number", "answer_field": "sum"}},
         "sorting": {"source": {"type": "task", "task": "sort_letters"}, "prompts": 5},
     }  # fmt: skip
     replica = Replica(models / "student")
     one = evaluator(models, Teacher(models / "teacher"), replica, sets=sets)
-    report = await evaluated(one, sets=["letters", "sorting"])
+    report = await evaluated(one, sets=["letters", "sorting", "sums"])
     (request,) = [one for one in replica.served if one.sampling.max_tokens == 2][:1]
     assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.9)
     found, letters = report.sets["letters"], lines(models, "letters")
@@ -263,6 +281,9 @@ async def test_a_named_set_has_its_own_sampling_rewards_and_votes(models: Path) 
     assert found.average.value == passed.mean()
     assert found.majority is not None
     assert report.sets["sorting"].majority is None
+    unheard = report.sets["sums"].majority
+    assert unheard is not None, "the function names answers, and no completion has a number"
+    assert unheard.value == 0.0
     assert report.pass_rate == sum(row["reward"] > 0 for row in lines(models)) / 12
     assert report.pass_rate_interval is not None
 
@@ -345,10 +366,19 @@ def test_the_interval_covers_the_truth_as_often_as_it_claims() -> None:
     assert 0.93 < held / 1000 < 0.975
 
 
-def test_the_mean_of_rewards_has_a_normal_interval() -> None:
-    found = statistics.mean(np.array([1.0, 2.0, 3.0, 6.0]))
-    half = statistics.Z * math.sqrt(((2**2 + 1 + 0 + 3**2) / 4) / 4)
-    assert (found.value, found.low, found.high) == pytest.approx((3.0, 3.0 - half, 3.0 + half))
+def test_one_prompt_is_one_observation_however_often_it_is_completed() -> None:
+    assert statistics.share(np.array([0.25]), 16) == statistics.share(np.array([0.25]), 1)
+    assert statistics.mean(np.array([3.0])) == Estimate(3.0, 3.0, 3.0)
+
+
+@pytest.mark.parametrize(("prompts", "quantile"), [(3, 4.3027), (4, 3.1824), (11, 2.2281), (31, 2.0423)])
+def test_the_mean_of_rewards_has_students_interval(prompts: int, quantile: float) -> None:
+    """Quantiles of 97.5 % from a table."""
+    rewards = np.random.default_rng(0).normal(size=prompts)
+    found = statistics.mean(rewards)
+    half = quantile * float(rewards.std(ddof=1)) / math.sqrt(prompts)
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.01)
+    assert found.value == pytest.approx(rewards.mean())
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_patience_counts_reports_after_the_best(patience: int | None, over: bool
     assert exhausted(reports, "reverse_kl", patience) is over
 
 
-def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluations, RunLog]:
+def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> tuple[Evaluations, RunLog]:
     run_log = RunLog(
         Journal(folder, "never"),
         PromptStream(MemoryPrompts(), 0),
@@ -65,7 +65,7 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int) -> tuple[Evaluat
         rules=Rules(1, Bound(0, 0)),
     )
     own = {"urls": ["http://127.0.0.1:1"]}
-    config = make_config(evaluation={"every": every, "replica": own}, run={"steps": 100})
+    config = make_config(evaluation={"every": every, "replica": own, **more}, run={"steps": 100})
     pool = ReplicaPool(run_log.state, config.weights, 0.0, ErrorBudget(8, Events()), Events())
     budget = ErrorBudget(8, Events())
     silent = Evaluations(
@@ -123,6 +123,34 @@ async def test_after_a_rollback_versions_are_evaluated_at_the_same_steps_again(t
     assert evaluator.seen == [*published, Version(1, 4)]
     task.cancel()
     run_log.journal.close()
+
+
+async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp_path: Path) -> None:
+    """The best version is rolled back; the two after it are worse, and the second set is due again."""
+    kl = {Version(0, 4): 0.1, Version(1, 2): 0.9, Version(1, 4): 0.8}
+
+    class Rated(MemoryEvaluator):
+        async def evaluate(self, version: Version) -> EvalReport:
+            made = await super().evaluate(version)
+            figures = SetReport(1, 1, 1, 0.0, 0, *[Estimate(0.5, 0.4, 0.6)] * 2, None)
+            sets = dict.fromkeys(self.completed[-1].sets, figures)
+            return replace(made, reverse_kl=kl.get(version, 1.0), sets=sets)
+
+    evaluator = Rated()
+    source = {"type": "task", "task": "sort_letters"}
+    sets = {"fourth": {"source": source, "every": 4}}
+    evaluations, run_log = bench(tmp_path, evaluator, 2, patience=2, sets=sets)
+    stops: list[str] = []
+    evaluations._stop = stops.append
+    await run_log.open_lineage(None, "model")
+    for step in (0, 4):
+        await evaluations.now(Version(0, step))
+    await run_log.open_lineage(None, "model", without=[])
+    for step in (2, 4):
+        await evaluations.now(Version(1, step))
+    run_log.journal.close()
+    assert [one.sets for one in evaluator.completed] == [["fourth"], ["fourth"], [], ["fourth"]]
+    assert not stops
 
 
 async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:

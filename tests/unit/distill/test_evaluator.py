@@ -234,6 +234,23 @@ async def test_a_version_that_the_evaluator_refuses_is_refused_at_once() -> None
         await evaluator.aclose()
 
 
+async def test_an_evaluation_that_is_asked_for_again_is_not_made_again() -> None:
+    """Until there may be other completions."""
+    made: list[Version] = []
+
+    def evaluate(version: Version) -> EvalReport:
+        made.append(version)
+        return report(version, 0.1, 0.5)
+
+    async with client_of(evaluate) as client:
+        first, again = await asyncio.gather(*(post(client, Version(0, 3)) for _ in range(2)))
+        assert first.content == again.content
+        assert made == [Version(0, 3)]
+        await client.post("/v1/completions", content=encode(CompletionsRequest(version=Version(0, 3))))
+        await post(client, Version(0, 3))
+    assert made == [Version(0, 3)] * 2
+
+
 async def test_generation_ends_when_its_caller_leaves_and_the_next_one_is_served() -> None:
     began, ended = asyncio.Event(), asyncio.Event()
 
