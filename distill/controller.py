@@ -205,11 +205,11 @@ class Controller:
         host, port = self._socket.getsockname()[:2]
         return self.config.controller.url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def request_stop(self, reason: str, *, checkpoint: bool = True) -> None:
+    def request_stop(self, reason: str) -> None:
         """End early: the trainer finishes the batches it has, saves a checkpoint and leaves."""
         logger.info("stopping: %s", reason)
         self._interrupted = True
-        self._stop(reason, checkpoint)
+        self._stop(reason)
         if not self.session.live:
             self.trainer_left()
 
@@ -320,9 +320,9 @@ class Controller:
         self._failure = self._failure or problem
         self.request_stop(problem)
 
-    def _stop(self, reason: str, checkpoint: bool = True) -> None:
+    def _stop(self, reason: str) -> None:
         self._stop_reason = self._stop_reason or reason
-        self.session.stop(reason, checkpoint)
+        self.session.stop(reason)
 
     # --- figures ------------------------------------------------------------------------------------------
 

@@ -178,8 +178,6 @@ class ReplicaConfig(Settings):
     staging_bytes: int | None = Field(None, ge=0)
     """Most host memory in which a worker stages a version; what takes more is loaded inside the pause. None:
     no limit."""
-    fingerprint: str | None = None
-    """Fingerprint of the model; None: whatever the first manifest says."""
     lora_rank: int | None = Field(None, ge=1)
     """Rank of the adapters that this replica follows; None: it follows whole checkpoints."""
     routes: bool = False

@@ -75,18 +75,17 @@ class Mirror:
     version holds exactly that version. After a reboot, which may lose written pages, both count as dirty.
     """
 
-    def __init__(self, folder: Path, store: Store, run: str, fingerprint: str | None = None) -> None:
-        """Open or make the mirror of `run` in `folder`.
+    def __init__(self, folder: Path, store: Store, run: str) -> None:
+        """Open or make the mirror of `run` in `folder`; its model is that of the first version staged.
 
-        `fingerprint` is the model's; None: that of the first version that is staged.
-        Raises SnapshotError when another process holds the folder, or it mirrors another run or model.
+        Raises SnapshotError when another process holds the folder, or it mirrors another run.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._store, self._run, self._fingerprint = folder, store, run, fingerprint
+        self._folder, self._store, self._run = folder, store, run
         self._run_id: str | None = None
         self._lock = _own(folder / "lock")
         try:
-            self._state = _read(folder / "state.json", run, fingerprint)
+            self._state = _read(folder / "state.json", run)
         except SnapshotError:
             self._lock.close()
             raise
@@ -207,7 +206,7 @@ class Mirror:
         return {link.version for link in chain[start:] if link.base is not None}
 
     def _check_model(self, chain: list[Manifest]) -> None:
-        known = self._state.fingerprint or self._fingerprint or chain[0].fingerprint
+        known = self._state.fingerprint or chain[0].fingerprint
         for link in chain:
             if self._run_id is not None and link.run_id not in (None, self._run_id):
                 raise SnapshotError(
@@ -268,18 +267,15 @@ def _own(path: Path) -> BinaryIO:
     return file
 
 
-def _read(path: Path, run: str, fingerprint: str | None) -> _State:
+def _read(path: Path, run: str) -> _State:
     """State after a start, less what a reboot may have spoilt."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     if not path.exists():
-        return _State(run, boot, fingerprint)
+        return _State(run, boot, None)
     state = load(path.read_bytes(), _State, str(path))
-    if state.run != run or (
-        None not in (fingerprint, state.fingerprint) and fingerprint != state.fingerprint
-    ):
+    if state.run != run:
         raise SnapshotError(
-            f"{path.parent} mirrors run {state.run!r} and model {state.fingerprint}, not run {run!r} and "
-            f"model {fingerprint}: use another folder, or remove it"
+            f"{path.parent} mirrors run {state.run!r}, not run {run!r}: use another folder, or remove it"
         )
     if state.boot != boot:
         logger.warning("%s is from before the machine's restart: its weights are read anew", path)

@@ -63,10 +63,10 @@ class TrainerSession:
         self._changed.wake()
         self._events.changed.wake()
 
-    def stop(self, reason: str, checkpoint: bool = True) -> None:
+    def stop(self, reason: str) -> None:
         """No batch after the one that a rank already has."""
         if self._stop is None:
-            self._stop = Stop(reason=reason, checkpoint=checkpoint)
+            self._stop = Stop(reason=reason, checkpoint=True)
             self.wake()
 
     def roll_back(self, retreat: RolledBack) -> None:

@@ -239,7 +239,7 @@ class Updater:
         """`claim`: the run that updates are made for."""
         self._engine, self._config, self._claim = engine, config, claim
         store = open_store(config.store, config.store_path)
-        self._mirror = Mirror(config.mirror, store, config.run, config.fingerprint)
+        self._mirror = Mirror(config.mirror, store, config.run)
         self._turn = asyncio.Lock()
         self.version: wire.Version | None = None
         """What the engine serves; None: the folder it was started with."""

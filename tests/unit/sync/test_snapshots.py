@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 import time
 import weakref
@@ -339,7 +340,7 @@ def test_a_spoilt_spare_is_found_by_its_digests_and_healed(trainer: Trainer, mir
     assert digests(mirror.path or Path()) == trainer.digests()
 
 
-def test_another_runs_or_models_snapshot_is_refused(
+def test_another_runs_snapshot_is_refused(
     store: MemoryStore, trainer: Trainer, mirror: Mirror, tmp_path: Path
 ) -> None:
     follow(mirror, v(0))
@@ -347,14 +348,19 @@ def test_another_runs_or_models_snapshot_is_refused(
     store.create("other/L000-v00000000/manifest.json", moved)
     with Mirror(tmp_path / "other", store, "other") as other, pytest.raises(SnapshotError, match="mixed up"):
         other.stage(v(0))
-    with (
-        Mirror(tmp_path / "model", store, RUN, "0" * 64) as model,
-        pytest.raises(SnapshotError, match="is of model"),
-    ):
-        model.stage(v(0))
     mirror.close()
     with pytest.raises(SnapshotError, match="mirrors run"):
         Mirror(tmp_path / "mirror", store, "other")
+
+
+def test_a_version_of_another_model_is_refused(store: MemoryStore, trainer: Trainer, mirror: Mirror) -> None:
+    follow(mirror, v(0))
+    key = "run/L000-v00000001/manifest.json"
+    told = json.loads(store.read(key)) | {"fingerprint": "0" * 64}
+    store.delete(key)
+    store.create(key, json.dumps(told).encode())
+    with pytest.raises(SnapshotError, match=r"is of model 000000000000, this mirror holds .*dtypes differ"):
+        mirror.stage(v(1))
 
 
 def test_two_processes_cannot_own_one_mirror(store: MemoryStore, mirror: Mirror, tmp_path: Path) -> None:
