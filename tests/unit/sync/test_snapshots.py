@@ -355,6 +355,8 @@ def test_another_runs_snapshot_is_refused(
 
 def test_a_version_of_another_model_is_refused(store: MemoryStore, trainer: Trainer, mirror: Mirror) -> None:
     follow(mirror, v(0))
+    trainer.step()
+    trainer.delta(v(1))
     key = "run/L000-v00000001/manifest.json"
     told = json.loads(store.read(key)) | {"fingerprint": "0" * 64}
     store.delete(key)
