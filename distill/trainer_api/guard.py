@@ -51,14 +51,16 @@ class Guard:
 def retreat(state: RunState, since: int, kept: int, problem: str) -> RolledBack | None:
     """Back to before the weights that step `since` found bad; without the batches from that step on.
 
-    `kept`: newest checkpoints that are still there. None: all of them may be bad.
+    `kept`: newest checkpoints on the path of the current lineage that are still there; with none, back to the
+    model folder. None: all of them may be bad.
     """
-    good = [v for v in state.checkpoints[-kept:] if state.step_of(v) == v.step < since - 1]
-    if state.checkpoints and not good:
+    there = [version for version in state.checkpoints if state.passed(version)][-kept:]
+    good = [version for version in there if version.step < since - 1]
+    if there and not good:
         return None
     batches = [state.batch_of(step - 1) for step in range(since, state.next_step + 1)]
     bad = {one for batch in batches if batch is not None for one in batch.ids}
-    return RolledBack(max(good, default=None, key=lambda version: version.step), sorted(bad), problem)
+    return RolledBack(good[-1] if good else None, sorted(bad), problem)
 
 
 def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:

@@ -15,14 +15,17 @@ from in_memory import MemoryTrainer
 from small_config import make_config
 from virtual_time import LONG
 
+from distill.buffer import Bound, Rules
 from distill.config import GuardConfig
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
 from distill.metrics.advice import CUT_OFF_STEPS, FIRST_STEPS, Advice
 from distill.run_log.journal import read_all
+from distill.run_log.records import Checkpointed, LineageOpened, RolledBack
+from distill.run_log.state import RunState
 from distill.run_log.validation import repetitive
-from distill.trainer_api.guard import Guard, trouble
+from distill.trainer_api.guard import Guard, retreat, trouble
 from sync.errors import RemoteError
 from sync.wire import StepReport, Version, pack
 
@@ -172,6 +175,31 @@ async def test_a_rollback_outlives_the_controller_that_decided_it(controller: An
         second.request_stop("enough")
         await asyncio.gather(training, running)
     assert not {i for ids in trainer.ledger[1].values() for i in ids} & bad
+
+
+def test_a_second_rollback_counts_the_checkpoints_that_the_first_left() -> None:
+    state = RunState(Rules(1, Bound(0, 0)))
+    state.apply(LineageOpened(0, None, 0, None, 0, "model"))
+    for version in (Version(0, 10), Version(0, 20)):
+        state.apply(Checkpointed(version, ""))
+    first = retreat(state, 19, 2, "bad")
+    assert first is not None
+    assert first.to == Version(0, 10), "which removes L000-v00000020"
+    state.apply(first)
+    state.apply(LineageOpened(1, first.to, 10, 0, 10, "model"))
+    state.apply(Checkpointed(Version(1, 20), ""))
+    second = retreat(state, 19, 2, "bad")
+    assert second is not None
+    assert second.to == Version(0, 10)
+    assert retreat(state, 11, 2, "bad") is None
+
+
+def test_a_lineage_without_checkpoints_goes_back_to_the_model_folder_again() -> None:
+    state = RunState(Rules(1, Bound(0, 0)))
+    state.apply(LineageOpened(0, None, 0, None, 0, "model"))
+    state.apply(Checkpointed(Version(0, 10), ""))
+    state.apply(LineageOpened(1, None, 0, None, 0, "model"))
+    assert retreat(state, 5, 2, "bad") == RolledBack(None, [], "bad")
 
 
 async def test_a_run_whose_kept_checkpoints_may_all_be_bad_is_held(controller: Any, config: Any) -> None:
