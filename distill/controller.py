@@ -250,7 +250,7 @@ class Controller:
         self.guard.forget()
         self.dispatcher.depth.restart()
         self._parts.claim.run = welcome.run
-        self.heartbeats.forget()
+        self.heartbeats.opened()
         if self.run_log.state.lineages[welcome.version.lineage].origin is None:
             self.timeline.restart()
             self._began = time.monotonic()

@@ -81,19 +81,26 @@ def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
 class Heartbeats:
     """Those of the trainer's ranks, each watched from its first one on. `run()` for the length of the run.
 
-    Out: Stalled, once for all ranks that sent none for `seconds` (0: never), which are then forgotten.
+    Order, for every start of the trainer: `opened` → (`heard`)* → `forget`.
+    Out: Stalled, once for all ranks that sent none for `seconds` (0: never), which are watched no longer.
     """
 
     def __init__(self, seconds: float, events: Events) -> None:
         self._seconds, self._events = seconds, events
         self.since: dict[int, float] = {}  # rank whose next one is due → seconds since its last
+        self._open = False
+
+    def opened(self) -> None:
+        """A trainer was welcomed: its ranks are watched once they are heard."""
+        self.since, self._open = {}, True
 
     def heard(self, beat: Heartbeat) -> None:
-        self.since[beat.rank] = 0.0
+        if self._open:
+            self.since[beat.rank] = 0.0
 
     def forget(self) -> None:
-        """These ranks have ended, or may: others are watched once they are heard."""
-        self.since.clear()
+        """The trainer has ended: ranks of it that linger on other machines are not watched."""
+        self.since, self._open = {}, False
 
     async def run(self) -> None:
         if self._seconds == 0:
@@ -104,7 +111,7 @@ class Heartbeats:
             self.since = {rank: seconds + pause for rank, seconds in self.since.items()}
             late = sorted(rank for rank, seconds in self.since.items() if seconds >= self._seconds)
             if late:
-                self.forget()
+                self.since.clear()
                 logger.error(
                     "no heartbeat of trainer rank %s for run.health_timeout_seconds = %g s: it is stalled",
                     ", ".join(map(str, late)),

@@ -82,7 +82,9 @@ def beat(rank: int) -> Heartbeat:
 def watched(seconds: float) -> tuple[Heartbeats, asyncio.Queue[Stalled]]:
     events, stalled = Events(), asyncio.Queue[Stalled]()
     events.on(Stalled, stalled.put_nowait)
-    return Heartbeats(seconds, events), stalled
+    beats = Heartbeats(seconds, events)
+    beats.opened()
+    return beats, stalled
 
 
 async def test_the_ranks_without_a_heartbeat_are_named_once_and_the_others_are_not(caplog) -> None:
@@ -109,6 +111,9 @@ async def test_ranks_that_are_forgotten_or_were_never_heard_are_not_missed(caplo
     beats, stalled = watched(0.04)
     beats.heard(beat(0))
     beats.forget()
+    beats.heard(beat(4))
+    assert not beats.since, "rank 4 lingers on another machine"
+    beats.opened()
     watch = asyncio.create_task(beats.run())
     beats.heard(beat(7))
     await asyncio.wait_for(stalled.get(), 20)
