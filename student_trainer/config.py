@@ -24,7 +24,7 @@ class LoRAConfig(Settings):
     alpha: float = Field(64.0, gt=0)
     """The adapters' product is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers that get an adapter."""
+    """Names of the linear layers that get an adapter; embeddings and output layer get none."""
 
 
 class TrainerSettings(Settings):

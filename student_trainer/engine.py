@@ -316,14 +316,24 @@ def without_randomness(model: Any) -> Any:
 
 
 def with_adapters(model: Any, lora: LoRAConfig, seed: int) -> Any:
-    """peft's wrapping of `model`: adapters alone are trained, from the same random start on every rank."""
+    """peft's wrapping of `model`: adapters alone are trained, from the same random start on every rank.
+
+    Raises ConfigError for adapters of the embeddings or of the output layer, whose weight alone `Head` has.
+    """
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = lora.target_modules
     adapters = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         wrapped = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(isinstance(layer, BaseTunerLayer) for layer in ends):
+        raise ConfigError(
+            f"trainer.lora.target_modules is {targets}: embeddings and output layer get no adapter, only the "
+            'linear layers between them do; leave their names out, or set it to "all-linear"'
+        )
     if getattr(model, "is_gradient_checkpointing", False):
         model.enable_input_require_grads()
     return wrapped

@@ -26,6 +26,7 @@ from student_trainer.model_check import check_head
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, copy_of
 from sync import durable
+from sync.errors import ConfigError
 from sync.publish import Publisher
 from sync.snapshots.checkpoint import bits, fingerprint, tensors
 from sync.wire import RunIdentity, Version
@@ -155,6 +156,13 @@ def test_ranks_share_a_tensor_without_gaps() -> None:
         ends = [piece.start + piece.count for piece in pieces]
         assert [piece.start for piece in pieces] == [0, *ends[:-1]]
         assert ends[-1] == int(np.prod(pieces[0].shape))
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_adapters_of_the_embeddings_and_of_the_output_layer_are_refused(name: str) -> None:
+    adapters = LoRAConfig(rank=2, target_modules=["q_proj", name])
+    with pytest.raises(ConfigError, match=rf"'q_proj', '{name}'\]: .*; leave their names out"):
+        with_adapters(model(torch.float32, tied=False), adapters, 0)
 
 
 def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
