@@ -122,13 +122,13 @@ def _finish(partial: Path, final: Path, index: files.Index, keep: int) -> None:
     files.retain(final.parent, keep)
 
 
-def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
-    """The checkpoint to start from: `wanted`, else what `latest` names; None when there is none at all.
+def find(folder: Path, ranks: Ranks) -> Path | None:
+    """The checkpoint that `latest` names; None when it names none.
 
-    Raises DataError on every rank when it was named and is not there, or is not complete and unaltered; an
-    older one is then named by its files' sizes, and verified when it is used. Collective.
+    Raises DataError on every rank when it is not there, or is not complete and unaltered; another one is then
+    named by its files' sizes, and verified when it is used. Collective.
     """
-    named = (wanted or files.latest(folder)).encode() if ranks.rank == 0 else b""
+    named = files.latest(folder).encode() if ranks.rank == 0 else b""
     name = ranks.broadcast(named).decode()
     if not name:
         return None
@@ -136,10 +136,10 @@ def find(folder: Path, wanted: str | None, ranks: Ranks) -> Path | None:
     problems = [text.decode() for text in ranks.collect((_problem(path, ranks) or "").encode())]
     if any(problems):
         others = [one.name for one in files.saved(folder) if one != path and not files.index(one)[1]]
-        older = f'to start from an older one set checkpoint = "{others[-1]}"' if others else None
+        remedy = f"remove it and write {others[-1]} into {folder / 'latest'}" if others else None
         raise DataError(
             f"checkpoint {path} cannot be used: {next(filter(None, problems))}; "
-            f"{older or 'no other one is whole'}"
+            f"{remedy or 'no other one is whole'}"
         )
     return path
 

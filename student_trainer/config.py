@@ -148,5 +148,3 @@ class TrainerConfig(Settings):
     """Of new adapters."""
     heartbeat_seconds: float = Field(0.0, ge=0)
     """Between two heartbeats of a rank; 0: none are sent."""
-    checkpoint: str | None = None
-    """Checkpoint to start from, such as "L000-v00000012"; None: what `latest` names, if anything."""

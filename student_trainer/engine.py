@@ -54,7 +54,7 @@ class Learner:
         check_rows(student, self.engine, ranks.device)
         self.weights = Weights(student.model, ranks)
         self._given = hyperparameters(self.engine.optimizer.param_groups)
-        path, found = checkpoint.find(self._folder, config.checkpoint, ranks), None
+        path, found = checkpoint.find(self._folder, ranks), None
         if path is not None:
             log.info("resuming from %s", path)
             shared = config.trainer.expert_parallel

@@ -49,7 +49,7 @@ class Evidence:
         self.opened: list[LineageOpened] = []
         self.reached: dict[int, int] = {}  # lineage → newest step that the trainer reported
         self.shown: dict[int, int] = {}  # the same of any record
-        self.checkpoint: Version | None = None  # the newest on record
+        self.checkpoint: Version | None = None  # the newest on record: saved, or begun from
         self.wrong_weight: set[str] = set()
         self.impossible: list[str] = []  # with tokens of versions that had not been published then
         self.concluded: list[Concluded] = []
@@ -98,6 +98,7 @@ class Evidence:
                 self.opened.append(record)
                 self.dropped.update(dict.fromkeys(record.without, "rolled_back"))
                 self._show(record.checkpoint)
+                self.checkpoint = record.checkpoint or self.checkpoint
             case r.Stepped() | r.VersionPublished() | r.VersionApplied() | r.Checkpointed():
                 self._show(record.version)
                 if isinstance(record, r.Stepped):

@@ -151,8 +151,9 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
         with closing(StubController(until(steps, stop), start, parent)) as stub:
             trainer = {"checkpoint_every": 2, "keep_checkpoints": 9, "expert_parallel": size, "ranks": ranks}
             more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
-            more["checkpoint"] = None if parent is None else str(parent)
             config = settings(models, tmp_path / "run", stub.url, "Qwen2Moe", **more)
+            if parent is not None:
+                (config.run_dir / "checkpoints/latest").write_text(f"{parent}\n")
             with Running(config) as running:
                 assert running.end() == code, running.log
             return Trained(config.run_dir, stub, running.log)

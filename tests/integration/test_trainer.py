@@ -174,6 +174,10 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(folder, stub)
 
 
+def begin_from(version: Version, run_dir: Path) -> None:
+    (run_dir / "checkpoints/latest").write_text(f"{version}\n")
+
+
 def test_two_ranks_train_and_publish_a_tied_model(whole: Whole, tmp_path: Path) -> None:
     stub = whole.stub
     kinds = [type(event).__name__ for event in stub.events]
@@ -213,7 +217,8 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     start, parent = Version(1, 2), Version(0, 2)
     resumed = controller(until(4, Wait(), full=True), start, parent)
     trainer = {"checkpoint_every": 0, "env": {"OPENBLAS_NUM_THREADS": "4"}}  # numpy's threads get no signal
-    config = settings(models, tmp_path, resumed.url, "qwen", checkpoint=str(parent), trainer=trainer, **FULL)
+    begin_from(parent, tmp_path)
+    config = settings(models, tmp_path, resumed.url, "qwen", trainer=trainer, **FULL)
     with Running(config) as running:
         wait_for(lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4], running)
         os.killpg(running.process.pid, signal.SIGTERM)  # all of them, as a terminal does
@@ -241,7 +246,8 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
         stop = Stop(reason="enough", checkpoint=True)
         stub = controller(until(steps, stop, full=True), Version(lineage, parent.step), parent)
         trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9}
-        config = settings(models, tmp_path, stub.url, "qwen", trainer=trainer, checkpoint=str(parent), **FULL)
+        begin_from(parent, tmp_path)
+        config = settings(models, tmp_path, stub.url, "qwen", trainer=trainer, **FULL)
         with Running(config) as running:
             assert running.end() == 0, running.log
             return stub, running.log

@@ -643,6 +643,22 @@ def test_a_run_that_was_resumed_on_other_ranks_and_killed_twice_passes(sound: Pa
     assert len(segment_numbers(sound / "journal")) > 3
 
 
+async def test_a_trainer_may_begin_from_an_older_checkpoint_and_gets_its_batches_again(
+    tmp_path: Path,
+) -> None:
+    first = Run(tmp_path)
+    await first.train(ranks=2, checkpoint=None, steps=5)
+    await first.run_log.tidy(2)
+    first.run_log.journal.close()
+    shutil.rmtree(newest(tmp_path))
+    latest_names(str(Version(0, 2)))(tmp_path)
+    second = Run(tmp_path)
+    opened = await second.run_log.open_lineage(Version(0, 2), "model", None, 2)
+    second.run_log.journal.close()
+    assert (opened.start, opened.branch) == (2, 6)
+    assert audit(tmp_path).ok
+
+
 @pytest.mark.parametrize("lie", LIES, ids=[lie.what for lie in LIES])
 def test_a_doctored_run_is_refused_by_name(lie: Lie, run: Path) -> None:
     lie.doctor(run)

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -81,7 +82,7 @@ def saved(folder: Path, *steps: int, keep: int = 2) -> None:
 
 def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
-    engine, path = FileEngine(), checkpoint.find(tmp_path, None, ALONE)
+    engine, path = FileEngine(), checkpoint.find(tmp_path, ALONE)
     assert path is not None
     assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
     assert engine.state == "at 4"
@@ -89,13 +90,13 @@ def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
 
 def test_a_checkpoint_names_the_run_that_saved_it(tmp_path: Path) -> None:
     checkpoint.save(FileEngine(), tmp_path, index_of(Version(0, 4), "print", "aa"), ALONE, 2)
-    path = checkpoint.find(tmp_path, None, ALONE)
+    path = checkpoint.find(tmp_path, ALONE)
     assert path is not None
     assert checkpoint.load(FileEngine(), path, "print", ALONE).run_id == "aa"
 
 
 def test_no_checkpoint_means_a_fresh_start(tmp_path: Path) -> None:
-    assert checkpoint.find(tmp_path / "checkpoints", None, ALONE) is None
+    assert checkpoint.find(tmp_path / "checkpoints", ALONE) is None
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -118,9 +119,11 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: P
         file.unlink()
     else:
         (newest / "checkpoint.json").write_text('{"version": "L0')
-    with pytest.raises(DataError, match='set checkpoint = "L000-v00000002"'):
-        checkpoint.find(tmp_path, None, ALONE)
-    assert checkpoint.find(tmp_path, str(Version(0, 2)), ALONE) == tmp_path / str(Version(0, 2))
+    with pytest.raises(DataError, match=f"remove it and write L000-v00000002 into {tmp_path}/latest"):
+        checkpoint.find(tmp_path, ALONE)
+    shutil.rmtree(newest)
+    (tmp_path / "latest").write_text("L000-v00000002\n")
+    assert checkpoint.find(tmp_path, ALONE) == tmp_path / str(Version(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +133,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: P
 def test_an_index_of_any_other_bytes_is_refused(tmp_path: Path, index: bytes) -> None:
     saved(tmp_path, 2, 4)
     (tmp_path / str(Version(0, 4)) / "checkpoint.json").write_bytes(index)
-    with pytest.raises(DataError, match=r"its checkpoint\.json is damaged; to start from an older one"):
-        checkpoint.find(tmp_path, None, ALONE)
+    with pytest.raises(DataError, match=r"checkpoint\.json is damaged; remove it and write L000-v00000002"):
+        checkpoint.find(tmp_path, ALONE)
 
 
 class RankEngine(FileEngine):
@@ -167,7 +170,7 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
         threading.current_thread().name = f"rank {one.rank}"
         index = index_of(Version(0, 2), "print", ranks=2)
         checkpoint.save(RankEngine(one.rank), tmp_path, index, one, 2)
-        return checkpoint.find(tmp_path, None, one)
+        return checkpoint.find(tmp_path, one)
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(work, ranks)) == [tmp_path / str(Version(0, 2))] * 2
@@ -176,7 +179,7 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
         assert Counter(digested) == dict.fromkeys(shares, 2)
         file = tmp_path / str(Version(0, 2)) / "deepspeed" / names[1]
         file.write_bytes(bytes(len(file.read_bytes())))
-        for told in [threads.submit(checkpoint.find, tmp_path, None, one) for one in ranks]:
+        for told in [threads.submit(checkpoint.find, tmp_path, one) for one in ranks]:
             with pytest.raises(DataError, match=f"{names[1]} was altered"):
                 told.result()
 
@@ -185,14 +188,15 @@ def test_a_version_that_is_whole_on_disk_is_never_removed_to_save_it_again(tmp_p
     saved(tmp_path, 2)
     with pytest.raises(OSError, match="not empty"):
         saved(tmp_path, 2)
-    assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 2))
+    assert checkpoint.find(tmp_path, ALONE) == tmp_path / str(Version(0, 2))
 
 
 def test_a_checkpoint_that_was_never_finished_is_not_there(tmp_path: Path) -> None:
     (tmp_path / ".partial-L000-v00000004").mkdir()
+    assert checkpoint.find(tmp_path, ALONE) is None
+    (tmp_path / "latest").write_text("L000-v00000004")
     with pytest.raises(DataError, match=r"has no checkpoint\.json.*no other one is whole"):
-        checkpoint.find(tmp_path, "L000-v00000004", ALONE)
-    assert checkpoint.find(tmp_path, None, ALONE) is None
+        checkpoint.find(tmp_path, ALONE)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -243,13 +247,13 @@ def test_a_save_blocks_on_a_full_disk_and_latest_is_never_half_a_checkpoint(
 ) -> None:
     saved(tmp_path, 2)
     seen: list[Path | None] = []
-    found = SimpleNamespace(sleep=lambda _: seen.append(checkpoint.find(tmp_path, None, ALONE)))
+    found = SimpleNamespace(sleep=lambda _: seen.append(checkpoint.find(tmp_path, ALONE)))
     monkeypatch.setattr(durable, "time", found)
     full_once(monkeypatch, where, name, harm)
     saved(tmp_path, 4)
     assert seen == [tmp_path / str(Version(0, 2))], "while it waits, the one before is the newest"
     assert "disk full: checkpoint L000-v00000004 waits for space" in caplog.text
-    assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 4))
+    assert checkpoint.find(tmp_path, ALONE) == tmp_path / str(Version(0, 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
 
 
@@ -262,14 +266,14 @@ def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
         seen: list[Path | None] = []
 
         def wait(_: float) -> None:
-            seen.append(checkpoint.find(disk, None, ALONE))
+            seen.append(checkpoint.find(disk, ALONE))
             if len(seen) == 2:
                 free(disk)
 
         monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=wait))
         saved(disk, 4)
         assert seen == [disk / str(Version(0, 2))] * 2
-        engine, path = FileEngine(), checkpoint.find(disk, None, ALONE)
+        engine, path = FileEngine(), checkpoint.find(disk, ALONE)
         assert path is not None
         assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
         assert engine.state == "at 4"
@@ -379,7 +383,7 @@ def test_a_clock_set_back_never_removes_what_latest_names(tmp_path: Path) -> Non
         os.utime(tmp_path / str(Version(0, step)), (10_000 - step, 10_000 - step))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["L000-v00000004", "L000-v00000006", "latest"]
-    assert checkpoint.find(tmp_path, None, ALONE) == tmp_path / str(Version(0, 6))
+    assert checkpoint.find(tmp_path, ALONE) == tmp_path / str(Version(0, 6))
 
 
 def test_a_later_lineage_is_newer_whatever_its_step_and_what_latest_names_stays(tmp_path: Path) -> None:
