@@ -34,7 +34,7 @@ from distill.events import EpisodeLost, EpisodePlayed, EpisodeTooOld, ErrorBudge
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.run_log.records import Rollout
-from sync.errors import DistillError, Unreachable
+from sync.errors import DistillError, Unreachable, WireError
 from sync.retry import Backoff
 from sync.wire import Array, Generated, Version
 
@@ -45,7 +45,8 @@ PAUSE: Final = 5.0
 
 class Episodes:
     """Runs for the length of the run; `put` at any time. Out: TurnReady, EpisodePlayed, EpisodeLost,
-    EpisodeTooOld, and RolloutRejected for an episode whose environment fails.
+    EpisodeTooOld, and RolloutRejected for an episode whose environment fails, or gives no reward where
+    `objective.task` is set.
 
     The capacity rule bounds what is in it. An episode is left while its environment plays, when what the
     student said last stands behind a token that no batch takes any more: a slow one makes room.
@@ -74,7 +75,7 @@ class Episodes:
         self._waiting: asyncio.Queue[Rollout] = asyncio.Queue()
         self._turns: dict[str, asyncio.Future[Generated]] = {}  # of the episodes at a replica
         self._lost: Counter[str] = Counter()  # episode → how often its environment was gone
-        self._most_lost = config.rollout.max_attempts
+        self._most_lost, self._rewarded = config.rollout.max_attempts, config.objective.task is not None
 
     def put(self, rollout: Rollout) -> None:
         self._waiting.put_nowait(rollout)
@@ -115,6 +116,11 @@ class Episodes:
             generate = partial(self._turn, rollout)
             try:
                 await play(self._environments[name], episode, prompt.task, generate, self._limits[name])
+                if self._rewarded and episode.ended == "over" and episode.reward is None:
+                    raise WireError(
+                        f"episode {rollout.id} is over without a reward, which objective.task needs: return "
+                        "a number, or leave objective.task out"
+                    )
             finally:
                 self._plays.pop(rollout.id, None)
         except _Dropped:

@@ -21,6 +21,7 @@ from distill.aio import cancel
 from distill.buffer import rules
 from distill.config import RunConfig
 from distill.controller import Controller
+from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.sources import EnvironmentSource
 from distill.prompts.stream import PromptStream
@@ -28,7 +29,8 @@ from distill.rollout.replica_client import Answer
 from distill.run_log.journal import Journal
 from distill.run_log.records import Rollout
 from distill.run_log.run_log import RunLog
-from sync.wire import GenerateFailed, GenerateRequest, SamplingMask, Version, unpack
+from student_trainer.objectives.config import Sampled
+from sync.wire import EpisodeOver, GenerateFailed, GenerateRequest, SamplingMask, Version, unpack
 
 pytestmark = pytest.mark.virtual_time
 PROMPT = [USER, ASK, ANSWER]
@@ -211,6 +213,26 @@ async def test_a_failing_environment_costs_the_episode_and_too_often_the_run(pla
     assert len(trained) == 48
     assert run.run_log.state.counters.dropped["environment_failed"] <= 1
     assert "0:5:0" not in {one.id for one in trained}
+
+
+@pytest.mark.parametrize("task", [{}, None])
+async def test_an_episode_without_a_reward_is_trained_only_where_no_task_needs_it(play, task: Any) -> None:
+    class Silent(GuessEnvironment):
+        async def proceed(self, id: str, *given: Any) -> Any:
+            said = await super().proceed(id, *given)
+            return replace(said, reward=None) if id == "0:5:0" and isinstance(said, EpisodeOver) else said
+
+    base = settings()
+    config = base.model_copy(update={"objective": Sampled.model_validate({"task": task})})
+    quarantined: list[Quarantined] = []
+    run, trained = play(Silent(), config)
+    run.events.on(Quarantined, quarantined.append)
+    await finish(run)
+    assert [one.reward is None for one in trained if one.id == "0:5:0"] == ([] if task == {} else [True])
+    assert all(one.reward is not None for one in trained if one.id != "0:5:0")
+    found = [one.detail for one in quarantined if one.reason == "environment_failed"]
+    assert len(found) == (task == {})
+    assert all("0:5:0 is over without a reward" in one and "return a number" in one for one in found)
 
 
 async def test_a_context_that_is_rewritten_makes_another_row_and_every_own_token_is_trained_once(
