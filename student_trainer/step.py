@@ -209,7 +209,11 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
     if rows.student_topk_ids is not None:
         ids, name = rows.student_topk_ids, "student_topk_teacher_logprob"
     by_teacher_C = None if rows.by_teacher is None else unpack(rows.by_teacher).astype(bool)[row_C]
-    fresh_C = (age_C == 0) if by_teacher_C is None else (age_C == 0) & ~by_teacher_C
+    fresh_C = age_C == 0
+    if rows.off_path is not None:
+        fresh_C &= unpack(rows.off_path) == 0
+    if by_teacher_C is not None:
+        fresh_C &= ~by_teacher_C
     return Targets(
         token_N=torch.from_numpy(token_C),
         behavior_logp_N=_floats(rows, "behavior_logprob"),

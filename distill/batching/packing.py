@@ -154,6 +154,7 @@ def rows_of(
     assert len(rewards) in (0, len(rollouts)), "rows of one micro-batch all have a reward or none has"
     rewarded = (rollouts[0] if rollouts else template).reward is not None
     scores, scored = [scores_of(rollout) for rollout in rollouts], scores_of(template)
+    token_step, off_path = _token_steps(rollouts, step_of, step)
 
     def student(name: str) -> Any:
         return _join([getattr(one, name) for one in rollouts], getattr(template, name))
@@ -171,7 +172,7 @@ def rows_of(
         prompt_lens=_array("i4", [one.prompt.shape[0] for one in rollouts]),
         completion_lens=_array("i4", [one.length for one in rollouts]),
         behavior_logprob=student("logprob"),
-        token_step=_token_steps(rollouts, step_of, step),
+        token_step=token_step,
         teacher=_array("i4", [teachers[one.teacher] for one in rollouts]),
         teacher_logprob=teacher("logprob"),
         teacher_topk_ids=teacher("topk_ids"),
@@ -193,6 +194,7 @@ def rows_of(
         routes=joined(routes) if routes else None,
         route_lens=_array("i4", routed) if routes else None,
         earned=_earned(rollouts),
+        off_path=off_path,
     )
 
 
@@ -231,15 +233,19 @@ def _by_turn(rollouts: Sequence[Rollout], dtype: str, of: Callable[[Rollout], Se
     return pack(np.concatenate(parts))
 
 
-def _token_steps(rollouts: Sequence[Rollout], step_of: StepOf, step: int) -> Array:
-    """Step at which each token was sampled; a teacher's tokens count as of the batch's step."""
-    runs: list[tuple[int, int]] = []
+def _token_steps(rollouts: Sequence[Rollout], step_of: StepOf, step: int) -> tuple[Array, Array | None]:
+    """Step at which each token was sampled, and `Rows.off_path`; a teacher's tokens count as of the batch's
+    step."""
+    runs: list[tuple[int, bool, int]] = []
     for rollout in rollouts:
         if rollout.by_teacher:
-            runs.append((step, rollout.length))
-        runs += [(step_of(span.version), span.end - span.start) for span in rollout.spans]
-    steps, counts = np.array(runs, "i8").reshape(-1, 2).T
-    return pack(np.repeat(steps, counts).astype("i4"))
+            runs.append((step, False, rollout.length))
+        for span in rollout.spans:
+            counted = step_of(span.version)
+            runs.append((counted, counted != span.version.step, span.end - span.start))
+    steps, off_path, counts = np.array(runs, "i8").reshape(-1, 3).T
+    flags = pack(np.repeat(off_path, counts).astype("u1")) if off_path.any() else None
+    return pack(np.repeat(steps, counts).astype("i4")), flags
 
 
 def _join(arrays: list[Array | None], template: Array | None) -> Array | None:

@@ -71,7 +71,7 @@ FIGURES: Final = tuple(
         ("train/rho_mean", "–", "importance ratio before the cap"),
         ("train/rho_max", "–", "highest importance ratio before the cap"),
         ("train/effective_sample_size", "share of tokens", "of the importance weights before the cap"),
-        ("train/mismatch_kl", "nats per token", "KL(μ‖p) on tokens of age 0"),
+        ("train/mismatch_kl", "nats per token", "KL(μ‖p) on tokens sampled from the weights of the step"),
         ("train/score_gap", "nats", "between the teacher's dense and sampled scores"),
         ("train/age_mean", "versions", "age of the tokens when they were trained on"),
         ("train/age_max", "versions", "of the oldest token"),

@@ -231,7 +231,7 @@ def capabilities(config: RunConfig, info: TeacherInfo) -> Finding:
 
 
 def first_step(config: RunConfig, figures: Mapping[str, float]) -> list[Finding]:
-    """Findings in the metrics of a first step; empty when none of its tokens is of age 0."""
+    """Findings in the metrics of a first step; empty when its own weights sampled none of its tokens."""
     if "train/mismatch_kl" not in figures:
         return []
     settings, kl = config.preflight, figures["train/mismatch_kl"]

@@ -50,7 +50,7 @@ class Targets:
     teacher_logp_N: Tensor
     """log q(y)"""
     fresh_N: Tensor
-    """bool: y was sampled from exactly the weights that are trained now (age 0)"""
+    """bool: y was sampled from exactly the weights that are trained now: age 0, on this lineage's path"""
     support_NK: Tensor | None = None
     """int64: ids of S, -1 where there are fewer than K; S must not depend on y"""
     support_logp_NK: Tensor | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from in_memory import some_routes
 from msgspec.structs import replace
 
 from distill.batching.packing import Shape, group_means, pack_batch, rows_of
+from distill.buffer import Lineage, Lineages
 from distill.run_log.records import Rollout
 from distill.run_log.state import Batch
 from sync.errors import DataError
@@ -327,6 +330,19 @@ def test_entropy_is_left_out_where_one_teacher_cannot_tell_it() -> None:
     entropy = pack(np.zeros(2, "f4"))
     (batch,) = shares([rollout(0, 1, 2, entropy=entropy), rollout(1, 1, 2)], 1, 100)
     assert [rows.teacher_entropy for rows in batch.micro_batches] == [None]
+
+
+def test_tokens_of_weights_that_a_rollback_left_behind_are_off_the_path() -> None:
+    lineages = Lineages([Lineage(0, 0, None, 0)])
+    lineages.add(Lineage(1, 4, 0, 4))  # back from step 5 and beyond to the checkpoint of step 4
+    step_of = partial(lineages.step_in, lineage=1)
+    (batch,) = pack_batch(formed([rollout(1, 2, 5)]), 1, Shape(99, list(TEACHERS)), step_of)
+    (rows,) = batch.micro_batches
+    assert unpack(rows.token_step).tolist() == [3, 3, 4, 4, 4]
+    assert rows.off_path is not None
+    assert unpack(rows.off_path).tolist() == [0, 0, 1, 1, 1]
+    (batch,) = shares([rollout(1, 2, 5)], 1, 99)
+    assert batch.micro_batches[0].off_path is None
 
 
 def test_rows_say_which_of_them_the_teacher_generated_and_those_are_of_the_steps_age() -> None:

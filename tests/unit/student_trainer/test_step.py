@@ -210,6 +210,15 @@ def test_mismatch_kl_counts_tokens_of_the_current_version_alone() -> None:
     assert metrics["age_max"] == 0
 
 
+def test_tokens_of_weights_off_the_path_are_of_age_0_and_not_fresh() -> None:
+    import msgspec
+
+    rows = scored_rows(student(1), [1, 2, 5], step=4)
+    off_path = np.arange(rows.token_step.shape[0]) % 3 == 0
+    targets = collate(msgspec.structs.replace(rows, off_path=pack(off_path.astype("u1"))), 3, VOCAB).targets
+    assert targets.fresh_N.tolist() == (~off_path).tolist()
+
+
 def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
     import msgspec
 
