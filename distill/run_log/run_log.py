@@ -204,7 +204,11 @@ class RunLog:
 
         `without`: it was rolled back: no batch is handed out again, and these rollouts never again.
         """
-        state, suspected = self.state, self.state.suspect
+        state, reached = self.state, self.state.reached
+        if checkpoint is not None and reached is not None and checkpoint.lineage == reached.lineage:
+            for step in range(reached.step, checkpoint.step):  # saved, and the trainer died before its report
+                self.write(r.Stepped(Version(reached.lineage, step + 1)))
+        suspected = state.suspect
         start = branch = checkpoint.step if checkpoint else 0
         origin = state.lineages.origin_of(checkpoint)
         while origin is not None and without is None and self._is_handed_out_again(origin, branch):
