@@ -178,9 +178,11 @@ class SnapshotTransport:
         return due
 
     def _report(self, published: Published) -> bool:
-        """Adapters always go whole; else an anchor is due when the deltas since the last cost too much."""
-        if self._rank0:
-            self._client.report(published)
+        """Whether an anchor is due, which rank 0 alone knows: adapters always go whole, else when the deltas
+        since the last cost too much."""
+        if not self._rank0:
+            return False
+        self._client.report(published)
         return self._learner.weights.adapters or self._publisher.anchor_due
 
     def _collect_garbage(self) -> None:

@@ -323,6 +323,15 @@ def test_an_anchor_comes_first_and_again_when_it_is_due(tmp_path: Path) -> None:
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_rank_0_alone_votes_for_an_anchor(tmp_path: Path) -> None:
+    client, learner, publisher = RecordedClient(), RecordedLearner(), FakePublisher()
+    learner.ranks = Ranks(1, 2, torch.device("cpu"))
+    transport = SnapshotTransport(publisher, learner, client, tmp_path, None, nothing_collected)  # type: ignore[arg-type]
+    assert transport.stage(Version(0, 2), False)() is False
+    assert publisher.anchor_due
+    assert client.reported == []
+
+
 def test_garbage_is_collected_after_an_anchor_in_the_background_at_most_every_ten_minutes(
     tmp_path: Path,
 ) -> None:
