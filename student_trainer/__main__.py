@@ -50,7 +50,8 @@ def _exit_code(path: Path) -> int:
     except DistillError as error:
         log.error("%s", error)
     except Exception as error:
-        if "Connection closed by peer" in str(error) or "Connection reset by peer" in str(error):
+        closed = any(f"Connection {how} by peer" in str(error) for how in ("closed", "reset"))
+        if closed and isinstance(error, RuntimeError):  # torch's, from a collective
             log.error("another rank ended, this one cannot go on")
         else:
             log.exception("unexpected %s", type(error).__name__)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from trainer_fakes import ALONE, RecordedClient, RecordedLearner, recorded_transport
 
+from student_trainer.__main__ import _exit_code as exit_code
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.ledger import Ledger, read
@@ -178,6 +179,32 @@ def test_a_batch_for_other_weights_is_refused(tmp_path: Path) -> None:
     story.client.poll = lambda version: batch(7)  # type: ignore[method-assign]
     with pytest.raises(DataError, match="batch is for L000-v00000007, the trainer is at L000-v00000000"):
         train(story.trainer)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), "another rank ended"),
+        (ConnectionResetError(104, "Connection reset by peer"), "unexpected ConnectionResetError"),
+    ],
+)
+def test_the_end_of_another_rank_is_told_from_a_socket_that_was_reset(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    said: str,
+) -> None:
+    def fail(config: TrainerConfig) -> None:
+        raise error
+
+    monkeypatch.setattr("student_trainer.loop.run", fail)
+    path = tmp_path / "trainer.json"
+    path.write_text(Story(tmp_path, []).trainer.config.model_dump_json())
+    assert exit_code(path) == 1
+    (line,) = caplog.records
+    assert line.message.startswith(said)
+    assert (line.exc_info is None) == isinstance(error, RuntimeError)
 
 
 # --- HTTP, with a peer in memory -----------------------------------------------------------------------
