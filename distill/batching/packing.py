@@ -120,7 +120,7 @@ def scores_of(rollout: Rollout) -> Scored:
 def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
     """Trailing sizes of the optional arrays, and whether there is a reward: rows of a micro-batch must agree.
 
-    A run may be taken up with a reward_fn that it began without. Arrays that a teacher keeps have its sizes.
+    An environment may reward some episodes and not others. Arrays that a teacher keeps have its sizes.
     """
     scores = scores_of(rollout)
     arrays = scores.topk_ids, scores.topk_logprob, rollout.topk_ids, scores.gathered, scores.hidden

@@ -44,7 +44,7 @@ class Sample(msgspec.Struct, frozen=True):
     teacher_logprob: list[float]
     """log q of each token, nats"""
     reward: float | None
-    """None: the run has no reward function."""
+    """None: neither reward function nor environment gives one."""
     truncated: bool
     by_teacher: bool
     """The teacher generated the completion."""

@@ -117,7 +117,7 @@ class Rollout(Record, frozen=True):
     teacher: str = ""  # whose scores it has
     scored: Scored | None = None  # None: not scored yet; released: `Scored.kept` alone, if it is kept
     topk_ids: Array | None = None  # i4 [T, K]: the student's own; None: not used, or kept with the scores
-    reward: float | None = None  # None: the run has no reward_fn
+    reward: float | None = None  # None: neither reward_fn nor environment gives one
     by_teacher: bool = False
     """The teacher generates it: `logprob` is its own, `spans` is empty, and it has no age."""
     attempts: int = 0  # completions of it that were broken off, or reached a limit and were requeued
