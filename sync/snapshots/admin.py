@@ -114,19 +114,23 @@ def gc(
 
     Kept are what LATEST names; the `keep_anchors` newest anchors, by version, and the deltas built on them;
     chains to leased versions; and what a newer anchor made superfluous less than `grace_seconds` ago, as
-    a reader may have set out before. Removed is the rest, and files below LATEST that never got a manifest.
-    Manifests go first, so that no reader sets out on a chain whose files are going. `now` is Unix time in
-    seconds; None: the clock.
+    a reader may have set out before. Removed is the rest, and files without a manifest that lie below what
+    LATEST named before anything was listed: what is being published comes after that. Manifests go first, so
+    that no reader sets out on a chain whose files are going. `now` is Unix time in seconds; None: the clock.
     """
     held = _read(store, run)
     manifests = held.manifests
     now = time.time() if now is None else now
     needed = _needed(held, keep_anchors, now - grace_seconds)
     leases, odd_leases = leased(store, run, now)
-    for version in leases | ({held.latest} if held.latest else set()):
-        needed |= set(_chain(manifests, version))
+    for link in leases | ({held.latest} if held.latest else set()):
+        version: Version | None = link
+        while version is not None and version not in needed:
+            needed.add(version)
+            version = manifests[version].base if version in manifests else None
     removed = [version for version in manifests if version not in needed]
-    removed += [version for version in held.bare if held.latest and version < held.latest]
+    left = [version for version in held.bare if held.latest and version < held.latest]
+    removed += [version for version in left if not store.exists(manifest_key(run, version))]
     odd = held.odd + [Odd(ascii(key), problem) for key, problem in odd_leases.items()]
     if not dry_run:
         for version in removed:
@@ -160,7 +164,8 @@ class _Held:
     bare: list[Version]
     """With files and without a manifest."""
     odd: list[Odd]
-    latest: Version | None = None
+    latest: Version | None
+    """What LATEST named before the rest was read."""
     manifests: dict[Version, Manifest] = field(default_factory=dict)
     """Oldest version first."""
     unreadable: set[Version] = field(default_factory=set)
@@ -168,19 +173,20 @@ class _Held:
 
 
 def _read(store: Store, run: str) -> _Held:
+    latest, problem = None, None
+    try:
+        latest = read_latest(store, run)
+    except (SnapshotError, StoreError) as error:
+        problem = Odd("LATEST", str(error))
     found, odd = _folders(store, run)
     published = versions(store, run)
-    held = _Held(sorted(found - set(published)), odd)
+    held = _Held(sorted(found - set(published)), odd + ([problem] if problem else []), latest)
     for version in published:
         try:
             held.manifests[version] = read_manifest(store, run, version)
         except (SnapshotError, StoreError) as error:
             held.unreadable.add(version)
             held.odd.append(Odd(str(version), str(error)))
-    try:
-        held.latest = read_latest(store, run)
-    except (SnapshotError, StoreError) as error:
-        held.odd.append(Odd("LATEST", str(error)))
     return held
 
 
@@ -193,21 +199,16 @@ def _folders(store: Store, run: str) -> tuple[set[Version], list[Odd]]:
     return {version for _, version in pairs if version is not None}, odd
 
 
-def _chain(manifests: dict[Version, Manifest], version: Version) -> list[Version]:
-    """`version` and all that it is built on, newest first; the last one may be missing from `manifests`."""
-    found = [version]
-    while (link := manifests.get(found[-1])) and link.base is not None and link.base not in found:
-        found.append(link.base)
-    return found
-
-
 def _needed(held: _Held, keep_anchors: int, since: float) -> set[Version]:
     """Versions to keep for their own sake, or because their base is unknown; see `gc`."""
     manifests = held.manifests
     anchors = [version for version, manifest in manifests.items() if manifest.base is None]
     settled = sum(manifests[version].created <= since for version in anchors)
     kept = set(anchors[max(0, settled - keep_anchors) :]) | held.unreadable
-    return {version for version in manifests if _chain(manifests, version)[-1] in kept}
+    roots: dict[Version, Version] = {}  # of each chain; a base is older than what is built on it
+    for version, manifest in manifests.items():
+        roots[version] = version if manifest.base is None else roots.get(manifest.base, manifest.base)
+    return {version for version, root in roots.items() if root in kept}
 
 
 def _remove(store: Store, run: str, version: Version) -> list[Odd]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +141,50 @@ def test_gc_removes_files_that_never_got_a_manifest_unless_they_may_still_get_on
     assert steps(done.removed) == [5]
     assert store.exists("run/L000-v00000009/delta-00000.bin")
     assert store.exists("run/L000-v00000007/part-00009.json")
+
+
+def test_gc_spares_a_version_whose_manifest_comes_while_it_reads(store: MemoryStore, tmp_path: Path) -> None:
+    """Its files are there when they are listed; by the last manifest it is published, and another one too."""
+    manifest, key = store.read(manifest_key(RUN, Version(0, 7))), manifest_key(RUN, Version(0, 7))
+    store.replace(f"{RUN}/LATEST", f"{Version(0, 6)}\n".encode())
+    newer = {name: store.read(name) for name in store.list(f"{RUN}/L000-v00000008/")}
+    for name in [key, *newer]:
+        store.delete(name)
+
+    class Publishing(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self._objects = store._objects
+
+        def read(self, name: str) -> bytes:
+            if name == manifest_key(RUN, Version(0, 0)):
+                self._objects |= {key: manifest} | newer
+                self._objects[f"{RUN}/LATEST"] = f"{Version(0, 8)}\n".encode()
+            return super().read(name)
+
+    done = admin.gc(Publishing(), RUN, keep_anchors=1, now=9 * DAY)
+    assert steps(done.removed) == [0, 1, 2, 3, 4, 5]
+    assert [result.problem for result in admin.verify(store, RUN, tmp_path)] == [None] * 3
+
+
+def test_gc_looks_each_base_up_once_however_long_the_chains_are() -> None:
+    looked_up: list[int] = []
+
+    class Link:
+        created = 0.0
+
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        @property
+        def base(self) -> Version | None:
+            looked_up.append(self.step)
+            return Version(0, self.step - 1) if self.step else None
+
+    chain: dict[Version, Any] = {Version(0, step): Link(step) for step in range(300)}
+    held = admin._Held([], [], None, chain)
+    assert admin._needed(held, keep_anchors=1, since=1.0) == set(chain)
+    assert max(map(looked_up.count, range(300))) <= 4
 
 
 def test_export_writes_any_version_as_a_checkpoint_folder(store: MemoryStore, tmp_path: Path) -> None:
