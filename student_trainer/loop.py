@@ -195,13 +195,16 @@ def teacher_heads(
 def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
     """The next batch, once every rank has its share of it; None: all stop. Collective.
 
-    A rank that has its share keeps it while the others wait, or all publish what they hold once more.
+    A rank that has its share keeps it while the others wait, or all publish what they hold once more: when a
+    replica lacks it, or when its publication failed, for then the batch may be waiting for it.
     """
     answer: TrainBatch | Wait | wire.Stop = Wait()
     while True:
         if isinstance(answer, Wait):
             answer = trainer.client.poll(trainer.version)
         own = Outcome.INTERRUPTED if trainer.client.stopping.is_set() else outcome_of(answer)
+        if own is Outcome.WAIT and trainer.ranks.rank == 0 and trainer.publishing.failed():
+            own = Outcome.PUBLISH
         outcome = Outcome(int(trainer.ranks.highest(own)))
         if outcome is Outcome.BATCH:
             assert isinstance(answer, TrainBatch)

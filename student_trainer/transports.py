@@ -39,7 +39,7 @@ from sync.wire import Published, RunIdentity, TrainerWelcome, Version
 log = logging.getLogger(__name__)
 Work = Callable[[], bool]
 """What is left to do in the background; whether the next version should be an anchor then."""
-Transport = Callable[[Version, bool], Work | None]
+Transport = Callable[[Version, bool], Work]
 """(version, whether it must be an anchor) → what is left. Copies what is published; collective."""
 MAX_FAILURES: Final = 3
 """Publications in a row that may fail before the run does."""
@@ -49,7 +49,8 @@ _COLLECT_SECONDS: Final = 600.0  # between two garbage collections of the store
 
 
 class Publishing:
-    """Sends versions by a transport, one at a time. A version whose transport fails is skipped, a few times.
+    """Sends versions by a transport, one at a time. One that fails may be skipped, or published again; a few
+    failures in a row are an error.
 
     Order: `start` → (`settle` → `publish`)* → `settle`.
     """
@@ -82,12 +83,15 @@ class Publishing:
             running.result()
         return True
 
+    def failed(self) -> bool:
+        """Whether the newest version has failed; meaningful on rank 0. Raises as `settle` does."""
+        return self.settle(0.0) and self.arrived != self.newest
+
     def publish(self, version: Version, anchor: bool) -> None:
         """Send this version on its way; call `settle` first. Collective."""
         assert self._running is None
         self.newest = version
-        if work := self._transport(version, anchor):
-            self._running = self._thread.submit(self._attempt, version, work)
+        self._running = self._thread.submit(self._attempt, version, self._transport(version, anchor))
 
     def _attempt(self, version: Version, work: Work) -> None:
         try:
@@ -214,7 +218,8 @@ class BroadcastTransport:
     """Straight to the replicas: copies of the ranks' shards, gathered bucket by bucket while rank 0 sends.
 
     A replica that is lost ends the broadcast at once; the same copies then go to those that are left. A
-    version to be kept goes to the store next, whether it was received or not.
+    version to be kept goes to the store next, whether it was received or not; if the store fails, the next
+    version goes there in its place.
     """
 
     def __init__(
@@ -230,7 +235,8 @@ class BroadcastTransport:
         """
         self._sender, self._learner, self._client = sender, learner, client
         self._keeping = keeping
-        self._kept: Version | None = None
+        self._kept: Version | None = None  # the newest version that went to the store, or failed there
+        self._owed = False  # it failed
         weights = learner.weights
         self._gathering = Gathering(learner.ranks, weights.slices, adapter_config=weights.adapter_config)
 
@@ -250,8 +256,10 @@ class BroadcastTransport:
                     self._send(self._sender, version, shards)
             finally:
                 if keep is not None:
+                    self._owed = True
                     keep()
-            return False  # nothing that comes later builds on it
+                    self._owed = False
+            return self._owed  # else nothing that comes later builds on it
 
         return work
 

@@ -23,12 +23,22 @@ from sync.delta import file as delta_file
 from sync.delta.codec import Bits, Effort, apply, on_host
 from sync.delta.file import Header, Slice
 from sync.durable import until_disk_space
-from sync.errors import SnapshotError, StoreError
+from sync.errors import AlreadyPublished, SnapshotError, StoreError
 from sync.retry import Backoff
 from sync.settings import WeightsConfig
 from sync.snapshots import checkpoint
 from sync.snapshots.checkpoint import BITS, refused, without_code
-from sync.snapshots.manifest import File, Manifest, Part, dump, latest_key, load, version_key
+from sync.snapshots.manifest import (
+    File,
+    Manifest,
+    Part,
+    dump,
+    latest_key,
+    load,
+    manifest_key,
+    read_manifest,
+    version_key,
+)
 from sync.stores import Store, read_small
 from sync.wire import Published, RunIdentity, Version
 
@@ -48,7 +58,7 @@ class Publisher:
     `anchor` comes first; `delta` then takes the last published version as its base. Calls may come from any
     thread and are done one after the other; arrays must not change while a call runs. The publisher keeps a
     copy of the shard (`BaseShard`). What is returned is of the version, on ranks above 0 of their file and
-    shard. After an error `anchor_due` is true: publish an anchor next, under a new version.
+    shard. After an error `anchor_due` is true: publish an anchor next, under a new version or the same one.
     """
 
     def __init__(
@@ -67,6 +77,7 @@ class Publisher:
         self._slices = [part for part in slices if part.count]
         self._rank, self._world_size, self._config = rank, world_size, weights
         self._lock = threading.Lock()
+        self._begun: Version | None = None  # the newest version that was begun, unless it is another writer's
         self._base: Version | None = None
         self._parent: Version | None = None
         self._held: BaseShard | None = None
@@ -102,7 +113,8 @@ class Publisher:
 
         The folder is a Hugging Face checkpoint or, for kind "lora", an adapter as peft saves it.
         `shards` are this rank's ranges as 1-D bits, by tensor name: arrays, or tensors where the shard lies.
-        `parent` is where the version's lineage branched from.
+        `parent` is where the version's lineage branched from. What the same version left when it failed just
+        before is completed, or replaced.
         Raises SnapshotError when the folder disagrees with the shards, AlreadyPublished when the version
         exists, StoreError when the store fails.
         """
@@ -111,8 +123,9 @@ class Publisher:
             self._base = self._held = None  # free the old copy before allocating the new one
             self._check(shards)
             total, held = self._shard_bytes, BaseShard(self._slices, shards)
+            again, self._begun = version == self._begun, version
             if self._rank == 0:
-                total = self._publish_anchor(version, parent, folder, held.host, kind)
+                total = self._publish_anchor(version, parent, folder, held.host, kind, again)
             self._held = held
             self._base, self._parent = version, parent
             self._delta_bytes, self._full_bytes = 0, total
@@ -133,7 +146,7 @@ class Publisher:
         """
         start = time.monotonic()
         with self._lock:
-            base, self._base = self._base, None
+            base, self._base, self._begun = self._base, None, version
             if base is None or self._held is None:
                 raise SnapshotError(f"{version} has no base to be a delta of: publish an anchor first")
             self._check(shards)
@@ -185,7 +198,11 @@ class Publisher:
 
         def create() -> float:
             begun = time.monotonic()
-            self._store.create(key, data)
+            try:
+                self._store.create(key, data)
+            except AlreadyPublished:
+                self._begun = None  # another writer has this version
+                raise
             return time.monotonic() - begun
 
         seconds = until_disk_space(create, f"{key} in {self._store}")
@@ -212,6 +229,7 @@ class Publisher:
         folder: Path | None,
         shards: Mapping[str, np.ndarray],
         kind: Literal["full", "lora"],
+        again: bool,
     ) -> int:
         """Upload the folder and write the manifest; returns the bytes of the snapshot."""
         if folder is None:
@@ -219,6 +237,9 @@ class Publisher:
                 "rank 0 got no folder for an anchor: save the whole model and pass its folder"
             )
         self._compare(folder, shards)
+        if again and (left := self._left_behind(version)) is not None:
+            self._finish(left)
+            return left.full_bytes
         files = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = f"model/{path.relative_to(folder).as_posix()}"
@@ -230,8 +251,17 @@ class Publisher:
             digest = blake3(data) if isinstance(data, bytes) else blake3().update_mmap(data)
             files.append(File(name, size, digest.hexdigest()))
         total = sum(file.size for file in files)
-        self._finish(version, kind, parent, None, files, total)
+        self._finish(self._write_manifest(version, kind, parent, None, files, total))
         return total
+
+    def _left_behind(self, version: Version) -> Manifest | None:
+        """The manifest that this publisher wrote before it failed; None: it wrote none, and its files go."""
+        keys = self._store.list(self._key(version, ""))
+        if manifest_key(self._run.name, version) in keys:
+            return read_manifest(self._store, self._run.name, version)
+        for key in keys:
+            self._store.delete(key)
+        return None
 
     def _compare(self, folder: Path, shards: Mapping[str, np.ndarray]) -> None:
         """The folder must hold this model, and this rank's very bits: deltas are taken from those."""
@@ -263,7 +293,7 @@ class Publisher:
                 f"the slices of all {self._world_size} ranks hold {held} bytes, the model "
                 f"{self._model_bytes}: every element belongs to exactly one rank"
             )
-        self._finish(version, "delta", self._parent, base, files, self._full_bytes)
+        self._finish(self._write_manifest(version, "delta", self._parent, base, files, self._full_bytes))
         return sum(file.size for file in files)
 
     def _await_part(self, version: Version, base: Version, rank: int, deadline: float) -> Part:
@@ -283,7 +313,7 @@ class Publisher:
             )
         return part
 
-    def _finish(
+    def _write_manifest(
         self,
         version: Version,
         kind: Literal["full", "delta", "lora"],
@@ -291,7 +321,7 @@ class Publisher:
         base: Version | None,
         files: list[File],
         full: int,
-    ) -> None:
+    ) -> Manifest:
         manifest = Manifest(
             run=self._run.name,
             run_id=self._run.id,
@@ -305,10 +335,15 @@ class Publisher:
             full_bytes=full,
             created=time.time(),
         )
-        self._write(self._key(version, "manifest.json"), dump(manifest))
-        latest, text = latest_key(self._run.name), f"{version}\n".encode()
+        self._write(manifest_key(self._run.name, version), dump(manifest))
+        return manifest
+
+    def _finish(self, manifest: Manifest) -> None:
+        """Move LATEST to a version whose manifest is there."""
+        latest, text = latest_key(self._run.name), f"{manifest.version}\n".encode()
         until_disk_space(lambda: self._store.replace(latest, text), f"{latest} in {self._store}")
-        logger.info("published %s (%s, %d of %d bytes)", version, manifest.kind, manifest.bytes, full)
+        size, full = manifest.bytes, manifest.full_bytes
+        logger.info("published %s (%s, %d of %d bytes)", manifest.version, manifest.kind, size, full)
 
 
 def _receipt(rank: int) -> str:

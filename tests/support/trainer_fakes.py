@@ -11,7 +11,7 @@ import torch
 
 from student_trainer.engine import after
 from student_trainer.ranks import Ranks
-from student_trainer.transports import Transport
+from student_trainer.transports import Transport, Work
 from sync.wire import Audience, Message, Published, Stop, TrainBatch, Version, Wait
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -79,7 +79,8 @@ class RecordedLearner:
 def recorded_transport(lines: list[str]) -> Transport:
     """A transport to nowhere that notes every publication in `lines`."""
 
-    def stage(version: Version, anchor: bool) -> None:
+    def stage(version: Version, anchor: bool) -> Work:
         lines.append(f"publish {version.step}")
+        return lambda: False
 
     return stage

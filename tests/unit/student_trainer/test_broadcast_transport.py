@@ -16,7 +16,7 @@ from student_trainer.controller_client import ControllerClient
 from student_trainer.transports import BroadcastTransport, Keeping, Publishing
 from sync.broadcast import BroadcastSender, Receiver, Reception
 from sync.client import BlockingPeer
-from sync.errors import SnapshotError, Unreachable
+from sync.errors import SnapshotError, StoreError, Unreachable
 from sync.publish import Slice
 from sync.wire import Audience, BroadcastTicket, Published, Version
 
@@ -160,6 +160,32 @@ def test_a_version_that_no_replica_receives_goes_to_the_store_all_the_same(
     publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
     publishing.start(VERSION)
     assert (store.published, publishing.arrived, publishing.anchor_due) == ([VERSION], None, True)
+    controller.receiver.close()
+
+
+def test_a_version_that_the_store_did_not_take_is_made_up_for_by_the_next(sender: BroadcastSender) -> None:
+    class Failing(Kept):
+        failures = 1
+
+        def stage(self, version: Version, anchor: bool) -> Callable[[], bool]:
+            work = super().stage(version, anchor)
+
+            def attempt() -> bool:
+                if self.failures:
+                    self.failures -= 1
+                    raise StoreError("the store went away")
+                return work()
+
+            return attempt
+
+    controller, store = Listeners(dead=0), Failing()
+    keeping = Keeping(store, 0, 1, 7)  # type: ignore[arg-type]
+    publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
+    publishing.start(Version(0, 0))
+    for step in (0, 1, 2):  # the first is broadcast again
+        publishing.publish(Version(0, step), publishing.anchor_due)
+        publishing.settle()
+    assert store.published == [Version(0, 1)]
     controller.receiver.close()
 
 

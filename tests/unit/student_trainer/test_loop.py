@@ -395,6 +395,40 @@ def test_a_version_that_fails_is_skipped_and_followed_by_an_anchor(tmp_path: Pat
     assert [event.version.step for event in client.reported if isinstance(event, Published)] == [0, 2]
 
 
+def waiting_story(tmp_path: Path, answers: list[Any], failures: int) -> tuple[Story, FakePublisher]:
+    """A run after its first version; so many publications fail. Each answer comes when none is on its way."""
+    story, publisher = Story(tmp_path, []), FakePublisher()
+    transport = SnapshotTransport(
+        publisher, story.learner, story.client, tmp_path / "scratch", None, nothing_collected
+    )  # type: ignore[arg-type]
+    story.trainer.publishing = publishing = Publishing(transport.stage)
+    publishing.start(Version(0, 0))
+    publisher.failures = failures
+
+    def poll(version: Version) -> Any:
+        publishing.settle()
+        return answers.pop(0)
+
+    story.client.poll = poll  # type: ignore[method-assign]
+    return story, publisher
+
+
+def test_a_trainer_that_waits_publishes_again_what_failed(tmp_path: Path) -> None:
+    """No rollouts may be started until it is there, so no later version comes."""
+    answers = [batch(0), Wait(), Wait(), Wait(), batch(1), Stop(reason="over", checkpoint=False)]
+    story, publisher = waiting_story(tmp_path, answers, failures=2)
+    assert train(story.trainer) is Outcome.STOP
+    story.trainer.publishing.settle()
+    assert publisher.done == [("full", 0), ("full", 1), ("delta", 2)]
+
+
+def test_a_trainer_that_waits_ends_when_publishing_keeps_failing(tmp_path: Path) -> None:
+    story, publisher = waiting_story(tmp_path, [batch(0), *[Wait()] * 9], failures=3)
+    with pytest.raises(StoreError, match="disk full"):
+        train(story.trainer)
+    assert publisher.done == [("full", 0)]
+
+
 def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
     path, _ = snapshots(tmp_path, FakePublisher(failures=3))
     with pytest.raises(StoreError, match="disk full"):
