@@ -65,7 +65,8 @@ async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, de
             except DistillError as error:
                 logger.warning("replica %s cannot show its weights: %s", replica.name, error)
         left = deadline - time.monotonic()
-        unable = pool.by_broadcast and replica.version != final.version  # the trainer has left
+        by_broadcast = pool.newest_broadcast is not None
+        unable = by_broadcast and replica.version != final.version  # the trainer has left
         if left <= 0 or unable:
             return None
         await pool.changed.wait(min(left, pool.retry_seconds))

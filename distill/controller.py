@@ -145,6 +145,7 @@ class Controller:
         # replicas and servers
         on(VersionApplied, self.run_log.write, self._note_update)
         on(events.Membership, lambda event: self._hooks.say(f"replica {event.replica} {event.what}"))
+        on(events.Membership, lambda _: self.session.wake())
         on(events.Stranded, lambda _: self.session.wake())
         on(events.Stalled, lambda event: self._hooks.stalled(event.role))
         on(events.NoServerLeft, lambda event: self._fail(event.problem))

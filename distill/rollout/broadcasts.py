@@ -35,9 +35,10 @@ class Broadcasts:
         self._receiving: set[asyncio.Task[None]] = set()
 
     def wanted(self) -> bool:
-        """Whether a replica that came back waits for a broadcast, and none is under way."""
-        waiting = (one.phase is Phase.CATCHING_UP and one.version is None for one in self._live())
-        return self._count > 0 and not self._receiving and any(waiting)
+        """Whether a live replica lacks the newest version, which was broadcast, and none is under way."""
+        newest = self._pool.newest_broadcast
+        lacking = (one.version != newest for one in self._live())
+        return newest is not None and not self._receiving and any(lacking)
 
     def listening(self) -> bool:
         """Whether to broadcast now: to all replicas that come up within `start_seconds`, later to any."""
@@ -60,7 +61,6 @@ class Broadcasts:
             raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
         assert published.rendezvous is not None, "a broadcast names its meeting point"
         self._count += 1
-        self._pool.by_broadcast = True
         live = [replica for replica in self._live() if replica.version != published.version]
         size = 1 + sum(replica.workers for replica in live)
         group = f"{published.version.lineage}-{self._count}-{secrets.token_hex(8)}"

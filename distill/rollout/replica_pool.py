@@ -97,7 +97,12 @@ class ReplicaPool:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = False
         self.keeps_cache = False  # of running completions, at a swap
-        self.by_broadcast = False  # versions come by broadcast: a replica without one waits for the next
+
+    @property
+    def newest_broadcast(self) -> Version | None:
+        """The newest version, where it was broadcast, whether it is in the store too or not."""
+        last = self._state.published[-2:]
+        return last[-1].version if any(one.kind == "broadcast" for one in last) else None
 
     # --- members ------------------------------------------------------------------------------------------
 
@@ -302,7 +307,7 @@ class ReplicaPool:
                 await self.update(replica, self.request_for(target))
                 continue
             held = replica.version
-            stranded = self.by_broadcast and held is None
+            stranded = held is None and self.newest_broadcast is not None
             if not stranded and (held is None or self._state.may_exist(held)):
                 return
             if stranded:

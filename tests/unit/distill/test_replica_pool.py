@@ -393,6 +393,32 @@ async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -
         assert not world.broadcasts.wanted()
 
 
+async def test_a_live_replica_that_missed_a_broadcast_wants_it_again() -> None:
+    """Its connection broke; it still serves the version before, which no rollout may be started with."""
+
+    class Missing(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            if request.version.step == 2 and len(self.updates) == 1:
+                self.updates.append(request.version)
+                raise Unreachable("the connection broke")
+            return await super().update(request, timeout)
+
+    world = World(a=MemoryReplica(), missing=Missing())
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        world.broadcast(1)
+        await world.until(lambda: world.pool.slowest() == Version(0, 1))
+        world.broadcast(2)
+        await world.until(lambda: world.serving() == ["a"])
+        await world.until(lambda: len(world.serving()) == 2)
+        assert world.pool.slowest() == Version(0, 1)
+        await world.until(world.broadcasts.wanted)
+        assert Broadcasts(world.pool).wanted(), "a controller that starts again knows it too"
+        assert world.broadcast(2).world_size == 2
+        await world.until(lambda: world.pool.slowest() == Version(0, 2))
+        assert not world.broadcasts.wanted()
+
+
 def last(version: Version) -> FinalDigests:
     return FinalDigests(version=version, digests=weights_of(version))
 
