@@ -15,7 +15,7 @@ from typing import Final
 
 from distill.aio import cancel
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
-from sync.errors import Overloaded, RemoteError, Unreachable
+from sync.errors import DistillError, Overloaded, RemoteError, WireError
 from sync.wire import Audience, BroadcastTicket, Published, UpdateRequest
 
 logger = logging.getLogger(__name__)
@@ -93,10 +93,12 @@ class Broadcasts:
             if reply is None or not reply.bytes_read:
                 lost[replica.name] = f"it serves {request.version} already"
             self._pool.published()
-        except (RemoteError, Unreachable) as error:
+        except DistillError as error:
             lost[replica.name] = str(error)
             logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
-            if isinstance(error, Unreachable):
+            if isinstance(error, WireError):
+                self._pool.bad_answer(replica, str(error))
+            if not isinstance(error, RemoteError):
                 self._pool.report_lost(replica)
         finally:
             await cancel([watch])

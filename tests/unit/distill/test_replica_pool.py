@@ -354,19 +354,30 @@ async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
             raise RemoteError("the sender gave up")
 
+    class Lying(MemoryReplica):
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            reply = await super().update(request, timeout)
+            return msgspec.structs.replace(reply, version=Version(0, 7))
+
     class Ahead(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
             reply = await super().update(request, timeout)
             return msgspec.structs.replace(reply, bytes_read=0)
 
     hanging = Hanging()
-    world = World(hanging=hanging, refusing=Refusing(), ahead=Ahead(), well=MemoryReplica())
+    world = World(hanging=hanging, refusing=Refusing(), ahead=Ahead(), well=MemoryReplica(), lying=Lying())
     async with world.running():
-        await world.until(lambda: len(world.serving()) == 4)
+        await world.until(lambda: len(world.serving()) == 5)
         group = world.broadcast(1).group
         lost = lambda: world.broadcasts.lost_members(group)  # noqa: E731
-        await world.until(lambda: len(lost()) == 2)
-        assert lost() == {"refusing": "the sender gave up", "ahead": "it serves L000-v00000001 already"}
+        await world.until(lambda: len(lost()) == 3)
+        assert "its answer to an update cannot be used" in lost()["lying"]
+        assert {name: why for name, why in lost().items() if name != "lying"} == {
+            "refusing": "the sender gave up",
+            "ahead": "it serves L000-v00000001 already",
+        }
+        assert "lying" not in world.serving(), "nobody knows what it holds"
+        await world.pool.remove("lying")
         hanging.up = False  # nothing breaks its connection: it only does not answer any more
         await world.until(lambda: "hanging" in lost())
         assert world.serving() == ["refusing", "ahead", "well"]
