@@ -85,7 +85,7 @@ class RunState(msgspec.Struct):
     trained_by_teacher: dict[int, int] = {}  # those of them that teachers generated
     bisection: Bisection = msgspec.field(default_factory=Bisection)
     target: r.VersionPublished | None = None
-    """The version in the store that replicas follow; None: nothing published."""
+    """The version in the store that replicas follow; None: nothing published, or a broadcast is newer."""
     published: list[r.VersionPublished] = []
     newest: dict[int, int] = {}  # lineage → newest step that was published, by any transport
     applied: list[r.VersionApplied] = []
@@ -351,14 +351,15 @@ class RunState(msgspec.Struct):
 
     @_change.register
     def _version_published(self, record: r.VersionPublished) -> None:
+        self.counters.published += not self.published or self.published[-1].version != record.version
         self.published = [*self.published, record][-RECENT:]
-        self.counters.published += 1
         lineage, step = record.version
         self.newest[lineage] = max(step, self.newest.get(lineage, 0))
-        if record.kind == "broadcast":
-            return
-        if self.target is None or self.step_of(record.version) >= self.step_of(self.target.version):
+        ahead = 1 if self.target is None else self.step_of(record.version) - self.step_of(self.target.version)
+        if record.kind != "broadcast" and ahead >= 0:
             self.target = record
+        elif ahead > 0:
+            self.target = None
 
     @_change.register
     def _version_applied(self, record: r.VersionApplied) -> None:

@@ -240,7 +240,7 @@ class TrainerSession:
         answer, known = None, self._run_log.state.published
         if event.kind == "broadcast":
             answer = self.broadcasts.announce(event, ending=self._stop is not None)
-        if event.kind == "broadcast" or not known or known[-1].version != event.version:
+        if not known or (known[-1].version, known[-1].kind) != (event.version, event.kind):
             self._run_log.write(
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
             )

@@ -38,11 +38,13 @@ from sync.wire import (
     Generated,
     GeneratePrompt,
     GenerateRequest,
+    Published,
     Rows,
     Stop,
     TeacherCompletion,
     TeacherPrompt,
     TrainBatch,
+    TrainerHello,
     Version,
     VersionSpan,
     Want,
@@ -167,6 +169,21 @@ async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadc
     assert summary["completed"]
     assert summary["weights_identical"] is True
     assert run.pool.replicas["r0"].joined == 2
+
+
+async def test_a_version_that_was_broadcast_is_recorded_again_when_it_is_in_the_store_too(controller) -> None:
+    run = controller()
+    hello = TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run=run.session.run.name)
+    version, state = (await run.session.hello(hello)).version, run.run_log.state
+    run.request_stop("announcements need no replica from now on")
+    sent = Published(version=version, kind="broadcast", bytes=5, full_bytes=5, seconds=0.1, rendezvous="h:1")
+    stored = Published(version=version, kind="full", bytes=5, full_bytes=5, seconds=0.1)
+    for event in (sent, sent, stored, stored):
+        await run.session.event(event)
+    assert [(one.version, one.kind) for one in state.published] == [(version, "broadcast"), (version, "full")]
+    assert state.target == state.published[-1]
+    assert state.counters.published == 1
+    run.close()
 
 
 async def test_the_run_survives_dying_replicas_and_teachers(controller, config) -> None:
