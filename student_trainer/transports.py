@@ -11,6 +11,7 @@ What needs a collective of training's (a folder) happens in the main thread, in 
 from __future__ import annotations
 
 import logging
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -279,10 +280,18 @@ class BroadcastTransport:
             self._gathering.done()
 
     def _send_once(self, sender: BroadcastSender, version: Version, shards: dict[str, Bits]) -> None:
-        plan, address = self._gathering.plan, sender.address
+        plan, attempt = self._gathering.plan, secrets.token_hex(8)
         size = sum(map(nbytes, plan.metas))
         audience = self._client.audience(
-            Published(version, "broadcast", bytes=size, full_bytes=size, seconds=0.0, rendezvous=address)
+            Published(
+                version=version,
+                kind="broadcast",
+                bytes=size,
+                full_bytes=size,
+                seconds=0.0,
+                rendezvous=sender.address,
+                attempt=attempt,
+            )
         )
         workers = audience.world_size - 1
         log.info("%s goes to %d workers as broadcast %s", version, workers, audience.group)

@@ -30,7 +30,8 @@ class Broadcasts:
     def __init__(self, pool: ReplicaPool, start_seconds: float = 900.0) -> None:
         """`start_seconds`: how long the first broadcast waits for replicas that are still starting."""
         self._pool, self._until = pool, time.monotonic() + start_seconds
-        self._group: str | None = None  # of the newest broadcast; None: there was none
+        self._attempt: str | None = None  # of the newest broadcast
+        self._audience: Audience | None = None  # of it; None: there was none
         self._count, self._lost = 0, dict[str, str]()
         self._receiving: set[asyncio.Task[None]] = set()
 
@@ -54,9 +55,12 @@ class Broadcasts:
     def announce(self, published: Published, ending: bool = False) -> Audience:
         """Tell every live replica that needs this version to receive it; the size of the group.
 
-        Every broadcast has a group of its own: addresses of an earlier one may not be used again. Raises
-        Overloaded while no replica would receive it, unless the run is `ending`.
+        Every broadcast has a group of its own: addresses of an earlier one may not be used again. A repeat of
+        the newest attempt is given its group. Raises Overloaded while no replica would receive it, unless the
+        run is `ending`.
         """
+        if self._audience and published.attempt and published.attempt == self._attempt:
+            return self._audience
         if not self.listening() and not ending:
             raise Overloaded("no replica listens to a broadcast yet: ask again", BROADCAST_RETRY_SECONDS)
         assert published.rendezvous is not None, "a broadcast names its meeting point"
@@ -64,7 +68,8 @@ class Broadcasts:
         live = [replica for replica in self._live() if replica.version != published.version]
         size = 1 + sum(replica.workers for replica in live)
         group = f"{published.version.lineage}-{self._count}-{secrets.token_hex(8)}"
-        self._group, self._lost = group, {}
+        self._attempt, self._lost = published.attempt, {}
+        self._audience = Audience(group=group, world_size=size)
         ranks = itertools.accumulate((replica.workers for replica in live), initial=1)
         for rank, replica in zip(ranks, live, strict=False):
             ticket = BroadcastTicket(published.rendezvous, group, rank, size)
@@ -72,15 +77,16 @@ class Broadcasts:
             task = asyncio.create_task(self._receive(replica, request, self._lost))
             self._receiving.add(task)
             task.add_done_callback(self._receiving.discard)
-        return Audience(group=group, world_size=size)
+        return self._audience
 
     def lost_members(self, group: str) -> dict[str, str]:
         """Replicas that will not receive the newest broadcast to its end, each with the reason.
 
         Raises RemoteError for any other broadcast: it is over.
         """
-        if group != self._group:
-            raise RemoteError(f"broadcast {group} is over, the newest is {self._group}: announce it again")
+        newest = self._audience.group if self._audience else None
+        if group != newest:
+            raise RemoteError(f"broadcast {group} is over, the newest is {newest}: announce it again")
         return dict(self._lost)
 
     async def _receive(self, replica: Replica, request: UpdateRequest, lost: dict[str, str]) -> None:

@@ -181,6 +181,9 @@ class Published(Message, frozen=True):
     """In all; 0 of a broadcast, which comes after this message."""
     rendezvous: str | None = None
     """"host:port" of the broadcast's store for kind "broadcast"; None otherwise."""
+    attempt: str | None = None
+    """Of a broadcast: names this announcement, so that a repeated request forms no second group; None: every
+    request is an announcement."""
     encode_seconds: Amount = 0.0
     """Of `seconds`, those in which rank 0 coded its delta; 0 of what is no delta."""
     note: str = ""

@@ -56,12 +56,18 @@ class World:
             self.state.lineages.add(Lineage(lineage, 0, None, 0))
         self.state.apply(VersionPublished(version, kind, 1, 1, 0.0))
 
-    def broadcast(self, step: int, lineage: int = 0) -> Audience:
+    def broadcast(self, step: int, lineage: int = 0, attempt: str | None = None) -> Audience:
         """Announce and record one, as TrainerSession does."""
         version = Version(lineage, step)
         audience = self.broadcasts.announce(
             Published(
-                version=version, kind="broadcast", bytes=1, full_bytes=1, seconds=0.0, rendezvous="h:1"
+                version=version,
+                kind="broadcast",
+                bytes=1,
+                full_bytes=1,
+                seconds=0.0,
+                rendezvous="h:1",
+                attempt=attempt,
             ),
             ending=True,
         )
@@ -385,6 +391,37 @@ async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
         await world.until(world.broadcasts.wanted)
         with pytest.raises(RemoteError, match=r"broadcast nowhere is over, the newest is 0-1"):
             world.broadcasts.lost_members("nowhere")
+
+
+async def test_a_repeated_announcement_is_given_the_same_group() -> None:
+    """The answer to the first was lost on its way."""
+    world = World(a=MemoryReplica(), b=MemoryReplica())
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        first = world.broadcast(1, attempt="one")
+        assert world.broadcast(1, attempt="one") == first
+        again = world.broadcast(1, attempt="two")
+        assert (again.world_size, again.group == first.group) == (3, False)
+
+
+async def test_a_version_in_the_store_is_caught_up_with_until_a_newer_one_is_broadcast() -> None:
+    back = MemoryReplica()
+    world = World(a=MemoryReplica(), back=back)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        world.broadcast(1)
+        await world.until(lambda: world.pool.slowest() == Version(0, 1))
+        world.publish(Version(0, 1))
+        for step, caught_up in ((1, True), (2, False)):
+            back.die()
+            await world.until(lambda: world.serving() == ["a"])
+            if not caught_up:
+                world.broadcast(step)
+            back.revive()
+            await world.until(lambda: world.pool.replicas["back"].phase is not Phase.ABSENT)
+            await asyncio.sleep(0.1)
+            assert (world.serving() == ["a", "back"]) is caught_up
+        assert world.broadcasts.wanted()
 
 
 async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:
