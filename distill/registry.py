@@ -131,14 +131,16 @@ class Registry:
         return holder, answers
 
     async def leave(self, wanted: ServerLeaves) -> Servers:
-        """Forget a server, for good when people say so; the others. Raises RemoteError when there is none."""
+        """Forget a server; the others. Raises RemoteError when there is none.
+
+        A process that people remove has lost its name for good; of a replica a new process may join under it.
+        """
         name, holder = wanted.name, self._holders.get(wanted.name)
         if wanted.boot is None:
             if holder is not None and holder.boot is not None:
                 self._lost.add((name, holder.boot))
             if holder is None or name in self._pool.replicas:
                 await self._pool.remove(name)
-            if holder is not None and not holder.expected:
                 self._holders.pop(name, None)  # its lease may have ended meanwhile
         if name in self._holders and wanted.boot in (None, self._holders[name].boot):
             await self._forget(name, self._holders[name])

@@ -106,6 +106,26 @@ async def test_a_replica_that_a_person_removes_does_not_come_back(controller) ->
     run.close()
 
 
+async def test_a_new_process_joins_in_place_of_a_configured_replica_that_was_removed(controller) -> None:
+    first = Address("student-0")
+    run = controller(
+        replicas={"student-0": MemoryReplica(url="first"), "student-1": MemoryReplica(url="other")},
+        connect=lambda there: MemoryReplica(url=str(there)),
+        expected={"student-0": first},
+    )
+    running = asyncio.create_task(run.pool.run())
+    await run.registry.register(says("http://c:1", "one", "student-0"))
+    await run.registry.leave(ServerLeaves(name="student-0"))
+    assert [one.name for one in run.registry.listing().servers] == ["student-1"]
+    with pytest.raises(Replaced, match="student-0 was removed"):
+        await run.registry.register(says("http://c:1", "one", "student-0"))
+    await run.registry.register(says("http://c:2", "two", "student-0"))
+    assert run.pool.replicas["student-0"].engine.url == "http://c:2"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    run.close()
+
+
 async def test_a_replica_may_be_removed_while_the_lease_of_another_ends(controller, clock) -> None:
     run = controller(connect=lambda there: MemoryReplica(url=str(there)), expected={})
     for name in ("student-5", "student-6"):
