@@ -2,18 +2,20 @@
 
     ABSENT ──answers /health──▶ CATCHING_UP ──holds a published version──▶ SERVING
       ▲                              │                                        │
-      └───────────── a connection is lost, or it came back with other weights ┘
+      └── a connection is lost, it came back with other weights, or updates fail ┘
 
 A serving replica is updated at its own pace while it generates. A replica that is lost gives its unfinished
 prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that has work
-and generates no token is stalled, and lost too. One that serves another run is removed; the run ends when it
-has no other.
+and generates no token is stalled, and lost too, as is one that refuses updates for weights.timeout_seconds:
+what it serves bounds the rollouts that all may start. One that serves another run is removed; the run ends
+when it has no other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -330,17 +332,25 @@ class ReplicaPool:
         return None
 
     async def _serve(self, replica: Replica) -> None:
-        """Until the replica is lost."""
+        """Until the replica is lost. Raises RemoteError when it has refused updates for too long."""
+        limit, refused_at = self._weights.timeout_seconds, math.inf
         while not replica.lost.is_set():
             target = self._due(replica)
             if target is not None:
                 try:
                     await self.update(replica, self.request_for(target))
+                    refused_at = math.inf
                     continue
                 except WrongServer:
                     raise
                 except RemoteError as error:
                     logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
+                    refused_at = min(refused_at, time.monotonic())
+                    if time.monotonic() - refused_at >= limit:
+                        raise RemoteError(
+                            f"it has refused updates for weights.timeout_seconds = {limit:g} s and gets no "
+                            f"prompts until it takes the newest version: see its log, or restart it; {error}"
+                        ) from error
             if not await self._published.wait(self.poll_seconds):
                 await self._check(replica)
 

@@ -393,6 +393,33 @@ async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
             world.broadcasts.lost_members("nowhere")
 
 
+async def test_a_replica_that_refuses_every_update_bounds_the_others_only_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Full(MemoryReplica):
+        full = True
+
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            if request.version.step > 1 and self.full:
+                raise RemoteError("the disk of its mirror is full")
+            return await super().update(request, timeout)
+
+    full = Full()
+    world = World(a=MemoryReplica(), full=full)
+    world.publish(Version(0, 1))
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 2)
+        world.publish(Version(0, 2))
+        await asyncio.sleep(WeightsConfig().timeout_seconds / 2)
+        assert world.pool.slowest() == Version(0, 1)
+        await asyncio.sleep(WeightsConfig().timeout_seconds)
+        assert (world.serving(), world.pool.slowest()) == (["a"], Version(0, 2))
+        assert caplog.text.count("it has refused updates for weights.timeout_seconds = 300 s") == 1
+        full.full = False
+        await world.until(lambda: len(world.serving()) == 2)
+        assert world.pool.slowest() == Version(0, 2)
+
+
 async def test_a_repeated_announcement_is_given_the_same_group() -> None:
     """The answer to the first was lost on its way."""
     world = World(a=MemoryReplica(), b=MemoryReplica())
