@@ -132,7 +132,13 @@ def snapshots(
     store = open_store(settings.store, config.run_dir / "store")
     run = RunIdentity(config.run, welcome.run.id, weights.fingerprint)
     publisher = Publisher(
-        store, run, weights.slices, rank=ranks.rank, world_size=ranks.world_size, weights=settings
+        store,
+        run,
+        weights.slices,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        weights=settings,
+        anchors_only=weights.adapters or settings.transport == "broadcast",
     )
     scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
     return SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect)
@@ -183,12 +189,11 @@ class SnapshotTransport:
         return due
 
     def _report(self, published: Published) -> bool:
-        """Whether an anchor is due, which rank 0 alone knows: adapters always go whole, else when the deltas
-        since the last cost too much."""
+        """Whether an anchor is due, which rank 0 alone knows: the deltas since the last cost too much."""
         if not self._rank0:
             return False
         self._client.report(published)
-        return self._learner.weights.adapters or self._publisher.anchor_due
+        return self._publisher.anchor_due
 
     def _collect_garbage(self) -> None:
         """What fails, or is cut off by the end of the process, is made up for by a later one."""

@@ -57,8 +57,9 @@ class Publisher:
 
     `anchor` comes first; `delta` then takes the last published version as its base. Calls may come from any
     thread and are done one after the other; arrays must not change while a call runs. The publisher keeps a
-    copy of the shard (`BaseShard`). What is returned is of the version, on ranks above 0 of their file and
-    shard. After an error `anchor_due` is true: publish an anchor next, under a new version or the same one.
+    copy of the shard (`BaseShard`) unless it publishes `anchors_only`. What is returned is of the version, on
+    ranks above 0 of their file and shard. After an error `anchor_due` is true: publish an anchor next, under
+    a new version or the same one.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class Publisher:
         rank: int = 0,
         world_size: int = 1,
         weights: WeightsConfig = _DEFAULTS,
+        anchors_only: bool = False,
     ) -> None:
         """`run`: with the model's fingerprint; its `id` is None for what is published outside a run."""
         assert run.model is not None, "the fingerprint goes into every manifest"
         self._store, self._run, self._fingerprint = store, run, run.model
         self._slices = [part for part in slices if part.count]
         self._rank, self._world_size, self._config = rank, world_size, weights
+        self._anchors_only = anchors_only
         self._lock = threading.Lock()
         self._begun: Version | None = None  # the newest version that was begun, unless it is another writer's
         self._base: Version | None = None
@@ -122,12 +125,13 @@ class Publisher:
         with self._lock:
             self._base = self._held = None  # free the old copy before allocating the new one
             self._check(shards)
-            total, held = self._shard_bytes, BaseShard(self._slices, shards)
-            again, self._begun = version == self._begun, version
+            held = None if self._anchors_only else BaseShard(self._slices, shards)
+            again, self._begun, total = version == self._begun, version, self._shard_bytes
             if self._rank == 0:
-                total = self._publish_anchor(version, parent, folder, held.host, kind, again)
-            self._held = held
-            self._base, self._parent = version, parent
+                own = held.host if held else shards
+                total = self._publish_anchor(version, parent, folder, own, kind, again)
+            self._held, self._parent = held, parent
+            self._base = version if held else None
             self._delta_bytes, self._full_bytes = 0, total
             return Published(
                 version=version,
@@ -227,7 +231,7 @@ class Publisher:
         version: Version,
         parent: Version | None,
         folder: Path | None,
-        shards: Mapping[str, np.ndarray],
+        shards: Mapping[str, Bits],
         kind: Literal["full", "lora"],
         again: bool,
     ) -> int:
@@ -238,7 +242,7 @@ class Publisher:
             )
         self._compare(folder, shards)
         if again and (left := self._left_behind(version)) is not None:
-            self._finish(left)
+            self._move_latest(left)
             return left.full_bytes
         files = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -251,7 +255,7 @@ class Publisher:
             digest = blake3(data) if isinstance(data, bytes) else blake3().update_mmap(data)
             files.append(File(name, size, digest.hexdigest()))
         total = sum(file.size for file in files)
-        self._finish(self._write_manifest(version, kind, parent, None, files, total))
+        self._finish(version, kind, parent, None, files, total)
         return total
 
     def _left_behind(self, version: Version) -> Manifest | None:
@@ -263,7 +267,7 @@ class Publisher:
             self._store.delete(key)
         return None
 
-    def _compare(self, folder: Path, shards: Mapping[str, np.ndarray]) -> None:
+    def _compare(self, folder: Path, shards: Mapping[str, Bits]) -> None:
         """The folder must hold this model, and this rank's very bits: deltas are taken from those."""
         found = checkpoint.fingerprint(folder)
         if found != self._fingerprint:
@@ -275,7 +279,8 @@ class Publisher:
         self._model_bytes = sum(place.nbytes for place in places.values())
         arrays = checkpoint.bits(places)
         for part in self._slices:
-            if not np.array_equal(arrays[part.name][part.start : part.start + part.count], shards[part.name]):
+            own = on_host(shards[part.name])
+            if not np.array_equal(arrays[part.name][part.start : part.start + part.count], own):
                 raise SnapshotError(
                     f"{folder} holds other bits of {part.name!r} than rank 0's shard: saved at another step?"
                 )
@@ -293,7 +298,7 @@ class Publisher:
                 f"the slices of all {self._world_size} ranks hold {held} bytes, the model "
                 f"{self._model_bytes}: every element belongs to exactly one rank"
             )
-        self._finish(self._write_manifest(version, "delta", self._parent, base, files, self._full_bytes))
+        self._finish(version, "delta", self._parent, base, files, self._full_bytes)
         return sum(file.size for file in files)
 
     def _await_part(self, version: Version, base: Version, rank: int, deadline: float) -> Part:
@@ -313,7 +318,7 @@ class Publisher:
             )
         return part
 
-    def _write_manifest(
+    def _finish(
         self,
         version: Version,
         kind: Literal["full", "delta", "lora"],
@@ -321,7 +326,7 @@ class Publisher:
         base: Version | None,
         files: list[File],
         full: int,
-    ) -> Manifest:
+    ) -> None:
         manifest = Manifest(
             run=self._run.name,
             run_id=self._run.id,
@@ -336,14 +341,12 @@ class Publisher:
             created=time.time(),
         )
         self._write(manifest_key(self._run.name, version), dump(manifest))
-        return manifest
+        self._move_latest(manifest)
 
-    def _finish(self, manifest: Manifest) -> None:
-        """Move LATEST to a version whose manifest is there."""
+    def _move_latest(self, manifest: Manifest) -> None:
         latest, text = latest_key(self._run.name), f"{manifest.version}\n".encode()
         until_disk_space(lambda: self._store.replace(latest, text), f"{latest} in {self._store}")
-        size, full = manifest.bytes, manifest.full_bytes
-        logger.info("published %s (%s, %d of %d bytes)", manifest.version, manifest.kind, size, full)
+        logger.info("published %s (%s, %d bytes)", manifest.version, manifest.kind, manifest.bytes)
 
 
 def _receipt(rank: int) -> str:

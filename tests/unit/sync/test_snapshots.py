@@ -481,6 +481,27 @@ def test_the_last_shards_are_let_go_before_those_of_an_anchor_are_copied(
     assert held() is None
 
 
+def test_a_publisher_of_anchors_alone_keeps_no_copy_of_the_shard(
+    store: MemoryStore, mirror: Mirror, tmp_path: Path
+) -> None:
+    trainer = Trainer(store, tmp_path / "saved")
+    publisher = trainer.publishers[0] = Publisher(
+        store, RunIdentity(RUN, model=trainer.fingerprint), trainer.slices(0), anchors_only=True
+    )
+    for step in range(2):
+        trainer.step()
+        trainer.anchor(v(step))
+        assert (publisher._held, publisher.anchor_due) == (None, True)
+        follow(mirror, v(step))
+        assert digests(mirror.path or Path()) == trainer.digests()
+    trainer.save()
+    trainer.step(1.0)
+    with pytest.raises(SnapshotError, match="saved at another step"):
+        publisher.anchor(v(2), None, trainer.folder, trainer.shards(0))
+    with pytest.raises(SnapshotError, match="publish an anchor first"):
+        publisher.delta(v(2), trainer.shards(0))
+
+
 def test_a_delta_needs_an_anchor_first(store: MemoryStore, tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="publish an anchor first"):
         Trainer(store, tmp_path / "saved").delta(v(1))
