@@ -5,8 +5,9 @@
 
 The queue is bounded in tokens. Calls run in worker threads, so the event loop stays free. With an engine of
 concurrency 1 one call runs at a time: a batch of scores waits for one slice of generation at most, and the
-other way round. Otherwise so many batches of each kind overlap, and one of prompts takes all that wait. A
-batch starts with the oldest item. Work whose caller is gone, or whose deadline has passed, is not computed.
+other way round; a batch of prompts is padded, so each counts as many tokens as the longest. Otherwise so many
+batches of each kind overlap, and one of prompts takes all that wait. A batch starts with the oldest item.
+Work whose caller is gone, or whose deadline has passed, is not computed.
 """
 
 from __future__ import annotations
@@ -183,15 +184,17 @@ class Batcher:
     async def _take(self, kind: type[Item | EnginePrompt]) -> list[_Queued]:
         """The oldest work of a kind and what follows it with the same options, up to `_most_tokens`.
 
-        At least one, whatever its tokens; waits for it.
+        At least one, whatever its tokens; waits for it. Prompts count as padded where batches do not overlap.
         """
         while (first := next((q for q in self._waiting if isinstance(q.work.item, kind)), None)) is None:
             self._added.clear()
             await self._added.wait()
-        batch, tokens = list[_Queued](), 0
+        padded = kind is EnginePrompt and self._concurrency == 1
+        batch, total, longest = list[_Queued](), 0, 0
         for queued in self._waiting:
             if queued.work.options == first.work.options:
-                tokens += queued.work.tokens
+                total, longest = total + queued.work.tokens, max(longest, queued.work.tokens)
+                tokens = longest * (len(batch) + 1) if padded else total
                 if batch and tokens > self._most_tokens[kind]:
                     break
                 batch.append(queued)

@@ -269,8 +269,10 @@ class SteppingEngine(RecordingEngine):
     def __init__(self) -> None:
         super().__init__()
         self.finish, self.stepped, self.closed = threading.Event(), threading.Event(), threading.Event()
+        self.prompts: list[list[int]] = []
 
     def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+        self.prompts.append([len(prompt.token_ids_P) for prompt in prompts])
         try:
             if any(prompt.token_ids_P[0] == POISON for prompt in prompts):
                 raise self.error
@@ -292,6 +294,15 @@ PARAMS = GenerationParams(4, 1.0, ())
 def submit_prompts(batcher: Batcher, *fills: int) -> Request:
     prompts = [EnginePrompt(np.full(2, fill, np.int32), 0) for fill in fills]
     return Request(batcher, [Work(one, PARAMS) for one in prompts])
+
+
+async def test_prompts_of_a_batch_count_as_many_tokens_as_the_longest_of_them() -> None:
+    engine = SteppingEngine()
+    engine.finish.set()
+    async with running(engine, batch_tokens=30) as batcher:
+        prompts = [EnginePrompt(np.ones(length, np.int32), 0) for length in (6, 2, 2, 2, 2, 2, 2, 11)]
+        await Request(batcher, [Work(one, PARAMS) for one in prompts]).done()
+    assert engine.prompts == [[6, 2, 2], [2, 2, 2, 2], [11]], "10 x 3, 6 x 4 (15 x 5 would pass), 15 tokens"
 
 
 async def test_scores_are_computed_while_a_completion_is_generated() -> None:
