@@ -47,8 +47,9 @@ class Evaluator(Protocol):
 class Teacher(Protocol):
     """What the controller needs of a teacher: teacher_service.client has it over HTTP.
 
-    `score` and `generate` answer in the order of the request. They retry; they raise Unreachable when the
-    teacher is gone, RemoteError when the whole request was refused (as `generate` is by one that cannot).
+    `score` and `generate` answer in the order of the request. They retry, `generate` until the
+    teacher is back; `score` raises Unreachable when it is gone. Both raise RemoteError when the whole request
+    was refused (as `generate` is by a teacher that cannot).
     """
 
     @property

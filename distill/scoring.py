@@ -192,9 +192,10 @@ class TeacherQueue:
     when it is full, at most PARALLEL at once; an idle teacher gets what there is after `linger` seconds. The
     capacity rule bounds what can wait here.
 
-    A teacher that is gone is retried with backoff, halving the batch each time: one that is too slow for a
-    whole request answers a part of it. A request that is refused as a whole is bisected to find the rollout
-    at fault, which is rejected. So is a rollout after `rollout.max_attempts` unusable answers.
+    A teacher that is gone is retried with backoff, halving the batch each time: one that is too slow to score
+    a whole request answers a part of it. Completions have no deadline. A request that is refused as a whole
+    is bisected to find the rollout at fault, which is rejected. So is a rollout after `rollout.max_attempts`
+    unusable answers.
     """
 
     linger = 0.005  # seconds that an idle teacher waits for a batch to fill

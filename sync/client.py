@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import aiohttp
 import httpx
@@ -31,6 +32,8 @@ MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
 IDLE_SECONDS: Final = 4.0
 """A connection is used again within it: uvicorn, in vLLM, closes one after 5 s."""
+PROBE_SECONDS: Final = 60
+"""How often a connection without traffic is probed: a lost one ends an answer that has no time limit."""
 LARGE_BODY: Final = 1 << 20
 """Bytes of a request that is sent in pieces, between which others run."""
 
@@ -83,6 +86,15 @@ def _left(deadline: float) -> float:
 def _tls() -> ssl.SSLContext:
     """One for all clients: making it takes 20 ms."""
     return httpx.create_ssl_context(trust_env=False)
+
+
+def _probed_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket for an address as of getaddrinfo, with TCP keepalive."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        made.setsockopt(socket.IPPROTO_TCP, option, PROBE_SECONDS)
+    return made
 
 
 class Peer:
@@ -154,7 +166,9 @@ class Peer:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+                connector=aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_probed_socket
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
@@ -196,17 +210,20 @@ class Peer:
         except (*_FAILED, Unavailable) as error:
             raise _unreachable(self.url + path, limit, error) from None
 
-    async def once(self, path: str, body: bytes | None, timeout: float, most: int = MAX_ANSWER) -> memoryview:
+    async def once(
+        self, path: str, body: bytes | None, timeout: float | None, most: int = MAX_ANSWER
+    ) -> memoryview:
         """POST an encoded body (GET when None), a single time: for callers that retry elsewhere.
 
         Raises Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError.
+        None: no limit once it is connected.
         """
         try:
             return (await self._send(path, body, timeout, most)).only()
         except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
-    async def _send(self, path: str, content: bytes | None, timeout: float, most: int) -> Answer:
+    async def _send(self, path: str, content: bytes | None, timeout: float | None, most: int) -> Answer:
         async with self._open(path, content, self._claim.headers(), timeout) as (response, limit):
             self._check(response)
             return await _read(response, limit, most)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, Teache
 log = logging.getLogger(__name__)
 W = TypeVar("W", ScoreSequence, TeacherPrompt)
 TIMEOUT_SECONDS: Final = 300.0
-"""Deadline of calls that give none."""
+"""Deadline of calls that give none, except `generate`."""
 HIDDEN_FACTOR: Final = 8
 """Hidden states make long answers: a token with them counts as so many towards `request_tokens`."""
 HEALTH_SECONDS: Final = 5.0
@@ -129,7 +130,7 @@ class TeacherClient(Processes):
 
         limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
         parts = in_parts(sequences, 0, limit)
-        return await self._send_all(parts, 0, request, wire.ScoreReply, deadline)
+        return await self._send_all(parts, 0, request, wire.ScoreReply, deadline or TIMEOUT_SECONDS)
 
     async def generate(
         self,
@@ -139,7 +140,11 @@ class TeacherClient(Processes):
         deadline: float | None = None,
         temperature: float = 1.0,
     ) -> list[TeacherCompletion | ScoreRefused]:
-        """Completions of `prompts`, in their order; raises as `score` does."""
+        """Completions of `prompts`, in their order; raises as `score` does.
+
+        Without a deadline it takes as long as it takes: a long completion is no fault, and a replica that
+        stops answering /health loses its part of the work to another.
+        """
 
         def request(part: list[TeacherPrompt], left: float) -> Message:
             return wire.TeacherGenerateRequest(
@@ -147,11 +152,13 @@ class TeacherClient(Processes):
                 max_tokens=max_tokens,
                 temperature=temperature,
                 stop_token_ids=list(stop_token_ids),
-                deadline=left,
+                deadline=deadline and left,
             )
 
         parts = in_parts(prompts, max_tokens, self._request_tokens)
-        return await self._send_all(parts, max_tokens, request, wire.TeacherGenerateReply, deadline)
+        return await self._send_all(
+            parts, max_tokens, request, wire.TeacherGenerateReply, deadline or math.inf
+        )
 
     async def release(self, kept: Sequence[Kept]) -> None:
         """Have the replicas forget these scores; one that cannot be told evicts them in time."""
@@ -193,11 +200,11 @@ class TeacherClient(Processes):
         extra: int,
         request: Callable[[list[W], float], Message],
         reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply],
-        deadline: float | None,
+        deadline: float,
     ) -> list[Any]:
         """Results of all parts, which travel at the same time, in order; `extra`: see `_tokens`."""
         path = "/v1/score" if reply is wire.ScoreReply else "/v1/generate"
-        expires = time.monotonic() + (deadline or TIMEOUT_SECONDS)
+        expires = time.monotonic() + deadline
 
         async def send(part: Sequence[W]) -> list[Any]:
             started, tokens = time.monotonic(), sum(_tokens(one, extra) for one in part)
@@ -243,7 +250,8 @@ class TeacherClient(Processes):
             replica.outstanding += tokens
             url = replica.peer.url  # of the process that is asked; it may move meanwhile
             try:
-                answer = await _attempt(replica.peer, path, body, max(0.05, expires - time.monotonic()))
+                left = None if expires == math.inf else max(0.05, expires - time.monotonic())
+                answer = await _attempt(replica.peer, path, body, left)
                 replica.answered()
                 return answer, url
             except WrongServer as error:
@@ -262,7 +270,7 @@ class TeacherClient(Processes):
                 replica.outstanding -= tokens
 
 
-async def _attempt(peer: Peer, path: str, body: bytes | None, timeout: float) -> memoryview:
+async def _attempt(peer: Peer, path: str, body: bytes | None, timeout: float | None) -> memoryview:
     """One exchange, aborted when the replica stops answering /health."""
     call = asyncio.ensure_future(peer.once(path, body, timeout))
     misses = 0

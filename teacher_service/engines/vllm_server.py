@@ -31,7 +31,7 @@ from teacher_service.engines.base import EnginePrompt, GenerationParams, Item
 KEY_VARIABLE: Final = "TEACHER_API_KEY"
 """Environment variable with the bearer token of the servers."""
 TIMEOUT_SECONDS: Final = 600.0
-"""Of one request."""
+"""Of one request; of a completion a second more for each of its `max_tokens`."""
 START_SECONDS: Final = 60.0
 """How long a server that is still starting is waited for."""
 POOLING_FLAGS: Final = """--runner pooling --convert embed --pooler-config '{"task": "token_embed"}'"""
@@ -46,7 +46,6 @@ class VllmServer:
         self._url = url.rstrip("/")
         self._http = httpx.Client(
             headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=TIMEOUT_SECONDS,
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
             transport=transport,
@@ -70,12 +69,16 @@ class VllmServer:
             )
         self.max_length = config.max_length or self.max_length
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    def call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS
+    ) -> bytes:
         """The answer's bytes. Raises DataError when the server refuses (4xx), Unreachable when it fails."""
         content = None if body is None else msgspec.json.encode(body)
         headers = {"content-type": "application/json"}
         try:
-            response = self._http.request(method, self._url + path, content=content, headers=headers)
+            response = self._http.request(
+                method, self._url + path, content=content, headers=headers, timeout=timeout
+            )
         except httpx.TransportError as error:
             raise Unreachable(f"{self._url}{path}: {type(error).__name__}: {error}") from None
         if (status := response.status_code) != 200:
@@ -166,7 +169,8 @@ class ServedCompletions(VllmServer):
             "logit_bias": self._bias,
             "return_token_ids": True,
         }
-        choice = json.loads(self.call("POST", "/v1/completions", body))["choices"][0]
+        seconds = TIMEOUT_SECONDS + params.max_tokens
+        choice = json.loads(self.call("POST", "/v1/completions", body, seconds))["choices"][0]
         if not (ids := choice.get("token_ids")):
             raise DataError("the server returns no token_ids: vLLM >= 0.11 does")
         return np.array(ids, np.int32), choice["finish_reason"] == "stop"

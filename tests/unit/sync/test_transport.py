@@ -279,6 +279,17 @@ class Paced(httpx.SyncByteStream):
             yield bytes(self.size)
 
 
+async def test_a_connection_without_traffic_is_probed() -> None:
+    with serving(Scripted()) as url:
+        async with Peer(url, "secret") as peer:
+            await peer.once("/x", None, None)
+            assert peer._session is not None
+            ((protocol, _),) = next(iter(peer._session.connector._conns.values()))
+            connection = protocol.transport.get_extra_info("socket")
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
 async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_answer_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,10 +16,27 @@ from table_engine import TableEngine, random_table
 
 from sync.claims import Claim
 from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
-from sync.wire import RunIdentity, Scored, ScoreRefused, ScoreSequence, Want, pack, unpack
+from sync.wire import (
+    RunIdentity,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    TeacherCompletion,
+    TeacherPrompt,
+    Want,
+    pack,
+    unpack,
+)
 from teacher_service import client as client_module
 from teacher_service.client import TeacherClient
-from teacher_service.engines.base import EngineScores, Item, ScoreOptions
+from teacher_service.engines.base import (
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+    Steps,
+)
 
 V = 11
 TABLE = random_table(V)
@@ -146,6 +163,32 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_until_none_is_
             assert client.answered_by(given[1].id) == url
         assert bad.sequences == before
         assert not client.leave_out(url)
+
+
+async def test_a_completion_may_take_longer_than_other_calls(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "TIMEOUT_SECONDS", 0.1)
+
+    class Slow(CountingEngine):
+        begun_prompts = 0
+
+        def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+            self.begun_prompts += len(prompts)
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                yield None
+            yield from super().generate(prompts, params)
+
+    engine, gone = Slow(), f"http://127.0.0.1:{free_port()}"
+    async with serve(engine) as url, TeacherClient("t", [gone, url]) as client:
+        prompts = [TeacherPrompt(f"{seed}", pack(np.array([1, 2], np.int32)), seed) for seed in range(3)]
+        completions = await client.generate(prompts, 4)
+        assert [one.id for one in completions] == ["0", "1", "2"]
+        assert all(isinstance(one, TeacherCompletion) for one in completions)
+        assert engine.begun_prompts == 3
+        with pytest.raises(Unreachable):
+            await client.generate(prompts, 4, deadline=0.1)
 
 
 async def test_a_teacher_that_is_gone_is_a_typed_error_at_the_deadline() -> None:

@@ -210,6 +210,17 @@ def test_a_completion_of_the_generating_server_has_the_log_probabilities_of_scor
     engine.close()
 
 
+def test_a_completion_has_a_time_limit_that_grows_with_its_length() -> None:
+    generator, seconds = Server(), []
+
+    def timed(request: httpx.Request) -> httpx.Response:
+        seconds.append(request.extensions["timeout"]["read"])
+        return generator(request)
+
+    completions(timed).complete(PROMPTS[0], GenerationParams(16384, 1.0, ()))
+    assert seconds == [600, 600 + 16384]
+
+
 def test_a_generated_id_without_a_token_is_refused_before_it_is_scored() -> None:
     generator = Server()
     generator.completion = {"token_ids": [3, V], "finish_reason": "length"}
