@@ -1,7 +1,8 @@
 """The teacher's HTTP routes (docs/architecture.md lists them), over one engine.
 
 Every refusal is a 4xx with value, rule and remedy; sequences that cannot be scored are refused one by one in
-the reply. 429 carries Retry-After; 503 means that the process must be restarted.
+the reply. 429 carries Retry-After; 503 means that nothing can be computed now, from /health that
+the process must be restarted.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class TeacherService:
             except WireError as error:
                 response = refuse(400, str(error))
             except Unreachable as error:
-                response = refuse(503, f"the server that computes for this teacher is gone: {error}")
+                response = refuse(503, f"this teacher cannot compute now: {error}")
             except Overloaded as error:
                 response = refuse(429, str(error), error.retry_after)
             self.metrics.requests.labels(response.status_code).inc()

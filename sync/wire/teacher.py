@@ -111,7 +111,8 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
     id: str
     error: str
     unusable: bool = False
-    """The engine's answer could not be used: the engine is at fault, not the sequence."""
+    """The engine's answer could not be used: the engine is at fault, not the sequence. False: the sequence
+    cannot be served, or the engine fails on it alone."""
 
 
 class ScoreReply(Message, frozen=True):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from sync.errors import DistillError
+from sync.errors import DistillError, Unreachable
 from sync.subscribe import Subscriber
 from sync.wire import Head, Version
 from teacher_service.engines import base, gpu_slots
@@ -140,6 +140,7 @@ class IdleUnloadEngine(_ReloadingEngine):
     """Loads an engine when work comes, and closes it after `idle_seconds` without work.
 
     It is loaded once at the start, so that a teacher that cannot serve fails early, and for `engine_info`.
+    A later load that fails raises Unreachable, and the next call loads again.
     It is loaded only while it holds its `slot`, and unloaded early when another teacher wants that.
     It is never unloaded while completions are generated: they hold the model until their last step.
     """
@@ -147,11 +148,10 @@ class IdleUnloadEngine(_ReloadingEngine):
     def __init__(self, load: Callable[[], Engine], idle_seconds: float, slot: GpuSlot | None = None) -> None:
         super().__init__(min(gpu_slots.POLL_SECONDS, idle_seconds))
         self._load, self._idle_seconds, self._slot = load, idle_seconds, slot or GpuSlot(None)
-        self._used = time.monotonic()
         self._generating = 0
         """Batches of completions under way."""
-        with self._held() as engine:
-            self.engine_info = engine.engine_info
+        self.engine_info = self._load_engine().engine_info
+        self._used = time.monotonic()
         self._thread.start()
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> Steps:
@@ -167,10 +167,19 @@ class IdleUnloadEngine(_ReloadingEngine):
     def _held(self) -> Iterator[Engine]:
         with self._lock:
             try:
-                yield self._engine or self._load_engine()
+                yield self._engine or self._load_again()
             finally:
                 self._used = time.monotonic()
                 self._slot.used()
+
+    def _load_again(self) -> Engine:
+        try:
+            return self._load_engine()
+        except Exception as error:  # whatever a loader raises: the work that waits for it is not at fault
+            raise Unreachable(
+                f"the model cannot be loaded again ({type(error).__name__}: {error}): make sure that its "
+                "folder can be read and that memory is free; the next request tries again"
+            ) from error
 
     def _load_engine(self) -> Engine:
         self._slot.take()

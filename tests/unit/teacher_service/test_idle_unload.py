@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -14,10 +15,18 @@ import numpy as np
 import pytest
 from table_engine import TableEngine, random_table
 
-from sync.errors import ConfigError
+from sync.errors import ConfigError, Unreachable
+from teacher_service.batching import Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build, gpu_slots
-from teacher_service.engines.base import Engine, EnginePrompt, GenerationParams, Item, ScoreOptions
+from teacher_service.engines.base import (
+    Engine,
+    EnginePrompt,
+    EngineScores,
+    GenerationParams,
+    Item,
+    ScoreOptions,
+)
 from teacher_service.engines.gpu_slots import GpuSlot, GpuSlotsConfig
 from teacher_service.engines.reload import IdleUnloadEngine
 
@@ -229,6 +238,37 @@ def test_generation_keeps_the_model_and_the_slot_to_its_end(tmp_path: Path) -> N
     assert other._engine is not None
     first.close()
     other.close()
+
+
+async def test_a_load_that_fails_later_refuses_no_sequence_and_the_next_request_loads_again() -> None:
+    loads, disk_fails = Loads(), False
+
+    def load() -> Engine:
+        engine = loads()
+        if disk_fails:
+            raise OSError("Stale file handle")
+        return engine
+
+    engine = IdleUnloadEngine(load, 60)
+    batcher = Batcher(engine, batch_tokens=100, queue_tokens=100, metrics=Metrics())
+    batcher.start()
+
+    async def outcomes() -> list[Outcome]:
+        with batcher.submit([Work(ITEM, ScoreOptions())] * 3) as futures:
+            return list(await asyncio.gather(*futures))
+
+    engine._idle_seconds, disk_fails = 0.0, True
+    wait_until_unloaded(engine)
+    engine._idle_seconds = 60
+    failed = await outcomes()
+    assert all(isinstance(one, Unreachable) for one in failed)
+    assert "cannot be loaded again (OSError: Stale file handle)" in str(failed[0])
+    assert loads.loaded == 2, "it is not loaded for each half of the batch"
+    assert batcher.healthy
+    disk_fails = False
+    assert all(isinstance(one, EngineScores) for one in await outcomes())
+    await batcher.stop()
+    engine.close()
 
 
 def test_a_load_that_fails_gives_its_slot_back(tmp_path: Path) -> None:
