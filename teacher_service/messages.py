@@ -319,7 +319,7 @@ def checked_completion(
 
 def describe(name: str, engine_info: EngineInfo, tokenizer: Any) -> wire.TeacherInfo:
     """TeacherInfo of the teacher called `name`, whose model folder is read for its fingerprint."""
-    shared = ("model", "revision", "dtype", "engine", "vocab_size", "hidden_size", "max_length")
+    shared = ("model", "revision", "dtype", "engine", "vocab_size", "hidden_size", "max_length", "max_topk")
     return wire.TeacherInfo(
         name=name,
         tokenizer_fingerprint=tokenizers.fingerprint(tokenizer),

@@ -224,7 +224,8 @@ def capabilities(config: RunConfig, info: TeacherInfo) -> Finding:
     """Whether the teacher's engine can compute what the objective needs."""
     figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
     if not (missing := objective.lacking(config, info.can)):
-        return Finding("capabilities", figure)
+        most = min(info.max_topk, info.vocab_size)
+        return Finding("capabilities", figure, objective.too_many(config, most))
     instead = "" if info.engine == "transformers" else ', or engine = "transformers"'
     problem = f'objective "{config.objective.type}" needs {", ".join(missing)}: '
     return Finding("capabilities", figure, f"{problem}set {objective.remedy(config, info.can)}{instead}")

@@ -27,7 +27,7 @@ from student_trainer.objectives.config import (
 )
 from sync.errors import ConfigError, how_it_ended
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import CAPABILITIES, ENGINE_CAN
+from teacher_service.engines.base import CAPABILITIES, ENGINE_CAN, MAX_TOPK
 
 GB: Final = 1e9
 FULL_STEP_BYTES: Final = 2 * GB
@@ -155,11 +155,27 @@ def can(teacher: TeacherConfig) -> tuple[str, ...]:
     return tuple(name for name in ENGINE_CAN.get(teacher.engine, CAPABILITIES) if name not in without)
 
 
+def teacher_topk(config: RunConfig) -> int:
+    """Ids per position that teachers choose, also in place of a student's when kept scores are lost."""
+    want, k = needs(config.objective), student_topk(config.objective)
+    return want.topk or (k if config.buffer.by_reference(want.bulk_bytes(k, 0)) else 0)
+
+
+def too_many(config: RunConfig, most: int) -> str | None:
+    """What to change where the objective needs more ids per position than the `most` of a teacher."""
+    if (k := teacher_topk(config)) <= most:
+        return None
+    inline = ' or buffer.scores = "inline"' if student_topk(config.objective) else ""
+    return (
+        f"objective.k is {k}, and it gives at most {most} ids per position: set objective.k = {most}{inline}"
+    )
+
+
 def lacking(config: RunConfig, can: Sequence[str]) -> list[str]:
     """What the objective needs and an engine that gives `can` does not."""
     want = needs(config.objective, config.rollout.temperature)
     needed = {
-        "topk": want.topk > 0,
+        "topk": teacher_topk(config) > 0,
         "hidden": want.hidden,
         "gather": student_topk(config.objective) > 0,
         "generate": config.objective.on_policy < 1,
@@ -171,6 +187,8 @@ def lacking(config: RunConfig, can: Sequence[str]) -> list[str]:
 def remedy(config: RunConfig, can: Sequence[str]) -> str:
     """The nearest that an engine which gives `can` serves: keys and their values."""
     missing, changes = lacking(config, can), []
+    if missing == ["topk"] and student_topk(config.objective):
+        return 'buffer.scores = "inline"'
     if {"topk", "hidden", "gather"} & {*missing}:
         changes.append(f'objective.type = "{"topk" if "topk" in can else "sampled"}"')
     if "temperature" in missing:
@@ -196,3 +214,5 @@ def unserved(config: RunConfig) -> Iterator[str]:
                 f'objective "{config.objective.type}" needs {wanted}, and engine {teacher.engine!r} of '
                 f"teacher {name!r} gives {', '.join(found)}: set {remedy(config, found)}{instead}"
             )
+        elif teacher.engine in ENGINE_CAN and (problem := too_many(config, MAX_TOPK)):
+            yield f"teacher {name!r}: {problem}"

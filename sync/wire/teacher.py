@@ -184,6 +184,8 @@ class TeacherInfo(Message, frozen=True):
     hidden_size: int
     max_length: int
     """Longest sequence (L) that can be scored."""
+    max_topk: int
+    """Most ids per position (K) that the teacher chooses."""
     tokenizer_fingerprint: str
     """BLAKE3 hex over vocabulary, merges and special ids (`sync.tokenizers.fingerprint`)."""
     chat_template_fingerprint: str | None

@@ -310,8 +310,8 @@ class MemoryTeacher:
     async def first_info(self) -> TeacherInfo:
         return TeacherInfo(
             name="memory", model="memory", revision=None, dtype="float32", engine="memory", vocab_size=50,
-            hidden_size=self.width, max_length=4096, tokenizer_fingerprint="", chat_template_fingerprint=None,
-            fingerprint="", can=["topk", "gather", "entropy", "hidden", "generate"],
+            hidden_size=self.width, max_length=4096, max_topk=50, tokenizer_fingerprint="", fingerprint="",
+            chat_template_fingerprint=None, can=["topk", "gather", "entropy", "hidden", "generate"],
         )  # fmt: skip
 
     def answered_by(self, id: str) -> str:

@@ -89,6 +89,9 @@ def test_every_role_alone_resolves_the_same_objective(tmp_path: Path, monkeypatc
             'objective.type = "topk" and objective.teacher_temperature = "one"',
         ),
         ({"type": "topk"}, ("topk",), ""),
+        ({"type": "student_topk"}, ("gather",), 'buffer.scores = "inline"'),
+        ({"type": "student_topk"}, ("gather", "topk"), ""),
+        ({"type": "student_topk", "k": 4}, ("gather",), ""),
     ],
 )
 def test_the_remedy_is_the_nearest_that_the_engine_serves(objective_: Any, gives: Any, says: str) -> None:
@@ -107,6 +110,20 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_is_loaded(monkeypatch:
         "objective \"full\" needs hidden, and engine 'vllm' of teacher 't' gives topk: set "
         "objective.type = \"topk\", or teachers.t.engine = 'transformers'"
     )
+
+
+@pytest.mark.parametrize(
+    ("objective_", "says"),
+    [
+        ({"type": "topk", "k": 1024}, ""),
+        ({"type": "topk", "k": 1025}, "set objective.k = 1024"),
+        ({"type": "student_topk", "k": 1025}, 'set objective.k = 1024 or buffer.scores = "inline"'),
+    ],
+)
+def test_more_ids_than_an_engine_chooses_are_refused_before_it_is_loaded(objective_: Any, says: str) -> None:
+    config = make_config(objective=objective_, teachers={"t": {"path": "t"}})
+    line = f"teacher 't': objective.k is 1025, and it gives at most 1024 ids per position: {says}"
+    assert [*objective.unserved(config)] == [line][: bool(says)]
 
 
 def test_the_table_of_engines_names_what_messages_name() -> None:

@@ -264,6 +264,14 @@ async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Pa
     assert 'objective "full" needs hidden' in said[-2].line
 
 
+async def test_more_ids_than_the_teacher_chooses_are_said(models: Path) -> None:
+    config = configure(models, objective={"type": "topk", "k": 5}, evaluation=False)
+    said = await findings(config, live.Engines({"t": Teacher(config, max_topk=4)}, None))
+    assert failed(said) == ["teacher t: capabilities"]
+    assert "objective.k is 5, and it gives at most 4 ids per position: set objective.k = 4" in said[-2].line
+    assert failed(await findings(config, live.Engines({"t": Teacher(config, max_topk=5)}, None))) == []
+
+
 async def test_a_teacher_that_is_to_write_and_cannot_is_said(models: Path) -> None:
     config = configure(models, objective={"type": "topk", "k": 4, "on_policy": 0.5}, evaluation=False)
     said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))

@@ -213,7 +213,8 @@ async def test_a_score_that_is_not_a_number_is_caught() -> None:
 def info(**engine_info: Any) -> TeacherInfo:
     known: dict[str, Any] = {
         "name": "t", "model": "m", "revision": None, "dtype": "float32", "engine": "table", "vocab_size": V,
-        "hidden_size": 4, "max_length": 64, "tokenizer_fingerprint": "a" * 32 + "b" * 32 + "c" * 32,
+        "hidden_size": 4, "max_length": 64, "max_topk": 8,
+        "tokenizer_fingerprint": "a" * 32 + "b" * 32 + "c" * 32,
         "chat_template_fingerprint": "d" * 32, "can": [], "fingerprint": "e" * 64,
     }  # fmt: skip
     return TeacherInfo(**known | engine_info)

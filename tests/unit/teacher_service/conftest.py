@@ -41,6 +41,7 @@ async def serving(
         vocab_size=engine_info.vocab_size,
         hidden_size=engine_info.hidden_size,
         max_length=engine_info.max_length,
+        max_topk=engine_info.max_topk,
         tokenizer_fingerprint="0",
         chat_template_fingerprint=None,
         fingerprint=model,
