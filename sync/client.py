@@ -282,7 +282,13 @@ class Processes:
 
     async def agreed(self, path: str, kind: type[M], timeout: float | None = None) -> M:
         """What all of them answer. Raises ConfigError when they differ."""
-        answers = await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
+        return self._same(await self._answers(path, kind, timeout))
+
+    async def _answers(self, path: str, kind: type[M], timeout: float | None) -> list[M]:
+        return await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
+
+    def _same(self, answers: Sequence[M]) -> M:
+        """Their one answer. Raises ConfigError when they differ."""
         for peer, answer in zip(self._peers, answers, strict=True):
             if answer != answers[0]:
                 raise ConfigError(

@@ -102,8 +102,13 @@ class TeacherClient(Processes):
     # --- requests -----------------------------------------------------------------------------------------
 
     async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
-        """TeacherInfo of all replicas. Raises ConfigError when they are not the same teacher."""
-        info = await self.agreed("/v1/info", wire.TeacherInfo, timeout)
+        """TeacherInfo of all replicas; `max_length`, which may follow from free memory, is the least.
+
+        Raises ConfigError when they are not the same teacher.
+        """
+        found = await self._answers("/v1/info", wire.TeacherInfo, timeout)
+        least = min(one.max_length for one in found)
+        info = self._same([replace(one, max_length=least) for one in found])
         for peer in self._peers:
             peer.model = info.fingerprint
         return info

@@ -23,7 +23,7 @@ TYPICAL_TOPK: Final = 128
 PASS_WIDTHS: Final = 18
 """Numbers that a layer holds of a token at once, in widths of the model: 6 + 3 x its feed-forward's 4."""
 ROUND: Final = 1024
-"""A length from memory is a multiple of it, so that replicas on like machines agree."""
+"""A length from memory is a multiple of it."""
 
 
 class Limits(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import threading
 import time
@@ -246,6 +247,14 @@ async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Serve) 
         async with TeacherClient("t", [one, two]) as client:
             with pytest.raises(ConfigError, match="differ"):
                 await client.info()
+
+
+async def test_replicas_may_differ_in_the_length_that_their_memory_takes(serve: Serve) -> None:
+    engines = [CountingEngine(), CountingEngine()]
+    for engine, length in zip(engines, (3072, 2048), strict=True):
+        engine.engine_info = dataclasses.replace(engine.engine_info, max_length=length)
+    async with serve(engines[0]) as one, serve(engines[1]) as two, TeacherClient("t", [one, two]) as client:
+        assert (await client.info()).max_length == 2048
 
 
 async def test_a_replica_that_comes_back_with_another_model_is_left_to_the_others(serve: Serve) -> None:
