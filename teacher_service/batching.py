@@ -140,6 +140,10 @@ class Batcher:
             began = time.monotonic()
             try:
                 return function()
+            except StopIteration as error:  # no future takes it
+                raise DataError(
+                    "the engine's generator ended without completions: yield them last"
+                ) from error
             finally:
                 self._metrics.busy.inc(time.monotonic() - began)
 

@@ -330,6 +330,18 @@ async def test_a_prompt_that_fails_leaves_the_others_of_its_batch_completed() ->
     assert isinstance(third, EngineCompletion)
 
 
+async def test_an_engine_that_ends_without_completions_fails_its_prompts() -> None:
+    class Ending(SteppingEngine):
+        def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+            yield None
+
+    async with running(Ending()) as batcher:
+        request = submit_prompts(batcher, 1, 2)
+        await request.done()
+        assert batcher.healthy
+    assert all("the engine's generator ended without completions" in str(one) for one in request.outcomes)
+
+
 async def test_generation_that_nobody_waits_for_any_more_is_aborted() -> None:
     engine = SteppingEngine()
     async with running(engine) as batcher:
