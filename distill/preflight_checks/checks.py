@@ -79,7 +79,7 @@ def check(config: RunConfig, where: Where | None = None) -> Checked:
     _warn_of_temperature(config)
     router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer)
-    refuse(_topk(config, vocab_size))
+    refuse([*_topk(config, vocab_size), *objective.heads(config, vocab_size)])
     lines += check_devices(config, where)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))

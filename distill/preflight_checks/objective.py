@@ -25,6 +25,7 @@ from student_trainer.objectives.config import (
     student_topk,
     teacher_temperature,
 )
+from sync.answers import MAX_ANSWER
 from sync.errors import ConfigError, how_it_ended
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import CAPABILITIES, ENGINE_CAN, MAX_TOPK
@@ -109,6 +110,7 @@ def score_bytes(config: RunConfig, objective: ObjectiveConfig) -> int:
 
 
 def _hidden_bytes(name: str, teacher: TeacherConfig) -> int:
+    """Of a position's hidden state, or a row of the head: bf16 as it is, else fp32."""
     try:
         model = text_config(teacher)
     except ConfigError as error:
@@ -117,6 +119,17 @@ def _hidden_bytes(name: str, teacher: TeacherConfig) -> int:
             f'objective.type = "topk", or make its config readable here. {error}'
         ) from None
     return int(model.hidden_size) * (2 if precision(model, teacher.dtype) == "bfloat16" else 4)
+
+
+def heads(config: RunConfig, vocab: int) -> Iterator[str]:
+    """A line for each teacher whose output head, of `vocab` rows, does not fit into an answer."""
+    for name, teacher in config.teachers.items() if needs(config.objective).hidden else ():
+        if (size := vocab * _hidden_bytes(name, teacher)) >= MAX_ANSWER:
+            yield (
+                f"teachers.{name}: its output head takes {size / GB:.1f} GB as it is sent, an answer holds "
+                f'{MAX_ANSWER / GB:.1f} GB: set its dtype = "bfloat16" if it has another, or '
+                'objective.type = "topk"'
+            )
 
 
 def _step_tokens(config: RunConfig) -> int:

@@ -383,6 +383,13 @@ def test_arguments_that_vllm_does_not_take_are_refused_in_its_words(
     assert "teachers.sorter.engine_args: vLLM's engine has no argument 'tensor_paralel_size'" in message
 
 
+def test_a_head_that_no_answer_holds(distill: Distill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.preflight_checks.objective.MAX_ANSWER", 1000)
+    message = distill("objective={type='full'}", name="preflight")
+    assert "teachers.sorter: its output head takes 0.0 GB as it is sent, an answer holds 0.0 GB" in message
+    assert "ready to run" in distill("objective={type='sampled'}", name="preflight", status=0)
+
+
 @pytest.mark.parametrize("kind", ["topk", "forward_topk", "student_topk"])
 def test_more_ids_than_the_vocabulary_has(distill: Distill, kind: str) -> None:
     size = len(VOCABULARY)
