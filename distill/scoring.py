@@ -90,7 +90,7 @@ class Scoring:
             teacher_prompt=seen if answer.kept and seen != own else None,
             topk_ids=None if answer.kept else rollout.topk_ids,
             teacher=teacher,
-            scored=checks.without_bad_diagnostics(answer, rollout.length),
+            scored=checks.without_bad_entropy(answer, rollout.length),
             since=None,
             issued=None,
         )

@@ -197,7 +197,7 @@ class TeacherScores:
             problem = checks.scored(scored, count, gathered, want, self._vocab_size, with_ids=True)
             if problem:
                 raise WireError(f"scores of {scored.id}: {problem}")
-            scored = checks.without_bad_diagnostics(scored, count)
+            scored = checks.without_bad_entropy(scored, count)
             arrays = ((name, getattr(scored, name)) for name in _FIELDS.values())
             if missing > 0:
                 parts.append(

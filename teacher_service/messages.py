@@ -247,7 +247,7 @@ def checked_scores(
     gather, count = score_options(item, want, info).gather, len(scores.logprob_C)
     answer = scored(id_, scores, dtype)
     problem = checks.scored(answer, count, gather, want, info.vocab_size, info.hidden_size)
-    return problem or checks.without_bad_diagnostics(answer, count)
+    return problem or checks.without_bad_entropy(answer, count)
 
 
 def to_keep(
@@ -290,7 +290,6 @@ def scored(id_: str, scores: EngineScores, dtype: HalfOrSingle) -> Scored:
         logprob=pack(scores.logprob_C, "f4"),
         topk_ids=_packed(scores.topk_ids_CK, "i4"),
         topk_logprob=_packed(scores.topk_logprob_CK, dtype),
-        tail=_packed(scores.tail_C, "f4"),
         gathered=_packed(scores.gathered_CK, dtype),
         entropy=_packed(scores.entropy_C, "f4"),
         hidden=_packed(hidden, "bf16" if hidden is not None and hidden.dtype == np.uint16 else "f4"),

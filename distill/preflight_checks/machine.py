@@ -128,10 +128,9 @@ def bulk_bytes(config: RunConfig) -> int:
 def bytes_per_token(config: RunConfig) -> int:
     """Journal bytes of a completion token; prompts, which come once per rollout, are left out."""
     want, bulk, id_logprob_score = needs(config.objective), bulk_bytes(config), 4 + 4 + 4
-    diagnostics = 4 * want.entropy + 4 * (want.topk > 0)
     mask, routed = 4 + 4 * config.rollout.top_k if config.rollout.top_k else 0, routing_of(config)
     sampled = id_logprob_score + mask + (routed.bytes_per_token if routed else 0)
-    return sampled + (0 if config.buffer.by_reference(bulk) else bulk + diagnostics)
+    return sampled + (0 if config.buffer.by_reference(bulk) else bulk + 4 * want.entropy)
 
 
 def lines(config: RunConfig, found: DiskNeeds) -> list[str]:

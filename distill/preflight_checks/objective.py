@@ -104,7 +104,7 @@ def score_bytes(config: RunConfig, objective: ObjectiveConfig) -> int:
     logprob, id_, half = 4, 4, 2
     numbers = {name: half if t.wire_dtype == "float16" else 4 for name, t in config.teachers.items()}
     number = max(numbers.values())
-    topk = want.topk * (id_ + number) + 4 * (want.topk > 0)  # the tail too
+    topk = want.topk * (id_ + number)
     hidden = max(_hidden_bytes(name, t) for name, t in config.teachers.items()) if want.hidden else 0
     return logprob + 4 * want.entropy + topk + gathered * number + hidden
 

@@ -110,7 +110,7 @@ class Validator:
             return problem
         if why := state.span_problem(rollout.spans):
             return Problem("spans", why, "of versions that this run published")
-        scored = checks.without_bad_diagnostics(rollout.scored, count)
+        scored = checks.without_bad_entropy(rollout.scored, count)
         return msgspec.structs.replace(rollout, scored=scored)
 
 

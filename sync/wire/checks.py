@@ -6,7 +6,7 @@ what its own engines return. What follows from the mathematics:
 log-probabilities  finite and at most 0. A sampled token had a probability above 0, and ρ = p/μ divides by it.
                    −inf among the ids of a top-k makes q·log q NaN. A skipped id (-1) carries 0.
 top-k              the ids of a row differ, and their probabilities add up to at most 1.
-diagnostics        entropy and tail are in no loss: where they cannot be used they become None.
+entropy            is in no loss: where it cannot be used it becomes None.
 
 Ranges of single numbers are part of the message types: the decoder refuses others.
 
@@ -63,11 +63,7 @@ I4: Final = ("i4",)
 F4: Final = ("f4",)
 HALF: Final = ("f2", "f4")
 WIDE: Final = ("bf16", "f4")
-DIAGNOSTICS: Final = {
-    "entropy": Range(-ROUNDING, math.inf, "nats"),
-    "tail": Range(-ROUNDING, 1 + ROUNDING, "a probability"),
-}
-"""Fields of Scored that no loss needs."""
+ENTROPY: Final = Range(-ROUNDING, math.inf, "nats")
 
 
 def ids(vocab_size: int, low: int = 0) -> Range:
@@ -270,7 +266,7 @@ def scored(
     """A teacher's log-probabilities of `count` positions; `gather`: K of the ids to score, 0: none.
 
     `with_ids`: the ids that were scored are there too.
-    Diagnostics are not looked at: see `without_bad_diagnostics`. `hidden_size` None: not known. With
+    The entropy is not looked at: see `without_bad_entropy`. `hidden_size` None: not known. With
     `want.keep` the arrays are elsewhere, and checked by the rank that fetches them.
     """
     topk, gather, hidden = (0, 0, False) if want.keep else (want.topk, gather, want.hidden)
@@ -307,11 +303,10 @@ def _mass(topk_logprob: Array) -> Problem | None:
     )
 
 
-def without_bad_diagnostics(answer: Scored, count: int) -> Scored:
-    """The answer with None for each diagnostic that cannot be used."""
-    given = ((name, getattr(answer, name), within) for name, within in DIAGNOSTICS.items())
-    bad = {name: None for name, found, within in given if found and array(name, found, F4, (count,), within)}
-    return msgspec.structs.replace(answer, **bad) if bad else answer
+def without_bad_entropy(answer: Scored, count: int) -> Scored:
+    """The answer with None for an entropy that cannot be used: no loss needs it."""
+    bad = answer.entropy is not None and array("entropy", answer.entropy, F4, (count,), ENTROPY)
+    return msgspec.structs.replace(answer, entropy=None) if bad else answer
 
 
 def head(found: Head) -> Problem | None:

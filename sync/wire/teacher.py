@@ -26,7 +26,7 @@ class Want(msgspec.Struct, frozen=True):
     """Answer with the log-probabilities of the tokens, and a reference to the rest (`Scored.kept`)."""
 
     def bulk_bytes(self, gather: int, width: int) -> int:
-        """Bytes a position in half precision, besides its log-probability and diagnostics.
+        """Bytes a position in half precision, besides its log-probability and entropy.
 
         `gather`: ids to score (K of ScoreSequence.gather_ids); `width`: of the teacher's hidden states.
         """
@@ -91,8 +91,6 @@ class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):
     """i4 [T, K], most likely first"""
     topk_logprob: Array | None = None
     """f2 or f4 [T, K]"""
-    tail: Array | None = None
-    """f4 [T]: probability mass outside topk_ids, in [0, 1]"""
     gathered: Array | None = None
     """f2 or f4 [T, K]: log q at gather_ids"""
     gather_ids: Array | None = None

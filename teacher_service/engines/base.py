@@ -67,8 +67,6 @@ class EngineScores:
     topk_ids_CK: np.ndarray | None = None
     """int32, most likely first"""
     topk_logprob_CK: np.ndarray | None = None
-    tail_C: np.ndarray | None = None
-    """Probability mass outside the top-k, in [0, 1]"""
     gathered_CK: np.ndarray | None = None
     """0 where the id was -1"""
     entropy_C: np.ndarray | None = None

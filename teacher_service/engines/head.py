@@ -266,10 +266,8 @@ def _scores_of(
     scores = {"logprob_C": logits_cV.gather(1, targets_c[:, None])[:, 0] - norm_c}
     if options.topk:
         top_cK, ids_cK = largest(logits_cV, options.topk)
-        logp_cK = top_cK - norm_c[:, None]
         scores["topk_ids_CK"] = ids_cK.int()
-        scores["topk_logprob_CK"] = logp_cK
-        scores["tail_C"] = (1 - logp_cK.exp().sum(1)).clamp(0, 1)
+        scores["topk_logprob_CK"] = top_cK - norm_c[:, None]
     if wanted_cK is not None:
         found_cK = logits_cV.gather(1, wanted_cK.clamp_min(0)) - norm_c[:, None]
         scores["gathered_CK"] = found_cK.masked_fill(wanted_cK < 0, 0.0)

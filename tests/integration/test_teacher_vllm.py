@@ -188,7 +188,7 @@ def check(result: Any, expected: EngineScores) -> None:
     """Within TOLERANCE, and for top-k and gathered ones within the half precision of the wire."""
     assert isinstance(result, Scored)
     truth = scored(result.id, expected, "f4")
-    for name in ("logprob", "topk_ids", "topk_logprob", "tail", "gathered", "entropy", "hidden"):
+    for name in ("logprob", "topk_ids", "topk_logprob", "gathered", "entropy", "hidden"):
         got, want = getattr(result, name), getattr(truth, name)
         assert (got is None) == (want is None), name
         if got is not None:

@@ -275,7 +275,6 @@ class MemoryTeacher:
             logprob=pack(np.full(count, -1.0, "f4")),
             topk_ids=pack(some_ids(count, want.topk)) if want.topk else None,
             topk_logprob=pack(np.full((count, want.topk), -np.log(50), "f2")) if want.topk else None,
-            tail=pack(np.full(count, 1 - want.topk / 50, "f4")) if want.topk else None,
             gathered=None if ids is None else pack(np.zeros(ids.shape, "f2")),
             entropy=pack(np.zeros(count, "f4")) if want.entropy else None,
             hidden=Array("bf16", (count, self.width), bytes(2 * self.width * count)) if want.hidden else None,

@@ -66,7 +66,6 @@ class TableEngine:
             logprob_C=logp_CV[rows_C, targets_C].astype(np.float32),
             topk_ids_CK=ids_CK if options.topk else None,
             topk_logprob_CK=topk_CK.astype(np.float32) if options.topk else None,
-            tail_C=np.clip(1 - np.exp(topk_CK).sum(1), 0, 1).astype(np.float32) if options.topk else None,
             gathered_CK=gathered_CK,
             entropy_C=-(np.exp(logp_CV) * logp_CV).sum(1).astype(np.float32) if options.entropy else None,
             hidden_CH=np.eye(self.engine_info.hidden_size, dtype=np.float32)[previous_C]

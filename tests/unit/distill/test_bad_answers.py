@@ -82,7 +82,6 @@ FIELDS: dict[type[msgspec.Struct], set[str]] = {
         "logprob",
         "topk_ids",
         "topk_logprob",
-        "tail",
         "gathered",
         "gather_ids",
         "entropy",

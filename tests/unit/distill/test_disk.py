@@ -49,7 +49,7 @@ def test_the_journal_of_full_inline_is_mostly_hidden_states(model: Path, config:
     topk = configured(model, config, objective={"type": "topk", "k": 8})
     own = configured(model, config, objective={"type": "student_topk", "k": 8})
     assert disk.bytes_per_token(own) == 12 + 4 + 8 * (4 + 2), "the student's ids, too"
-    assert disk.bytes_per_token(topk) == 12 + 4 + 8 * (4 + 2) + 4, "ids, log-probabilities, tail, entropy"
+    assert disk.bytes_per_token(topk) == 12 + 4 + 8 * (4 + 2), "ids, log-probabilities, entropy"
 
 
 def test_what_is_needed_at_once_is_checkpoints_versions_and_mirrors(model: Path, config: Any) -> None:

@@ -45,7 +45,7 @@ def test_full_is_the_default_while_a_step_of_hidden_states_is_small(tmp_path: Pa
     assert '"full" takes 1,028 bytes a token from the teacher, 1.08 GB a step of 256 x 4,096' in lines[0]
     config, lines = objective.resolve(unnamed(tmp_path, batch=512, objective={"coefficient": 2.0}))
     assert config.objective == TopK(coefficient=2.0)
-    assert '"topk" takes 396 bytes a token' in lines[0], "log-prob, entropy, tail, 64 x (id + half)"
+    assert '"topk" takes 392 bytes a token' in lines[0], "log-prob, entropy, 64 x (id + half)"
     assert '"full" takes 1,028 bytes a token from the teacher, 2.16 GB a step' in lines[0]
     assert objective.resolve(config).config == config, "resolved once"
 

@@ -78,7 +78,6 @@ async def test_every_score_equals_the_table(serve: Serve) -> None:
     rows = TABLE[[2, 3]]
     assert scores.topk_ids is not None
     assert scores.topk_logprob is not None
-    assert scores.tail is not None
     assert scores.gathered is not None
     assert scores.entropy is not None
     assert scores.hidden is not None
@@ -86,9 +85,6 @@ async def test_every_score_equals_the_table(serve: Serve) -> None:
     np.testing.assert_array_equal(unpack(scores.logprob), [TABLE[2, 3], TABLE[3, 4]])
     np.testing.assert_array_equal(unpack(scores.topk_ids), best)
     np.testing.assert_array_equal(unpack(scores.topk_logprob), np.take_along_axis(rows, best, 1))
-    np.testing.assert_allclose(
-        unpack(scores.tail) + np.exp(unpack(scores.topk_logprob)).sum(1), [1, 1], atol=1e-6
-    )
     np.testing.assert_array_equal(unpack(scores.gathered), [[TABLE[2, 0], 0], [TABLE[3, 5], TABLE[3, 4]]])
     np.testing.assert_allclose(unpack(scores.entropy), -(np.exp(rows) * rows).sum(1), atol=1e-6)
     np.testing.assert_allclose(unpack(scores.hidden) @ unpack(head.weight).T, rows, atol=1e-6)
