@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -70,11 +69,7 @@ class TeacherService:
         self._engine, self._queue_tokens = engine, limits.queue_tokens
         dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
         score = partial(
-            messages.read_score,
-            info=engine.engine_info,
-            dtype=dtype,
-            most_bytes=limits.reply_bytes,
-            teacher=info.name,
+            messages.read_score, info=engine.engine_info, dtype=dtype, most_bytes=limits.reply_bytes
         )
         generate = partial(messages.read_generate, info=engine.engine_info, end_ids={*end_ids})
         self._batcher = Batcher(engine, config.batch_tokens, limits.queue_tokens, self.metrics)
@@ -144,7 +139,7 @@ class TeacherService:
                 )
 
     def _reply(self, call: Call, outcomes: Sequence[Outcome]) -> Response:
-        return reply(call.reply(teacher=self.info.name, results=self._results(call, outcomes)))
+        return reply(call.reply(results=self._results(call, outcomes)))
 
     def _results(self, call: Call, outcomes: Sequence[Outcome]) -> list[Any]:
         """A result for each id, from the outcomes of its work. Raises Unreachable that the engine met."""
@@ -193,7 +188,7 @@ class TeacherService:
             raise BadRequest(
                 422, f'engine {self.info.engine!r} gives no output head: use engine = "transformers"'
             )
-        return reply(msgspec.structs.replace(head, teacher=self.info.name))
+        return reply(head)
 
     async def health(self, _: Request) -> Response:
         if self._batcher.healthy:

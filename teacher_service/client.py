@@ -94,7 +94,7 @@ class TeacherClient(Processes):
         request_tokens: int = 65536,
     ) -> None:
         super().__init__(f"teacher {name!r}", urls, token, TIMEOUT_SECONDS, claim)
-        self.name, self.counters, self.retries = name, Counters(), 0
+        self.name, self.counters = name, Counters()
         self._replicas = [_Replica(peer) for peer in self._peers]
         self._request_tokens = request_tokens
         self._answered: dict[str, str] = {}
@@ -269,7 +269,6 @@ class TeacherClient(Processes):
                 replica.failed(error.retry_after if isinstance(error, Overloaded) else 0.0)
                 if time.monotonic() >= expires or min(r.back_at for r in used) >= expires:
                     raise
-                self.retries += 1
                 log.warning("%s; retrying", error)
             finally:
                 replica.outstanding -= tokens

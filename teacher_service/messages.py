@@ -69,10 +69,8 @@ class Call(NamedTuple):
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-def read_score(
-    body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: int, teacher: str = ""
-) -> Call:
-    """A ScoreRequest to `teacher`; its answer to several sequences has at most `most_bytes`.
+def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: int) -> Call:
+    """A ScoreRequest; its answer to several sequences has at most `most_bytes`.
 
     Raises WireError or BadRequest.
     """
@@ -85,7 +83,7 @@ def read_score(
         [item if isinstance(item, str) else Work(item, score_options(item, want, info)) for item in items],
         message.deadline,
         lambda id_, item, scores: (
-            to_keep(id_, item, scores, plain, info, dtype, teacher)
+            to_keep(id_, item, scores, plain, info, dtype)
             if want.keep
             else checked_scores(id_, item, scores, plain, info, dtype)
         ),
@@ -257,7 +255,6 @@ def to_keep(
     want: Want,
     info: EngineInfo,
     dtype: HalfOrSingle,
-    teacher: str,
 ) -> ToKeep | Problem:
     """One item's scores as they are kept, or what is wrong with them.
 
@@ -273,7 +270,7 @@ def to_keep(
             return found
         if ids is not None:
             found = replace(found, gather_ids=pack(ids[number * block : (number + 1) * block], "i4"))
-        frames.append(wire.frame(wire.ScoreReply(teacher=teacher, results=[found])))
+        frames.append(wire.frame(wire.ScoreReply(results=[found])))
     return ToKeep(pack(scores.logprob_C, "f4"), frames)
 
 

@@ -133,7 +133,7 @@ def servers(shape: Size, apart: Apart) -> tuple[type[Any], type[Any]]:
                 found = [noisy(self._scores(sequence, want)) for sequence in sequences]
                 results: list[Any] = [*map(self._keep, found, sequences)] if want.keep else found
                 self.kept.clear()
-                body = wire.encode(wire.ScoreReply(teacher="t", results=results))
+                body = wire.encode(wire.ScoreReply(results=results))
                 del found, results  # freeing them is the teacher's work, too
             await asyncio.sleep(0)
             return decode(body, wire.ScoreReply).results

@@ -116,7 +116,6 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
 class ScoreReply(Message, frozen=True):
     """Teacher → who asked: scores, or why there are none, one for each sequence of the request."""
 
-    teacher: str
     results: list[Scored | ScoreRefused]
     """In the order of the request."""
 
@@ -163,7 +162,6 @@ class TeacherCompletion(msgspec.Struct, frozen=True, tag=True):
 class TeacherGenerateReply(Message, frozen=True):
     """Teacher → controller: completions, or why there are none, one for each prompt of the request."""
 
-    teacher: str
     results: list[TeacherCompletion | ScoreRefused]
     """In the order of the request."""
 
@@ -197,7 +195,6 @@ class TeacherInfo(Message, frozen=True):
 class Head(Message, frozen=True):
     """Teacher → controller → trainer: the output head, logits = cap(scale · (hidden · weightᵀ + bias))."""
 
-    teacher: str
     weight: Array
     """bf16 or f4 [V, H], only rows below vocab_size"""
     bias: Array | None = None

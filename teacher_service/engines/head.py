@@ -64,12 +64,11 @@ class OutputHead:
         bias_V = None if self.bias_V is None else self.bias_V.to(device).float()
         return OutputHead(weight_VH, bias_V, self.scale, self.soft_cap, rounded)
 
-    def message(self, teacher: str, dtype: torch.dtype) -> Head:
+    def message(self, dtype: torch.dtype) -> Head:
         """Wire form; `dtype`: of the model, whose precision the weight keeps."""
         half = dtype == torch.bfloat16
         weight_VH = self.weight_VH.to(torch.bfloat16 if half else torch.float32)
         return Head(
-            teacher=teacher,
             weight=pack(to_numpy(weight_VH), "bf16" if half else "f4"),
             bias=None if self.bias_V is None else pack(to_numpy(self.bias_V)),
             scale=self.scale,

@@ -74,7 +74,7 @@ class TransformersEngine:
         return generate(self._model, len(self._head.weight_VH), prompts, params, ends)
 
     def head(self) -> Head | None:
-        return self._head.message(self.engine_info.model, self._model.dtype)
+        return self._head.message(self._model.dtype)
 
     def close(self) -> None:
         del self._model, self._decoder, self._head

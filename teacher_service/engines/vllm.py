@@ -128,7 +128,7 @@ class VllmEngine(base.Engine):
         return EngineCompletion(ids_T, scores.logprob_C, ended)
 
     def head(self) -> Head | None:
-        return self._head.message(self.engine_info.model, self._dtype)
+        return self._head.message(self._dtype)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -180,7 +180,7 @@ class SpoiledTeacher(MemoryTeacher):
     async def score(
         self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
-        reply = ScoreReply(teacher="t", results=await super().score(sequences, want, deadline))
+        reply = ScoreReply(results=await super().score(sequences, want, deadline))
         return self.spoiler.over_the_wire(reply, ScoreReply).results
 
     async def generate(
@@ -191,9 +191,7 @@ class SpoiledTeacher(MemoryTeacher):
         *,
         temperature: float = 1.0,
     ) -> list[TeacherCompletion | ScoreRefused]:
-        reply = TeacherGenerateReply(
-            teacher="t", results=await super().generate(prompts, max_tokens, stop_token_ids)
-        )
+        reply = TeacherGenerateReply(results=await super().generate(prompts, max_tokens, stop_token_ids))
         return self.spoiler.over_the_wire(reply, TeacherGenerateReply).results
 
     def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:

@@ -126,7 +126,7 @@ def _flipped(rng: random.Random, good: Request) -> bytes:
 
 
 def _other_message(rng: random.Random, good: Request) -> bytes:
-    return encode(rng.choice([Ok(), EvalRequest(version=Version(0, 0)), ScoreReply(teacher="x", results=[])]))
+    return encode(rng.choice([Ok(), EvalRequest(version=Version(0, 0)), ScoreReply(results=[])]))
 
 
 def _odd_value(rng: random.Random, good: Request) -> bytes:

@@ -241,7 +241,7 @@ class MemoryTeacher:
         if isinstance(scored, ScoreRefused):
             return scored
         scored = replace(scored, gather_ids=sequence.gather_ids)
-        body, key = frame(ScoreReply(teacher="memory", results=[scored])), f"b007-{next(self._numbers)}"
+        body, key = frame(ScoreReply(results=[scored])), f"b007-{next(self._numbers)}"
         self.kept[key] = body
         kept = Kept("memory", key, len(body), blake3(body).digest(DIGEST_BYTES))
         return Scored(scored.id, scored.logprob, kept=kept)
@@ -258,7 +258,7 @@ class MemoryTeacher:
         if body is not None:
             request = decode(body, ScoreRequest)
             results = [self._scores(sequence, request.want) for sequence in request.sequences]
-            return encode(ScoreReply(teacher="memory", results=results))
+            return encode(ScoreReply(results=results))
         key = path.removeprefix("/v1/scores/")
         self.fetched.append(key)
         if key not in self.kept:
@@ -304,7 +304,7 @@ class MemoryTeacher:
         return TeacherCompletion(prompt.id, tokens, logprob, "stop" if count < max_tokens else "length")
 
     async def head(self) -> Head:
-        return Head(teacher="memory", weight=pack(np.zeros((50, self.width), "f4")))
+        return Head(weight=pack(np.zeros((50, self.width), "f4")))
 
     async def first_info(self) -> TeacherInfo:
         return TeacherInfo(

@@ -133,7 +133,7 @@ class StubController:
 
 def teacher_head() -> Head:
     generator = np.random.default_rng(5)
-    return Head(teacher="only", weight=pack(generator.normal(size=(VOCAB, HIDDEN)).astype(np.float32)))
+    return Head(weight=pack(generator.normal(size=(VOCAB, HIDDEN)).astype(np.float32)))
 
 
 def rows(step: int, indices: range, full: bool) -> Rows:

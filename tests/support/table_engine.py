@@ -95,7 +95,7 @@ class TableEngine:
 
     def head(self) -> Head | None:
         """See `Engine.head`."""
-        return None if self._table is None else Head(teacher="table", weight=pack(self._table.T.copy()))
+        return None if self._table is None else Head(weight=pack(self._table.T.copy()))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -90,8 +90,8 @@ FIELDS: dict[type[msgspec.Struct], set[str]] = {
     },
     Kept: {"url", "key", "size", "digest"},
     TeacherCompletion: {"id", "token_ids", "logprob", "finish_reason"},
-    ScoreReply: {"teacher", "results", "bytes"},
-    TeacherGenerateReply: {"teacher", "results", "bytes"},
+    ScoreReply: {"results", "bytes"},
+    TeacherGenerateReply: {"results", "bytes"},
     UpdateReply: {"version", "bytes_read", "stage_seconds", "pause_seconds", "apply_seconds"},
     ReplicaState: {"version", "requests", "digests", "tokens"},
     EvalReport: {

@@ -79,7 +79,7 @@ class Teacher:
 
     def keep(self, sequence: ScoreSequence, url: str = HERE) -> Kept:
         whole, key = scores(sequence), f"b0-{len(self.kept)}"
-        body = b"".join(frame(ScoreReply(teacher="t", results=[part])) for part in halves(whole))
+        body = b"".join(frame(ScoreReply(results=[part])) for part in halves(whole))
         self.kept[url, key] = body
         return Kept(url, key, len(body), blake3(body).digest(DIGEST_BYTES))
 
@@ -104,7 +104,7 @@ class Teacher:
                     return answer
                 (sequence,) = decode(body, ScoreRequest).sequences
                 teacher.requests.append(sequence)
-                return encode(ScoreReply(teacher="t", results=[teacher.make(sequence, 100.0)]))
+                return encode(ScoreReply(results=[teacher.make(sequence, 100.0)]))
 
         return Peer()
 
@@ -187,9 +187,7 @@ def test_too_few_positions_are_scored_again() -> None:
     teacher = Teacher()
     given = batch(teacher, 5)
     (place,) = teacher.kept
-    short = frame(
-        ScoreReply(teacher="t", results=[halves(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4]))))[0]])
-    )
+    short = frame(ScoreReply(results=[halves(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4]))))[0]]))
     kept = [Kept(HERE, place[1], len(short), blake3(short).digest(DIGEST_BYTES))]
     teacher.kept[place] = short
     rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
@@ -260,7 +258,7 @@ def test_two_replies_that_cannot_be_used_name_server_field_value_and_rule() -> N
     teacher.kept.clear()
     bad = scores(ScoreSequence.of("r0", ids([1]), ids([2, 3])))
     bad = msgspec.structs.replace(bad, hidden=None)
-    teacher.answers = [encode(ScoreReply(teacher="t", results=[bad]))] * 2
+    teacher.answers = [encode(ScoreReply(results=[bad]))] * 2
     with pytest.raises(DataError, match=f"teacher t at {THERE}: scores of r0: hidden is missing"):
         rank(teacher).filled(given)
 
@@ -269,7 +267,7 @@ def test_one_bad_reply_is_followed_by_another_try() -> None:
     teacher = Teacher()
     given = batch(teacher, 2)
     teacher.kept.clear()
-    teacher.answers = [encode(ScoreReply(teacher="t", results=[]))]
+    teacher.answers = [encode(ScoreReply(results=[]))]
     assert unpack(filled(teacher, given).teacher_logprob).tolist() == [-102, -103]
 
 
@@ -287,7 +285,7 @@ def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_
     )
     given = batch(teacher, 2)
     (place,) = teacher.kept
-    body = frame(ScoreReply(teacher="t", results=[whole]))
+    body = frame(ScoreReply(results=[whole]))
     teacher.kept = {} if gone else {place: body}
     kept = [Kept(*place, len(body), blake3(body).digest(DIGEST_BYTES))]
     rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)

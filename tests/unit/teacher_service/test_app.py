@@ -220,7 +220,7 @@ def test_replies_keep_half_precision_only_for_lists() -> None:
     half = scored("a", scores, "f2")
     assert half.topk_logprob is not None
     assert (half.logprob.dtype, half.topk_logprob.dtype) == ("f4", "f2")
-    body = encode(ScoreReply(teacher="t", results=[half]))
+    body = encode(ScoreReply(results=[half]))
     assert decode(body, ScoreReply).results == [half]
 
 
