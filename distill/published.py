@@ -23,10 +23,10 @@ from sync.stores import Store, open_store
 from sync.wire import Version
 
 
-def store_of(config: RunConfig) -> Store:
-    """The store that a run publishes to."""
+def store_of(config: RunConfig, run_dir: Path) -> Store:
+    """The store that the run in `run_dir` publishes to."""
     use_folder(config.run.code_folder)
-    return open_store(config.weights.store, config.run_dir / "store")
+    return open_store(config.weights.store, run_dir / "store")
 
 
 def check_store(config: RunConfig) -> None:
@@ -38,7 +38,7 @@ def check_store(config: RunConfig) -> None:
     own = isinstance(given, (DirectoryStoreConfig, XetStoreConfig)) and given.path is None
     if own or not config.uses_store:
         return
-    store, key, tried = store_of(config), f"preflight/{uuid4().hex}", uuid4().bytes
+    store, key, tried = store_of(config, config.run_dir), f"preflight/{uuid4().hex}", uuid4().bytes
     store.create(key, tried)
     found = store.read(key)
     store.delete(key)
@@ -50,20 +50,20 @@ def check_store(config: RunConfig) -> None:
 def listing(run_dir: Path) -> list[dict[str, Any]]:
     """Every published version, oldest first, then entries that cannot be used (with a "problem")."""
     config = load_run_dir(run_dir)
-    return [_plain(one) for one in admin.ls(store_of(config), config.run.name)]
+    return [_plain(one) for one in admin.ls(store_of(config, run_dir), config.run.name)]
 
 
 def verification(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Read back each version as a replica would; its problem (None: whole)."""
     config = load_run_dir(run_dir)
-    return map(_plain, admin.verify(store_of(config), config.run.name))
+    return map(_plain, admin.verify(store_of(config, run_dir), config.run.name))
 
 
 def collection(run_dir: Path, grace_seconds: float, dry_run: bool) -> dict[str, Any]:
     """Remove what no reader needs, given weights.keep_anchors."""
     config = load_run_dir(run_dir)
-    keep = config.weights.keep_anchors
-    return _plain(admin.gc(store_of(config), config.run.name, keep, grace_seconds, dry_run=dry_run))
+    store, keep = store_of(config, run_dir), config.weights.keep_anchors
+    return _plain(admin.gc(store, config.run.name, keep, grace_seconds, dry_run=dry_run))
 
 
 def export_version(
@@ -75,16 +75,16 @@ def export_version(
     `repo`: what the card calls the model.
     """
     config, figures = load_run_dir(run_dir), read_summary(run_dir)
-    exported = _export(config, version, target, adapter)
+    exported = _export(config, run_dir, version, target, adapter)
     write_card(target, config, figures, str(exported), repo or FOLDER)
     return exported
 
 
-def _export(config: RunConfig, version: str, target: Path, adapter: bool) -> Version:
-    store = store_of(config)
+def _export(config: RunConfig, run_dir: Path, version: str, target: Path, adapter: bool) -> Version:
+    store = store_of(config, run_dir)
     wanted = Version.parse(version) if version else read_latest(store, config.run.name)
     if wanted is None:
-        raise SnapshotError(f"{config.run_dir} has published no version yet: wait for the first one")
+        raise SnapshotError(f"{run_dir} has published no version yet: wait for the first one")
     if adapter or read_manifest(store, config.run.name, wanted).kind != "lora":
         admin.export(store, config.run.name, wanted, target)
         return wanted

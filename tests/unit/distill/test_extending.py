@@ -246,7 +246,7 @@ def test_the_engine_scores_at_its_temperature_and_refuses_what_it_cannot_give(
 
 def test_the_store_keeps_the_contract_and_its_copy(example: Example, tmp_path: Path) -> None:
     config = example("Store")
-    store = store_of(config)
+    store = store_of(config, config.run_dir)
     store.create("run/a", b"content")
     with pytest.raises(AlreadyPublished):
         store.create("run/a", b"other")
@@ -396,4 +396,4 @@ def test_a_store_that_is_none_is_refused(example: Example, tmp_path: Path, code:
     config = example("Store")
     (tmp_path / "beside" / "own_store.py").write_text(code)
     with pytest.raises(ConfigError, match=rf"weights\.store\.type = 'own_store:Mirrored' .*{problem}"):
-        store_of(config)
+        store_of(config, config.run_dir)

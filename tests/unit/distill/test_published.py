@@ -41,7 +41,7 @@ def on_s3(address: str, bucket: str = "bucket") -> RunConfig:
 def test_a_store_that_works_is_left_as_it_was(s3: str) -> None:
     config = on_s3(s3)
     check_store(config)
-    assert published.store_of(config).list("") == []
+    assert published.store_of(config, config.run_dir).list("") == []
 
 
 def test_a_bucket_that_is_not_there_is_refused_by_name(s3: str) -> None:

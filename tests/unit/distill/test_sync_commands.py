@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from distill import published
 from distill.cli.main import main
 from distill.cli.verify_engines import prompt_scores
 from distill.config.loading import load
@@ -30,6 +31,15 @@ def run_folder(folder: Path, store: str) -> Path:
     (folder / "run").mkdir()
     (folder / "run/config.json").write_text(config.model_dump_json())
     return folder / "run"
+
+
+def published_in(folder: Path, versions: int) -> DirectoryStore:
+    """The store in a run's folder, with so many versions."""
+    sound, store = MemoryStore(), DirectoryStore(folder / "store")
+    hostile_store.publish(sound, folder / "model", versions)
+    for key in sound.list(""):
+        store.create(key, sound.read(key))
+    return store
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -90,10 +100,7 @@ def test_what_is_bad_in_a_store_is_told_beside_what_is_good(
     command: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run_folder(tmp_path, '{type="directory"}')
-    store, sound = DirectoryStore(folder / "store"), MemoryStore()
-    hostile_store.publish(sound, tmp_path / "model", versions=1)
-    for key in sound.list(""):
-        store.create(key, sound.read(key))
+    store = published_in(folder, versions=1)
     for key in ("run/L000-v00000001/manifest.json", "run/L9/manifest.json", "run/leases/x.json"):
         store.create(key, b"{")
     with pytest.raises(SystemExit) as leaving:
@@ -104,6 +111,18 @@ def test_what_is_bad_in_a_store_is_told_beside_what_is_good(
     assert "Traceback" not in said.err
     assert all(line in said.out for line in lines), said.out
     assert "problem" in (tmp_path / "figures.json").read_text()
+
+
+def test_a_renamed_folder_reads_its_own_store(tmp_path: Path) -> None:
+    published_in(run_folder(tmp_path, '{type="directory"}'), versions=1)
+    renamed = (tmp_path / "run").rename(tmp_path / "run.1")
+    later = published_in(run_folder(tmp_path, '{type="directory"}'), versions=2)
+    before = later.list("")
+    assert [one["version"] for one in published.listing(renamed)] == ["L000-v00000000"]
+    assert [one["version"] for one in published.verification(renamed)] == ["L000-v00000000"]
+    published.collection(renamed, grace_seconds=0.0, dry_run=False)
+    assert later.list("") == before
+    assert str(published.export_version(renamed, "", tmp_path / "out")) == "L000-v00000000"
 
 
 def test_the_proof_needs_a_student_on_this_machine(
