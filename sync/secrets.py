@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Final
 
@@ -89,6 +90,15 @@ def filled(tree: Any) -> Any:
         return places.get(place, value)
 
     return fill(tree, "")
+
+
+def unfilled(tree: Any, place: str = "") -> Iterator[str]:
+    """Key ("teachers.t.engine_url") of every value that still hides a secret; `place`: of `tree`."""
+    if isinstance(tree, dict | list):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from unfilled(item, f"{place}.{key}".lstrip("."))
+    elif isinstance(tree, str) and HIDDEN in tree:
+        yield place
 
 
 def redact(text: str) -> str:

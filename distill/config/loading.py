@@ -73,15 +73,24 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def load_run_dir(run_dir: Path) -> RunConfig:
-    """The configuration that a run's folder was made with. Raises ConfigError when it holds none."""
+    """The configuration that a run's folder was made with, without variables of `env` that it hides: whoever
+    starts a role has them in the environment. Raises ConfigError when it holds none."""
     return validate(_of_run_dir(run_dir), str(run_dir / "config.json"))
 
 
 def _of_run_dir(run_dir: Path) -> dict[str, Any]:
-    raw = secrets.filled(recorded(run_dir))  # with those of a role that a launcher started
+    raw = _inherited(secrets.filled(recorded(run_dir)))  # with those of a role that a launcher started
     raw["run"]["folder"] = str(run_dir.absolute().parent)
     raw.pop("content", None)
     return raw
+
+
+def _inherited(tree: Any, name: str = "") -> Any:
+    """`tree` without variables that hide a secret; `name`: its key."""
+    if not isinstance(tree, dict):
+        return tree
+    shown = (key for key, value in tree.items() if name != "env" or secrets.HIDDEN not in str(value))
+    return {key: _inherited(tree[key], key) for key in shown}
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import msgspec
 from blake3 import blake3
 
 from distill.config import ControllerConfig, RunConfig
-from distill.config.loading import PUT_BACK, load_run_dir, recorded
+from distill.config.loading import PUT_BACK, recorded, validate
 from distill.preflight_checks.machine import check_disk
 from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, sample_prompts
@@ -83,7 +83,8 @@ class RunFolder:
             if self._resumed:
                 if not isinstance(kept.get("content"), dict):
                     raise ConfigError(f"{path} has no table 'content', which every run writes: {PUT_BACK}")
-                before = load_run_dir(self.path).model_dump(mode="json")
+                ran = {name: table for name, table in kept.items() if name != "content"}
+                before = validate(ran, str(path)).model_dump(mode="json")
                 lines = compare(before | {"content": kept["content"]}, record)
                 record["content"] |= {
                     name: kept["content"][name]

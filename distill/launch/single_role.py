@@ -41,6 +41,7 @@ from distill.preflight_checks.environments import check_environment
 from distill.preflight_checks.machine import runs_vllm
 from distill.preflight_checks.objective import with_objective
 from distill.registry import controller_url
+from sync import secrets
 from sync.address import (
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
@@ -125,6 +126,7 @@ def serve_teacher(config: RunConfig, name: str, index: int, port: int = 0) -> Ch
     name = _named(name, "teacher", config.teachers)
     place = config.teachers[name]
     check_secrets(config)
+    _check_filled(config, f"teachers.{name}")
     check_model(place, f"teachers.{name}", runs_vllm(place))
     if place.follow_student_every is not None:
         check_following(with_objective(config).config, name)
@@ -135,8 +137,19 @@ def serve_environment(config: RunConfig, name: str, index: int, port: int = 0) -
     """Process `index` of environment `name`; "" stands for the only one."""
     name = _named(name, "environment", config.environments)
     check_model(config.student, "student")
+    _check_filled(config, f"environments.{name}")
     refuse(check_environment(config, name))
     return environment_child(config, name, index, _ports(config.environments[name], port))
+
+
+def _check_filled(config: RunConfig, *sections: str) -> None:
+    """Raise ConfigError for values in `sections` whose secrets the run's folder hides."""
+    refuse(
+        f"{key} holds a secret, which the run's folder does not: name the run's file in its place, with "
+        "--controller"
+        for key in secrets.unfilled(config.model_dump(mode="json"))
+        if f"{key}.".startswith(tuple(f"{section}." for section in sections))
+    )
 
 
 def _named(name: str, kind: str, sections: Mapping[str, Placement]) -> str:
@@ -167,6 +180,7 @@ def serve_evaluator(config: RunConfig, controller: Controller | None = None, por
             f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say where "
             "the controller is, with which they register (--controller, or the run's folder)"
         )
+    _check_filled(config, "prompts", "evaluation", *(f"{section}.urls" for section in config.places()))
     ports = _ports(config.evaluation.placement, port)
     return evaluator_child(with_objective(config).config, ports, controller() if controller else None)
 
@@ -182,6 +196,7 @@ def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
         )
     check_model(config.student, "student")
     check_secrets(config)
+    _check_filled(config, "trainer")
     return trainer_process(with_objective(config).config, controller_url, node)
 
 

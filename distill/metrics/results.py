@@ -87,7 +87,7 @@ class Run(NamedTuple):
 
     @property
     def config(self) -> RunConfig:
-        """The configuration as it ran, its secrets hidden. Raises ConfigError when it cannot be read."""
+        """The configuration as it ran, without its secrets. Raises ConfigError when it cannot be read."""
         return load_run_dir(self.folder)
 
     @property

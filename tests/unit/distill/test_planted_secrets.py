@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from distill.config import RunConfig
 from distill.config.loading import load, load_run_dir
-from distill.launch import roles
+from distill.launch import roles, single_role
 from distill.launch.run_folder import RunFolder
 from distill.metrics.trackers import Wandb
 from distill.preflight_checks.checks import check_secrets
@@ -144,6 +145,37 @@ def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_el
     assert [sorted(options) for options in asked] == [["endpoint"]]
     with RunFolder.open(config, resume=True) as folder:
         assert folder.keep(config, {}) == [], "what is hidden has not changed"
+
+
+def test_a_role_of_a_run_folder_inherits_variables_that_are_hidden_there(config: RunConfig) -> None:
+    with RunFolder.open(config, resume=False) as folder:
+        folder.keep(config, {})
+    kept = load(config.run_dir)
+    with roles.Ports() as ports:
+        child = roles.student_child(kept, 0, ports)
+    assert "WANDB_API_KEY" not in child.env
+    assert kept.student.engine_args == config.student.engine_args
+    assert kept.trainer.env == kept.teachers["here"].env == {}
+    assert load(config.run_dir, ["student.env.WANDB_API_KEY=given"]).student.env == {"WANDB_API_KEY": "given"}
+
+
+@pytest.mark.parametrize(
+    ("serve", "key"),
+    [
+        (lambda config: single_role.serve_teacher(config, "served", 0), "teachers.served.engine_url"),
+        (lambda config: single_role.train(config, "http://127.0.0.1:9"), "trainer.overrides.comet.api_key"),
+        (lambda config: single_role.serve_evaluator(config, lambda: ""), "teachers.there.urls.0"),
+        (lambda config: single_role.serve_evaluator(config, lambda: ""), "prompts.options.nested.api_token"),
+    ],
+)
+def test_a_role_that_needs_a_value_which_a_run_folder_hides_is_refused(
+    config: RunConfig, serve: Callable[[RunConfig], Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(single_role, "check_model", lambda *_: None)
+    with RunFolder.open(config, resume=False) as folder:
+        folder.keep(config, {})
+    with pytest.raises(ConfigError, match=rf"(?m)^{key} holds a secret, which the run's folder does not"):
+        serve(load(config.run_dir))
 
 
 def recorded(written: dict[Path, bytes]) -> bool:
