@@ -40,8 +40,8 @@ class RunConfigSection(Settings):
     seed: int = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, evaluation, teachers' completions and training; replica I samples with seed I."""
     grace_seconds: float = Field(60.0, gt=0)
-    """Time from a stop signal to the end of the last process; in it the trainer finishes its step and saves a
-    checkpoint."""
+    """Time from a stop signal to the end of the last role; in it the trainer finishes its step and saves a
+    checkpoint. What wandb has not taken by then may last 5 minutes more; the run's folder is complete."""
     start_seconds: float = Field(900.0, gt=0)
     """Time for every process to become healthy after its start."""
     max_loaded_teachers: int | None = Field(None, ge=1)

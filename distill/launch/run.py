@@ -1,9 +1,10 @@
 """Run a configuration: start every role, connect them, and leave nothing behind.
 
     check ─▶ lock the folder ─▶ start all roles at once ─▶ controller runs ─▶ stop roles ─▶ summary, report
+                                                                                              ─▶ close wandb
 
-On a stop signal the trainer finishes its step, saves a checkpoint and leaves; what is still there when
-run.grace_seconds are over is killed. A second signal kills at once.
+On a stop signal the trainer finishes its step, saves a checkpoint and leaves; roles that are still there when
+run.grace_seconds are over are killed. A second signal kills at once. wandb has FINISH_SECONDS of its own.
 """
 
 from __future__ import annotations
@@ -112,10 +113,13 @@ async def run(
         else:
             plan = plan_servers(config, token, ports, relay)
         launcher = _Launcher(config, folder, plan, split, token, console, relay, forks)
-        figures = await launcher.run(opened)
-        summary = complete(config, figures, time.monotonic() - began, seconds or {})
-        write_json(folder.path / "summary.json", summary)
-        await asyncio.to_thread(outcome.describe, config, summary, launcher.stopped_by, say)
+        try:
+            figures = await launcher.run(opened)
+            summary = complete(config, figures, time.monotonic() - began, seconds or {})
+            write_json(folder.path / "summary.json", summary)
+            await asyncio.to_thread(outcome.describe, config, summary, launcher.stopped_by, say)
+        finally:
+            await launcher.close()
     outcome.check(config, summary, launcher.stopped_by)
     return summary
 
@@ -206,7 +210,8 @@ class _Launcher:
             self._over = True
             await self._supervisor.stop(self._config.run.grace_seconds * (1 - STOP_SHARE))
             for sink in self._sinks:
-                sink.close()
+                if sink is not self._wandb:
+                    sink.close()
             if self._rewards is not None:
                 await asyncio.to_thread(self._rewards.close)
             self._controller.timeline.cut()
@@ -215,6 +220,11 @@ class _Launcher:
             self._samples.close()
             joined_later = [one.engine for one in self._controller.pool.replicas.values()]
             await disconnect(self._clients, *joined_later)
+
+    async def close(self) -> None:
+        """Have wandb take the last figures; called once the run's folder holds all of them."""
+        if self._wandb is not None:
+            await asyncio.to_thread(self._wandb.close)
 
     async def _supervised(self) -> dict[str, Any]:
         """Controller, children and their supervision side by side, until the controller is done."""

@@ -36,7 +36,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush; called once, last."""
+        """Flush; called once, last. Only `Wandb` may block for long in it."""
         ...
 
 

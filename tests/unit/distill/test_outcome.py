@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 from small_config import make_config
 
 from distill.cli.main import main
 from distill.launch import outcome
+from distill.launch import run as launched
 from distill.launch.run import STOP_SIGNALS, _Launcher
 
 
@@ -65,6 +69,41 @@ async def test_a_signal_after_the_run_stops_nothing_until_a_second_one(
     assert "SIGTERM: the run is over and writes its figures" in caplog.text
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(signalled(launcher, signal.SIGTERM, signal.SIGTERM))
+
+
+async def test_a_run_whose_wandb_hangs_has_its_figures_and_hears_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(run={"name": "r", "steps": 1, "folder": tmp_path}, cluster={"type": "external"})
+    closing, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        closing.set()
+        over.wait(60.0)
+
+    class Launcher(_Launcher):
+        def __init__(self, *_: object) -> None:
+            self._wandb, self.stopped_by = SimpleNamespace(close=hang), ""  # type: ignore[assignment]
+
+        async def run(self, signals: contextlib.ExitStack) -> dict[str, Any]:
+            return {"steps": 1, "error": None}
+
+    monkeypatch.setattr(launched, "_Launcher", Launcher)
+    monkeypatch.setattr(launched.checks, "check", lambda *_: (config, SimpleNamespace(train=None), []))
+    monkeypatch.setattr(launched, "content", lambda *_: {})
+    for module, name in ((launched.machine, "check_room"), (launched.machine, "estimate")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    for name in ("planned", "keep_position"):
+        monkeypatch.setattr(launched, name, lambda *_: [None])
+    monkeypatch.setattr(outcome, "describe", lambda *_: None)
+    running = asyncio.create_task(launched.run(config, console=Console(quiet=True)))
+    try:
+        assert await asyncio.to_thread(closing.wait, 60.0)
+        assert json.loads((config.run_dir / "summary.json").read_text())["steps"] == 1
+        assert not running.done(), "the loop turns meanwhile"
+    finally:
+        over.set()
+    await running
 
 
 async def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
