@@ -312,9 +312,11 @@ def test_a_run_goes_on_where_its_folder_holds_one(slurm, started, tmp_path: Path
 
 def test_the_array_of_replicas_lives_as_long_as_the_run(slurm, started, tmp_path: Path) -> None:
     array = ["--array", "distill-x-replicas", "replicas.sh"]
+    (tmp_path / CONTROLLER_FILE).touch()  # of an earlier start: replicas would read its configuration
     running = started(job.RUN, str(tmp_path), *array, "--", "run.toml", held=True)
     cancel = ["scancel", "--name=distill-x-replicas"]
     assert slurm() == [cancel, ["sbatch", "replicas.sh"]]
+    assert not (tmp_path / CONTROLLER_FILE).exists()
     assert not [name for name in calls(tmp_path)[1]["environment"] if name.startswith("SLURM_")]
     running.terminate()
     until(lambda: slurm()[2:] == [cancel])  # before the run has ended, which may be killed for its time
