@@ -75,8 +75,9 @@ def run(
 def preflight(config: Config, *, engines: bool = False, say: Callable[[str], None] | None = None) -> Ready:
     """Check models, tokenizers, prompts, ports, memory, disk and store of a run; train nothing.
 
-    `engines`: start every server too, probe it and stop it. `say` gets a line for each finding as it is made.
-    Raises ConfigError, DataError or StoreError for what would keep the run from starting.
+    `engines`: start every server too, probe it and stop it, where `cluster.type` is local. `say` gets a line
+    for each finding as it is made. Raises ConfigError, DataError or StoreError for what would keep the run
+    from starting.
     """
     from distill.launch.placement import planned
     from distill.launch.preflight import check_arguments, check_machine, run_preflight
@@ -165,7 +166,7 @@ def evaluate(
     """Reverse KL (nats per token), pass rate and named sets of a model folder, by servers started for it.
 
     `model` None: `student.path`. `completions`: a new folder for what was generated. `say` gets a line when
-    each stage begins. Raises ConfigError for a folder that holds no model.
+    each stage begins. Raises ConfigError for a folder that holds no model, or servers of a cluster.
     """
     from distill.launch.evaluate import evaluate_folder
 

@@ -12,7 +12,7 @@ import msgspec
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.launch.preflight import claim_of, connected
+from distill.launch.preflight import check_here, claim_of, connected
 from distill.launch.roles import Ports, plan_servers, temporary, token_of
 from distill.preflight_checks.checks import check
 from sync.errors import ConfigError, Unreachable
@@ -26,7 +26,7 @@ def evaluate_folder(
 
     Starts one replica, the evaluator and every teacher without `urls`, and stops them. `completions`: a new
     folder for what was generated. `say` gets a line when each stage begins. Raises ConfigError when `model`
-    is no model folder.
+    is no model folder, and for servers of a cluster.
     """
     if model is not None and (model / "adapter_config.json").is_file():
         raise ConfigError(
@@ -41,6 +41,7 @@ def evaluate_folder(
     here = settings.placement.model_copy(update={"urls": []})
     settings = settings.model_copy(update={"replica": None, "placement": here})
     config = config.model_copy(update={"evaluation": settings})
+    check_here(config, "evaluate")
     config = check(config).config
     placed = {"replicas": 1, "urls": [], "path": str(model.absolute() if model else config.student.path)}
     whole = {

@@ -39,9 +39,19 @@ def check_machine(config: RunConfig) -> None:
     machine.check_disk(config.run_dir, config.run.min_free_disk_gib)
     check_local(config.mirrors)
     with temporary(config) as moved, Ports() as ports:
-        plan_servers(moved, token_from_environment(), ports)
+        if config.cluster.type == "local":
+            plan_servers(moved, token_from_environment(), ports)
         if config.controller.port:
             ports.take(config.controller.host, config.controller.port, "controller.port")
+
+
+def check_here(config: RunConfig, command: str) -> None:
+    """Raise ConfigError when the servers that `command` starts belong on other machines."""
+    if config.cluster.type != "local" and (servers := config.processes()):
+        raise ConfigError(
+            f"cluster.type is {config.cluster.type!r}, and {command} starts servers on this machine alone "
+            f"({', '.join(servers)}): give --set cluster.type=local when they fit here"
+        )
 
 
 def check_arguments(config: RunConfig) -> None:
@@ -79,8 +89,10 @@ async def run_preflight(config: RunConfig, split: PromptSplit, say: Callable[[Fi
     """Start every server, check the engines, and stop them; nothing is trained, no file stays.
 
     The trainer is not started: a plain forward pass of the student stands in for it, and a run compares the
-    trainer itself at its first step. Raises ConfigError when a check failed, ChildFailed when a server did.
+    trainer itself at its first step. Raises ConfigError when a check failed, or for servers of a cluster,
+    ChildFailed when a server failed.
     """
+    check_here(config, "preflight --engines")
     token = token_of(config)
     with temporary(config) as moved, Ports() as ports:
         plan = plan_servers(moved, token, ports)

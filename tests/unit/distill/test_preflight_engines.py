@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from in_memory import MemoryReplica
+from small_config import make_config
 
 from distill.config import RunConfig
 from distill.config.loading import validate
 from distill.evaluation import probes
 from distill.evaluation.probes import probe
 from distill.launch import single_role
+from distill.launch.evaluate import evaluate_folder
+from distill.launch.preflight import check_here, check_machine, run_preflight
 from distill.preflight_checks import checks as preflight
 from distill.preflight_checks import engines as live
 from distill.preflight_checks.probes import Finding
@@ -418,3 +422,32 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     off = {"evaluation": False, "weights": {"transport": "broadcast"}}
     with pytest.raises(ConfigError, match=r'weights.transport is "broadcast", and it reads the store'):
         preflight.check(configure(models, **sections, **off))
+
+
+# --- what of a cluster's run is looked at here
+
+
+CLUSTER = {"cluster": {"type": "slurm", "cpus_per_node": 4}, "evaluation": {"every": 2}}
+
+
+async def test_servers_of_a_cluster_are_not_started_here() -> None:
+    rule = r"^cluster\.type is 'slurm', and {} starts servers on this machine alone .*cluster\.type=local"
+    with pytest.raises(ConfigError, match=rule.format("preflight --engines")):
+        await run_preflight(make_config(**CLUSTER), PromptSplit([], [], None), lambda _: None)
+    with pytest.raises(ConfigError, match=rule.format("evaluate")):
+        evaluate_folder(make_config(**CLUSTER), None, None, lambda _: None)
+    urls = {"urls": ["http://127.0.0.1:1"]}
+    served = {"student": {"path": "s", **urls}, "teachers": {"t": {"path": "t", **urls}}}
+    check_here(make_config(**CLUSTER | served | {"evaluation": {"placement": urls}}), "preflight --engines")
+
+
+def test_ports_of_servers_that_start_elsewhere_may_be_taken_here(tmp_path: Path) -> None:
+    run = {"name": "r", "steps": 1, "folder": tmp_path}
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        student = {"path": "s", "port": port}
+        check_machine(make_config(**CLUSTER, run=run, student=student))
+        with pytest.raises(ConfigError, match=rf"student\.port: port {port} of 127.0.0.1 is in use"):
+            check_machine(make_config(run=run, student=student))
