@@ -181,9 +181,9 @@ _TAKES_EFFECT: Final = {
     "restarts share_gpus min_free_disk_gib",
     "student": "trust_remote_code urls host port devices gpus env replicas dtype engine_args "
     "mirror_folder staging_bytes",
-    "teachers.*": "trust_remote_code urls host port devices gpus env engine engine_url replicas dtype device "
-    "attention max_length batch_tokens head_chunk queue_tokens keep_memory_gib keep_disk_gib keep_folder "
-    "wire_dtype engine_args threads idle_unload_seconds",
+    "teachers.*": "trust_remote_code urls host port devices gpus env engine engine_url generate_url replicas "
+    "dtype device attention max_length batch_tokens head_chunk queue_tokens keep_memory_gib keep_disk_gib "
+    "keep_folder wire_dtype engine_args threads idle_unload_seconds",
     "environments.*": "urls host port devices gpus env python processes max_episodes call_timeout_seconds "
     "episode_timeout_seconds threads",
     "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
@@ -283,6 +283,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def decide(path: tuple[str, ...]) -> str:
     """What a resume does with a change of the key at `path`: one of DECISIONS."""
+    path = ("prompts", *path[3:]) if path[:2] == ("prompts", "parts") else path  # a part is a source too
     parts = [*path[:1], "*", *path[2:]] if path[0] in ("teachers", "environments") else [*path]
     keys = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next(

@@ -83,6 +83,12 @@ def test_the_decisions_are_about_keys_of_the_configuration() -> None:
         (("content", "deepspeed", "optimizer", "type"), "refused: weights and optimizer"),
         (("run", "new_key"), "refused: the journal's rollouts"),
         (("guard", "max_grad_norm"), "takes effect"),
+        (("teachers", "big", "generate_url"), "takes effect"),
+        (("prompts", "parts", "maths", "path"), "same content"),
+        (("prompts", "parts", "maths", "pass_threshold"), "takes effect"),
+        (("prompts", "parts", "maths", "reward_fn"), "refused: rewards in the journal"),
+        (("prompts", "parts", "maths"), "refused: rewards in the journal"),
+        (("prompts", "weights", "maths"), "refused: rewards in the journal"),
     ],
 )
 def test_the_nearest_key_decides_and_a_key_that_is_not_listed_is_refused(
