@@ -379,9 +379,13 @@ def first_error(path: Path, begin: int) -> str | None:
 
 
 def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
-    """The last lines of a log, without blank ones; empty when there is no file."""
-    begin = path.stat().st_size - _LAST_BYTES if path.exists() else 0
-    return [line.rstrip() for line in _text(path, max(0, begin)).splitlines() if line.strip()][-count:]
+    """The last lines of a log, without blank ones, as far as _MOST_LOG bytes hold them; empty: no file."""
+    size = path.stat().st_size if path.exists() else 0
+    most, taken, lines = min(size, _MOST_LOG), 0, list[str]()
+    while taken < most and len(lines) <= count:  # one more: the first may be a part
+        taken = min(most, 4 * taken or _LAST_BYTES)
+        lines = [line.rstrip() for line in _text(path, size - taken).splitlines() if line.strip()]
+    return lines[-count:]
 
 
 def _text(path: Path, begin: int) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from distill.cli.logs import role_lines
 from distill.cli.main import main
+from distill.launch.supervise import last_lines
 
 
 def test_lines_of_all_roles_or_of_one_stand_behind_the_roles_name(
@@ -28,6 +29,15 @@ def test_lines_of_all_roles_or_of_one_stand_behind_the_roles_name(
         main(["logs", str(tmp_path), "teacher"])
     said = " ".join(capsys.readouterr().err.split())
     assert said.endswith("logs holds no log of teacher: roles with a log are student-0, trainer")
+
+
+def test_as_many_lines_as_are_asked_for_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.log"
+    path.write_text("".join(f"{number} {'x' * 100}\n\n" for number in range(3000)))
+    for count in (1, 150, 2999, 3000, 5000):
+        numbers = [int(line.split()[0]) for line in last_lines(path, count)]
+        assert numbers == [*range(3000)][-count:]
+    assert last_lines(tmp_path / "none.log") == []
 
 
 def test_whole_lines_follow_and_those_of_a_role_that_starts_later(tmp_path: Path) -> None:
