@@ -6,6 +6,7 @@ DeepSpeed's configuration are compared themselves (`content`), wherever they com
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -161,10 +162,15 @@ def _take_lock(path: Path) -> IO[str]:
     lock = path.open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         lock.seek(0)
         holder = lock.read().strip() or "unknown"
         lock.close()
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise ConfigError(
+                f"run folder {path.parent} cannot be locked ({error.strerror}): mount its file system with "
+                "locks, as Lustre's option flock does, or set run.folder to a folder on another"
+            ) from None
         raise ConfigError(
             f"run folder {path.parent} is in use by process {holder}: wait for it, or choose another run.name"
         ) from None

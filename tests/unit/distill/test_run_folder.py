@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -45,6 +46,16 @@ def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process(
     with RunFolder.open(config(tmp_path), resume=False), refused:
         RunFolder.open(config(tmp_path), resume=False)
     RunFolder.open(config(tmp_path), resume=False).close()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("distill.launch.run_folder.fcntl.flock", flock)
+    said = r"x cannot be locked \(Function not implemented\): mount .* with locks.* or set run\.folder"
+    with pytest.raises(ConfigError, match=said):
+        RunFolder.open(config(tmp_path), resume=False)
 
 
 def test_a_folder_with_a_run_is_only_entered_to_resume_it(tmp_path: Path) -> None:
