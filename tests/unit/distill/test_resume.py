@@ -16,6 +16,7 @@ from distill.config import RunConfig
 from distill.config.loading import load_run_dir, merge, validate
 from distill.launch.run import run
 from distill.launch.run_folder import DECISIONS, RunFolder, compare, content, decide
+from distill.metrics.results import read_summary
 from distill.prompts.sources import TableSource, split_table
 from distill.prompts.stream import Prompt
 from sync.errors import ConfigError
@@ -200,8 +201,18 @@ def test_every_configuration_of_a_run_is_kept(tmp_path: Path) -> None:
     assert {(tmp_path / "x" / name).stat().st_mode & 0o777 for name in names} == {0o600}
 
 
+def test_a_resumed_run_has_no_summary_until_it_ends_again(tmp_path: Path) -> None:
+    test_every_configuration_of_a_run_is_kept(tmp_path)
+    (tmp_path / "x/summary.json").write_text('{"steps": 3}')
+    given = {"prompts": "a", "held_out": None, "deepspeed": {}}
+    with RunFolder.open(config(tmp_path), resume=True) as folder:
+        folder.keep(config(tmp_path), given)
+    assert read_summary(tmp_path / "x") == {}
+
+
 def test_a_refused_resume_leaves_the_record_as_it_is(tmp_path: Path) -> None:
     test_every_configuration_of_a_run_is_kept(tmp_path)
+    (tmp_path / "x/summary.json").write_text('{"steps": 3}')
     before = (tmp_path / "x/config.json").read_text()
     other = config(tmp_path, student={"path": "other"})
     given = {"prompts": "a", "held_out": None, "deepspeed": {}}
@@ -209,6 +220,7 @@ def test_a_refused_resume_leaves_the_record_as_it_is(tmp_path: Path) -> None:
         folder.keep(other, given)
     assert (tmp_path / "x/config.json").read_text() == before
     assert not (tmp_path / "x/config.2.json").exists()
+    assert read_summary(tmp_path / "x") == {"steps": 3}
 
 
 def test_held_out_prompts_are_compared_across_a_resume_without_them(tmp_path: Path) -> None:
