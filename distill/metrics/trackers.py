@@ -219,12 +219,23 @@ class TensorBoard:
 
 def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
     """The configured mode, but offline (with a warning) when online is asked for without an API key."""
-    netrc = Path("~/.netrc").expanduser()
-    has_key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text())
-    if config.tracking.wandb == "online" and not has_key:
+    if config.tracking.wandb == "online" and not os.environ.get("WANDB_API_KEY") and not _has_login():
         log.warning('tracking.wandb is "online" and there is no WANDB_API_KEY: recording offline instead')
         return "offline"
     return config.tracking.wandb
+
+
+def _has_login() -> bool:
+    """Whether a netrc file has a key for wandb's server; wandb itself refuses a malformed one."""
+    import wandb
+    from wandb.sdk.lib.wbauth import read_netrc_auth
+
+    try:
+        return read_netrc_auth(host=wandb.setup().settings.base_url) is not None
+    except wandb.errors.AuthenticationError:
+        return True
+    except UnicodeDecodeError:
+        return False
 
 
 def log_all(sinks: Sequence[Sink], version: Version, figures: Mapping[str, Any]) -> None:

@@ -215,6 +215,33 @@ def test_a_key_that_wandb_refuses_is_the_users_to_correct(run: Any, monkeypatch:
         Wandb(run, RunIdentity(run.run.name, "0123abcd"))
 
 
+@pytest.mark.parametrize(
+    ("file", "machine", "key", "mode"),
+    [
+        (".netrc", "models.acme.test", "0" * 40, "online"),
+        ("_netrc", "models.acme.test", "0" * 40, "online"),
+        ("elsewhere", "models.acme.test", "0" * 40, "online"),
+        (".netrc", "models.acme.test", "malformed", "online"),
+        (".netrc", "wandb.other.test", "0" * 40, "offline"),
+        (".netrc", "\udcff", "0" * 40, "offline"),
+        ("none", "models.acme.test", "0" * 40, "offline"),
+    ],
+)
+def test_a_key_is_looked_for_where_wandb_keeps_it(
+    file: str, machine: str, key: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SimpleNamespace(base_url="https://models.acme.test")
+    monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if file == "elsewhere":
+        monkeypatch.setenv("NETRC", "~/elsewhere")
+    text = f"machine {machine}\n  login user\n  password {key}\n"
+    (tmp_path / file).write_bytes(text.encode(errors="surrogateescape"))
+    assert trackers.wandb_mode(make_config(tracking={"wandb": "online"})) == mode
+
+
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
 def test_an_overview_of_a_project_has_a_curve_for_each_figure(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
