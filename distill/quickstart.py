@@ -15,7 +15,7 @@ from rich.console import Console
 
 from distill.config import RunConfig
 from distill.config.loading import load
-from distill.launch.run_folder import RunFolder
+from distill.launch.run_folder import RunFolder, holds_run
 from distill.tasks import Models
 from sync.errors import DistillError
 
@@ -95,7 +95,7 @@ def make_models(folder: Path, seed: int, task: Task = "sort_letters") -> Models:
 def make_room(config: RunConfig) -> None:
     """Rename an earlier quickstart's folder, so that the command can be repeated."""
     folder = config.run_dir
-    if not (folder / "journal").is_dir():
+    if not holds_run(folder):
         return
     with RunFolder.open(config, resume=True):  # raises when it is in use
         pass

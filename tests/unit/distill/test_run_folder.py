@@ -17,6 +17,7 @@ from distill.evaluation.service import keep_best
 from distill.launch.roles import Ports
 from distill.launch.run_folder import RunFolder, write_role
 from distill.preflight_checks.machine import check_disk
+from distill.quickstart import make_room
 from student_trainer.checkpoint_files import latest, saved
 from sync.errors import ConfigError
 from sync.secrets import HIDDEN
@@ -64,6 +65,16 @@ def test_a_folder_with_a_run_is_only_entered_to_resume_it(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="go on with --resume"):
         RunFolder.open(config(tmp_path), resume=False)
     RunFolder.open(config(tmp_path), resume=True).close()
+
+
+def test_an_earlier_quickstart_makes_room_unless_it_never_began(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    (tmp_path / "x" / "journal").mkdir(parents=True)
+    make_room(settings)
+    assert (tmp_path / "x").is_dir()
+    (tmp_path / "x" / "journal" / "0").write_text("x")
+    make_room(settings)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.1"]
 
 
 def test_there_is_nothing_to_resume_in_a_new_folder_and_none_is_made(tmp_path: Path) -> None:
