@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distill.cli.options import RunDir, working
+from sync.errors import DataError
 
 RESET, QUIT = "/reset", "/quit"
 
@@ -51,13 +52,17 @@ def chat(
 
 
 def _prompts() -> Iterator[str]:
-    """Lines of stdin that are not empty, without surrounding space."""
+    """Lines of stdin that are not empty, without surrounding space. Raises DataError for bytes."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  # keys and history of `input`
     lines = iter(lambda: input("> "), None) if sys.stdin.isatty() else sys.stdin
-    with suppress(EOFError):
+    try:
         yield from (text for line in lines if (text := line.strip()))
+    except EOFError:
+        return
+    except UnicodeDecodeError as error:
+        raise DataError(f"stdin holds bytes that are not {error.encoding}: convert its prompts") from None
 
 
 def _columns(prompt: str, answers: Mapping[str, str]) -> Table:

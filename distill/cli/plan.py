@@ -101,10 +101,13 @@ def _asked(given: Mapping[str, str | float | None]) -> dict[str, str | float]:
             f"distill init needs {', '.join(missing)}: give them, or run it on a terminal, where it asks"
         )
     kinds: dict[str, type] = {"--gpus": int, "--gpu-gib": float}
+    least = {"--gpus": 0, "--gpu-gib": 1}
     answers: dict[str, str | float] = {}
     for name, value in given.items():
         if name == "--gpu-gib" and answers["--gpus"] == 0:
             continue
         asked = typer.prompt(name.removeprefix("--"), type=kinds.get(name, str)) if value is None else value
+        if name in least and float(asked) < least[name]:
+            raise ConfigError(f"{name} {asked} is too little: give {least[name]} or more")
         answers[name] = asked
     return answers

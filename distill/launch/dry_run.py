@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from distill.config import RunConfig
@@ -52,8 +53,9 @@ def _shown(child: ChildSpec, written: str, real: str) -> dict[str, Any]:
 def _masked(name: str, value: str) -> str:
     if name == secrets.VARIABLE:
         return secrets.HIDDEN
-    if value.startswith("{"):  # settings as JSON
-        value = json.dumps(secrets.hide(json.loads(value)))
+    if value.startswith("{"):  # settings as JSON, or the user's own
+        with suppress(ValueError):
+            value = json.dumps(secrets.hide(json.loads(value)))
     return secrets.redact(str(secrets.hide({"env": {name: value}})["env"][name]))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import pytest
 from small_config import make_config
 
+from distill.cli.chat import _prompts
 from distill.config.prompts import TaskPrompts
 from distill.launch.chat import Conversations, _served_here, _student
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
-from sync.errors import ConfigError, Unreachable
+from sync.errors import ConfigError, DataError, Unreachable
 from sync.wire import ScoreRefused, TeacherCompletion, TeacherPrompt, pack, unpack
 from teacher_service.config import TeacherConfig
 
@@ -95,3 +98,9 @@ def test_an_adapter_is_merged_into_the_student_and_a_missing_model_is_refused(tm
     served = _student(config, run, "final", tmp_path / "work")
     assert (served.path, served.dtype) == (str(tmp_path / "work"), "float32")
     assert {one.name for one in Path(served.path).iterdir()} >= {"model.safetensors", "tokenizer.json"}
+
+
+def test_prompts_that_are_no_text_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    with pytest.raises(DataError, match=r"stdin holds bytes that are not utf-8: convert its prompts"):
+        list(_prompts())

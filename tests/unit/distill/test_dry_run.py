@@ -10,6 +10,7 @@ import pytest
 
 from distill.cli.main import main
 from distill.launch import supervise
+from distill.launch.dry_run import _masked
 from sync.address import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +62,14 @@ def test_configuration_and_commands_are_printed_and_nothing_is_started(
     for secret in SECRETS:
         assert secret not in shown
         assert secret not in figures.read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("{host}:%p", "{host}:%p"), ('{"api_token": "abc"}', '{"api_token": "(hidden)"}'), ("{", "{")],
+)
+def test_a_variable_need_not_be_json(value: str, shown: str) -> None:
+    assert _masked("FORMAT", value) == shown
 
 
 def test_on_a_cluster_the_commands_are_those_of_its_machines(

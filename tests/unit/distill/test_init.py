@@ -126,6 +126,17 @@ def test_the_command_asks_on_a_terminal_alone_and_overwrites_nothing(
     assert (tmp_path / "run.toml").read_text() == before
 
 
+def test_a_number_of_gpus_below_none_is_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "gpus", dict)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(typer, "prompt", lambda name, type: {"gpus": -1}[name])
+    words = ["init", str(tmp_path / "run.toml"), "--teacher", model, "--student", model, "--prompts", ROWS]
+    assert left(words) == 2
+    assert "--gpus -1 is too little: give 0 or more" in capsys.readouterr().err
+
+
 def left(words: list[str]) -> object:
     """Exit status of a command."""
     with pytest.raises(SystemExit) as leaving:
