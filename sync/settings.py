@@ -33,7 +33,7 @@ class ModelSource(Settings):
     path: str
     """A local folder, or a Hugging Face Hub id."""
     revision: str | None = None
-    """Commit, tag or branch on the Hub; the commit it resolved to is recorded with the run."""
+    """Commit, tag or branch on the Hub; None: its main branch."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     chat_template: str | None = None

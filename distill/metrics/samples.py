@@ -163,7 +163,7 @@ class Decoder:
     """Token ids of a run as text, by the student's tokenizer."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises DataError for a folder that is no run, ConfigError without a tokenizer."""
+        """Raises ConfigError for a folder that is no run, and without a tokenizer."""
         self._tokenizer = load_tokenizer(load_run_dir(run_dir).student)
 
     def text(self, tokens: Iterable[int]) -> str:
