@@ -67,7 +67,7 @@ def typed(kinds: Sequence[Any], table: Any) -> Any:
     """
     tags = {tag: kind for kind in kinds for tag in get_args(kind.model_fields["type"].annotation)}
     given = table.get("type") if isinstance(table, dict) else None
-    if "own" not in tags or given in tags or not isinstance(given, str):
+    if "own" not in tags or not isinstance(given, str) or given in tags:
         return table
     name = registered(given, tags["own"].group)
     return {**table, "type": "own", "name": name} if is_own(name) else table

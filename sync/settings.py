@@ -8,7 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
 from sync import secrets
 from sync.address import Host, Url
@@ -59,6 +67,29 @@ class Placement(Settings):
 
 
 S = TypeVar("S", bound=Settings)
+_COUNTED: Final = {
+    "tensor-parallel-size": int,
+    "pipeline-parallel-size": int,
+    "max-num-seqs": int,
+    "gpu-memory-utilization": float,
+}
+"""Arguments of vLLM that memory, GPUs and seconds are computed from."""
+
+
+def _counted(arguments: dict[str, Any]) -> dict[str, Any]:
+    for name, value in arguments.items():
+        number = _COUNTED.get(name.lstrip("-").replace("_", "-"))
+        try:
+            fits = number is None or number(str(value)) > 0
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"{name} = {value!r}: write a number above 0, which GPUs are counted with")
+    return arguments
+
+
+EngineArgs = Annotated[dict[str, Any], AfterValidator(_counted)]
+"""Arguments of vLLM by name."""
 
 
 def read_settings(kind: type[S], path: Path) -> S:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from sync.address import Url
 from sync.own_code import OWN, is_own, registered
-from sync.settings import ModelSource, Placement
+from sync.settings import EngineArgs, ModelSource, Placement
 
 
 def _known_engine(name: str) -> str:
@@ -59,7 +59,7 @@ class TeacherConfig(ModelSource, Placement):
     """Folder for them, emptied at the start; None: `scores/` in the run's folder."""
     wire_dtype: Literal["float16", "float32"] = "float16"
     """Precision of top-k and gathered log-probabilities on the wire."""
-    engine_args: dict[str, Any] = {}
+    engine_args: EngineArgs = {}
     """Any argument of vLLM's engine, for engine "vllm": {tensor_parallel_size = 4}. An engine of your own
     reads what it likes."""
     threads: int | None = Field(None, ge=1)

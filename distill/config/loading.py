@@ -7,6 +7,7 @@ import json
 import logging
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin
 
@@ -16,7 +17,7 @@ from pydantic_core import ErrorDetails
 from distill.config import RunConfig
 from sync import secrets
 from sync.errors import ConfigError
-from sync.own_code import typed
+from sync.own_code import OWN, typed
 from sync.settings import ModelSource, Settings
 
 S = TypeVar("S", bound=Settings)
@@ -189,10 +190,14 @@ def sections(annotation: Any) -> list[type[Settings]]:
 def _explain(detail: ErrorDetails) -> str:
     """One problem: the key as it stands in the file, the value, and the rule."""
     *place, last = map(str, detail["loc"] or ("",))
-    keys, section = _walk(place)
+    keys, kinds = _walk(place)
     key = ".".join([*keys, last])
-    if detail["type"] == "extra_forbidden" and section:
-        return f"{key} is not a known key: {_nearest(last, section)}"
+    if detail["type"] == "extra_forbidden" and len(kinds) == 1:
+        return f"{key} is not a known key: {_nearest(last, kinds[0])}"
+    if detail["type"] == "union_tag_not_found":
+        tags = [get_args(kind.model_fields["type"].annotation) for kind in _walk([*place, last])[1]]
+        types = ", ".join(OWN if tag == "own" else tag for tag in chain.from_iterable(tags))
+        return f"{key}.type is missing: set it too, to one of {types}"
     if detail["type"] == "missing":
         return f"{key} is missing: it has no default"
     given = repr(secrets.hide(detail["input"], "" if secrets.FREE_FORM.isdisjoint(place) else last))
@@ -209,8 +214,9 @@ def _nearest(key: str, section: type[Settings]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known here are {', '.join(known)}"
 
 
-def _walk(place: Sequence[str]) -> tuple[list[str], type[Settings] | None]:
-    """The keys of a pydantic location, without its tags of unions, and the section that they lead to."""
+def _walk(place: Sequence[str]) -> tuple[list[str], list[type[Settings]]]:
+    """The keys of a pydantic location, without its tags of unions, and what section they lead to: several of
+    a union without its tag, none for a plain value or a table of sections by name."""
     here: list[type[Settings]] = [RunConfig]
     keys: list[str] = []
     named = False
@@ -225,7 +231,7 @@ def _walk(place: Sequence[str]) -> tuple[list[str], type[Settings] | None]:
         field = here[0].model_fields.get(part) if here else None
         annotation = field.annotation if field else None
         here, named = sections(annotation), get_origin(annotation) is dict
-    return keys, here[0] if len(here) == 1 and not named else None
+    return keys, [] if named else here
 
 
 def _absolute(settings: S) -> S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,27 @@ def test_an_unknown_key_like_no_other_is_answered_with_those_that_are_known() ->
         ("teachers.t.engine_url=h:1", "teachers.t.engine_url = 'h:1': not a server's URL: write http://host"),
         ("controller.url=h:1", "controller.url = 'h:1': not a server's URL: write http://host:port"),
         ("student.devices=3", "student.devices = 3: input should be a valid list"),
+        ('objective.type=["topk"]', "objective = {'type': ['topk']}: input tag '['topk']' found"),
+        ('weights.store.type=["xet"]', "weights.store = {'type': ['xet']}: input tag '['xet']' found"),
+        ('student.engine_args={tensor-parallel-size="two"}', "tensor-parallel-size = 'two': write a number"),
+        ("student.engine_args={pipeline-parallel-size=0}", "pipeline-parallel-size = 0: write a number"),
+        ('teachers.t.engine_args={gpu_memory_utilization="high"}', "gpu_memory_utilization = 'high'"),
     ],
 )
 def test_a_wrong_value_is_shown_with_its_rule(override: str, expected: str) -> None:
     assert expected in problem(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "types"),
+    [
+        ("weights.store.path=x", 'weights.store.type is missing: .* one of directory, xet, .*, "p'),
+        ("buffer.late.seconds=5", "buffer.late.type is missing: set it too, .* drop, wait, freshness$"),
+        ('prompts={type="mixture",parts={a={path="x"}}}', "prompts.parts.a.type is missing: set it too"),
+    ],
+)
+def test_a_section_without_its_type_is_told_the_types(override: str, types: str) -> None:
+    assert re.search(types, problem(override))
 
 
 def test_a_url_of_several_is_named_by_its_place() -> None:
