@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any, Final
 
 from student_trainer.teacher_scores import TeacherScores
@@ -116,6 +117,16 @@ class ControllerClient:
             self._sent = [future for future in self._sent if not future.done()]
             call = self._peer.call
             self._sent.append(self._thread.submit(call, "/v1/event", event, wire.Ok, _EVENT_SECONDS))
+
+    def confirm(self, version: wire.Version) -> None:
+        """Return once the controller has the earlier events and still wants this start, or is silent.
+
+        Raises RemoteError for a start that was sent away, as a rollback does.
+        """
+        beat, call = wire.Heartbeat(version=version, rank=self._rank), self._peer.call
+        answer = self._thread.submit(call, "/v1/event", beat, wire.Ok, FINAL_REPORT_SECONDS)
+        with suppress(Unreachable, Overloaded, TimeoutError):
+            answer.result(FINAL_REPORT_SECONDS)
 
     def audience(self, published: wire.Published) -> wire.Audience:
         """Announce a broadcast and learn who will receive it. Raises Unreachable."""

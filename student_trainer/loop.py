@@ -275,9 +275,15 @@ def checkpoint_due(trainer: Trainer) -> bool:
 
 
 def checkpoint(trainer: Trainer) -> None:
-    """Save the trainer's state, unless that is done already, and report it. Collective."""
+    """Save the trainer's state, unless that is done already, and report it. Collective.
+
+    Raises RemoteError on rank 0, and saves nothing, when the run was rolled back meanwhile: the oldest
+    checkpoint, which a newer one pushes out, may be where the next trainer begins.
+    """
     if trainer.saved == trainer.version:
         return
+    if trainer.ranks.rank == 0:
+        trainer.client.confirm(trainer.version)
     path = trainer.learner.save()
     trainer.saved, trainer.saved_at = trainer.version, time.monotonic()
     if trainer.ranks.rank == 0:

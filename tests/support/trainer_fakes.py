@@ -35,6 +35,9 @@ class RecordedClient:
     def report(self, event: Message) -> None:
         self.reported.append(event)
 
+    def confirm(self, version: Version) -> None:
+        """Nobody was rolled back."""
+
     def audience(self, published: Published) -> Audience:
         self.reported.append(published)
         return Audience(group="", world_size=1)

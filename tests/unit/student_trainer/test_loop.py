@@ -18,14 +18,15 @@ from student_trainer.__main__ import _exit_code as exit_code
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.ledger import Ledger, read
-from student_trainer.loop import Outcome, Trainer, checkpoint_due, finish, train
+from student_trainer.loop import Outcome, Trainer, checkpoint, checkpoint_due, finish, train
 from student_trainer.ranks import Ranks
 from student_trainer.transports import Publishing, SnapshotTransport
-from sync.errors import DataError, StoreError, Unreachable
+from sync.errors import DataError, RemoteError, StoreError, Unreachable
 from sync.snapshots.admin import Collected, Odd
 from sync.wire import (
     CheckpointSaved,
     FinalDigests,
+    Heartbeat,
     Message,
     Ok,
     Published,
@@ -174,6 +175,19 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     assert isinstance(story.client.reported[-1], CheckpointSaved)
 
 
+def test_a_trainer_that_was_rolled_back_saves_no_checkpoint(tmp_path: Path) -> None:
+    """It would push out the oldest one, where the next trainer may begin."""
+    story = Story(tmp_path, [batch(0), batch(1)])
+
+    def confirm(version: Version) -> None:
+        raise RemoteError(f"{version} is not of the current lineage")
+
+    story.client.confirm = confirm  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="not of the current lineage"):
+        checkpoint(story.trainer)
+    assert story.lines == []
+
+
 def test_a_batch_for_other_weights_is_refused(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)])
     story.client.poll = lambda version: batch(7)  # type: ignore[method-assign]
@@ -279,6 +293,20 @@ def test_events_arrive_in_order_and_a_lost_one_is_raised() -> None:
     with pytest.raises(Unreachable, match="gone"):
         controller.close()
     assert [body for _, body in peer.asked] == events
+
+
+def test_a_start_is_confirmed_behind_its_events_and_by_a_silent_controller_too() -> None:
+    event = StepReport(version=Version(0, 3), metrics={}, seconds={})
+    answers = [Ok(), Ok(), Unreachable("gone"), RemoteError("rolled back")]
+    peer = FakePeer(answers)
+    controller = ControllerClient(peer)  # type: ignore[arg-type]
+    controller.report(event)
+    controller.confirm(Version(0, 4))
+    assert [body for _, body in peer.asked] == [event, Heartbeat(version=Version(0, 4), rank=0)]
+    controller.confirm(Version(0, 4))
+    with pytest.raises(RemoteError, match="rolled back"):
+        controller.confirm(Version(0, 4))
+    controller.close()
 
 
 def test_a_stopped_trainer_does_not_wait_for_a_controller_that_is_gone() -> None:
