@@ -16,7 +16,6 @@ from distill.metrics.card import FOLDER, write_card
 from distill.metrics.results import read_summary
 from sync.errors import ConfigError, RemoteError, SnapshotError, StoreError
 from sync.own_code import use_folder
-from sync.settings import DirectoryStoreConfig, XetStoreConfig
 from sync.snapshots import admin
 from sync.snapshots.manifest import read_latest, read_manifest
 from sync.stores import Store, open_store
@@ -34,9 +33,7 @@ def check_store(config: RunConfig) -> None:
 
     Raises StoreError with the store, what it refused and the remedy.
     """
-    given = config.weights.store
-    own = isinstance(given, (DirectoryStoreConfig, XetStoreConfig)) and given.path is None
-    if own or not config.uses_store:
+    if config.weights.store_in_run_folder or not config.uses_store:
         return
     store, key, tried = store_of(config, config.run_dir), f"preflight/{uuid4().hex}", uuid4().bytes
     store.create(key, tried)

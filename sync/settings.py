@@ -187,6 +187,11 @@ class WeightsConfig(Settings):
     timeout_seconds: float = Field(300.0, gt=0)
     """A transfer that takes longer has failed; a replica has as long to show its weights at a run's end."""
 
+    @property
+    def store_in_run_folder(self) -> bool:
+        """Whether snapshots are kept in the run's folder."""
+        return isinstance(self.store, DirectoryStoreConfig | XetStoreConfig) and self.store.path is None
+
 
 # --- a replica ------------------------------------------------------------------------------------------
 

@@ -19,10 +19,9 @@ from distill.planning.hardware import CPU, Device
 from distill.planning.roles import REPLICAS, TRAINER, Role, find_roles, gpus
 from distill.planning.stages import Generation, Shape, delta_share, most_in_flight, shape_of, train_factor
 from distill.preflight_checks.devices import ITEM, VLLM_SHARE, WORKSPACE, Use
-from distill.preflight_checks.machine import DAY, GIB, bytes_per_token
+from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes
 from distill.preflight_checks.objective import precision
 from distill.prompts.sources import student_limit, text_config
-from student_trainer.deepspeed_json import deepspeed_config
 
 ASSUMED_PROMPT: Final = 512
 """Tokens of a prompt, where prompts.max_prompt_tokens does not bound them."""
@@ -241,30 +240,8 @@ def version_bytes(
 ) -> tuple[float, float | None]:
     """(full, delta) bytes of a version as published; adapters are sent whole. `measured`: delta over full."""
     trainer, weights = config.trainer, config.weights
-    if trainer.lora is not None:
-        return adapter_bytes(config), None
-    item = 2 if deepspeed_config(trainer).get("bf16", {}).get("enabled") else 4
-    full = float(item * parameters)
-    if weights.transport == "broadcast":
+    full = full_bytes(config, parameters)
+    if trainer.lora is not None or weights.transport == "broadcast":
         return full, None
     share = measured or delta_share(trainer.lr, weights.codec, weights.publish_every)
     return full, share * full
-
-
-def adapter_bytes(config: RunConfig) -> float:
-    """2 bytes x rank x (in + out) of every linear layer with an adapter; the head has none."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    assert config.trainer.lora is not None, "a run with adapters"
-    targets, rank = config.trainer.lora.target_modules, config.trainer.lora.rank
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text_config(config.student))
-    layers = [
-        layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear)
-        and layer is not model.get_output_embeddings()
-        and (targets == "all-linear" or name.rpartition(".")[2] in targets)
-    ]
-    return float(2 * rank * sum(layer.in_features + layer.out_features for layer in layers))

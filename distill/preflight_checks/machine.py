@@ -1,6 +1,6 @@
 """Whether this machine can run a configuration: processor, and disk at once and over time.
 
-at once        checkpoints, published versions, mirrors, what training leaves: `fixed`
+at once        in the run's folder checkpoints, published versions, mirrors, what training leaves: `fixed`
                journal since the oldest kept checkpoint
 with time      stubs of rollouts, ledger, metrics: SLOPE bytes per rollout, and nothing else
 """
@@ -13,12 +13,13 @@ import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from distill.config import RunConfig
 from distill.preflight_checks.experts import routing_of
 from distill.prompts.sources import text_config
-from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.config import LoRAConfig, TrainerSettings
+from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.objectives.config import needs, student_topk
 from sync.errors import ConfigError
 from sync.settings import ModelSource
@@ -90,17 +91,48 @@ class DiskNeeds:
 def estimate(config: RunConfig) -> DiskNeeds:
     """Raises ConfigError for an unreadable model."""
     parameters, trainer, weights = count_parameters(config.student), config.trainer, config.weights
-    item = 2 if deepspeed_config(trainer).get("bf16", {}).get("enabled") else 4
-    model = item * parameters
+    model = published_item(trainer) * parameters
     saved = model + (0 if trainer.lora else 12 * parameters)  # fp32 master and two moments
-    local_replicas = 0 if config.student.urls else config.student.replicas
-    evaluation = config.evaluation
-    others = 0 if evaluation is None else 1 + (evaluation.replica is not None)
-    mirrors = 2 * (local_replicas + others) if config.student.mirror_folder is None else 0
-    deltas = weights.anchor_share if weights.transport == "snapshot" else 0
-    store = (weights.keep_anchors + 1) * (1 + deltas) if config.uses_store else 0
-    fixed = (trainer.keep_checkpoints + 1) * saved + (store + mirrors + 2) * model
+    mirrors = 2 * _subscribers(config) if config.student.mirror_folder is None else 0
+    deltas = weights.anchor_share if weights.transport == "snapshot" and trainer.lora is None else 0
+    kept_here = config.uses_store and weights.store_in_run_folder
+    store = (weights.keep_anchors + 1) * (1 + deltas) if kept_here else 0
+    fixed = (trainer.keep_checkpoints + 1) * saved + (store + mirrors + 2) * full_bytes(config, parameters)
     return DiskNeeds(saved, int(fixed), bytes_per_token(config))
+
+
+def _subscribers(config: RunConfig) -> int:
+    """Processes started by the run that follow its versions, each in a mirror of its own."""
+    following = [f"teachers.{name}" for name, one in config.teachers.items() if one.follow_student_every]
+    names = config.processes()
+    sections = ("student", "evaluation.placement", "evaluation.replica", *following)
+    return sum(len(names.get(section, ())) for section in sections)
+
+
+def published_item(trainer: TrainerSettings) -> int:
+    """Bytes of a trained weight, as it is published."""
+    return 2 if in_bf16(deepspeed_config(trainer)) else 4
+
+
+def full_bytes(config: RunConfig, parameters: float) -> float:
+    """Bytes of a version that is sent whole: the student with `parameters`, or its adapters alone."""
+    lora = config.trainer.lora
+    sent = parameters if lora is None else _adapter_parameters(config.student, lora)
+    return published_item(config.trainer) * sent
+
+
+def _adapter_parameters(student: ModelSource, lora: LoRAConfig) -> int:
+    """rank x (in + out) of every linear layer with an adapter; the head has none."""
+    import torch
+
+    model, targets = _on_meta(student), lora.target_modules
+    return sum(
+        lora.rank * (layer.in_features + layer.out_features)
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+        and layer is not model.get_output_embeddings()
+        and (targets == "all-linear" or name.rpartition(".")[2] in targets)
+    )
 
 
 def count_parameters(source: ModelSource) -> int:
@@ -109,12 +141,16 @@ def count_parameters(source: ModelSource) -> int:
     if any(folder.glob("*.safetensors")):
         places = checkpoint.tensors(folder).values()
         return sum(place.nbytes // checkpoint.BITS[place.kind].itemsize for place in places)
+    return sum(parameter.numel() for parameter in _on_meta(source).parameters())
+
+
+def _on_meta(source: ModelSource) -> Any:
+    """The model of a config, without its weights. Raises ConfigError for an unreadable one."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text_config(source))
-    return sum(parameter.numel() for parameter in model.parameters())
+        return AutoModelForCausalLM.from_config(text_config(source))
 
 
 def bulk_bytes(config: RunConfig) -> int:

@@ -60,6 +60,41 @@ def test_what_is_needed_at_once_is_checkpoints_versions_and_mirrors(model: Path,
     assert found.fixed == 3 * checkpoint + (store + mirrors + anchor_and_final) * model_bytes
 
 
+def published(model: Path, config: Any, **sections: Any) -> float:
+    """Of what is needed at once, versions and mirrors: bytes."""
+    found = disk.estimate(configured(model, config, **sections))
+    return found.fixed - 3 * found.checkpoint
+
+
+def test_with_lora_versions_and_mirrors_are_adapters(model: Path, config: Any) -> None:
+    width, inner = WIDTH, 11008  # of transformers' default Llama, of 32 layers
+    adapters = 2 * 4 * 32 * (4 * (width + width) + 3 * (width + inner))
+    store, mirrors, anchor_and_final = 3, 2 * (3 + 1), 2
+    lora = {"lora": {"rank": 4}}
+    assert published(model, config, trainer=lora) == (store + mirrors + anchor_and_final) * adapters
+    assert disk.estimate(configured(model, config, trainer=lora)).checkpoint == 2 * PARAMETERS
+
+
+@pytest.mark.parametrize(
+    "store",
+    [{"type": "bucket", "bucket": "a/b"}, {"type": "directory", "path": "/a"}, {"type": "xet", "path": "/a"}],
+)
+def test_versions_outside_of_the_run_s_folder_take_none_of_its_disk(
+    model: Path, config: Any, store: dict[str, str]
+) -> None:
+    mirrors, anchor_and_final = 2 * (3 + 1), 2
+    assert published(model, config, weights={"store": store}) == (mirrors + anchor_and_final) * 2 * PARAMETERS
+
+
+def test_each_process_of_the_run_that_follows_the_weights_has_a_mirror(model: Path, config: Any) -> None:
+    few = published(model, config, evaluation={"placement": {"urls": ["http://there:1"]}})
+    teacher = {"path": str(model), "follow_student_every": 1, "replicas": 2}
+    more = {"teachers": {"t": teacher}, "objective": {"type": "topk"}, "evaluation": {"replica": {}}}
+    many = published(model, config, **more)
+    replica_evaluator_teachers = 1 + 1 + 2
+    assert many - few == 2 * replica_evaluator_teachers * 2 * PARAMETERS
+
+
 def test_a_disk_that_is_too_small_is_refused(
     model: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
