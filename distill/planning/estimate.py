@@ -18,9 +18,8 @@ from distill.config.prompts import EnvironmentPrompts
 from distill.planning.hardware import CPU, Device
 from distill.planning.roles import REPLICAS, TRAINER, Role, find_roles, gpus
 from distill.planning.stages import Generation, Shape, delta_share, most_in_flight, shape_of, train_factor
-from distill.preflight_checks.devices import ITEM, VLLM_SHARE, WORKSPACE, Use
-from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes
-from distill.preflight_checks.objective import precision
+from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
+from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, item_bytes
 from distill.prompts.sources import student_limit, text_config
 
 ASSUMED_PROMPT: Final = 512
@@ -191,7 +190,7 @@ def plan(
 def _generation(config: RunConfig, device: Device, role: Role, shape: Shape, lengths: Lengths) -> Generation:
     student, rollout = config.student, config.rollout
     flags, devices = student.flags(), role.devices / role.processes
-    item = ITEM[precision(text_config(student), student.dtype)]
+    item = item_bytes(text_config(student), student.dtype)
     context = lengths.prompt + lengths.completion / 2
     ahead = (config.buffer.max_staleness + 1) * rollout.batch / role.processes
     most = [rollout.max_in_flight, int(flags.get("max-num-seqs", device.sequences)), ahead]

@@ -26,8 +26,14 @@ from urllib.parse import urlsplit
 
 from distill.config import RunConfig
 from distill.preflight_checks.experts import expert_parameters, layers_of_experts
-from distill.preflight_checks.machine import GIB, count_parameters, installed_for_cpu, runs_vllm
-from distill.preflight_checks.objective import precision
+from distill.preflight_checks.machine import (
+    GIB,
+    count_parameters,
+    installed_for_cpu,
+    item_bytes,
+    runs_vllm,
+    weight_bytes,
+)
 from distill.prompts.sources import student_limit, text_config
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import machines
@@ -42,7 +48,6 @@ WORKSPACE: Final = 2 * GIB
 """Activations of a vLLM engine, its CUDA graphs and buffers."""
 VLLM_SHARE: Final = 0.92
 """vLLM's default of gpu-memory-utilization."""
-ITEM: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 Where = Mapping[str, tuple[str, Sequence[str]]]
 """Process → its machine of a cluster and the GPUs that it has there; of a process that is missing, neither is
 known."""
@@ -278,9 +283,8 @@ def engine_memory(
             f"{tensor * pipeline} GPUs, and devices names {','.join(names)}: name as many"
         )
     model = text_config(source)
-    item = ITEM[precision(model, dtype)]
     terms = {
-        "weights": item * count_parameters(source) / (tensor * pipeline),
+        "weights": weight_bytes(source, dtype) / (tensor * pipeline),
         f"KV cache of {length:,} tokens": length * kv_bytes(model, tensor) / pipeline,
         "work space": float(WORKSPACE),
     }
@@ -306,9 +310,9 @@ def _inner(model: Any) -> int:
 
 def _forward(teacher: TeacherConfig, gpu_count: int) -> dict[str, float]:
     model = text_config(teacher)
-    item = ITEM[precision(model, teacher.dtype)]
+    item = item_bytes(model, teacher.dtype)
     return {
-        "weights": item * count_parameters(teacher) / gpu_count,
+        "weights": weight_bytes(teacher, teacher.dtype) / gpu_count,
         f"pass of {teacher.batch_tokens:,} tokens": item
         * teacher.batch_tokens
         * (6.0 * model.hidden_size + 3 * _inner(model)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 from distill.config import RunConfig
 from distill.preflight_checks.experts import routing_of
+from distill.preflight_checks.objective import precision
 from distill.prompts.sources import text_config
 from student_trainer.config import LoRAConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
@@ -34,6 +36,8 @@ SLOPE: Final = 100
 ASSUMED_RATE: Final = 1000.0
 """Completion tokens per second."""
 DAY: Final = 86400
+CAST: Final = frozenset(("bf16", "f2", "f4", "f8"))
+"""Kinds of stored tensors, in `checkpoint.BITS`' names, that an engine casts to its dtype."""
 
 
 # --- processor
@@ -136,12 +140,57 @@ def _adapter_parameters(student: ModelSource, lora: LoRAConfig) -> int:
 
 
 def count_parameters(source: ModelSource) -> int:
-    """Parameters of a folder's tensors; of a Hub id, those of a model made from its config."""
-    folder = Path(source.path)
-    if any(folder.glob("*.safetensors")):
-        places = checkpoint.tensors(folder).values()
-        return sum(place.nbytes // checkpoint.BITS[place.kind].itemsize for place in places)
+    """Parameters of a folder's tensors; of a Hub id or a quantized model, those of a model made from its
+    config."""
+    if (tensors := _tensors(source)) and not _quantization(text_config(source)):
+        return sum(map(_elements, tensors))
     return sum(parameter.numel() for parameter in _on_meta(source).parameters())
+
+
+def item_bytes(model: Any, dtype: str) -> int:
+    """Bytes of a number in `dtype`, where "auto" stands for that of `model`, a transformers config."""
+    return int(re.findall(r"\d+", precision(model, dtype))[0]) // 8
+
+
+def weight_bytes(source: ModelSource, dtype: str) -> float:
+    """Bytes of a model's weights in an engine that casts to `dtype` what is not quantized.
+
+    Of a folder, tensors of other kinds than CAST are as large as they are stored. Of a Hub id, all weights
+    but embedding and head have the bits that its config tells.
+    """
+    model = text_config(source)
+    item = item_bytes(model, dtype)
+    if tensors := _tensors(source):
+        return sum(item * _elements(one) if one.kind in CAST else one.nbytes for one in tensors)
+    parameters, bits = count_parameters(source), _quantized_bits(model)
+    if bits is None:
+        return item * parameters
+    looked_up = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    return item * looked_up + bits / 8 * (parameters - looked_up)
+
+
+def _tensors(source: ModelSource) -> list[checkpoint.TensorAt]:
+    """Those of a folder; none of a Hub id."""
+    folder = Path(source.path)
+    return [*checkpoint.tensors(folder).values()] if any(folder.glob("*.safetensors")) else []
+
+
+def _elements(place: checkpoint.TensorAt) -> int:
+    return place.nbytes // checkpoint.BITS[place.kind].itemsize
+
+
+def _quantization(model: Any) -> Mapping[str, Any]:
+    return getattr(model, "quantization_config", None) or {}
+
+
+def _quantized_bits(model: Any) -> int | None:
+    """Bits of a quantized weight; None: there are none, or `model`, a transformers config, does not tell."""
+    given = _quantization(model)
+    groups = [one.get("weights") or {} for one in (given.get("config_groups") or {}).values()]
+    told = [given.get("bits"), *(group.get("num_bits") for group in groups)]
+    told += [bits for bits in (4, 8) if given.get(f"load_in_{bits}bit")]
+    told += map(int, re.findall(r"\d+", given.get("quant_method") or ""))  # such as "fp8"
+    return max(filter(None, told), default=None)
 
 
 def _on_meta(source: ModelSource) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from small_config import make_config
 
 from distill.config import RunConfig
 from distill.preflight_checks import devices
-from distill.preflight_checks.machine import GIB, count_parameters
+from distill.preflight_checks.machine import GIB, count_parameters, weight_bytes
 from sync.errors import ConfigError
 from sync.settings import ModelSource
 
@@ -25,10 +28,13 @@ PARAMETERS = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the config of a tiny Qwen3, in bfloat16."""
+    return tiny(tmp_path_factory.mktemp("model"))
+
+
+def tiny(folder: Path, **more: Any) -> str:
+    """A folder with the config of a tiny Qwen3, in bfloat16; `more` is written over it."""
     from transformers import Qwen3Config
 
-    folder = tmp_path_factory.mktemp("model")
     sizes = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     config = Qwen3Config(
         hidden_size=WIDTH,
@@ -40,6 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         **sizes,
     )
     config.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
     return str(folder)
 
 
@@ -96,6 +104,47 @@ def test_what_is_in_the_memory_of_each_process(model: str) -> None:
         "activations of 1,000 tokens": 2 * 1000 * (LAYERS * WIDTH + 16 * WIDTH + 4 * INNER),
         "logits": 3 * 4 * 8 * VOCABULARY,
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "bits"),
+    [
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
+            },
+            8,
+        ),
+        ({"quant_method": "own"}, 16),
+    ],
+    ids=lambda given: given["quant_method"] if isinstance(given, dict) else "",
+)
+def test_a_quantized_teacher_takes_the_bits_of_its_config(
+    tmp_path: Path, given: dict[str, Any], bits: int
+) -> None:
+    teacher = tiny(tmp_path, quantization_config=given)
+    quantized = apart(teacher, teachers={"t": {"path": teacher, "engine": "vllm", "devices": ["1"]}})
+    embeddings = VOCABULARY * WIDTH
+    expected = 2 * embeddings + bits / 8 * (PARAMETERS - embeddings)
+    assert terms(quantized)["teacher-t"]["weights"] == expected
+
+
+def test_a_folder_of_quantized_tensors_is_as_large_as_it_is_stored(tmp_path: Path) -> None:
+    source = ModelSource(path=tiny(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4}))
+    stored = {"packed": np.zeros(100, "i4"), "norm": np.zeros(50, "f2"), "scales": np.zeros(10, "f4")}
+    save_file(stored, tmp_path / "model.safetensors")
+    assert weight_bytes(source, "auto") == 4 * 100 + 2 * (50 + 10)
+    assert weight_bytes(source, "float32") == 4 * 100 + 4 * (50 + 10)
+    assert count_parameters(source) == PARAMETERS
+
+
+def test_weights_stored_in_any_precision_are_sized(tmp_path: Path) -> None:
+    teacher = {"path": tiny(tmp_path, dtype="float64"), "devices": ["1"]}
+    assert terms(apart(str(tmp_path), teachers={"t": teacher}))["teacher-t"]["weights"] == 8 * PARAMETERS
 
 
 def test_ranks_share_what_zero_shards_and_offload_and_adapters_take_it_away(
