@@ -47,6 +47,11 @@ def in_bf16(config: Mapping[str, Any]) -> bool:
     return bool(config.get("bf16", {}).get("enabled"))
 
 
+def offloads(config: Mapping[str, Any], name: str) -> bool:
+    """Whether ranks keep "param", or "optimizer" with the gradients, outside of the GPU."""
+    return _table(_table(config, "zero_optimization"), f"offload_{name}").get("device") in ("cpu", "nvme")
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
@@ -95,10 +100,10 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
     if settings.expert_parallel > 1:
         if config.get("use_data_before_expert_parallelism"):
             yield "use_data_before_expert_parallelism is set: neighbouring ranks share experts, leave it out"
-        for name in ("offload_param", "offload_optimizer"):
-            if _table(zero, name).get("device") in ("cpu", "nvme"):
+        for name in ("param", "optimizer"):
+            if offloads(config, name):
                 yield (
-                    f"zero_optimization.{name} is set and trainer.expert_parallel is "
+                    f"zero_optimization.offload_{name} is set and trainer.expert_parallel is "
                     f"{settings.expert_parallel}: AutoEP is not tested with offload, leave one out"
                 )
     decided_by = {
@@ -117,7 +122,7 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
             yield f"{name} is {value!r}: {key} decides this alone: set {key} and leave {name} out"
 
 
-def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
+def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A section; empty where there is none."""
     found = config.get(name, {})
     return found if isinstance(found, dict) else {}

@@ -35,7 +35,7 @@ from distill.preflight_checks.machine import (
     weight_bytes,
 )
 from distill.prompts.sources import student_limit, text_config
-from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.deepspeed_json import deepspeed_config, in_bf16, offloads
 from student_trainer.launch import machines
 from student_trainer.objectives.config import needs
 from sync.errors import ConfigError
@@ -323,11 +323,11 @@ def _forward(teacher: TeacherConfig, gpu_count: int) -> dict[str, float]:
 def _rank(config: RunConfig) -> dict[str, float]:
     """A trainer rank: ZeRO-3 over the ranks of all hosts."""
     trainer, json = config.trainer, deepspeed_config(config.trainer)
-    zero, half = json["zero_optimization"], json.get("bf16", {}).get("enabled", False)
+    zero, half = json["zero_optimization"], in_bf16(json)
     parameters, model = count_parameters(config.student), text_config(config.student)
     item = 2 if half else 4
     accumulated = {"fp32": 4}.get(json.get("data_types", {}).get("grad_accum_dtype"), item)
-    on_gpu = {name: f"offload_{name}" not in zero for name in ("param", "optimizer")}
+    on_gpu = {name: not offloads(json, name) for name in ("param", "optimizer")}
     trained = parameters if trainer.lora is None else 0
     ranks = trainer.ranks * machines(trainer)
     width, inner, layers = model.hidden_size, _inner(model), model.num_hidden_layers
@@ -338,7 +338,7 @@ def _rank(config: RunConfig) -> dict[str, float]:
     terms = {"heads of teachers": 2.0 * sum(one.vocab_size * one.hidden_size for one in heads)}
     return {
         "weights": on_gpu["param"] * item * parameters / ranks,
-        "gradients": accumulated * trained / ranks,
+        "gradients": on_gpu["optimizer"] * accumulated * trained / ranks,
         "optimizer": on_gpu["optimizer"] * (12 if half else 8) * trained / ranks,
         "gathered": item * _gathered(parameters, model, zero, trainer.expert_parallel),
         f"activations of {trainer.micro_batch_tokens:,} tokens": item * trainer.micro_batch_tokens * kept,
