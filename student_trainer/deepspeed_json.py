@@ -13,10 +13,13 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from student_trainer.config import TrainerSettings
 from sync.errors import ConfigError
+
+OWN_AUTO: Final = frozenset(("keep_in_fp32_modules", "select_strategy", "select_interval", "update_interval"))
+"""Fields in which DeepSpeed itself reads "auto"."""
 
 
 def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
@@ -44,7 +47,8 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
 
 def in_bf16(config: Mapping[str, Any]) -> bool:
     """Whether the model computes with weights in bf16; else they are fp32."""
-    return bool(config.get("bf16", {}).get("enabled"))
+    section = "bf16" if "bf16" in config else "bfloat16"  # its old name
+    return bool(_table(config, section).get("enabled"))
 
 
 def offloads(config: Mapping[str, Any], name: str) -> bool:
@@ -86,6 +90,14 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
     zero, optimizer = _table(config, "zero_optimization"), _table(config, "optimizer")
     if (stage := zero.get("stage")) != 3:
         yield f"zero_optimization.stage is {stage}: weights are published from ZeRO-3 shards, set 3"
+    if unset := [*_unset(config)]:
+        yield (
+            f'{", ".join(unset)} is "auto", which DeepSpeed ignores (Hugging Face\'s Trainer fills it in): '
+            "write the value, or leave it out"
+        )
+    for section in ("bf16", "bfloat16", "fp16"):
+        if (value := _table(config, section).get("enabled", False)) not in (True, False):
+            yield f"{section}.enabled is {value!r}: write true or false"
     if _table(config, "fp16").get("enabled"):
         yield "fp16 skips steps that overflow: enable bf16, or neither for fp32"
     if _table(zero, "offload_param").get("device") == "nvme":
@@ -120,6 +132,15 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
     for name, (harmless, key) in decided_by.items():
         if (value := found.get(name, harmless)) != harmless:
             yield f"{name} is {value!r}: {key} decides this alone: set {key} and leave {name} out"
+
+
+def _unset(table: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Fields that are "auto", by their paths."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _unset(value, f"{path}{name}.")
+        elif value == "auto" and name not in OWN_AUTO:
+            yield f"{path}{name}"
 
 
 def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:

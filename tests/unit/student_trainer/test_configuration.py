@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from student_trainer import launch
 from student_trainer.config import TrainerConfig
-from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.engine import head_shape
 from student_trainer.objectives.config import (
     JSD,
@@ -84,6 +84,13 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"gradient_clipping": {"value": 1.0}}, "'gradient_clipping' is 1.0"),
         ({"zero_optimization.stage": 2}, "stage is 2"),
         ({"fp16.enabled": True}, "fp16 skips steps"),
+        (
+            {"bf16.enabled": "auto", "zero_optimization.stage3_max_live_parameters": "auto"},
+            r'bf16\.enabled, zero_optimization\.stage3_max_live_parameters is "auto".*write the value',
+        ),
+        ({"fp16.enabled": "auto"}, r'fp16\.enabled is "auto"'),
+        ({"optimizer.params.betas": "auto"}, r'optimizer\.params\.betas is "auto"'),
+        ({"bf16.enabled": "false"}, r"bf16\.enabled is 'false': write true or false"),
         ({"zero_optimization.offload_param.device": "nvme"}, "offload_param.device is 'nvme'.*set cpu"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
         ({"train_batch_size": 4}, "set rollout.batch"),
@@ -116,6 +123,18 @@ def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any],
         deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
 
 
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_trainer_computes_in_the_precision_of_deepspeed(tmp_path: Path, name: str, enabled: bool) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    content = json.loads(JSONS[0].read_text())
+    content.pop("bf16", None)
+    (tmp_path / "ds.json").write_text(json.dumps(content | {name: {"enabled": enabled}}))
+    merged = deepspeed_config(config(tmp_path / "ds.json").trainer)
+    assert in_bf16(merged) is DeepSpeedConfig(merged).bfloat16_config.enabled is enabled
+
+
 @pytest.mark.parametrize("lr", [3e-6, None])
 def test_a_json_with_the_configured_rate_is_accepted(lr: float | None) -> None:
     overrides = {} if lr is None else {"optimizer.params.lr": lr}
@@ -129,6 +148,7 @@ def test_a_json_with_the_configured_rate_is_accepted(lr: float | None) -> None:
         {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "momentum": 0.9, "torch_adam": True}}},
         {"optimizer.params": {"adam_w_mode": False, "amsgrad": True, "torch_adam": False}},
         {"aio.block_size": 1, "comms_logger.enabled": False, "compile.deepcompile": False},
+        {"data_types.keep_in_fp32_modules": "auto"},
         {"zero_optimization.offload_optimizer.ratio": 0.5, "zero_allow_untested_optimizer": True},
         {
             "checkpoint.tag_validation": "Warn",
