@@ -60,8 +60,8 @@ class Placement(Settings):
     devices: list[str] = []
     """CUDA_VISIBLE_DEVICES of each process, such as ["0,1", "2,3"]; empty: inherited."""
     gpus: int | None = Field(None, ge=0)
-    """GPUs of each process on a cluster; None: tensor x pipeline parallel size, or none where a machine of
-    the cluster has none."""
+    """GPUs of each process on a cluster; None: tensor x pipeline parallel size, or none with `device` = "cpu"
+    and where a machine of the cluster has none."""
     env: dict[str, str] = {}
     """Environment variables to add, such as OMP_NUM_THREADS."""
 

@@ -54,10 +54,12 @@ def needs(config: RunConfig, gpus: bool) -> list[Need]:
     cluster = config.cluster
     elsewhere = isinstance(cluster, SlurmCluster) and cluster.replica_partition is not None
     engine_places = isinstance(cluster, SlurmCluster | RayCluster)
-    engine, places = _parallel(config.student.flags()), config.places()
-    defaults = {"student": engine, "evaluation.placement": 1, "evaluation.replica": engine}
+    engine, places, evaluation = _parallel(config.student.flags()), config.places(), config.evaluation
+    evaluator = int(evaluation is not None and evaluation.device != "cpu")
+    defaults = {"student": engine, "evaluation.placement": evaluator, "evaluation.replica": engine}
     for name, teacher in config.teachers.items():
-        defaults[f"teachers.{name}"] = 0 if teacher.engine_url else _parallel(teacher.engine_args)
+        without = teacher.engine_url is not None or teacher.device == "cpu"
+        defaults[f"teachers.{name}"] = 0 if without else _parallel(teacher.engine_args)
     found = []
     for section, names in config.processes().items():
         if section == "student" and elsewhere:

@@ -14,6 +14,7 @@ from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.config.prompts import EnvironmentPrompts
+from distill.launch import placement
 from distill.planning import estimate, table
 from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
@@ -383,6 +384,19 @@ def test_on_slurm_roles_have_the_gpus_of_their_placement(model: str, monkeypatch
     assert len(alone) == len(set(alone)) == 4
     assert (*found.lines,)[: len(found.machines)] == (*found.machines,)
     assert found.figures["machines"] == [*found.machines]
+
+
+@pytest.mark.parametrize(("given", "teacher"), [({}, 0), ({"gpus": 1}, 1)])
+def test_roles_on_the_cpu_have_no_gpu_of_a_cluster(model: str, given: dict[str, int], teacher: int) -> None:
+    config = make_config(
+        student={"path": model},
+        teachers={"t": {"path": model, "device": "cpu", **given}},
+        evaluation={"device": "cpu"},
+        trainer={"ranks": 1, "deepspeed": DEEPSPEED},
+        cluster={"type": "slurm", "gpus_per_node": 2, "cpus_per_node": 8},
+    )
+    taken = {need.name: need.gpus for need in placement.needs(config, gpus=True)}
+    assert taken == {"student-0": 1, "teacher-t": teacher, "evaluator": 0, "trainer": 1}
 
 
 def test_a_run_that_its_machines_do_not_hold_is_refused_by_the_plan(model: str) -> None:
