@@ -14,7 +14,7 @@ from typing import Final
 
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
-from distill.preflight_checks.devices import EACH_NODE, Where
+from distill.preflight_checks.devices import EACH_NODE, Where, named
 from distill.preflight_checks.machine import installed_for_cpu
 from sync.errors import ConfigError
 
@@ -49,7 +49,8 @@ Placed = Mapping[str, Sequence[Node]]
 def needs(config: RunConfig, gpus: bool) -> list[Need]:
     """Every process that a run starts; `gpus`: whether the cluster's machines have any.
 
-    Replicas on a partition of their own are started by Slurm. Raises ConfigError for `devices`.
+    A process with `devices` has those. Replicas on a partition of their own are started by Slurm. Raises
+    ConfigError for `devices` on machines that Slurm or Ray shares out.
     """
     cluster = config.cluster
     elsewhere = isinstance(cluster, SlurmCluster) and cluster.replica_partition is not None
@@ -68,7 +69,8 @@ def needs(config: RunConfig, gpus: bool) -> list[Need]:
         if engine_places:
             _check_free(section, place.devices)
         count = place.gpus if place.gpus is not None else defaults.get(section, 0) * gpus
-        found += [Need(name, count) for name in names]
+        own = [len(named(devices)) for devices in place.devices] or [count]
+        found += [Need(name, own[index % len(own)]) for index, name in enumerate(names)]
     if config.controller.trainer == "launch":
         if engine_places:
             _check_free("trainer", config.trainer.devices)

@@ -178,10 +178,11 @@ def visible(sizes: Iterable[str]) -> list[str]:
     if installed_for_cpu():
         return []
     inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [*sizes] if inherited is None else _names(inherited)
+    return [*sizes] if inherited is None else named(inherited)
 
 
-def _names(devices: str) -> list[str]:
+def named(devices: str) -> list[str]:
+    """The GPUs of a CUDA_VISIBLE_DEVICES."""
     return [name.strip() for name in devices.split(",") if name.strip()]
 
 
@@ -232,7 +233,7 @@ def uses(config: RunConfig, inherited: Sequence[str], where: Where | None = None
     if where is not None:
         host, names = _there("trainer", where)
     elif trainer.devices is not None:
-        names = _names(trainer.devices)
+        names = named(trainer.devices)
     elif elsewhere:
         names = [str(rank) for rank in range(trainer.ranks)] if config.preflight.gpu_gib else []
     else:
@@ -257,7 +258,7 @@ def _places(
     for index, host in enumerate(hosts):
         process = label if len(hosts) == 1 and label != "student" else f"{label}-{index}"
         own = place.devices[index % len(place.devices)] if place.devices else None
-        names = _names(own) if own is not None else [*inherited] if host == HERE else []
+        names = named(own) if own is not None else [*inherited] if host == HERE else []
         if where is not None and host == HERE:
             host, names = _there(process, where)
         if names:

@@ -412,6 +412,18 @@ def test_ranks_of_all_machines_share_what_zero_shards(model: str) -> None:
     assert weights(2) == weights(1) / 2
 
 
+def test_a_process_that_registers_has_the_gpus_of_its_devices(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "installed_for_cpu", lambda: False)
+    teacher = {"path": model, "devices": ["0,1", "3"], "replicas": 2}
+    config = on_gpus(model, teachers={"t": teacher}, cluster={"type": "external"})
+    where, _ = placement.planned(config)
+    used = {use.process: use for use in devices.uses(config, [], where)}
+    assert [len(used[f"teacher-t-{i}"].gpus) for i in (0, 1)] == [2, 1]
+    assert used["teacher-t-0"].terms["weights"] == 2 * PARAMETERS / 2
+
+
 def test_processes_that_register_are_not_placed_on_the_controller_s_gpus(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
