@@ -122,19 +122,16 @@ def plan(
     and a probe of roles elsewhere, DataError for a folder without a run's files, DistillError when a probe
     fails.
     """
-    from distill.launch.placement import planned
     from distill.planning.forecast import forecast
 
     if probe and measured is not None:
         raise ConfigError("--probe measures, and --measured names a run that has: leave one of them out")
     run_dir = None if measured is None else Path(measured)
-    where, lines = planned(config)
     with ExitStack() as stack:
         if probe:
             stack.enter_context(_alone("plan"))
             run_dir = stack.enter_context(_probed(config, say or (lambda line: None)))
-        found = forecast(config, device, prompt_tokens, completion_tokens, run_dir, where)
-    return found._replace(machines=lines)
+        return forecast(config, device, prompt_tokens, completion_tokens, run_dir)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
+from distill.launch.placement import planned
 from distill.planning import estimate, table
 from distill.planning.estimate import Calibration, Plan, step_seconds
 from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
@@ -32,7 +33,7 @@ class Forecast(NamedTuple):
     """Why the preflight refuses the placement; None: it fits."""
     measured: tuple[Measured, Plan] | None
     """The run that replaced assumed speeds, and the plan of its own configuration without them."""
-    machines: Sequence[str] = ()
+    machines: Sequence[str]
     """Of a cluster: a line for each, with its processes."""
 
     @property
@@ -62,15 +63,15 @@ def forecast(
     prompt: float | None,
     completion: float | None,
     measured: Path | None,
-    where: Where | None = None,
 ) -> Forecast:
-    """As `distill.plan`; `where`: the GPUs of processes on a cluster, None for this machine's."""
+    """As `distill.plan`."""
+    where, machines = planned(config)
     config, row, found = _place(config, device, where)
     run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
     lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
     plan = estimate.plan(config, row, found, lengths, calibration)
     before = (run, theirs) if run is not None and theirs is not None else None
-    return Forecast(plan, row, found, _refusal(config, where) if found else None, before)
+    return Forecast(plan, row, found, _refusal(config, where) if found else None, before, machines)
 
 
 def _refusal(config: RunConfig, where: Where | None) -> str | None:
@@ -81,8 +82,11 @@ def _refusal(config: RunConfig, where: Where | None) -> str | None:
     return None
 
 
-def _place(config: RunConfig, name: str, where: Where | None = None) -> tuple[RunConfig, Device, list[Use]]:
-    """With its objective chosen, its device, and who uses that. Raises ConfigError for an unknown kind."""
+def _place(config: RunConfig, name: str, where: Where | None) -> tuple[RunConfig, Device, list[Use]]:
+    """With its objective chosen, its device, and who uses that. Raises ConfigError for an unknown kind.
+
+    `where`: the GPUs of processes on a cluster; None: all are on this machine.
+    """
     config, sizes = with_objective(config).config, gpus()
     device = device_named(name) if name else None
     if device is not None and device.name == CPU:
@@ -103,7 +107,8 @@ def _place(config: RunConfig, name: str, where: Where | None = None) -> tuple[Ru
 
 def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibration]:
     """What a run measured, the plan of its own configuration, and what turns one into the other."""
-    (config, row, found), run = _place(load_run_dir(run_dir), device), measure(run_dir)
+    config, run = load_run_dir(run_dir), measure(run_dir)
+    config, row, found = _place(config, device, planned(config)[0])
     own = estimate.plan(config, row, found, run.lengths)
     roles = find_roles(config, row, found)
     first = calibrate(run, own, 1.0)

@@ -399,6 +399,14 @@ def test_roles_on_the_cpu_have_no_gpu_of_a_cluster(model: str, given: dict[str, 
     assert taken == {"student-0": 1, "teacher-t": teacher, "evaluator": 0, "trainer": 1}
 
 
+def test_a_run_on_slurm_is_measured_on_the_gpus_of_its_placement(model: str, tmp_path: Path) -> None:
+    config = on_slurm(model, nodes=2)
+    made_run(tmp_path)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    found = distill.plan(config, device="h100", measured=tmp_path)
+    assert found.plan.step_seconds == pytest.approx(2)
+
+
 def test_a_run_that_its_machines_do_not_hold_is_refused_by_the_plan(model: str) -> None:
     with pytest.raises(ConfigError, match="trainer needs 2 machines with 2 GPUs each"):
         distill.plan(on_slurm(model, nodes=1), device="h100")
