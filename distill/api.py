@@ -118,9 +118,9 @@ def plan(
     mean lengths; None: upper bounds, or those of `measured`, the folder of a run whose speeds replace the
     assumed ones. `probe`: make that run now, for 40 seconds or six steps after its start-up, in a temporary
     folder beside the run's; `say` gets its state. Without it nothing is started. What does not fit is the
-    result's `refusal`. Raises ConfigError for unknown devices, models that cannot be read, roles without GPUs
-    and a probe of roles elsewhere, DataError for a folder without a run's files, DistillError when a probe
-    fails.
+    result's `refusal`. Raises ConfigError for unknown devices, models that cannot be read, roles without
+    GPUs, a probe of roles elsewhere and speeds of a run whose student generates nothing, DataError for a
+    folder without a run's files, DistillError when a probe fails.
     """
     from distill.planning.forecast import forecast
 

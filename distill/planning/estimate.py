@@ -75,6 +75,8 @@ class Plan:
     step_seconds: float
     episodes: bool
     """Rollouts are episodes, and `prompt` of `lengths` holds the environment's tokens."""
+    by_teachers: float
+    """Share of the completions that teachers generate, in no stage."""
     overlapping: bool
     """false: buffer.max_staleness is 0, and a stage begins when the one before has ended."""
     age: float
@@ -144,8 +146,8 @@ def plan(
     total, batch = lengths.prompt + lengths.completion, config.rollout.batch
     student = shape_of(config.student, int(config.student.flags().get("tensor-parallel-size", 1)))
     generation = _generation(config, device, found[REPLICAS], student, lengths)
-    swaps = (not config.keeps_cache) / config.weights.publish_every
     by_student = batch * config.objective.on_policy
+    swaps = (by_student > 0 and not config.keeps_cache) / config.weights.publish_every
     stages = [
         Stage(
             REPLICAS,
@@ -167,7 +169,7 @@ def plan(
     stages = [replace(one, seconds=one.seconds / calibration.speed.get(one.kind, 1.0)) for one in stages]
     step = step_seconds(config, stages, found) / calibration.overlap
     full, delta = version_bytes(config, student.parameters, calibration.delta)
-    in_flight = generation.in_flight * generation.replicas
+    in_flight = generation.in_flight * generation.replicas * (by_student > 0)
     tokens = batch * lengths.completion
     return Plan(
         device.name,
@@ -177,6 +179,7 @@ def plan(
         stages,
         step,
         isinstance(config.prompts, EnvironmentPrompts),
+        1 - config.objective.on_policy,
         config.buffer.max_staleness > 0,
         _age(config, stages, in_flight),
         full,

@@ -13,7 +13,7 @@ from distill.launch.placement import planned
 from distill.planning import estimate, table
 from distill.planning.estimate import Calibration, Plan, step_seconds
 from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
-from distill.planning.measured import Measured, calibrate, measure
+from distill.planning.measured import Measured, calibrate, check_student_generates, measure
 from distill.planning.roles import find_roles
 from distill.preflight_checks.devices import Use, Where, check_devices, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
@@ -107,8 +107,9 @@ def _place(config: RunConfig, name: str, where: Where | None) -> tuple[RunConfig
 
 def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibration]:
     """What a run measured, the plan of its own configuration, and what turns one into the other."""
-    config, run = load_run_dir(run_dir), measure(run_dir)
-    config, row, found = _place(config, device, planned(config)[0])
+    config = load_run_dir(run_dir)
+    check_student_generates(config, f"--measured {run_dir}")
+    run, (config, row, found) = measure(run_dir), _place(config, device, planned(config)[0])
     own = estimate.plan(config, row, found, run.lengths)
     roles = find_roles(config, row, found)
     first = calibrate(run, own, 1.0)

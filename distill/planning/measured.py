@@ -20,10 +20,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final, NamedTuple
 
+from distill.config import RunConfig
 from distill.metrics.results import read_run
 from distill.metrics.timeline import Span
 from distill.planning.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengths, Plan
-from sync.errors import DataError
+from sync.errors import ConfigError, DataError
 from sync.jsonl import read_lines
 
 WARM_UP_SECONDS: Final = 10.0
@@ -62,6 +63,15 @@ def measure(run_dir: Path) -> Measured:
         mean(row["buffer/age_mean"] for row in steps),
         delta / full if full and delta else None,
     )
+
+
+def check_student_generates(config: RunConfig, option: str) -> None:
+    """Raise ConfigError for a run that measures no generation by replicas; `option`: what it was named by."""
+    if config.objective.on_policy == 0:
+        raise ConfigError(
+            f"{option} measures the student's generation, and with objective.on_policy = 0 teachers generate "
+            "every completion: plan without it, or from a run with on_policy above 0"
+        )
 
 
 def _steady(steps: list[dict[str, Any]], ended: bool) -> list[dict[str, Any]]:

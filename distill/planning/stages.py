@@ -8,8 +8,9 @@ A: heads x head width. F: FLOP/s and M: bytes/s of one device, with the assumed 
     train           f x batch x forward(p + c) / (devices x F), f: `train_factor`
     generate        prefill, decode, and prefill again of what runs at a swap; `Generation`
 
-Left out: ZeRO-3's gathers, pipeline bubbles, the optimizer's update, the teacher's head in the objective,
-tails of batches whose completions differ in length, restarts, checkpoints and evaluations.
+Left out: completions that teachers generate (objective.on_policy < 1), ZeRO-3's gathers, pipeline bubbles,
+the optimizer's update, the teacher's head in the objective, tails of batches whose completions differ in
+length, restarts, checkpoints and evaluations.
 """
 
 from __future__ import annotations

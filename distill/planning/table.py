@@ -32,6 +32,9 @@ def lines(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
     yield _row("in flight", f"{plan.in_flight:,.0f}", "completions in all replicas")
     if plan.episodes:
         yield _row("environments' own time", "–", "not known; other episodes are generated meanwhile")
+    if plan.by_teachers:
+        share = f"{plan.by_teachers:.0%} of the completions: in no stage, and not in the seconds of the step"
+        yield _row("generation by teachers", "–", share)
     for stage in plan.stages:
         yield _row(FLOPS[stage.kind] + _whose(stage), f"{stage.flops:.2e}", "")
     busiest = plan.slowest[0]

@@ -166,6 +166,23 @@ def test_an_episode_is_as_long_as_its_limits_allow(
     assert not planned(on_gpus(model)).episodes
 
 
+@pytest.mark.parametrize("share", [0.0, 0.75])
+def test_completions_of_teachers_are_in_no_stage_and_the_plan_tells_their_share(
+    model: str, share: float
+) -> None:
+    config = on_gpus(
+        model, objective={"type": "sft", "on_policy": share}, weights={"kv_on_swap": "recompute"}
+    )
+    found = planned(config)
+    assert (found.stages[0].flops > 0, found.in_flight > 0) == (share > 0, share > 0)
+    assert f"{1 - share:.0%} of the completions: in no stage" in shown(found)
+    assert "generation by teachers" not in shown(planned(on_gpus(model)))
+
+
+def shown(found: estimate.Plan) -> str:
+    return "\n".join(table.lines(found, GPU, [], False))
+
+
 def test_memory_bounds_what_is_in_flight(model: str) -> None:
     kv, free = 2 * 2 * LAYERS * KV_HEADS * HEAD, 5 * (4 + 8 / 2)
     reserved = 2 * PARAMETERS + devices.WORKSPACE
@@ -262,6 +279,16 @@ def test_a_measured_run_replaces_what_is_assumed(model: str, tmp_path: Path) -> 
     assert [one.seconds for one in twice.stages[1:]] == pytest.approx([0.5, 2.0])
     with pytest.raises(DataError, match=r"holds no metrics\.jsonl with figures"):
         measure(tmp_path / "none")
+
+
+def test_a_run_whose_student_generates_nothing_calibrates_no_plan(model: str, tmp_path: Path) -> None:
+    made_run(tmp_path)
+    config = on_gpus(model, objective={"type": "sft"})
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    with pytest.raises(ConfigError, match=r"--measured .*objective\.on_policy = 0.*on_policy above 0"):
+        distill.plan(config, device="h100", measured=tmp_path)
+    with pytest.raises(ConfigError, match=r"--probe measures the student's generation"):
+        distill.plan(config, device="h100", probe=True)
 
 
 def test_steps_on_what_was_generated_before_the_first_or_for_the_last_are_not_measured(
