@@ -108,14 +108,17 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def check_model(source: ModelSource, section: str, runs_vllm: bool = False) -> None:
-    """Raise ConfigError for a folder without a model, or a processor that cannot run vLLM."""
+    """Raise ConfigError for a folder without a model, or a processor that cannot run vLLM.
+
+    Whether the Hub has what may be an id of it is found out by what loads it.
+    """
     path = Path(source.path)
     hub_id = source.path.count("/") == 1 and not source.path.startswith((".", "~", "/"))
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(
             f"{section}.path {path} holds no config.json: name a folder that save_pretrained wrote"
         )
-    if not path.is_dir() and "/" in source.path and (not hub_id or path.parent.is_dir()):
+    if not path.is_dir() and "/" in source.path and not hub_id:
         raise ConfigError(
             f"{section}.path {path} does not exist: name a model folder, or a Hub id such as Qwen/Qwen3-0.6B"
         )

@@ -99,13 +99,17 @@ def test_a_missing_model_folder_is_named(distill: Distill, tmp_path: Path) -> No
     assert f"student.path {tmp_path / 'none'} does not exist: name a model folder, or a Hub id" in message
 
 
-def test_a_missing_model_folder_that_could_be_a_hub_id_is_named(
+def test_a_hub_id_whose_owner_is_a_folder_here_is_looked_up_on_the_hub(
     distill: Distill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    assert "student.path models/studnet does not exist" in distill("student.path=models/studnet")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = distill("student.path=models/studnet")
+    assert (
+        "the tokenizer of 'models/studnet' cannot be loaded: it is no folder here; correct `path`" in message
+    )
 
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(
