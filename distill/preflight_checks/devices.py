@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 HERE: Final = "here"
 WORKSPACE: Final = 2 * GIB
 """Activations of a vLLM engine, its CUDA graphs and buffers."""
+SMI_SECONDS: Final = 60.0
+"""For nvidia-smi to answer in; seconds where the driver is not loaded yet."""
 VLLM_SHARE: Final = 0.92
 """vLLM's default of gpu-memory-utilization."""
 Where = Mapping[str, tuple[str, Sequence[str]]]
@@ -166,11 +168,18 @@ def gpu_names() -> set[str]:
 
 
 def _listed(fields: str) -> list[str]:
-    """A line for each GPU; empty: no nvidia-smi, or no GPU."""
+    """A line for each GPU; empty: no nvidia-smi, or no GPU. Raises ConfigError when it does not answer."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    return subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout.splitlines()
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"nvidia-smi has not answered within {SMI_SECONDS:g} s: look into dmesg, and restart the machine "
+            "when the driver hangs"
+        ) from None
+    return done.stdout.splitlines()
 
 
 def visible(sizes: Iterable[str]) -> list[str]:

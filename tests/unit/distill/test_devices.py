@@ -315,6 +315,10 @@ def test_nvidia_smi_is_read(monkeypatch: Any, tmp_path: Path) -> None:
     assert devices.gpus() == {"0": None}
     program.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
     assert devices.gpus() == {}
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(devices, "SMI_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match=r"nvidia-smi has not answered within 0\.1 s: look into dmesg"):
+        devices.gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
     monkeypatch.setattr(devices, "installed_for_cpu", lambda: False)
     assert devices.visible({"0": 1.0}) == ["1", "0"]
