@@ -129,7 +129,6 @@ def test_a_replica_reads_back_its_configuration(monkeypatch):
         store=ObjectStoreConfig(type="object", url="s3://b/p"),
         store_path=Path("s"),
         mirror=Path("m"),
-        fingerprint="f",
     )
     for name, value in config.environment().items():
         monkeypatch.setitem(os.environ, name, value)
