@@ -131,10 +131,11 @@ class StreamSource:
             at = max(known for known in self._starts if known <= block)
             self._open(self._starts[at])
         while True:
-            state = self._dataset.state_dict() if self._row else None
-            newest = sorted(self._starts)[-KEPT_STARTS:]
-            self._starts = {known: self._starts[known] for known in (0, *newest)}
-            self._starts[at] = BlockStart(self._epoch, self._row, state)
+            if at not in self._starts:  # opened at a known one, the dataset has no state yet
+                state = self._dataset.state_dict() if self._row else None
+                newest = sorted(self._starts)[-KEPT_STARTS:]
+                self._starts = {known: self._starts[known] for known in (0, *newest)}
+                self._starts[at] = BlockStart(self._epoch, self._row, state)
             prompts = self._fill()
             if at == block:
                 break

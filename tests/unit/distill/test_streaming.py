@@ -122,6 +122,17 @@ def test_a_resume_with_its_file_reads_little_again(
     assert texts(torn, range(50, 55)) == expected
 
 
+def test_a_stream_is_resumed_again_and_again_at_one_place(dataset: DatasetPrompts, tmp_path: Path) -> None:
+    whole, _ = opened(dataset)
+    keep_position(whole, tmp_path)
+    expected = texts(whole, range(55))[50:]
+    for _ in range(3):
+        again, _ = opened(dataset)
+        keep_position(again, tmp_path)
+        assert texts(again, range(50, 55)) == expected
+        again._thread.shutdown()
+
+
 def test_two_blocks_are_in_memory_and_the_next_is_read_ahead(dataset: DatasetPrompts) -> None:
     source, _ = opened(dataset)
     for index in range(100):
