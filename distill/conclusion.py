@@ -65,9 +65,7 @@ async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, de
             except DistillError as error:
                 logger.warning("replica %s cannot show its weights: %s", replica.name, error)
         left = deadline - time.monotonic()
-        by_broadcast = pool.newest_broadcast is not None
-        unable = by_broadcast and replica.version != final.version  # the trainer has left
-        if left <= 0 or unable:
+        if left <= 0 or (replica.version != final.version and not pool.is_stored(final.version)):
             return None
         await pool.changed.wait(min(left, pool.retry_seconds))
     return None

@@ -77,6 +77,7 @@ class Registry:
         None: none can join while the run goes on."""
         self._run, self._pool, self._connect = run, pool, connect
         self._holders = {name: _Holder(address, expected=True) for name, address in expected.items()}
+        self._configured = frozenset(expected)
         self._lost: set[tuple[str, str | None]] = set()
         """(name, boot) of processes that had it."""
 
@@ -115,8 +116,8 @@ class Registry:
         return ServerLease(name=name, seconds=seconds, warning=warning)
 
     def _free_name(self) -> str:
-        names = (f"student-{index}" for index in itertools.count())
-        return next(name for name in names if name not in self._holders and name not in self._pool.replicas)
+        taken = self._holders.keys() | self._pool.replicas.keys() | self._configured
+        return next(name for index in itertools.count() if (name := f"student-{index}") not in taken)
 
     async def _joined(self, name: str, url: str) -> tuple[_Holder, bool]:
         """A further replica, in the pool, and whether it answers."""

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 SETTLE_SECONDS = 20.0
 """Between two exchanges of the ranks about a version that is still on its way."""
 _UNSETTLED = 2.0
+_PAUSE_SECONDS = 1.0
 _POLL_SECONDS = 120.0
 """Longest time that the controller may stay silent, long polls (20 s) and a restart included."""
 
@@ -203,8 +204,8 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
         if isinstance(answer, Wait):
             answer = trainer.client.poll(trainer.version)
         own = Outcome.INTERRUPTED if trainer.client.stopping.is_set() else outcome_of(answer)
-        if own is Outcome.WAIT and trainer.ranks.rank == 0 and trainer.publishing.failed():
-            own = Outcome.PUBLISH
+        if own in (Outcome.WAIT, Outcome.PUBLISH):
+            own = again(trainer, own)
         outcome = Outcome(int(trainer.ranks.highest(own)))
         if outcome is Outcome.BATCH:
             assert isinstance(answer, TrainBatch)
@@ -219,6 +220,17 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
         elif outcome is not Outcome.WAIT:
             log.info("stopping at %s: %s", trainer.version, outcome.name.lower().replace("_", " "))
             return outcome, None
+
+
+def again(trainer: Trainer, asked: Outcome) -> Outcome:
+    """Whether a rank that waits publishes once more, which rank 0 decides; `asked`: by the controller."""
+    if trainer.ranks.rank != 0:
+        return Outcome.WAIT
+    if trainer.publishing.repeats(asked is Outcome.PUBLISH):
+        return Outcome.PUBLISH
+    if asked is Outcome.PUBLISH:  # too soon: the controller asks without a pause
+        time.sleep(_PAUSE_SECONDS)
+    return Outcome.WAIT
 
 
 def outcome_of(answer: TrainBatch | Wait | wire.Stop) -> Outcome:

@@ -44,6 +44,8 @@ Transport = Callable[[Version, bool], Work]
 """(version, whether it must be an anchor) → what is left. Copies what is published; collective."""
 MAX_FAILURES: Final = 3
 """Publications in a row that may fail before the run does."""
+REPEAT_SECONDS: Final = 60.0
+"""From a failure until the same version is published again: an outage of a minute or two ends no run."""
 _TRIES: Final = 4  # of one broadcast, each time without the replicas that were lost before
 _PAUSE_SECONDS: Final = 0.5  # before another try: by then the controller has noticed replicas that died
 _COLLECT_SECONDS: Final = 600.0  # between two garbage collections of the store
@@ -63,7 +65,7 @@ class Publishing:
         """The newest version that can be read, or was received; meaningful on rank 0, after `settle`."""
         self.anchor_due = True
         """Between `settle` and `publish`: this version should be a whole one; a failed one left no base."""
-        self._transport, self._failures = transport, 0
+        self._transport, self._failures, self._repeat_at = transport, 0, 0.0
         self._thread = ThreadPoolExecutor(1, "publish")
         self._running: Future[None] | None = None
 
@@ -84,9 +86,11 @@ class Publishing:
             running.result()
         return True
 
-    def failed(self) -> bool:
-        """Whether the newest version has failed; meaningful on rank 0. Raises as `settle` does."""
-        return self.settle(0.0) and self.arrived != self.newest
+    def repeats(self, wanted: bool) -> bool:
+        """Whether to publish the newest version again: it is `wanted` or has failed, and REPEAT_SECONDS have
+        passed since a failure. Meaningful on rank 0. Raises as `settle` does."""
+        wanted = (self.settle(0.0) and self.arrived != self.newest) or wanted
+        return wanted and time.monotonic() >= self._repeat_at
 
     def publish(self, version: Version, anchor: bool) -> None:
         """Send this version on its way; call `settle` first. Collective."""
@@ -99,6 +103,7 @@ class Publishing:
             self.anchor_due = work()
         except (StoreError, Unreachable) as error:
             self._failures, self.anchor_due = self._failures + 1, True
+            self._repeat_at = time.monotonic() + REPEAT_SECONDS
             if self._failures >= MAX_FAILURES:
                 raise
             log.error("%s was not published (%d of %d): %s", version, self._failures, MAX_FAILURES, error)
@@ -225,7 +230,7 @@ class BroadcastTransport:
 
     A replica that is lost ends the broadcast at once; the same copies then go to those that are left. A
     version to be kept goes to the store next, whether it was received or not; if the store fails, the next
-    version goes there in its place.
+    one that is broadcast goes there, the same or another.
     """
 
     def __init__(
@@ -250,7 +255,8 @@ class BroadcastTransport:
         """A `Transport`."""
         shards, keeping = self._learner.weights.snapshot(), self._keeping
         keep: Work | None = None
-        if keeping is not None and version != self._kept and (anchor or keeping.due(version.step)):
+        new = version != self._kept
+        if keeping is not None and (anchor or (new and keeping.due(version.step))):
             keep = keeping.transport.stage(version, anchor=True)
             self._kept = version
 

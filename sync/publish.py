@@ -58,8 +58,7 @@ class Publisher:
     `anchor` comes first; `delta` then takes the last published version as its base. Calls may come from any
     thread and are done one after the other; arrays must not change while a call runs. The publisher keeps a
     copy of the shard (`BaseShard`) unless it publishes `anchors_only`. What is returned is of the version, on
-    ranks above 0 of their file and shard. After an error `anchor_due` is true: publish an anchor next, under
-    a new version or the same one.
+    ranks above 0 of their file and shard. After an error an anchor is due, of the same or a new version.
     """
 
     def __init__(
@@ -116,10 +115,9 @@ class Publisher:
 
         The folder is a Hugging Face checkpoint or, for kind "lora", an adapter as peft saves it.
         `shards` are this rank's ranges as 1-D bits, by tensor name: arrays, or tensors where the shard lies.
-        `parent` is where the version's lineage branched from. What the same version left when it failed just
-        before is completed, or replaced.
-        Raises SnapshotError when the folder disagrees with the shards, AlreadyPublished when the version
-        exists, StoreError when the store fails.
+        `parent` is where the version's lineage branched from. What this version left when it failed just
+        before is completed or replaced. Raises SnapshotError when the folder disagrees with the shards,
+        AlreadyPublished when the version exists, StoreError when the store fails.
         """
         start = time.monotonic()
         with self._lock:
@@ -250,8 +248,10 @@ class Publisher:
             if why := refused(name):
                 logger.info("%s is left out of %s: %s", path.name, version, why)
                 continue
-            data = without_code(path)
-            size = self._write(self._key(version, name), data)
+            data, key = without_code(path), self._key(version, name)
+            if again:
+                self._store.delete(key)  # with what a broken upload left, which no listing shows
+            size = self._write(key, data)
             digest = blake3(data) if isinstance(data, bytes) else blake3().update_mmap(data)
             files.append(File(name, size, digest.hexdigest()))
         total = sum(file.size for file in files)
@@ -259,7 +259,7 @@ class Publisher:
         return total
 
     def _left_behind(self, version: Version) -> Manifest | None:
-        """The manifest that this publisher wrote before it failed; None: it wrote none, and its files go."""
+        """The manifest that this publisher wrote before it failed; None: it wrote none, and its deltas go."""
         keys = self._store.list(self._key(version, ""))
         if manifest_key(self._run.name, version) in keys:
             return read_manifest(self._store, self._run.name, version)

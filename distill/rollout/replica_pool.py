@@ -4,11 +4,10 @@
       ▲                              │                                        │
       └── a connection is lost, it came back with other weights, or updates fail ┘
 
-A serving replica is updated at its own pace while it generates. A replica that is lost gives its unfinished
-prompts back (the tasks that stream from it are cancelled) and joins again when it answers. One that has work
-and generates no token is stalled, and lost too, as is one that refuses updates for weights.timeout_seconds:
-what it serves bounds the rollouts that all may start. One that serves another run is removed; the run ends
-when it has no other.
+A serving replica is updated at its own pace while it generates. A lost one gives its unfinished prompts back
+and joins again when it answers. One that generates no token of its work is lost too; so is one that refuses
+stored versions for weights.timeout_seconds, as it bounds what all may start. One of another run is removed;
+the run ends when it has no other.
 """
 
 from __future__ import annotations
@@ -103,8 +102,12 @@ class ReplicaPool:
     @property
     def newest_broadcast(self) -> Version | None:
         """The newest version, where it was broadcast, whether it is in the store too or not."""
-        last = self._state.published[-2:]
-        return last[-1].version if any(one.kind == "broadcast" for one in last) else None
+        last = [one for one in self._state.published[-2:] if one.version == self._state.published[-1].version]
+        return next((one.version for one in last if one.kind == "broadcast"), None)
+
+    def is_stored(self, version: Version) -> bool:
+        """Whether replicas follow `version` in the store: not one that was broadcast alone."""
+        return self._state.target is not None and self._state.target.version == version
 
     # --- members ------------------------------------------------------------------------------------------
 

@@ -208,6 +208,8 @@ class RunLog:
         if checkpoint is not None and reached is not None and checkpoint.lineage == reached.lineage:
             for step in range(reached.step, checkpoint.step):  # saved, and the trainer died before its report
                 self.write(r.Stepped(Version(reached.lineage, step + 1)))
+            if checkpoint.step >= reached.step and checkpoint not in state.checkpoints:
+                self.write(r.Checkpointed(checkpoint, str(checkpoint)))
         suspected = state.suspect
         start = branch = checkpoint.step if checkpoint else 0
         origin = state.lineages.origin_of(checkpoint)

@@ -351,15 +351,16 @@ class RunState(msgspec.Struct):
 
     @_change.register
     def _version_published(self, record: r.VersionPublished) -> None:
-        self.counters.published += not self.published or self.published[-1].version != record.version
+        told = record.kind != "broadcast" and [one.version for one in self.published[-1:]] == [record.version]
+        self.counters.published += not told  # a version that is stored beside its broadcast counts once
         self.published = [*self.published, record][-RECENT:]
         lineage, step = record.version
         self.newest[lineage] = max(step, self.newest.get(lineage, 0))
-        ahead = 1 if self.target is None else self.step_of(record.version) - self.step_of(self.target.version)
-        if record.kind != "broadcast" and ahead >= 0:
+        before = None if self.target is None else self.target.version
+        if record.kind == "broadcast":
+            self.target = self.target if before == record.version else None
+        elif before is None or self.step_of(record.version) >= self.step_of(before):
             self.target = record
-        elif ahead > 0:
-            self.target = None
 
     @_change.register
     def _version_applied(self, record: r.VersionApplied) -> None:

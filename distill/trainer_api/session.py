@@ -207,12 +207,17 @@ class TrainerSession:
         self.wake()
 
     async def event(self, event: Event) -> wire.Ok | wire.Audience:
-        """Record what the trainer did. Raises RemoteError for another lineage, WireError for a fault."""
-        self._check(event.version)
+        """Record what the trainer did. Raises RemoteError for another lineage, WireError for a fault.
+
+        Heartbeats also come from a trainer that this controller, started anew, has not welcomed.
+        """
         if isinstance(event, Heartbeat):  # never waits for a disk; none is due after the last message
-            if self.final is None:
+            if self._retreat is not None or event.version.lineage != self._run_log.state.lineage:
+                self._check(event.version)
+            if self.live and self.final is None:
                 self._events.emit(event)
             return wire.Ok()
+        self._check(event.version)
         state, answer = self._run_log.state, None
         assert state.reached is not None, "a trainer of this lineage has said hello"
         start, reached = state.lineages[event.version.lineage].start, state.reached.step

@@ -27,7 +27,7 @@ from distill.run_log.state import RunState
 from distill.run_log.validation import repetitive
 from distill.trainer_api.guard import Guard, retreat, trouble
 from sync.errors import RemoteError
-from sync.wire import StepReport, Version, pack
+from sync.wire import Heartbeat, StepReport, Version, pack
 
 pytestmark = pytest.mark.virtual_time
 
@@ -175,6 +175,21 @@ async def test_a_rollback_outlives_the_controller_that_decided_it(controller: An
         second.request_stop("enough")
         await asyncio.gather(training, running)
     assert not {i for ids in trainer.ledger[1].values() for i in ids} & bad
+
+
+async def test_beats_of_a_trainer_are_refused_once_it_was_sent_away_alone(
+    controller,
+) -> None:
+    """One that a controller which started anew has not welcomed yet may save a checkpoint."""
+    made, beat = controller(), Heartbeat(version=Version(0, 3), rank=0)
+    await made.run_log.open_lineage(None, "model")
+    assert not made.session.live
+    await made.session.event(beat)
+    assert made.heartbeats.since == {}
+    made.session.roll_back(RolledBack(None, [], "bad"))
+    with pytest.raises(RemoteError, match="this one must leave"):
+        await made.session.event(beat)
+    made.close()
 
 
 def test_a_second_rollback_counts_the_checkpoints_that_the_first_left() -> None:

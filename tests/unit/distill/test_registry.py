@@ -119,6 +119,8 @@ async def test_a_new_process_joins_in_place_of_a_configured_replica_that_was_rem
     assert [one.name for one in run.registry.listing().servers] == ["student-1"]
     with pytest.raises(Replaced, match="student-0 was removed"):
         await run.registry.register(says("http://c:1", "one", "student-0"))
+    added = await run.registry.register(ServerRegisters(run=None, url="http://added:1", name=None, boot=None))
+    assert added.name == "student-2", "the name of the configuration is kept for its process"
     await run.registry.register(says("http://c:2", "two", "student-0"))
     assert run.pool.replicas["student-0"].engine.url == "http://c:2"
     running.cancel()

@@ -451,6 +451,38 @@ async def test_a_version_in_the_store_is_caught_up_with_until_a_newer_one_is_bro
         assert world.broadcasts.wanted()
 
 
+def test_announcements_count_each_and_what_is_stored_beside_its_broadcast_once() -> None:
+    world = World()
+    world.record(Version(0, 1), "broadcast")
+    world.record(Version(0, 1), "broadcast")  # to those that were left
+    world.record(Version(0, 1), "full")
+    world.record(Version(0, 2), "full")
+    assert world.state.counters.published == 3
+
+
+def test_a_broadcast_ends_that_stored_versions_are_followed_whatever_their_steps() -> None:
+    """After a rollback to step 8 the stored version 10 is of weights that were left."""
+    world = World()
+    world.record(Version(0, 10), "broadcast")
+    world.record(Version(0, 10), "full")
+    assert world.pool.is_stored(Version(0, 10))
+    world.record(Version(1, 8), "broadcast")
+    assert world.state.target is None
+    assert not world.pool.is_stored(Version(1, 8))
+    world.record(Version(1, 8), "full")
+    world.record(Version(1, 8), "broadcast")  # again, to a replica that came back
+    assert world.pool.is_stored(Version(1, 8))
+
+
+def test_a_version_of_a_run_that_went_over_to_snapshots_was_not_broadcast() -> None:
+    world = World()
+    world.record(Version(0, 9), "broadcast")
+    assert world.pool.newest_broadcast == Version(0, 9)
+    world.record(Version(1, 9), "full")
+    assert world.pool.newest_broadcast is None
+    assert not world.broadcasts.wanted()
+
+
 async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:
     back = MemoryReplica()
     world = World(a=MemoryReplica(), back=back)

@@ -253,20 +253,22 @@ async def test_batches_whose_rollouts_were_forgotten_are_formed_anew(tmp_path: P
     run_log.journal.close()
 
 
-async def test_a_step_whose_checkpoint_came_back_without_its_report_was_trained(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_came_back_without_a_report_is_on_record(
+    tmp_path: Path,
+) -> None:
     run_log = opened(tmp_path)
     await run_log.open_lineage(None, "model")
     for step in range(2):
         run_log.admit([rollout(asked, Version(0, 0)) for asked in run_log.issue(BATCH)])
         assert await run_log.form_batch() is not None
         run_log.write(HandedOut(Version(0, step)))
-    run_log.write(Checkpointed(Version(0, 1), "one"))
 
     record = await run_log.open_lineage(Version(0, 1), "model")
     run_log.journal.close()
     assert (record.start, record.branch) == (1, 2)
     assert run_log.state.batches[Version(0, 0)].trained
     assert run_log.state.trained_tokens == {0: BATCH}
+    assert run_log.state.checkpoints == [Version(0, 1)]
     assert run_log.state.bisection.died_on == Version(0, 1), "the batch that the trainer had next"
     resumed = opened(tmp_path)
     assert resumed.state.trained_tokens == {0: BATCH}

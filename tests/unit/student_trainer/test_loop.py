@@ -441,8 +441,11 @@ def waiting_story(tmp_path: Path, answers: list[Any], failures: int) -> tuple[St
     return story, publisher
 
 
-def test_a_trainer_that_waits_publishes_again_what_failed(tmp_path: Path) -> None:
+def test_a_trainer_that_waits_publishes_again_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No rollouts may be started until it is there, so no later version comes."""
+    monkeypatch.setattr("student_trainer.transports.REPEAT_SECONDS", 0.0)
     answers = [batch(0), Wait(), Wait(), Wait(), batch(1), Stop(reason="over", checkpoint=False)]
     story, publisher = waiting_story(tmp_path, answers, failures=2)
     assert train(story.trainer) is Outcome.STOP
@@ -450,7 +453,22 @@ def test_a_trainer_that_waits_publishes_again_what_failed(tmp_path: Path) -> Non
     assert publisher.done == [("full", 0), ("full", 1), ("delta", 2)]
 
 
-def test_a_trainer_that_waits_ends_when_publishing_keeps_failing(tmp_path: Path) -> None:
+def test_what_failed_is_published_again_after_a_pause_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the wait nor a controller that asks for it ends the run within the pause."""
+    monkeypatch.setattr("student_trainer.loop._PAUSE_SECONDS", 0.0)
+    waits = [Wait(publish=bool(number % 2)) for number in range(9)]
+    answers = [batch(0), *waits, Stop(reason="over", checkpoint=False)]
+    story, publisher = waiting_story(tmp_path, answers, failures=1)
+    assert train(story.trainer) is Outcome.STOP
+    assert publisher.done == [("full", 0)]
+
+
+def test_a_trainer_that_waits_ends_when_publishing_keeps_failing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("student_trainer.transports.REPEAT_SECONDS", 0.0)
     story, publisher = waiting_story(tmp_path, [batch(0), *[Wait()] * 9], failures=3)
     with pytest.raises(StoreError, match="disk full"):
         train(story.trainer)

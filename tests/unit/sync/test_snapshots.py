@@ -464,6 +464,30 @@ def test_a_version_that_failed_is_published_under_the_same_name(at: str, late: b
     assert read_latest(store, RUN) == v(2)
 
 
+def test_what_a_broken_upload_left_beside_its_key_does_not_stop_the_next_try(tmp_path: Path) -> None:
+    """As object stores leave a claim, which no listing shows and `delete` removes."""
+
+    class Claiming(Failing):
+        claims: set[str] = set()
+
+        def create(self, key: str, data: bytes | Path) -> None:
+            if key in self.claims:
+                raise AlreadyPublished(f"{key} exists")
+            self.claims = self.claims | {key}
+            super().create(key, data)
+
+        def delete(self, key: str) -> None:
+            self.claims = self.claims - {key}
+            super().delete(key)
+
+    store = Claiming("model.safetensors", late=False)
+    trainer = Trainer(store, tmp_path / "saved")
+    with pytest.raises(StoreError, match="went away"):
+        trainer.anchor(v(0))
+    trainer.anchor(v(0))
+    assert read_latest(store, RUN) == v(0)
+
+
 def test_the_last_shards_are_let_go_before_those_of_an_anchor_are_copied(
     store: MemoryStore, tmp_path: Path
 ) -> None:
