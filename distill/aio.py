@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from sync.errors import Unreachable
@@ -22,6 +24,21 @@ async def unless(over: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]
         return await task
     finally:
         await cancel([task, watch])
+
+
+async def in_daemon(work: Callable[[], None]) -> None:
+    """`work` in a thread whose end nothing waits for but this: neither the event loop nor the interpreter."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=run, name="daemon", daemon=True).start()
+    await ended.wait()
 
 
 async def until(over: Coroutine[Any, Any, None], workers: Iterable[asyncio.Task[None]]) -> None:

@@ -86,12 +86,15 @@ def _of_run_dir(run_dir: Path) -> dict[str, Any]:
     return raw
 
 
-def _inherited(tree: Any, name: str = "") -> Any:
-    """`tree` without variables that hide a secret; `name`: its key."""
-    if not isinstance(tree, dict):
-        return tree
-    shown = (key for key, value in tree.items() if name != "env" or secrets.HIDDEN not in str(value))
-    return {key: _inherited(tree[key], key) for key in shown}
+def _inherited(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` without the roles' variables that hide a secret."""
+    evaluation = raw.get("evaluation") or {}
+    named = [*raw.get("teachers", {}).values(), *raw.get("environments", {}).values()]
+    roles = [raw.get("student"), raw.get("trainer"), evaluation.get("placement"), evaluation.get("replica")]
+    for role in filter(None, named + roles):
+        env = role.get("env", {})
+        role["env"] = {name: value for name, value in env.items() if secrets.HIDDEN not in str(value)}
+    return raw
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from distill.aio import cancel
+from distill.aio import cancel, in_daemon
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.environments.client import EnvironmentClient
@@ -224,10 +224,11 @@ class _Launcher:
     async def close(self) -> None:
         """Have wandb take the last figures; called once the run's folder holds all of them."""
         if self._wandb is not None:
-            await asyncio.to_thread(self._wandb.close)
+            await in_daemon(self._wandb.close)
 
     async def _supervised(self) -> dict[str, Any]:
         """Controller, children and their supervision side by side, until the controller is done."""
+        self._folder.begin()
         controller = asyncio.create_task(self._controller.run(), name="controller")
         await self._supervisor.start()
         others = [

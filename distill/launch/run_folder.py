@@ -74,9 +74,8 @@ class RunFolder:
     def keep(self, config: RunConfig, content: dict[str, Any]) -> list[str]:
         """Write config.json, and keep an earlier one that differs as config.N.json; a line for every change.
 
-        What a resume has no prompts of keeps its digest, for the next one; summary.json is removed until the
-        run ends again. Raises ConfigError, and changes nothing, when a resumed run must not change so, or
-        when what it ran with is not known.
+        What a resume has no prompts of keeps its digest, for the next one. Raises ConfigError, and changes
+        nothing, when a resumed run must not change so, or when what it ran with is not known.
         """
         path, lines = self.path / "config.json", []
         record = secrets.hide(config.model_dump(mode="json")) | {"content": secrets.hide(content)}
@@ -97,8 +96,11 @@ class RunFolder:
                 number = len([*self.path.glob("config.*.json")])
                 durable.write_json(self.path / f"config.{number}.json", kept, mode=0o600)
         durable.write_json(path, record, mode=0o600)
-        (self.path / "summary.json").unlink(missing_ok=True)
         return lines
+
+    def begin(self) -> None:
+        """The run goes on: the summary of an earlier end is removed until it ends again."""
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def keep_url(self, place: ControllerConfig, url: str) -> None:
         """Say where the controller is; nothing when it listens everywhere and no URL is configured."""

@@ -76,7 +76,7 @@ def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[Ru
     def controller() -> str:
         return url or controller_url(run_dir)
 
-    host = _own_address(controller(), config.run.start_seconds)
+    host = _own_address(controller, config.run.start_seconds)
 
     def moved(_: str, place: Placement) -> Placement:
         return place.model_copy(update={"host": host}) if is_loopback(place.host) else place
@@ -84,12 +84,12 @@ def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[Ru
     return config.with_places(moved), controller
 
 
-def _own_address(url: str, seconds: float) -> str:
-    """As `own_address`; the name of a controller that is being started may be unknown for a while."""
+def _own_address(controller: Controller, seconds: float) -> str:
+    """As `own_address`; where a controller is, or its name, may be unknown for a while as it is started."""
     began = time.monotonic()
     while True:
         try:
-            return own_address(url)
+            return own_address(controller())
         except ConfigError as error:
             if time.monotonic() - began > seconds:
                 raise
@@ -196,7 +196,7 @@ def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
         )
     check_model(config.student, "student")
     check_secrets(config)
-    _check_filled(config, "trainer")
+    _check_filled(config, "trainer", "objective")
     return trainer_process(with_objective(config).config, controller_url, node)
 
 

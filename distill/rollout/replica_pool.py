@@ -95,8 +95,7 @@ class ReplicaPool:
         self._state, self._weights, self._events = state, weights, events
         self._stall_timeout_seconds = stall_timeout_seconds
         self._published = Signal()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._running = False
+        self._tasks, self._running = dict[str, asyncio.Task[None]](), False
         self.keeps_cache = False  # of running completions, at a swap
 
     @property

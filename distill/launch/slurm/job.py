@@ -55,9 +55,10 @@ def _run(run_dir: Path, words: Sequence[str], array: Sequence[str] | None) -> in
             _slurm("scancel", f"--name={array[0]}")
 
     cancel()  # what a machine that failed left
-    (run_dir / CONTROLLER_FILE).unlink(missing_ok=True)  # for replicas to wait until this start writes it
-    if array is not None and _slurm("sbatch", array[1]) != 0:
-        return _said(f"the array of replicas cannot be submitted: see above, and {array[1]}", 1)
+    if array is not None:
+        (run_dir / CONTROLLER_FILE).unlink(missing_ok=True)  # for replicas to wait until this start writes it
+        if _slurm("sbatch", array[1]) != 0:
+            return _said(f"the array of replicas cannot be submitted: see above, and {array[1]}", 1)
     resume = ["--resume"] if holds_run(run_dir) else []
     try:
         status, signals = follow([*_DISTILL, "run", *words, *resume], cancel)

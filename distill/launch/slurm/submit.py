@@ -19,6 +19,7 @@ from distill.config.cluster import SlurmCluster
 from distill.launch.placement import Need, Node, lines, needs, place
 from distill.launch.run_folder import TOKEN_FILE, holds_run
 from distill.launch.slurm import job
+from distill.metrics.trackers import FINISH_SECONDS
 from sync import durable
 from sync.address import TOKEN_FILE_VARIABLE, token_from_environment
 from sync.errors import ConfigError, RemoteError
@@ -110,7 +111,8 @@ def seconds_of(text: str) -> float:
 
 def warning_seconds(config: RunConfig) -> int:
     """How long before its time limit the job is told to end."""
-    return min(math.ceil(config.run.grace_seconds) + SPARE_SECONDS, _LONGEST_WARNING)
+    closing = FINISH_SECONDS if config.tracking.wandb == "online" else 0.0
+    return min(math.ceil(config.run.grace_seconds + closing) + SPARE_SECONDS, _LONGEST_WARNING)
 
 
 def _checked(config: RunConfig, overrides: Sequence[str], resume: bool) -> SlurmCluster:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 from rich.console import Console
 from small_config import make_config
 
+from distill.aio import in_daemon
 from distill.cli.main import main
 from distill.launch import outcome
 from distill.launch import run as launched
@@ -71,7 +73,20 @@ async def test_a_signal_after_the_run_stops_nothing_until_a_second_one(
         await asyncio.create_task(signalled(launcher, signal.SIGTERM, signal.SIGTERM))
 
 
-async def test_a_run_whose_wandb_hangs_has_its_figures_and_hears_signals(
+def test_work_in_a_daemon_that_hangs_does_not_hold_up_the_end_of_the_loop() -> None:
+    over, began = threading.Event(), time.monotonic()
+
+    async def main() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await in_daemon(lambda: over.wait(600.0) and None)
+
+    asyncio.run(main())
+    assert time.monotonic() - began < 300.0
+    over.set()
+
+
+async def test_a_run_whose_wandb_hangs_has_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(run={"name": "r", "steps": 1, "folder": tmp_path}, cluster={"type": "external"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distill.config import RunConfig
+from distill.config import RunConfig, loading
 from distill.config.loading import load, load_run_dir
 from distill.launch import roles, single_role
 from distill.launch.run_folder import RunFolder
@@ -19,6 +20,7 @@ from distill.metrics.trackers import Wandb
 from distill.preflight_checks.checks import check_secrets
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
+from student_trainer.objectives.config import Own
 from sync import secrets
 from sync.errors import ConfigError
 from sync.settings import REPLICA_VARIABLE, ReplicaConfig, Settings, read_settings
@@ -159,11 +161,32 @@ def test_a_role_of_a_run_folder_inherits_variables_that_are_hidden_there(config:
     assert load(config.run_dir, ["student.env.WANDB_API_KEY=given"]).student.env == {"WANDB_API_KEY": "given"}
 
 
+def own_objective(config: RunConfig) -> RunConfig:
+    """With a function of the user's that was given a secret, as a run's folder has it."""
+    return config.model_copy(
+        update={"objective": Own(type="own", name="m:f", options={"api_key": secrets.HIDDEN})}
+    )
+
+
+def test_only_variables_of_roles_are_left_out_where_they_are_hidden() -> None:
+    hidden = {"KEY": secrets.HIDDEN, "SIZE": "3"}
+    raw = {
+        "student": {"env": hidden},
+        "evaluation": {"placement": {"env": hidden}, "replica": None},
+        "environments": {"env": {"options": hidden}, "game": {"env": hidden, "options": {"env": hidden}}},
+    }
+    found = loading._inherited(copy.deepcopy(raw))
+    assert found["student"]["env"] == found["evaluation"]["placement"]["env"] == {"SIZE": "3"}
+    assert found["environments"]["game"] == {"env": {"SIZE": "3"}, "options": {"env": hidden}}
+    assert found["environments"]["env"]["options"] == hidden
+
+
 @pytest.mark.parametrize(
     ("serve", "key"),
     [
         (lambda config: single_role.serve_teacher(config, "served", 0), "teachers.served.engine_url"),
         (lambda config: single_role.train(config, "http://127.0.0.1:9"), "trainer.overrides.comet.api_key"),
+        (lambda config: single_role.train(own_objective(config), ""), "objective.options.api_key"),
         (lambda config: single_role.serve_evaluator(config, lambda: ""), "teachers.there.urls.0"),
         (lambda config: single_role.serve_evaluator(config, lambda: ""), "prompts.options.nested.api_token"),
     ],

@@ -207,6 +207,8 @@ def test_a_resumed_run_has_no_summary_until_it_ends_again(tmp_path: Path) -> Non
     given = {"prompts": "a", "held_out": None, "deepspeed": {}}
     with RunFolder.open(config(tmp_path), resume=True) as folder:
         folder.keep(config(tmp_path), given)
+        assert read_summary(tmp_path / "x") == {"steps": 3}, "nothing has started yet"
+        folder.begin()
     assert read_summary(tmp_path / "x") == {}
 
 
