@@ -7,6 +7,7 @@ with time      stubs of rollouts, ledger, metrics: SLOPE bytes per rollout, and 
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 import shutil
@@ -35,6 +36,11 @@ SLOPE: Final = 100
 """Bytes per rollout that stay for good: stub, ledger, a share of its step's lines (`distill bench soak`)."""
 ASSUMED_RATE: Final = 1000.0
 """Completion tokens per second."""
+ASSUMED_STEP: Final = 30.0
+"""Seconds of an optimizer step."""
+KEPT_SECONDS: Final = 3600 + 600
+"""Age of the oldest replaced version in a store: the grace period of `sync.snapshots.admin.gc` and the time
+between two collections (`student_trainer.transports`)."""
 DAY: Final = 86400
 CAST: Final = frozenset(("bf16", "f2", "f4", "f8"))
 """Kinds of stored tensors, in `checkpoint.BITS`' names, that an engine casts to its dtype."""
@@ -98,11 +104,22 @@ def estimate(config: RunConfig) -> DiskNeeds:
     model = published_item(trainer) * parameters
     saved = model + (0 if trainer.lora else 12 * parameters)  # fp32 master and two moments
     mirrors = 2 * _subscribers(config) if config.student.mirror_folder is None else 0
-    deltas = weights.anchor_share if weights.transport == "snapshot" and trainer.lora is None else 0
     kept_here = config.uses_store and weights.store_in_run_folder
-    store = (weights.keep_anchors + 1) * (1 + deltas) if kept_here else 0
+    store = _versions_kept(config) if kept_here else 0
     fixed = (trainer.keep_checkpoints + 1) * saved + (store + mirrors + 2) * full_bytes(config, parameters)
     return DiskNeeds(saved, int(fixed), bytes_per_token(config))
+
+
+def _versions_kept(config: RunConfig) -> float:
+    """Versions in the store at most, counted as full ones, at ASSUMED_STEP."""
+    weights, evaluation, steps = config.weights, config.evaluation, config.run.steps
+    if weights.transport == "snapshot" and config.trainer.lora is None:
+        return (weights.keep_anchors + 1) * (1 + weights.anchor_share)
+    every = weights.publish_every
+    if weights.transport == "broadcast":
+        every = max(every, (evaluation and evaluation.every) or steps)
+    replaced = math.ceil(KEPT_SECONDS / (ASSUMED_STEP * every))  # each is an anchor
+    return min(weights.keep_anchors + replaced, steps // every + 2)
 
 
 def _subscribers(config: RunConfig) -> int:
@@ -223,7 +240,7 @@ def lines(config: RunConfig, found: DiskNeeds) -> list[str]:
     kept, day, most = config.trainer.keep_checkpoints, ASSUMED_RATE * DAY, config.rollout.max_tokens
     return [
         f"disk at once: {_gib(found.fixed)} for {kept} + 1 checkpoints of {_gib(found.checkpoint)}, "
-        "published versions and mirrors, and the journal",
+        f"published versions at {ASSUMED_STEP:g} s a step, mirrors, and the journal",
         f"journal: {found.token:,} bytes a token, {_gib(found.token * 1e6)} a million tokens, archived to "
         f"{SLOPE} bytes a rollout once {kept} checkpoints cover it",
         f"a day at {ASSUMED_RATE:,.0f} tokens/s: {_gib(found.token * day)} written to the journal, "
@@ -238,7 +255,7 @@ def check_room(config: RunConfig, found: DiskNeeds) -> None:
         raise ConfigError(
             f"{path} has {_gib(free)} free, and checkpoints, published versions and mirrors of this run take "
             f"{_gib(found.fixed)} at once: set run.folder to another disk, or lower trainer.keep_checkpoints "
-            "or weights.keep_anchors"
+            "or weights.keep_anchors, or, with LoRA, raise weights.publish_every"
         )
 
 

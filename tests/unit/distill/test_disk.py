@@ -69,10 +69,23 @@ def published(model: Path, config: Any, **sections: Any) -> float:
 def test_with_lora_versions_and_mirrors_are_adapters(model: Path, config: Any) -> None:
     width, inner = WIDTH, 11008  # of transformers' default Llama, of 32 layers
     adapters = 2 * 4 * 32 * (4 * (width + width) + 3 * (width + inner))
-    store, mirrors, anchor_and_final = 3, 2 * (3 + 1), 2
+    mirrors, anchor_and_final = 2 * (3 + 1), 2
     lora = {"lora": {"rank": 4}}
-    assert published(model, config, trainer=lora) == (store + mirrors + anchor_and_final) * adapters
+    for weights, store in (({}, 2 + 140), ({"publish_every": 4, "keep_anchors": 1}, 1 + 35)):
+        found = published(model, config, trainer=lora, weights=weights) / adapters
+        assert found == store + mirrors + anchor_and_final, "anchors kept, and 70 minutes of 30 s"
+    few = published(model, config, trainer=lora, run={"name": "x", "folder": str(model), "steps": 5})
+    assert few == (1 + 5 + 1 + mirrors + anchor_and_final) * adapters, "first, each step's, and the last"
     assert disk.estimate(configured(model, config, trainer=lora)).checkpoint == 2 * PARAMETERS
+
+
+@pytest.mark.parametrize(("every", "store"), [(0, 2 + 1), (20, 2 + 7)])
+def test_with_broadcasts_the_store_has_the_versions_that_are_evaluated(
+    model: Path, config: Any, every: int, store: int
+) -> None:
+    weights, mirrors, anchor_and_final = {"transport": "broadcast"}, 2 * (3 + 1), 2
+    found = published(model, config, weights=weights, evaluation={"every": every})
+    assert found == (store + mirrors + anchor_and_final) * 2 * PARAMETERS
 
 
 @pytest.mark.parametrize(
