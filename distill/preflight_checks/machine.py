@@ -1,6 +1,7 @@
 """Whether this machine can run a configuration: processor, and disk at once and over time.
 
-at once        in the run's folder checkpoints, published versions, mirrors, what training leaves: `fixed`
+at once        checkpoints, mirrors, what training leaves, published versions: `fixed`, on the disk of the
+               run's folder, and `store`, versions on a disk of their own
                journal since the oldest kept checkpoint
 with time      stubs of rollouts, ledger, metrics: SLOPE bytes per rollout, and nothing else
 """
@@ -25,7 +26,7 @@ from student_trainer.config import LoRAConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.objectives.config import needs, student_topk
 from sync.errors import ConfigError
-from sync.settings import ModelSource
+from sync.settings import DirectoryStoreConfig, ModelSource, XetStoreConfig
 from sync.snapshots import checkpoint
 from teacher_service.config import TeacherConfig
 
@@ -91,23 +92,37 @@ def cpuinfo() -> str:
 
 @dataclass(frozen=True)
 class DiskNeeds:
-    """Estimate of a run's disk, in bytes: one checkpoint; all but the journal, at once; a journaled token."""
+    """Estimate of a run's disk, in bytes."""
 
     checkpoint: int
+    """One of them."""
     fixed: int
+    """At once on the disk of the run's folder, without the journal."""
+    store: int
+    """At once on the disk of a local store, where that is another."""
     token: int
+    """A journaled one."""
 
 
 def estimate(config: RunConfig) -> DiskNeeds:
     """Raises ConfigError for an unreadable model."""
-    parameters, trainer, weights = count_parameters(config.student), config.trainer, config.weights
+    parameters, trainer = count_parameters(config.student), config.trainer
     model = published_item(trainer) * parameters
     saved = model + (0 if trainer.lora else 12 * parameters)  # fp32 master and two moments
     mirrors = 2 * _subscribers(config) if config.student.mirror_folder is None else 0
-    kept_here = config.uses_store and weights.store_in_run_folder
-    store = _versions_kept(config) if kept_here else 0
-    fixed = (trainer.keep_checkpoints + 1) * saved + (store + mirrors + 2) * full_bytes(config, parameters)
-    return DiskNeeds(saved, int(fixed), bytes_per_token(config))
+    full, folder = full_bytes(config, parameters), _store_folder(config)
+    store = _versions_kept(config) * full if folder else 0
+    apart = store if folder and _disk(folder) != _disk(config.run_dir) else 0
+    fixed = (trainer.keep_checkpoints + 1) * saved + store - apart + (mirrors + 2) * full
+    return DiskNeeds(saved, int(fixed), int(apart), bytes_per_token(config))
+
+
+def _store_folder(config: RunConfig) -> Path | None:
+    """Folder of a local store, which need not exist yet."""
+    store = config.weights.store
+    if config.uses_store and isinstance(store, DirectoryStoreConfig | XetStoreConfig):
+        return store.path or config.run_dir
+    return None
 
 
 def _versions_kept(config: RunConfig) -> float:
@@ -238,9 +253,11 @@ def bytes_per_token(config: RunConfig) -> int:
 def lines(config: RunConfig, found: DiskNeeds) -> list[str]:
     """The estimate in words, at ASSUMED_RATE."""
     kept, day, most = config.trainer.keep_checkpoints, ASSUMED_RATE * DAY, config.rollout.max_tokens
+    versions = f"published versions at {ASSUMED_STEP:g} s a step"
     return [
         f"disk at once: {_gib(found.fixed)} for {kept} + 1 checkpoints of {_gib(found.checkpoint)}, "
-        f"published versions at {ASSUMED_STEP:g} s a step, mirrors, and the journal",
+        f"{'' if found.store else versions + ', '}mirrors, and the journal",
+        *([f"disk of the store: {_gib(found.store)} for {versions}"] if found.store else []),
         f"journal: {found.token:,} bytes a token, {_gib(found.token * 1e6)} a million tokens, archived to "
         f"{SLOPE} bytes a rollout once {kept} checkpoints cover it",
         f"a day at {ASSUMED_RATE:,.0f} tokens/s: {_gib(found.token * day)} written to the journal, "
@@ -250,12 +267,19 @@ def lines(config: RunConfig, found: DiskNeeds) -> list[str]:
 
 def check_room(config: RunConfig, found: DiskNeeds) -> None:
     """Raise ConfigError when not even checkpoints and versions fit."""
+    fewer = "weights.keep_anchors, or, with LoRA, raise weights.publish_every"
     path, free = _free(config.run_dir)
     if found.fixed > free:
         raise ConfigError(
             f"{path} has {_gib(free)} free, and checkpoints, published versions and mirrors of this run take "
             f"{_gib(found.fixed)} at once: set run.folder to another disk, or lower trainer.keep_checkpoints "
-            "or weights.keep_anchors, or, with LoRA, raise weights.publish_every"
+            f"or {fewer}"
+        )
+    path, free = _free(_store_folder(config) or config.run_dir)
+    if found.store > free:
+        raise ConfigError(
+            f"{path} has {_gib(free)} free, and published versions of this run take {_gib(found.store)} at "
+            f"once: set weights.store.path to another disk, or lower {fewer}"
         )
 
 
@@ -270,8 +294,17 @@ def check_disk(folder: Path, min_free_gib: float) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, int]:
-    path = next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
+    path = _there(folder)
     return path, shutil.disk_usage(path).free
+
+
+def _disk(folder: Path) -> int:
+    return _there(folder).stat().st_dev
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    return next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
 
 
 def _gib(count: float) -> str:

@@ -88,15 +88,32 @@ def test_with_broadcasts_the_store_has_the_versions_that_are_evaluated(
     assert found == (store + mirrors + anchor_and_final) * 2 * PARAMETERS
 
 
-@pytest.mark.parametrize(
-    "store",
-    [{"type": "bucket", "bucket": "a/b"}, {"type": "directory", "path": "/a"}, {"type": "xet", "path": "/a"}],
-)
-def test_versions_outside_of_the_run_s_folder_take_none_of_its_disk(
-    model: Path, config: Any, store: dict[str, str]
+def test_versions_in_a_bucket_take_no_disk(model: Path, config: Any) -> None:
+    weights, mirrors, anchor_and_final = {"store": {"type": "bucket", "bucket": "a/b"}}, 2 * (3 + 1), 2
+    assert published(model, config, weights=weights) == (mirrors + anchor_and_final) * 2 * PARAMETERS
+    assert disk.estimate(configured(model, config, weights=weights)).store == 0
+
+
+@pytest.mark.parametrize("kind", ["directory", "xet"])
+def test_versions_of_a_local_store_are_counted_on_the_disk_of_its_path(
+    model: Path, config: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirrors, anchor_and_final = 2 * (3 + 1), 2
-    assert published(model, config, weights={"store": store}) == (mirrors + anchor_and_final) * 2 * PARAMETERS
+    path = model.parent / "apart" / "store"
+    settings = configured(model, config, weights={"store": {"type": kind, "path": str(path)}})
+    inside = disk.estimate(configured(model, config))
+    assert disk.estimate(settings) == inside, "one disk"
+    monkeypatch.setattr(disk, "_disk", lambda folder: "apart" in folder.parts)
+    versions = 3 * (1 + 4) * 2 * PARAMETERS
+    apart = disk.estimate(settings)
+    assert (apart.fixed, apart.store) == (inside.fixed - versions, versions)
+    assert "disk of the store: 0.00 GiB for published versions at 30 s" in disk.lines(settings, apart)[1]
+    usage = namedtuple("usage", "free")
+    free = {model.parent: versions}
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage(free.get(path, apart.fixed)))
+    disk.check_room(settings, apart)
+    free[model.parent] -= 1
+    with pytest.raises(ConfigError, match=r"published versions .* set weights\.store\.path to another disk"):
+        disk.check_room(settings, apart)
 
 
 def test_each_process_of_the_run_that_follows_the_weights_has_a_mirror(model: Path, config: Any) -> None:
