@@ -21,7 +21,7 @@ from typing import Any, Final
 from distill.config import RunConfig
 from distill.preflight_checks.experts import routing_of
 from distill.preflight_checks.objective import precision
-from distill.prompts.sources import text_config
+from distill.prompts.sources import model_config, text_config
 from student_trainer.config import LoRAConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.objectives.config import needs, student_topk
@@ -174,7 +174,7 @@ def _adapter_parameters(student: ModelSource, lora: LoRAConfig) -> int:
 def count_parameters(source: ModelSource) -> int:
     """Parameters of a folder's tensors; of a Hub id or a quantized model, those of a model made from its
     config."""
-    if (tensors := _tensors(source)) and not _quantization(text_config(source)):
+    if (tensors := _tensors(source)) and not _quantization(source):
         return sum(map(_elements, tensors))
     return sum(parameter.numel() for parameter in _on_meta(source).parameters())
 
@@ -194,7 +194,7 @@ def weight_bytes(source: ModelSource, dtype: str) -> float:
     item = item_bytes(model, dtype)
     if tensors := _tensors(source):
         return sum(item * _elements(one) if one.kind in CAST else one.nbytes for one in tensors)
-    parameters, bits = count_parameters(source), _quantized_bits(model)
+    parameters, bits = count_parameters(source), _quantized_bits(source)
     if bits is None:
         return item * parameters
     looked_up = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
@@ -211,13 +211,14 @@ def _elements(place: checkpoint.TensorAt) -> int:
     return place.nbytes // checkpoint.BITS[place.kind].itemsize
 
 
-def _quantization(model: Any) -> Mapping[str, Any]:
-    return getattr(model, "quantization_config", None) or {}
+def _quantization(source: ModelSource) -> Mapping[str, Any]:
+    """Empty without; it stands outside of a multimodal model's text part."""
+    return getattr(model_config(source), "quantization_config", None) or {}
 
 
-def _quantized_bits(model: Any) -> int | None:
-    """Bits of a quantized weight; None: there are none, or `model`, a transformers config, does not tell."""
-    given = _quantization(model)
+def _quantized_bits(source: ModelSource) -> int | None:
+    """Bits of a quantized weight; None: there are none, or the model's config does not tell."""
+    given = _quantization(source)
     groups = [one.get("weights") or {} for one in (given.get("config_groups") or {}).values()]
     told = [given.get("bits"), *(group.get("num_bits") for group in groups)]
     told += [bits for bits in (4, 8) if given.get(f"load_in_{bits}bit")]

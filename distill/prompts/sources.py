@@ -317,17 +317,21 @@ def split_table(
 
 
 def text_config(source: ModelSource) -> Any:
-    """transformers' config of a model, of its text part. Raises ConfigError when it cannot be read."""
+    """transformers' config of a model's text part. Raises ConfigError when it cannot be read."""
+    return model_config(source).get_text_config()
+
+
+def model_config(source: ModelSource) -> Any:
+    """transformers' config of a whole model. Raises ConfigError when it cannot be read."""
     check_reachable(source.path, source.revision, "model")
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"the config of model {source.path!r} cannot be read: {error}") from None
-    return config.get_text_config()
 
 
 def student_limit(config: RunConfig) -> int:

@@ -133,6 +133,19 @@ def test_a_quantized_teacher_takes_the_bits_of_its_config(
     assert terms(quantized)["teacher-t"]["weights"] == expected
 
 
+def test_a_quantized_multimodal_model_takes_the_bits_of_its_outer_config(tmp_path: Path) -> None:
+    from transformers import Gemma3Config
+
+    text = {"num_hidden_layers": 1, "hidden_size": WIDTH, "intermediate_size": INNER, "head_dim": 16}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY}
+    config = Gemma3Config(text_config=text | heads)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    config.save_pretrained(tmp_path)
+    source, embeddings = ModelSource(path=str(tmp_path)), VOCABULARY * WIDTH  # tied to the head
+    expected = 2 * embeddings + 4 / 8 * (count_parameters(source) - embeddings)
+    assert weight_bytes(source, "bfloat16") == expected
+
+
 def test_a_folder_of_quantized_tensors_is_as_large_as_it_is_stored(tmp_path: Path) -> None:
     source = ModelSource(path=tiny(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4}))
     stored = {"packed": np.zeros(100, "i4"), "norm": np.zeros(50, "f2"), "scales": np.zeros(10, "f4")}
