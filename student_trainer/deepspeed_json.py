@@ -100,6 +100,12 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
             yield f"{section}.enabled is {value!r}: write true or false"
     if _table(config, "fp16").get("enabled"):
         yield "fp16 skips steps that overflow: enable bf16, or neither for fp32"
+    for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if value := zero.get(old):
+            yield (
+                f"zero_optimization.{old} is {value!r}, a deprecated name: leave it out, and set "
+                f'zero_optimization.{section}.device to "cpu"'
+            )
     if _table(zero, "offload_param").get("device") == "nvme":
         yield (
             "zero_optimization.offload_param.device is 'nvme': weights are published from shards in memory, "

@@ -92,6 +92,14 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"optimizer.params.betas": "auto"}, r'optimizer\.params\.betas is "auto"'),
         ({"bf16.enabled": "false"}, r"bf16\.enabled is 'false': write true or false"),
         ({"zero_optimization.offload_param.device": "nvme"}, "offload_param.device is 'nvme'.*set cpu"),
+        (
+            {"zero_optimization.cpu_offload": True},
+            r"cpu_offload is True, .* zero_optimization\.offload_optimizer\.device",
+        ),
+        (
+            {"zero_optimization.cpu_offload_param": True},
+            r"cpu_offload_param is True, .* zero_optimization\.offload_param\.device",
+        ),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
         ({"train_batch_size": 4}, "set rollout.batch"),
         ({"lr": 5e-4}, r"lr is 0\.0005: trainer\.lr decides this alone"),
