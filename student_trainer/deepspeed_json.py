@@ -18,8 +18,10 @@ from typing import Any, Final
 from student_trainer.config import TrainerSettings
 from sync.errors import ConfigError
 
-OWN_AUTO: Final = frozenset(("keep_in_fp32_modules", "select_strategy", "select_interval", "update_interval"))
-"""Fields in which DeepSpeed itself reads "auto"."""
+OWN_AUTO: Final = frozenset(
+    ("keep_in_fp32_modules", "select_strategy", "select_interval", "update_interval", "stages", "job_name")
+)
+"""Fields in which DeepSpeed itself reads "auto", and a name that may be any word."""
 
 
 def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
@@ -90,6 +92,7 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
     zero, optimizer = _table(config, "zero_optimization"), _table(config, "optimizer")
     if (stage := zero.get("stage")) != 3:
         yield f"zero_optimization.stage is {stage}: weights are published from ZeRO-3 shards, set 3"
+    yield from _decided_elsewhere(config, settings)
     if unset := [*_unset(config)]:
         yield (
             f'{", ".join(unset)} is "auto", which DeepSpeed ignores (Hugging Face\'s Trainer fills it in): '
@@ -124,6 +127,10 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
                     f"zero_optimization.offload_{name} is set and trainer.expert_parallel is "
                     f"{settings.expert_parallel}: AutoEP is not tested with offload, leave one out"
                 )
+
+
+def _decided_elsewhere(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str]:
+    """Fields whose value follows from a key of the run's configuration."""
     decided_by = {
         "expert_parallel": (None, "trainer.expert_parallel"),
         "sequence_parallel_size": (None, "trainer.sequence_parallel"),
@@ -134,7 +141,8 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
         "lr": (settings.lr, "trainer.lr"),
         "optimizer.params.lr": (settings.lr, "trainer.lr"),
     }
-    found = config | {"optimizer.params.lr": _table(optimizer, "params").get("lr", settings.lr)}
+    params = _table(_table(config, "optimizer"), "params")
+    found = config | {"optimizer.params.lr": params.get("lr", settings.lr)}
     for name, (harmless, key) in decided_by.items():
         if (value := found.get(name, harmless)) != harmless:
             yield f"{name} is {value!r}: {key} decides this alone: set {key} and leave {name} out"

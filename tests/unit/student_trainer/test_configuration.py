@@ -88,6 +88,15 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
             {"bf16.enabled": "auto", "zero_optimization.stage3_max_live_parameters": "auto"},
             r'bf16\.enabled, zero_optimization\.stage3_max_live_parameters is "auto".*write the value',
         ),
+        (
+            {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "bf16.enabled": "auto"},
+            "gradient_accumulation_steps is 'auto': rollout.batch decides this alone: .* leave",
+        ),
+        (
+            {"train_batch_size": "auto", "bf16.enabled": "auto"},
+            "train_batch_size is 'auto': rollout.batch decides this alone: .* leave",
+        ),
+        ({"optimizer.params.lr": "auto"}, r"optimizer\.params\.lr is 'auto': trainer\.lr decides"),
         ({"fp16.enabled": "auto"}, r'fp16\.enabled is "auto"'),
         ({"optimizer.params.betas": "auto"}, r'optimizer\.params\.betas is "auto"'),
         ({"bf16.enabled": "false"}, r"bf16\.enabled is 'false': write true or false"),
@@ -157,6 +166,7 @@ def test_a_json_with_the_configured_rate_is_accepted(lr: float | None) -> None:
         {"optimizer.params": {"adam_w_mode": False, "amsgrad": True, "torch_adam": False}},
         {"aio.block_size": 1, "comms_logger.enabled": False, "compile.deepcompile": False},
         {"data_types.keep_in_fp32_modules": "auto"},
+        {"tensorboard": {"enabled": False, "job_name": "auto"}, "pipeline.stages": "auto"},
         {"zero_optimization.offload_optimizer.ratio": 0.5, "zero_allow_untested_optimizer": True},
         {
             "checkpoint.tag_validation": "Warn",
