@@ -60,8 +60,9 @@ class Placement(Settings):
     devices: list[str] = []
     """CUDA_VISIBLE_DEVICES of each process, such as ["0,1", "2,3"]; empty: inherited."""
     gpus: int | None = Field(None, ge=0)
-    """GPUs of each process on a cluster; None: tensor x pipeline parallel size, or none with `device` = "cpu"
-    and where a machine of the cluster has none."""
+    """GPUs of each process on a cluster. None: tensor x pipeline parallel size for a replica or a teacher, 1
+    for the evaluator; none for an environment, for a teacher with `engine_url`, with
+    `teachers.NAME.device` or `evaluation.device` = "cpu", and where no machine of the cluster has any."""
     env: dict[str, str] = {}
     """Environment variables to add, such as OMP_NUM_THREADS."""
 
