@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
@@ -68,28 +70,34 @@ class Placement(Settings):
 
 
 S = TypeVar("S", bound=Settings)
-_COUNTED: Final = {
-    "tensor-parallel-size": int,
-    "pipeline-parallel-size": int,
-    "max-num-seqs": int,
-    "gpu-memory-utilization": float,
+_Rules = Mapping[str, tuple[type[float], float, str]]
+"""Argument → (type, most, what it is for and what to write)."""
+_COUNTS_GPUS: Final = (int, math.inf, "GPUs are counted with it: write a whole number above 0")
+_PARALLEL: Final[_Rules] = {"tensor-parallel-size": _COUNTS_GPUS, "pipeline-parallel-size": _COUNTS_GPUS}
+_OF_VLLM: Final[_Rules] = {
+    "max-num-seqs": (int, math.inf, "plans are computed with it: write a whole number above 0"),
+    "gpu-memory-utilization": (float, 1, "memory is computed with it: write a share above 0, at most 1"),
 }
-"""Arguments of vLLM that memory, GPUs and seconds are computed from."""
 
 
-def _counted(arguments: dict[str, Any]) -> dict[str, Any]:
+def _check(rules: _Rules, arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
-        number = _COUNTED.get(name.lstrip("-").replace("_", "-"))
-        try:
-            fits = number is None or number(str(value)) > 0
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(f"{name} = {value!r}: write a number above 0, which GPUs are counted with")
+        if rule := rules.get(name.lstrip("-").replace("_", "-")):
+            number, most, words = rule
+            try:
+                fits = 0 < number(str(value)) <= most
+            except ValueError:
+                fits = False
+            if not fits:
+                raise ValueError(f"{name} = {value!r}: {words}")
     return arguments
 
 
-EngineArgs = Annotated[dict[str, Any], AfterValidator(_counted)]
+EngineArgs = Annotated[dict[str, Any], AfterValidator(partial(_check, _PARALLEL))]
+"""Arguments of an engine by name."""
+check_vllm: Final = partial(_check, _OF_VLLM)
+"""Raises ValueError for arguments of vLLM that nothing can be computed with; returns them."""
+VllmArgs = Annotated[EngineArgs, AfterValidator(check_vllm)]
 """Arguments of vLLM by name."""
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from sync.address import Url
 from sync.own_code import OWN, is_own, registered
-from sync.settings import EngineArgs, ModelSource, Placement
+from sync.settings import EngineArgs, ModelSource, Placement, check_vllm
 
 
 def _known_engine(name: str) -> str:
@@ -19,6 +19,10 @@ def _known_engine(name: str) -> str:
         f"input should be 'transformers' or 'vllm', or an engine of your own: {OWN}, or an entry point of "
         "distill.engines"
     )
+
+
+def _of_engine(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    return check_vllm(arguments) if info.data.get("engine") == "vllm" else arguments
 
 
 class TeacherConfig(ModelSource, Placement):
@@ -59,9 +63,9 @@ class TeacherConfig(ModelSource, Placement):
     """Folder for them, emptied at the start; None: `scores/` in the run's folder."""
     wire_dtype: Literal["float16", "float32"] = "float16"
     """Precision of top-k and gathered log-probabilities on the wire."""
-    engine_args: EngineArgs = {}
+    engine_args: Annotated[EngineArgs, AfterValidator(_of_engine)] = {}
     """Any argument of vLLM's engine, for engine "vllm": {tensor_parallel_size = 4}. An engine of your own
-    reads what it likes."""
+    reads what it likes; the parallel sizes are its GPUs on a cluster."""
     threads: int | None = Field(None, ge=1)
     """Threads that compute on a CPU; None: torch's default."""
     idle_unload_seconds: float | None = Field(None, gt=0)

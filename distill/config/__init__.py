@@ -20,7 +20,7 @@ from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
 from sync.address import Host, Place, Url
-from sync.settings import EngineArgs, ModelSource, Name, Placement, ReplicaConfig, Settings, WeightsConfig
+from sync.settings import ModelSource, Name, Placement, ReplicaConfig, Settings, VllmArgs, WeightsConfig
 from teacher_service.config import TeacherConfig
 
 
@@ -66,7 +66,7 @@ class StudentConfig(ModelSource, Placement):
     """Replicas started on this machine; ignored with `urls`."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the weights in the replicas."""
-    engine_args: EngineArgs = {}
+    engine_args: VllmArgs = {}
     """Any argument of vLLM's server: {"tensor-parallel-size" = 2, "enforce-eager" = true}. Logits are fp32
     unless "hf-overrides" is {head_dtype = "model"} (docs/objectives.md)."""
     mirror_folder: Path | None = None

@@ -89,13 +89,26 @@ def test_an_unknown_key_like_no_other_is_answered_with_those_that_are_known() ->
         ("student.devices=3", "student.devices = 3: input should be a valid list"),
         ('objective.type=["topk"]', "objective = {'type': ['topk']}: input tag '['topk']' found"),
         ('weights.store.type=["xet"]', "weights.store = {'type': ['xet']}: input tag '['xet']' found"),
-        ('student.engine_args={tensor-parallel-size="two"}', "tensor-parallel-size = 'two': write a number"),
-        ("student.engine_args={pipeline-parallel-size=0}", "pipeline-parallel-size = 0: write a number"),
-        ('teachers.t.engine_args={gpu_memory_utilization="high"}', "gpu_memory_utilization = 'high'"),
+        ('student.engine_args={tensor-parallel-size="two"}', "GPUs are counted with it: write a whole"),
+        ("student.engine_args={pipeline-parallel-size=0}", "pipeline-parallel-size = 0: GPUs are counted"),
+        ("teachers.t.engine_args={tensor_parallel_size=2.0}", "size = 2.0: GPUs are counted with it: write"),
+        ("student.engine_args={max-num-seqs=0}", "-seqs = 0: plans are computed with it: write a whole"),
+        (
+            'teachers.t={path="m",engine="vllm",engine_args={gpu_memory_utilization="high"}}',
+            "gpu_memory_utilization = 'high': memory is computed with it: write a share above 0, at most 1",
+        ),
+        ("student.engine_args={gpu-memory-utilization=1.5}", "1.5: memory is computed with it: write a"),
     ],
 )
 def test_a_wrong_value_is_shown_with_its_rule(override: str, expected: str) -> None:
     assert expected in problem(override)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "my_engine:make"])
+def test_arguments_of_an_engine_other_than_vllm_are_its_own(config: Any, engine: str) -> None:
+    args = {"max-num-seqs": 0, "gpu_memory_utilization": "auto"}
+    teacher = {"path": "teacher", "engine": engine, "engine_args": args}
+    assert config(teachers={"t": teacher}).teachers["t"].engine_args == args
 
 
 @pytest.mark.parametrize(
