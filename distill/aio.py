@@ -28,17 +28,20 @@ async def unless(over: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]
 
 async def in_daemon(work: Callable[[], None]) -> None:
     """`work` in a thread whose end nothing waits for but this: neither the event loop nor the interpreter."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop, ended, raised = asyncio.get_running_loop(), asyncio.Event(), list[BaseException]()
 
     def run() -> None:
         try:
             work()
-        finally:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(ended.set)
+        except BaseException as error:  # noqa: BLE001  # raised below
+            raised.append(error)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=run, name="daemon", daemon=True).start()
     await ended.wait()
+    for error in raised:
+        raise error
 
 
 async def until(over: Coroutine[Any, Any, None], workers: Iterable[asyncio.Task[None]]) -> None:

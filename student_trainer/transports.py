@@ -89,8 +89,8 @@ class Publishing:
     def repeats(self, wanted: bool) -> bool:
         """Whether to publish the newest version again: it is `wanted` or has failed, and REPEAT_SECONDS have
         passed since a failure. Meaningful on rank 0. Raises as `settle` does."""
-        wanted = (self.settle(0.0) and self.arrived != self.newest) or wanted
-        return wanted and time.monotonic() >= self._repeat_at
+        over = self.settle(0.0) and time.monotonic() >= self._repeat_at
+        return over and (wanted or self.arrived != self.newest)
 
     def publish(self, version: Version, anchor: bool) -> None:
         """Send this version on its way; call `settle` first. Collective."""
@@ -108,7 +108,7 @@ class Publishing:
                 raise
             log.error("%s was not published (%d of %d): %s", version, self._failures, MAX_FAILURES, error)
         else:
-            self._failures, self.arrived = 0, version
+            self._failures, self._repeat_at, self.arrived = 0, 0.0, version
 
 
 def open_transport(

@@ -263,7 +263,7 @@ class Publisher:
         keys = self._store.list(self._key(version, ""))
         if manifest_key(self._run.name, version) in keys:
             return read_manifest(self._store, self._run.name, version)
-        for key in keys:
+        for key in [*keys, manifest_key(self._run.name, version)]:  # a claim of that is in no list
             self._store.delete(key)
         return None
 

@@ -87,14 +87,18 @@ def _of_run_dir(run_dir: Path) -> dict[str, Any]:
 
 
 def _inherited(raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw` without the roles' variables that hide a secret."""
-    evaluation = raw.get("evaluation") or {}
-    named = [*raw.get("teachers", {}).values(), *raw.get("environments", {}).values()]
+    """`raw` without the roles' variables that hide a secret; what is no table stays, to be refused by key."""
+    evaluation = _table(raw.get("evaluation"))
     roles = [raw.get("student"), raw.get("trainer"), evaluation.get("placement"), evaluation.get("replica")]
-    for role in filter(None, named + roles):
-        env = role.get("env", {})
-        role["env"] = {name: value for name, value in env.items() if secrets.HIDDEN not in str(value)}
+    roles += [*_table(raw.get("teachers")).values(), *_table(raw.get("environments")).values()]
+    for env in (_table(_table(role).get("env")) for role in roles):
+        for name in [name for name, value in env.items() if secrets.HIDDEN in str(value)]:
+            del env[name]
     return raw
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:

@@ -34,6 +34,7 @@ KEPT_STARTS: Final = 8
 """Newest blocks whose beginning is remembered, and the first."""
 FIRST: Final = 256
 """Rows that are read at the start, or more where so many are needed to hold prompts out; as many stay."""
+_FORMAT: Final = 2  # of the file; in 1 the state of a block that a resume began at was that of the first row
 
 
 class BlockStart(msgspec.Struct, frozen=True):
@@ -81,7 +82,7 @@ class StreamSource:
         self._epoch = self._row = 0
         self._given = False
         """Whether this pass has given a prompt."""
-        parts = [config.model_dump_json(), seed, sorted(held_out), reader.longest]
+        parts = [_FORMAT, config.model_dump_json(), seed, sorted(held_out), reader.longest]
         self.identity = blake3(msgspec.json.encode(parts)).hexdigest()
 
     def keep(self, path: Path) -> None:

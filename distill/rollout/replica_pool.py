@@ -105,8 +105,8 @@ class ReplicaPool:
         return next((one.version for one in last if one.kind == "broadcast"), None)
 
     def is_stored(self, version: Version) -> bool:
-        """Whether replicas follow `version` in the store: not one that was broadcast alone."""
-        return self._state.target is not None and self._state.target.version == version
+        """Whether `version` is in the store: not one that was broadcast alone."""
+        return any(one.version == version and one.kind != "broadcast" for one in self._state.published)
 
     # --- members ------------------------------------------------------------------------------------------
 

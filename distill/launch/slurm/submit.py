@@ -109,9 +109,9 @@ def seconds_of(text: str) -> float:
     return (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
 
 
-def warning_seconds(config: RunConfig) -> int:
-    """How long before its time limit the job is told to end."""
-    closing = FINISH_SECONDS if config.tracking.wandb == "online" else 0.0
+def warning_seconds(config: RunConfig, closes_wandb: bool) -> int:
+    """How long before its time limit a job is told to end; the run's, not a replica's, may close wandb."""
+    closing = FINISH_SECONDS if closes_wandb and config.tracking.wandb == "online" else 0.0
     return min(math.ceil(config.run.grace_seconds + closing) + SPARE_SECONDS, _LONGEST_WARNING)
 
 
@@ -122,10 +122,11 @@ def _checked(config: RunConfig, overrides: Sequence[str], resume: bool) -> Slurm
             f'cluster.type = "{cluster.type}": `distill slurm` writes jobs of Slurm; set it to "slurm"'
             ", or use `distill run`"
         )
-    if (limit := seconds_of(cluster.time)) <= (warning := warning_seconds(config)):
+    if (limit := seconds_of(cluster.time)) <= (warning := warning_seconds(config, True)):
         raise ConfigError(
             f"cluster.time = {cluster.time!r} is {limit:.0f} s, and the job is told to end {warning} s "
-            "before that: allow more, or take a shorter run.grace_seconds"
+            "before that: allow more, or take a shorter run.grace_seconds, or tracking.wandb = "
+            '"offline" if it is online'
         )
     if ours := [option for option in cluster.sbatch if option.startswith(_OURS)]:
         raise ConfigError(
@@ -155,7 +156,7 @@ def _of_run(config: RunConfig, cluster: SlurmCluster, folder: Path) -> Iterator[
     yield f"--output={folder}/job-%j.log"
     if cluster.partition is not None:
         yield f"--partition={cluster.partition}"
-    yield from _of_both(config, cluster)
+    yield from _of_both(cluster, warning_seconds(config, True))
     yield from cluster.sbatch
 
 
@@ -170,16 +171,16 @@ def _of_replicas(config: RunConfig, cluster: SlurmCluster, folder: Path) -> Iter
         yield f"--gres=gpu:{need.gpus}"
     yield f"--output={folder}/replica-%a.log"
     yield f"--partition={cluster.replica_partition}"
-    yield from _of_both(config, cluster)
+    yield from _of_both(cluster, warning_seconds(config, False))
 
 
-def _of_both(config: RunConfig, cluster: SlurmCluster) -> Iterator[str]:
+def _of_both(cluster: SlurmCluster, warning: int) -> Iterator[str]:
     yield f"--time={cluster.time}"
     if cluster.account is not None:
         yield f"--account={cluster.account}"
     yield f"--chdir={os.getcwd()}"
     yield "--requeue"
-    yield f"--signal=B:USR1@{warning_seconds(config)}"
+    yield f"--signal=B:USR1@{warning}"
     yield "--open-mode=append"
 
 

@@ -86,6 +86,14 @@ def test_work_in_a_daemon_that_hangs_does_not_hold_up_the_end_of_the_loop() -> N
     over.set()
 
 
+async def test_what_work_in_a_daemon_raises_is_raised() -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await in_daemon(fail)
+
+
 async def test_a_run_whose_wandb_hangs_has_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import time
@@ -175,10 +174,12 @@ def test_only_variables_of_roles_are_left_out_where_they_are_hidden() -> None:
         "evaluation": {"placement": {"env": hidden}, "replica": None},
         "environments": {"env": {"options": hidden}, "game": {"env": hidden, "options": {"env": hidden}}},
     }
-    found = loading._inherited(copy.deepcopy(raw))
+    found = loading._inherited(json.loads(json.dumps(raw)))
     assert found["student"]["env"] == found["evaluation"]["placement"]["env"] == {"SIZE": "3"}
     assert found["environments"]["game"] == {"env": {"SIZE": "3"}, "options": {"env": hidden}}
     assert found["environments"]["env"]["options"] == hidden
+    odd: dict[str, Any] = {"student": "x", "trainer": {"env": None}, "teachers": None, "evaluation": True}
+    assert loading._inherited(json.loads(json.dumps(odd))) == odd, "refused by key later"
 
 
 @pytest.mark.parametrize(

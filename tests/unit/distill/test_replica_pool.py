@@ -474,6 +474,14 @@ def test_a_broadcast_ends_that_stored_versions_are_followed_whatever_their_steps
     assert world.pool.is_stored(Version(1, 8))
 
 
+def test_a_stored_version_below_an_older_lineages_is_stored_too() -> None:
+    world = World()
+    world.record(Version(0, 12), "full")
+    world.state.lineages.add(Lineage(1, 8, 0, 12))
+    world.record(Version(1, 10), "full")
+    assert world.pool.is_stored(Version(1, 10))
+
+
 def test_a_version_of_a_run_that_went_over_to_snapshots_was_not_broadcast() -> None:
     world = World()
     world.record(Version(0, 9), "broadcast")

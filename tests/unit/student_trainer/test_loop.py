@@ -465,6 +465,32 @@ def test_what_failed_is_published_again_after_a_pause_alone(
     assert publisher.done == [("full", 0)]
 
 
+def test_a_version_is_published_again_once_it_is_over_and_without_a_pause_after_a_success(
+    tmp_path: Path,
+) -> None:
+    may_end, failures = threading.Event(), [StoreError("the store went away")]
+
+    def stage(version: Version, anchor: bool) -> Any:
+        def work() -> bool:
+            may_end.wait(600)
+            if failures:
+                raise failures.pop()
+            return False
+
+        return work
+
+    publishing = Publishing(stage)
+    publishing.publish(Version(0, 1), anchor=True)
+    assert not publishing.repeats(wanted=True), "it is on its way"
+    may_end.set()
+    publishing.settle()
+    assert not publishing.repeats(wanted=True), "it has just failed"
+    publishing.publish(Version(0, 2), anchor=True)
+    publishing.settle()
+    assert publishing.repeats(wanted=True)
+    assert not publishing.repeats(wanted=False)
+
+
 def test_a_trainer_that_waits_ends_when_publishing_keeps_failing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -464,7 +464,8 @@ def test_a_version_that_failed_is_published_under_the_same_name(at: str, late: b
     assert read_latest(store, RUN) == v(2)
 
 
-def test_what_a_broken_upload_left_beside_its_key_does_not_stop_the_next_try(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", ["model.safetensors", "manifest.json"])
+def test_what_a_broken_upload_left_beside_its_key_does_not_stop_the_next_try(tmp_path: Path, at: str) -> None:
     """As object stores leave a claim, which no listing shows and `delete` removes."""
 
     class Claiming(Failing):
@@ -480,7 +481,7 @@ def test_what_a_broken_upload_left_beside_its_key_does_not_stop_the_next_try(tmp
             self.claims = self.claims - {key}
             super().delete(key)
 
-    store = Claiming("model.safetensors", late=False)
+    store = Claiming(at, late=False)
     trainer = Trainer(store, tmp_path / "saved")
     with pytest.raises(StoreError, match="went away"):
         trainer.anchor(v(0))
