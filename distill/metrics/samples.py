@@ -135,9 +135,13 @@ def _rounded(values: np.ndarray) -> list[float]:
 
 
 def read_samples(run_dir: Path) -> list[Sample]:
-    """Samples of a run, in the order of writing. Raises DataError for a file that was altered."""
+    """Samples of a run, each once, in the order of writing. Raises DataError for a file that was altered.
+
+    Of a rollout whose batch was handed out again the last one stays.
+    """
     try:
-        return [convert(line, Sample) for line in read_lines(run_dir / SAMPLES)]
+        found = [convert(line, Sample) for line in read_lines(run_dir / SAMPLES)]
+        return [*{sample.id: sample for sample in found}.values()]
     except msgspec.ValidationError as error:
         raise DataError(f"{run_dir / SAMPLES} holds something else than samples: {error}") from None
 

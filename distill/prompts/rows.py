@@ -111,10 +111,11 @@ class RowReader:
         """Those that pass the filters. Raises DataError for a row that cannot be used."""
         return (prompt for row in rows if (prompt := self.prompt(row)) is not None)
 
-    def usable(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Prompt]]:
+    def usable(self, rows: Iterable[Row], first: bool = True) -> Iterator[tuple[Row, Prompt]]:
         """The same of a stream, which cannot be checked beforehand: a row that cannot be used is dropped.
 
-        Raises DataError for the last such row when they are more than half of FEWEST_SEEN rows or more.
+        Raises DataError for the last such row when they are more than half of FEWEST_SEEN rows or more, if
+        these are the `first` rows: where a resume begins must not decide whether it goes on.
         """
         failed = 0
         for read, row in enumerate(rows, 1):
@@ -124,7 +125,7 @@ class RowReader:
                 self.dropped["unusable"] += 1
                 failed += 1
                 log.warning("dropped: %s", error)
-                if read >= FEWEST_SEEN and failed > read / 2:
+                if first and read >= FEWEST_SEEN and failed > read / 2:
                     raise DataError(f"{failed} of {read} rows cannot be used, such as {error}") from None
             else:
                 if prompt is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +75,10 @@ class EnvironmentSource:
         task = self._first + index
         return Prompt(str(task), [], environment=self._environment, task=task)
 
+    def beyond(self, first: int) -> EnvironmentSource:
+        """Those from task `first` on."""
+        return EnvironmentSource(self._environment, max(self._first, first))
+
 
 class CountedEnvironmentSource(EnvironmentSource):
     """As many of them as there are."""
@@ -82,6 +86,10 @@ class CountedEnvironmentSource(EnvironmentSource):
     def __init__(self, environment: str, first: int, count: int) -> None:
         super().__init__(environment, first)
         self._count = count
+
+    def beyond(self, first: int) -> CountedEnvironmentSource:
+        fewer = max(0, first - self._first)
+        return CountedEnvironmentSource(self._environment, self._first + fewer, self._count - fewer)
 
     def __len__(self) -> int:
         return self._count
@@ -105,6 +113,10 @@ class TableSource:
         part = copy.copy(self)
         part._rows = [self._rows[row] for row in rows]
         return part
+
+    def without(self, ids: Set[str]) -> TableSource:
+        """All rows but these."""
+        return self.subset([row for row in range(len(self)) if self._names[self._rows[row]][0] not in ids])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -230,6 +242,7 @@ class _Opening:
                     "leave it out"
                 )
             splits[name] = self.one(part, count)
+        _hold_out_together(prompts, splits)
         held_out = [
             msgspec.structs.replace(prompt, id=f"{name}/{prompt.id}", source=name)
             for name, split in splits.items()
@@ -287,6 +300,33 @@ def _environment(prompts: EnvironmentPrompts, wanted: int) -> PromptSplit:
         else CountedEnvironmentSource(name, count, tasks_ - count)
     )
     return PromptSplit(train, held_out, None, by_environment=True)
+
+
+def _hold_out_together(prompts: MixturePrompts, splits: dict[str, PromptSplit]) -> None:
+    """Parts that read the same rows or tasks train on none that another of them holds out.
+
+    Tasks that are generated hold theirs out by what they ask.
+    """
+    readers: dict[tuple[Any, ...], list[str]] = {}
+    for name, part in prompts.parts.items():
+        if not isinstance(part, TaskPrompts):
+            fields = ("type", "path", "name", "split", "revision", "environment")
+            readers.setdefault(tuple(getattr(part, field, None) for field in fields), []).append(name)
+    for names in readers.values():
+        held_out = {prompt.id for name in names for prompt in splits[name].held_out}
+        for name in names if len(names) > 1 else ():
+            splits[name] = splits[name]._replace(train=_without(splits[name].train, held_out))
+
+
+def _without(source: PromptSource, ids: Set[str]) -> PromptSource:
+    """A source of rows or of an environment, without these."""
+    if isinstance(source, StreamSource):
+        source.hold_out(map(int, ids))
+    elif isinstance(source, TableSource):
+        return source.without(ids)
+    elif isinstance(source, EnvironmentSource):
+        return source.beyond(len(ids))
+    return source
 
 
 def _rewards_of_parts(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
@@ -82,8 +82,16 @@ class StreamSource:
         self._epoch = self._row = 0
         self._given = False
         """Whether this pass has given a prompt."""
-        parts = [_FORMAT, config.model_dump_json(), seed, sorted(held_out), reader.longest]
-        self.identity = blake3(msgspec.json.encode(parts)).hexdigest()
+
+    @property
+    def identity(self) -> str:
+        """Of what decides which prompt has which index."""
+        settings = self._config.model_dump_json(), self._seed, sorted(self._held_out), self._reader.longest
+        return blake3(msgspec.json.encode([_FORMAT, *settings])).hexdigest()
+
+    def hold_out(self, rows: Iterable[int]) -> None:
+        """Never give out these rows either; before the first prompt is asked for."""
+        self._held_out |= frozenset(rows)
 
     def keep(self, path: Path) -> None:
         """Remember beginnings of blocks in a file, and take those of the same stream that it holds."""
@@ -169,7 +177,8 @@ class StreamSource:
         if start.state is not None:
             self._dataset.load_state_dict(start.state)
         self._epoch, self._row, self._given = start.epoch, start.row, start.row > 0
-        self._prompts = (prompt for _, prompt in self._reader.usable(self._numbered(iter(self._dataset))))
+        rows = self._reader.usable(self._numbered(iter(self._dataset)), first=start.row == 0)
+        self._prompts = (prompt for _, prompt in rows)
 
     def _numbered(self, rows: Iterator[Any]) -> Iterator[Row]:
         from datasets.exceptions import DatasetsError

@@ -89,11 +89,8 @@ class ReasoningGym:
             )
         text = str(self._tokenizer.decode(list(completion), skip_special_tokens=True))
         if self._tag is not None:
-            text = (
-                text.rpartition(f"<{self._tag}>")[2].partition(f"</{self._tag}>")[0]
-                if self._tag in text
-                else ""
-            )
+            _, tag, rest = text.rpartition(f"<{self._tag}>")
+            text = rest.partition(f"</{self._tag}>")[0] if tag else ""
         return float(self._puzzles.score_answer(text.strip(), entry))
 
     def _prompt(self, rng: random.Random, held_out: bool) -> TaskPrompt:

@@ -83,6 +83,8 @@ def test_an_answer_may_stand_in_a_tag(tokenizer: Any) -> None:
     text = f"<answer>no</answer> or rather <answer> {reference(prompt)} </answer>."
     assert tagged.passes(prompt, tokenizer.encode(text))
     assert not tagged.passes(prompt, tokenizer.encode(reference(prompt)))
+    whole = task(tokenizer, answer_tag=reference(prompt)[0])  # a word of the answer itself is no tag
+    assert not whole.passes(prompt, tokenizer.encode(reference(prompt)))
 
 
 def test_a_generator_that_does_not_repeat_itself_is_found(tokenizer: Any) -> None:

@@ -13,13 +13,22 @@ import pytest
 from small_config import make_config
 
 from distill.config import RunConfig
-from distill.config.prompts import DatasetPrompts
+from distill.config.prompts import DatasetPrompts, MixturePrompts
 from distill.launch.run_folder import content
 from distill.prompts import streaming
 from distill.prompts.mixture import DRAWS, Mixture, by_weight
 from distill.prompts.rewards import load_rewards
 from distill.prompts.rows import RowReader
-from distill.prompts.sources import PromptSplit, TableSource, data_sources, keep_position, open_prompts
+from distill.prompts.sources import (
+    CountedEnvironmentSource,
+    EnvironmentSource,
+    PromptSplit,
+    TableSource,
+    _hold_out_together,
+    data_sources,
+    keep_position,
+    open_prompts,
+)
 from distill.prompts.stream import Cursor, Prompt, PromptStream
 from distill.prompts.streaming import StreamSource, open_stream
 from sync.errors import ConfigError, DataError
@@ -171,6 +180,18 @@ def test_a_stream_of_which_most_is_unusable_ends_the_run(tmp_path: Path) -> None
         [source[index] for index in range(400)]
 
 
+def test_where_a_resume_begins_does_not_decide_whether_a_stream_goes_on(tmp_path: Path) -> None:
+    rows = [{"prompt": "x"}] * 300 + [{"prompt": ""}] * 40 + [{"prompt": "y"}] * 300
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DatasetPrompts(type="dataset", path=str(tmp_path / "rows"), template="plain", stream_rows=50)
+    for _ in range(2):
+        source, _ = opened(config)
+        keep_position(source, tmp_path)
+        assert texts(source, range(300, 330)) == ["y"] * 30
+        source._thread.shutdown()
+
+
 def test_a_stream_that_gives_nothing_or_may_change_is_refused(dataset: DatasetPrompts) -> None:
     with pytest.raises(DataError, match=r"gives no prompt to train on in 60 rows .*60 shorter than 9 tokens"):
         opened(dataset.model_copy(update={"min_prompt_tokens": 9}))[0][0]
@@ -267,6 +288,37 @@ def mixed(tmp_path: Path, **more: Any) -> RunConfig:
 
 def opened_mixture(config: RunConfig) -> PromptSplit:
     return open_prompts(config, Letters(), 64)
+
+
+@pytest.mark.parametrize("kind", ["file", "filtered", "stream"])
+def test_parts_that_read_the_same_rows_train_on_none_that_another_holds_out(
+    tmp_path: Path, dataset: DatasetPrompts, kind: str
+) -> None:
+    """Of two with 3 to 1 of the held-out prompts; of one that drops rows; of a streamed dataset."""
+    plain: dict[str, Any] = {"type": "jsonl", "template": "plain", "path": str(tmp_path / "math.jsonl")}
+    if kind == "stream":
+        plain = {**dataset.model_dump(), "stream_rows": 50}
+    other = plain | ({"min_prompt_tokens": 7} if kind == "filtered" else {"reward_timeout_seconds": 9.0})
+    split = opened_mixture(mixed(tmp_path, parts={"math": plain, "law": other}))
+    held = {prompt.text for prompt in split.held_out}
+    assert len(held) >= 4
+    trained = {split.train[index].text for index in range(600)}
+    assert held.isdisjoint(trained)
+    assert len(trained) > 40
+
+
+def test_parts_of_one_environment_train_on_no_task_that_another_holds_out(tmp_path: Path) -> None:
+    splits = {
+        name: PromptSplit(train, [EnvironmentSource("e", 0)[task] for task in range(count)], None)
+        for name, count, train in (
+            ("a", 6, EnvironmentSource("e", 6)),
+            ("b", 2, CountedEnvironmentSource("e", 2, 30)),
+        )
+    }
+    parts = {name: {"type": "environment", "environment": "e"} for name in splits}
+    _hold_out_together(MixturePrompts.model_validate({"type": "mixture", "parts": parts}), splits)
+    assert [splits[name].train[0].task for name in "ab"] == [6, 6]
+    assert len(splits["b"].train) == 26  # type: ignore[arg-type]
 
 
 def test_a_configured_mixture_holds_out_of_each_part_and_rewards_by_part(tmp_path: Path) -> None:
