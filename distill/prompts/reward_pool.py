@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -53,7 +54,7 @@ class _Died(Exception):
 
 
 class _Worker:
-    """One process; used by one thread at a time."""
+    """One process, leader of a group of its own for what it forks; used by one thread at a time."""
 
     def __init__(self) -> None:
         environment = {
@@ -65,10 +66,11 @@ class _Worker:
         }
         command = [sys.executable, "-m", "distill.prompts.reward_worker"]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+        # in this session: a supervisor here takes a child in another one for an orphan, and kills it
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, process_group=0)
         self._tasks = cast(BinaryIO, self._process.stdin)
         self._outcomes = cast(BinaryIO, self._process.stdout)
-        self._deadline, self._expired = math.inf, False
+        self._deadline, self._expired, self._closed = math.inf, False, False
 
     def send(self, body: bytes) -> None:
         """Write one frame; what comes of it is in the outcomes."""
@@ -96,12 +98,15 @@ class _Worker:
             self.kill()
 
     def kill(self) -> None:
-        """End the process from any thread, whatever it does."""
-        self._process.kill()
+        """End the process and what it forked from any thread, whatever they do."""
+        if not self._closed:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process; by the thread that uses it."""
+        """End the process and what it forked; by the thread that uses it."""
         self.kill()
+        self._closed = True
         self._process.wait()
         with contextlib.suppress(OSError):  # what could not be written is of no use
             self._tasks.close()

@@ -4,7 +4,7 @@
 
 Frames on stdin and stdout: 4 bytes of length, little-endian, then the body. In: a PromptsConfig as JSON, then
 lists of Tasks. Out: an Outcome for the loading of the function, then one for each Task. What user code prints
-goes to stderr. The process ends with its parent.
+goes to stderr. What user code forks has no part in the frames. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def main() -> None:
     tasks, outcomes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    for file in (tasks, outcomes):  # or a fork would hold the pipes open after this process
+        os.register_at_fork(after_in_child=file.raw.close)
     encoder, decoder = msgspec.msgpack.Encoder(), msgpack_decoder(list[Task])
     source = receive(tasks)
     if source is None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,6 +237,14 @@ def reward_fn(prompt, completion):
     print("noise on stdout")
     if prompt.answer == "hang":
         time.sleep(1000)
+    if prompt.answer in ("fork", "fork and leave"):
+        if os.fork() == 0:
+            if prompt.answer == "fork and leave":
+                os.setsid()
+            with open(prompt.text, "w") as file:
+                file.write(str(os.getpid()))
+        time.sleep(60)
+        os._exit(0)
     if prompt.answer == "exit":
         os._exit(7)
     if prompt.answer == "once":
@@ -284,6 +293,23 @@ async def test_a_function_that_hangs_costs_its_completion_and_the_next_ones_go_o
         await pool.reward(asking("hang"), [3, EOS_ID])
     assert time.monotonic() - began < 30
     assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
+
+
+@pytest.mark.parametrize(("answer", "lives"), [("fork", False), ("fork and leave", True)])
+async def test_a_function_that_forks_has_its_time_limit_and_what_stays_in_its_group_is_killed(
+    pool: RewardPool, tmp_path: Path, answer: str, lives: bool
+) -> None:
+    marker = tmp_path / "forked"
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"more than 5 s for prompt 7, completion of 2 tokens and was killed"):
+        await pool.reward(asking(answer, str(marker)), [3, EOS_ID])
+    pool.close()
+    assert time.monotonic() - began < 30
+    forked = int(marker.read_text())
+    await asyncio.sleep(0.5)
+    assert (psutil.pid_exists(forked) and psutil.Process(forked).status() != psutil.STATUS_ZOMBIE) == lives
+    if lives:
+        os.kill(forked, signal.SIGKILL)
 
 
 async def test_a_worker_that_dies_is_replaced_and_its_completion_tried_once_more(
