@@ -118,11 +118,18 @@ class _Job:
     prompt: Prompt
     ids: list[int]
     found: Future[Reward] = field(default_factory=Future)
+    task: msgspec.Raw = field(default_factory=msgspec.Raw)
+    """Encoded, from the time at which a thread has it."""
     died: str = ""
     """How the worker ended that had it."""
 
     def __str__(self) -> str:
         return f"prompt {self.prompt.id}, completion of {len(self.ids)} tokens"
+
+    def fail(self, error: Exception) -> None:
+        """Fail it: `error` kept it from the function."""
+        why = f"could not be asked about {self}: {type(error).__name__}: {error}"
+        self.found.set_exception(DataError(f"the reward function {why}"))
 
 
 class RewardPool:
@@ -189,7 +196,9 @@ class RewardPool:
             batch = deque([job])
             while len(batch) < BATCH and (more := self._next()) is not None:
                 batch.append(more)
-            batch = deque(one for one in batch if one.found.set_running_or_notify_cancel())
+            batch = deque(
+                one for one in batch if one.found.set_running_or_notify_cancel() and self._encode(one)
+            )
             while batch and not self._closed.is_set():
                 worker = self._some(worker, batch)
             for one in batch:
@@ -205,12 +214,22 @@ class RewardPool:
             self._jobs.put(None)
         return None
 
+    def _encode(self, job: _Job) -> bool:
+        """Read a completion and encode its task; False: that fails, and so has the job."""
+        try:
+            task = Task(job.prompt, self._source.read(job.prompt, job.ids))
+            job.task = msgspec.Raw(_encoder.encode(task))
+        except Exception as error:  # of a tokenizer, or a text that UTF-8 does not hold
+            logger.exception("the reward function could not be asked about %s", job)
+            job.fail(error)
+            return False
+        return True
+
     def _some(self, worker: _Worker | None, batch: deque[_Job]) -> _Worker | None:
         """Take from `batch` what is rewarded or failed; the worker, None: it is gone."""
         try:
             worker = worker or self._started()
-            tasks = [Task(job.prompt, self._source.read(job.prompt, job.ids)) for job in batch]
-            worker.send(_encoder.encode(tasks))
+            worker.send(_encoder.encode([job.task for job in batch]))
             while batch:
                 outcome = worker.outcome(self._seconds)
                 found = batch.popleft().found
@@ -236,8 +255,7 @@ class RewardPool:
         except Exception as error:  # edge of a thread: whoever waits would never be told
             job = batch.popleft()
             logger.exception("the reward function could not be asked about %s", job)
-            why = f"could not be asked about {job}: {type(error).__name__}: {error}"
-            job.found.set_exception(DataError(f"the reward function {why}"))
+            job.fail(error)
             if worker is not None:
                 worker.close()
         if worker is not None:

@@ -20,7 +20,7 @@ from distill.config.loading import validate
 from distill.config.prompts import JsonlPrompts, TaskPrompts
 from distill.prompts import reward_pool, rewards
 from distill.prompts.reward_pool import MOST_WORKERS, RewardPool
-from distill.prompts.rewards import Reward, load_rewards, reward_source
+from distill.prompts.rewards import Reward, RewardSource, load_rewards, reward_source
 from distill.prompts.sources import PromptSplit, open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks.sort_letters import EOS_ID, LETTERS, letter_tokenizer
@@ -338,6 +338,23 @@ async def test_what_cannot_be_asked_costs_its_completion_and_the_next_ones_go_on
             with pytest.raises(DataError, match=r"BlockingIOError: Resource temporarily unavailable"):
                 await pool.reward(asking("exit"), [5])
     assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
+
+
+async def test_a_completion_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
+    def read(prompt: Prompt, ids: list[int]) -> str:
+        if ids == [7]:
+            raise OverflowError("id")
+        return str(ids[0])
+
+    prompts = JsonlPrompts(type="jsonl", path=tmp_path, answer_field="gold", reward_fn="exact")
+    pool = RewardPool(RewardSource(prompts, 5.0, read))
+    asked = [pool.reward(Prompt(str(i), [1], answer=str(i)), [i]) for i in range(10)]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    pool.close()
+    unreadable = found.pop(7)
+    assert isinstance(unreadable, DataError)
+    assert "could not be asked about prompt 7, completion of 1 tokens: OverflowError: id" in str(unreadable)
+    assert found == [Reward(1.0, str(i)) for i in range(10) if i != 7]
 
 
 def test_a_function_is_tried_before_a_run_in_another_process(pool: RewardPool) -> None:
