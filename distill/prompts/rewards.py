@@ -161,21 +161,28 @@ def _in_bounds(value: Any) -> bool:
     return abs(value if isinstance(value, int) else float(value)) <= LARGEST_REWARD
 
 
+def _is_text(answer: Any) -> bool:
+    """Whether UTF-8 holds an answer: half of a surrogate pair is a str, and no text."""
+    return isinstance(answer, str) and answer.encode(errors="replace").decode() == answer
+
+
 def _reward(
     name: str, function: Callable[[Prompt, Any], Any], prompt: Prompt, completion: Completion
 ) -> Reward:
     """Call the user's function on a completion.
 
-    Raises DataError with `name`, prompt and completion when it raises or returns no number within ±1e30.
+    Raises DataError with `name`, prompt and completion when it raises or returns no number within ±1e30,
+    or an answer that is no text.
     """
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
     with own_code(name, about, "return 0 for completions that it cannot handle"):
         found = function(prompt, completion)
     value, answer = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     is_number = isinstance(value, bool | int | float | np.bool | np.integer | np.floating)
-    if not is_number or not _in_bounds(value) or not isinstance(answer, str | None):
+    if not is_number or not _in_bounds(value) or not (answer is None or _is_text(answer)):
         raise DataError(
             f"{name} gave {found!r:.80} for {about}: it must return a bool or a number within "
-            f"±{LARGEST_REWARD:g}, or a pair of that and the answer as text"
+            f"±{LARGEST_REWARD:g}, or a pair of that and the answer as text that UTF-8 holds"
         )
-    return Reward(float(value), answer)
+    # msgspec encodes no subclass of str, such as numpy's
+    return Reward(float(value), None if answer is None else "".join(answer))

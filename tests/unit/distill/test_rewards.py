@@ -155,6 +155,10 @@ def infinite_in_half(prompt: Prompt, completion: str) -> np.float16:
     return np.float16("inf")
 
 
+def half_a_surrogate_pair(prompt: Prompt, completion: str) -> tuple[bool, str]:
+    return True, "\ud83d"
+
+
 def one_argument(prompt: Prompt) -> bool:
     return True
 
@@ -181,6 +185,14 @@ def test_a_number_of_numpys_is_a_number() -> None:
     assert rewarded(f"{__name__}:half", "x", "y").value == 0.5
 
 
+def numpys_answer(prompt: Prompt, completion: str) -> tuple[bool, np.str_]:
+    return True, np.str_(completion)
+
+
+def test_a_text_of_numpys_becomes_a_str_which_a_frame_takes() -> None:
+    assert type(rewarded(f"{__name__}:numpys_answer", "x", "y").answer) is str
+
+
 @pytest.mark.parametrize(
     ("reward_fn", "error", "message"),
     [
@@ -192,6 +204,7 @@ def test_a_number_of_numpys_is_a_number() -> None:
         (f"{__name__}:not_a_number", DataError, r"gave nan for prompt 1"),
         (f"{__name__}:too_large_for_fp32", DataError, r"gave 1e\+39 for prompt 1"),
         (f"{__name__}:infinite_in_half", DataError, r"gave np\.float16\(inf\) for prompt 1"),
+        (f"{__name__}:half_a_surrogate_pair", DataError, r"gave \(True, '\\ud83d'\) for .* answer as text"),
         (f"{__name__}:one_argument", DataError, r"raised TypeError"),
         (f"{__name__}:later", DataError, r"gave <coroutine"),
     ],
