@@ -71,6 +71,8 @@ class _Worker:
         self._tasks = cast(BinaryIO, self._process.stdin)
         self._outcomes = cast(BinaryIO, self._process.stdout)
         self._deadline, self._expired, self._closed = math.inf, False, False
+        self._lock = threading.Lock()
+        """Of the deadline, which one thread sets and another enforces."""
 
     def send(self, body: bytes) -> None:
         """Write one frame; what comes of it is in the outcomes."""
@@ -81,8 +83,9 @@ class _Worker:
         """The next outcome. Raises TimeoutError or _Died; the worker is closed then."""
         self._deadline = time.monotonic() + seconds
         found = receive(self._outcomes)
-        self._deadline = math.inf
-        if found is not None:
+        with self._lock:
+            self._deadline = math.inf
+        if found is not None and not self._expired:
             return _decoder.decode(found)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_SECONDS)
@@ -93,9 +96,10 @@ class _Worker:
 
     def end_if_late(self) -> None:
         """Kill the process if an outcome is overdue; from any thread."""
-        if time.monotonic() > self._deadline:
-            self._expired = True
-            self.kill()
+        with self._lock:
+            if time.monotonic() > self._deadline:
+                self._expired = True
+                self.kill()
 
     def kill(self) -> None:
         """End the process and what it forked from any thread, whatever they do."""

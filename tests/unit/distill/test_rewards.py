@@ -7,10 +7,11 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import psutil
@@ -323,6 +324,32 @@ async def test_a_function_that_forks_has_its_time_limit_and_what_stays_in_its_gr
     assert (psutil.pid_exists(forked) and psutil.Process(forked).status() != psutil.STATUS_ZOMBIE) == lives
     if lives:
         os.kill(forked, signal.SIGKILL)
+
+
+async def test_an_outcome_that_comes_as_its_worker_is_killed_is_the_late_one(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pool.reward(asking("pid"), [3])
+    (worker,) = pool._workers
+    receive, late = reward_pool.receive, threading.Event()
+
+    def received(file: BinaryIO) -> bytes | None:
+        """Read an outcome, whose deadline passes before the worker's thread has it."""
+        found = receive(file)
+        if not late.is_set():
+            late.set()
+            worker._deadline = 0.0
+            worker.end_if_late()
+        return found
+
+    monkeypatch.setattr(reward_pool, "receive", received)
+    found = await asyncio.gather(
+        *(pool.reward(asking("pid"), [3 + i]) for i in range(2)), return_exceptions=True
+    )
+    assert isinstance(found[0], DataError)
+    assert "took more than 5 s for prompt 7" in str(found[0])
+    assert isinstance(found[1], Reward)
+    assert found[1].answer == LETTERS[1]
 
 
 async def test_a_worker_that_dies_is_replaced_and_its_completion_tried_once_more(
