@@ -191,8 +191,9 @@ class WeightsConfig(Settings):
     kv_on_swap: Literal["auto", "recompute", "keep"] = "auto"
     """What happens to running completions at a swap: prefill again under the new weights, or go on with the
     KV cache of the old. auto: keep up to `trainer.lr` = 1e-5, where that changes as little as rounding does
-    in order of magnitude, except with prefix caching, which excludes it, or `rollout.routing_replay`, which
-    it would slow."""
+    in order of magnitude, except with prefix caching or a KV connector (kv-offloading-size or
+    kv-transfer-config in `student.engine_args`), which exclude it, or `rollout.routing_replay`, which it
+    would slow."""
     timeout_seconds: float = Field(300.0, gt=0)
     """A transfer that takes longer has failed; a replica has as long to show its weights at a run's end."""
 

@@ -80,6 +80,13 @@ class StudentConfig(ModelSource, Placement):
         """`engine_args` under vLLM's names of its flags, without leading dashes."""
         return {key.removeprefix("--").replace("_", "-"): value for key, value in self.engine_args.items()}
 
+    @property
+    def shares_kv(self) -> bool:
+        """Whether `engine_args` let a request take KV of another: from a prefix cache or a KV connector."""
+        flags = self.flags()
+        connects = any(name.startswith(("kv-offloading-size", "kv-transfer-config")) for name in flags)
+        return connects or bool(flags.get("enable-prefix-caching"))
+
 
 AtLimit = Literal["keep", "drop", "requeue"]
 KEEP_CACHE_LR: Final = 1e-5
@@ -369,7 +376,7 @@ class RunConfig(Settings):
         """Whether running completions keep their KV cache at a swap: `weights.kv_on_swap`, auto decided."""
         if self.weights.kv_on_swap != "auto":
             return self.weights.kv_on_swap == "keep"
-        excluded = self.student.flags().get("enable-prefix-caching") or self.rollout.routing_replay
+        excluded = self.student.shares_kv or self.rollout.routing_replay
         return self.trainer.lr <= KEEP_CACHE_LR and not excluded
 
     def subscriber(self, process: str) -> ReplicaConfig:

@@ -295,11 +295,12 @@ class Updater:
         return reply
 
     def _check_cache(self, request: wire.UpdateRequest) -> None:
-        """With `keep`, KV of old weights stays, and a prefix cache would hand it to requests of new ones."""
-        if request.kv_on_swap == "keep" and vllm_compat.prefix_caching(self._engine):
+        """With `keep`, KV of old weights stays, and one that shares KV would hand it to new requests."""
+        if request.kv_on_swap == "keep" and vllm_compat.shares_kv(self._engine):
             raise SnapshotError(
-                'kv_on_swap = "keep" would share prefixes between versions while prefix caching is on: start '
-                'the replica without enable-prefix-caching, or use kv_on_swap = "recompute"'
+                'kv_on_swap = "keep" would share prefixes between versions while prefix caching or a KV '
+                "connector is on: start the replica without enable-prefix-caching, kv-offloading-size and "
+                'kv-transfer-config, or use kv_on_swap = "recompute"'
             )
 
     async def _stage(self, request: wire.UpdateRequest) -> int:

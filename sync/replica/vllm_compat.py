@@ -143,9 +143,11 @@ def workers(engine: Any) -> int:
     return int(engine.vllm_config.parallel_config.world_size)
 
 
-def prefix_caching(engine: Any) -> bool:
-    """Whether requests may share KV blocks of equal prefixes."""
-    return bool(engine.vllm_config.cache_config.enable_prefix_caching)
+def shares_kv(engine: Any) -> bool:
+    """Whether a request may take KV that another one left: from the prefix cache, or by a KV connector, which
+    keeps its own and is asked even while prefix caching is off."""
+    config = engine.vllm_config
+    return bool(config.cache_config.enable_prefix_caching) or config.kv_transfer_config is not None
 
 
 def sampling_params(

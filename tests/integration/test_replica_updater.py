@@ -1,0 +1,102 @@
+"""A replica's updates and its routes, on an engine that records what it is called with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sync.claims import Claim
+from sync.errors import SnapshotError
+from sync.settings import ReplicaConfig
+from sync.wire import RunIdentity, UpdateRequest, Version
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+class Engine:
+    """vLLM's client of an engine with one worker. Calls named in `failing` fail, a pause after it began."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failing: set[str] = set()
+        self.paused, self.label = False, "default"
+        self.engine_core = self
+        cache = SimpleNamespace(enable_prefix_caching=False)
+        self.vllm_config = SimpleNamespace(cache_config=cache, kv_transfer_config=None)
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.failing:
+            raise Exception(f"Call to {name} method failed")  # of this type in vLLM
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+        self._called("pause")
+
+    async def resume_scheduler_async(self) -> None:
+        self._called("resume")
+        self.paused = False
+
+    async def update_weight_version(self, label: str) -> None:
+        self._called("stamp")
+        self.label = label
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self._called(method)
+        return [{"done": True, "bytes": 0, "error": None} if method == "distill_prepared" else None]
+
+
+class Slots:
+    """A mirror whose slots are names: every version is staged into the spare."""
+
+    def __init__(self) -> None:
+        self.live, self.spare = None, None
+
+    def follow(self, run_id: str | None) -> None:
+        pass
+
+    def stage(self, version: Version) -> Any:
+        self.spare = version
+        return SimpleNamespace(path=Path("spare"), bytes_read=0)
+
+    def promote(self, version: Version) -> None:
+        self.live, self.spare = version, self.live
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def updater(engine: Engine, tmp_path: Path) -> Any:
+    from sync.replica.middleware import Updater
+
+    config = ReplicaConfig(run="toy", store_path=tmp_path / "store", mirror=tmp_path / "mirror")
+    made = Updater(engine, config, Claim(RunIdentity("toy", "aa")))
+    made._mirror.close()
+    made._mirror = Slots()
+    return made
+
+
+def to(step: int, kv_on_swap: str = "recompute") -> UpdateRequest:
+    return UpdateRequest(Version(0, step), kv_on_swap)
+
+
+@pytest.mark.parametrize("shares", ["prefix cache", "KV connector"])
+async def test_no_cache_is_kept_where_the_engine_would_give_it_to_new_requests(
+    engine: Engine, updater: Any, shares: str
+) -> None:
+    if shares == "prefix cache":
+        engine.vllm_config.cache_config.enable_prefix_caching = True
+    else:
+        engine.vllm_config.kv_transfer_config = object()
+    with pytest.raises(SnapshotError, match="would share prefixes between versions"):
+        await updater.update(to(1, "keep"))
+    assert engine.calls == []
+    assert (await updater.update(to(1))).version == Version(0, 1)
