@@ -81,7 +81,7 @@ class _Routes:
             response = refuse(409, str(error))
         except WireError as error:
             response = refuse(400, str(error))
-        except (DistillError, OSError, vllm_compat.EngineDead) as error:
+        except (DistillError, OSError, vllm_compat.CallFailed, vllm_compat.EngineDead) as error:
             logger.exception("update failed")
             response = refuse(500, f"{type(error).__name__}: {error}")
         await response(scope, receive, send)
@@ -327,18 +327,28 @@ class Updater:
 
     async def _swap(self, request: wire.UpdateRequest) -> float:
         """Seconds of placing what is staged. The engine resumes on the new version, or on the old one and
-        SnapshotError is raised; any other error leaves it paused, for its process is ending."""
-        await vllm_compat.pause(self._engine, clear_cache=request.kv_on_swap == "recompute")
+        SnapshotError is raised; EngineDead leaves it paused, for its process is ending."""
+        try:
+            await vllm_compat.pause(self._engine, clear_cache=request.kv_on_swap == "recompute")
+        except vllm_compat.CallFailed as error:
+            await vllm_compat.resume(self._engine)
+            raise SnapshotError(
+                f"the engine did not pause for {request.version}, the old version goes on: {error}"
+            ) from error
         started = time.perf_counter()
-        failures = [f for f in await vllm_compat.call_workers(self._engine, "distill_apply") if f]
+        try:
+            failures = [f for f in await vllm_compat.call_workers(self._engine, "distill_apply") if f]
+            seconds = time.perf_counter() - started
+            if not failures:
+                await vllm_compat.stamp(self._engine, str(request.version))
+        except vllm_compat.CallFailed as error:
+            failures = [str(error)]
         if failures:
             await vllm_compat.call_workers(self._engine, "distill_revert")
             await vllm_compat.resume(self._engine)
             raise SnapshotError(
                 f"{request.version} could not be loaded, the old weights are back: {failures[0]}"
             )
-        seconds = time.perf_counter() - started
-        await vllm_compat.stamp(self._engine, str(request.version))
         self.version = request.version
         await vllm_compat.resume(self._engine)
         return seconds

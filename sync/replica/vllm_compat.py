@@ -43,6 +43,12 @@ RefusedPrompt = (VLLMClientError, ValueError)
 EngineFailed = EngineGenerateError
 """What it raises for a completion that failed in the engine, which goes on."""
 EngineDead = EngineDeadError
+
+
+class CallFailed(Exception):
+    """A call into the engine process raised there; the process goes on."""
+
+
 ADAPTER: Final = LoRARequest("student", 1, "held in memory")
 """Names the one adapter of a replica that follows adapters, whatever its version. Its path is never read: the
 adapter is in place before the first completion names it, and nothing evicts it."""
@@ -228,19 +234,29 @@ async def _end_after(engine: Any, request_id: str, seconds: float, late: asyncio
 
 
 async def _answer(engine: Any, call: Awaitable[T]) -> T:
-    """Result of a call into the engine process. Raises EngineDead when that ends: vLLM lets the call wait."""
+    """Result of a call into the engine process.
+
+    Raises EngineDead when that ends, where vLLM lets the call wait, and CallFailed.
+    """
     task = asyncio.ensure_future(call)
     try:
         while not (await asyncio.wait({task}, timeout=_DEATH_WATCH_SECONDS))[0]:
             if engine.errored:
                 raise EngineDead()
         return task.result()
+    except EngineDead:
+        raise
+    except Exception as error:  # vLLM has no type of its own for it
+        raise CallFailed(str(error)) from error
     finally:
         task.cancel()
 
 
 async def pause(engine: Any, clear_cache: bool) -> None:
-    """Stop between two decode steps, keeping requests; `clear_cache` drops their KV and all prefixes."""
+    """Stop between two decode steps, keeping requests; `clear_cache` drops their KV and all prefixes.
+
+    On CallFailed, as of a cache that cannot be cleared, the engine may be paused: `resume`.
+    """
     await _answer(engine, engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
 
 

@@ -24,6 +24,7 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.failing: set[str] = set()
+        self.dead_at = ""
         self.paused, self.label = False, "default"
         self.engine_core = self
         cache = SimpleNamespace(enable_prefix_caching=False)
@@ -31,6 +32,10 @@ class Engine:
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
+        if name == self.dead_at:
+            from sync.replica.vllm_compat import EngineDead
+
+            raise EngineDead()
         if name in self.failing:
             raise Exception(f"Call to {name} method failed")  # of this type in vLLM
 
@@ -100,3 +105,27 @@ async def test_no_cache_is_kept_where_the_engine_would_give_it_to_new_requests(
         await updater.update(to(1, "keep"))
     assert engine.calls == []
     assert (await updater.update(to(1))).version == Version(0, 1)
+
+
+@pytest.mark.parametrize("failing", ["pause", "distill_apply", "stamp"])
+async def test_an_engine_that_fails_in_a_swap_resumes_on_the_old_version(
+    engine: Engine, updater: Any, failing: str
+) -> None:
+    await updater.update(to(1))
+    engine.calls, engine.failing = [], {failing}
+    with pytest.raises(SnapshotError, match=rf"L000-v00000002.* the old .*: .*{failing}"):
+        await updater.update(to(2))
+    assert not engine.paused
+    assert engine.label == str(updater.version) == "L000-v00000001"
+    assert ("distill_apply" in engine.calls) is ("distill_revert" in engine.calls) is (failing != "pause")
+    engine.failing = set()
+    assert (await updater.update(to(2))).version == updater.version == Version(0, 2)
+
+
+async def test_a_swap_ends_paused_where_the_engines_process_ended(engine: Engine, updater: Any) -> None:
+    from sync.replica.vllm_compat import EngineDead
+
+    engine.dead_at = "distill_apply"
+    with pytest.raises(EngineDead):
+        await updater.update(to(1))
+    assert engine.calls[-1] == "distill_apply"
