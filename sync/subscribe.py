@@ -16,6 +16,8 @@ import fcntl
 import logging
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
@@ -127,23 +129,27 @@ class Mirror:
             return Staged(version, self.path, 0)
         read = 0
         if self._held(self._spare) != version:
-            try:
+            with self._writing():
                 read = self._bring_forward(version)
-            except OSError as error:
-                raise StoreError(
-                    f"mirror {self._folder} cannot be written: {error}; it needs room for two checkpoints"
-                ) from error
         return Staged(version, self._folder / self._spare, read)
 
     def promote(self, version: Version) -> None:
-        """Make the spare live. Raises SnapshotError unless it holds `version`."""
+        """Make the spare live; again changes nothing.
+
+        Raises SnapshotError unless it holds `version`, StoreError when the disk fails.
+        """
         if version == self.version:
             return
         if self._held(self._spare) != version:
             raise SnapshotError(
                 f"the spare slot holds {self._held(self._spare)}, not {version}: stage it again"
             )
-        self._write(live=self._spare)
+        with self._writing():
+            self._write(live=self._spare)
+
+    def holds(self, version: Version) -> bool:
+        """Whether a slot, live or spare, holds `version`."""
+        return version in (self._state.a, self._state.b)
 
     def _bring_forward(self, version: Version) -> int:
         """Take the first route to `version` that verifies; returns the bytes read from the store."""
@@ -225,6 +231,15 @@ class Mirror:
 
     def _held(self, slot: str | None) -> Version | None:
         return {"a": self._state.a, "b": self._state.b, None: None}[slot]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"mirror {self._folder} cannot be written: {error}; it needs room for two checkpoints"
+            ) from error
 
     def _empty_spare(self) -> None:
         self._write(**{self._spare: None})

@@ -270,7 +270,11 @@ class Updater:
         return answers[0]
 
     async def update(self, request: wire.UpdateRequest) -> wire.UpdateReply:
-        """Serve `request.version`. Raises SnapshotError when it must not be applied; the old one goes on."""
+        """Serve `request.version`.
+
+        Raises SnapshotError when it must not be applied, StoreError when it cannot be read or the mirror
+        cannot be written; the old one goes on.
+        """
         async with self._turn:
             if request.version == self.version:
                 return wire.UpdateReply(
@@ -290,9 +294,17 @@ class Updater:
             )
             metrics.updated(reply)
             await vllm_compat.call_workers(self._engine, "distill_settle")
-            if request.broadcast is None:
-                await asyncio.to_thread(self._mirror.promote, request.version)
+            try:
+                await asyncio.to_thread(self._promote)
+            except StoreError as error:
+                logger.warning("%s is served, and promoted before the next is read: %s", self.version, error)
         return reply
+
+    def _promote(self) -> None:
+        """Make the mirror's folder of the served version live, if it has one: a revert reads it, and staging
+        writes the spare. Again changes nothing. Raises StoreError."""
+        if self.version is not None and self._mirror.holds(self.version):
+            self._mirror.promote(self.version)
 
     def _check_cache(self, request: wire.UpdateRequest) -> None:
         """With `keep`, KV of old weights stays, and one that shares KV would hand it to new requests."""
@@ -306,12 +318,13 @@ class Updater:
     async def _stage(self, request: wire.UpdateRequest) -> int:
         """Bytes that came, from the store or by broadcast; the version is staged in all workers.
 
-        Raises SnapshotError when it is not; nothing has changed then.
+        Raises SnapshotError or StoreError when it is not; nothing has changed then.
         """
         names, bytes_read = ("timeout_seconds", "staging_bytes"), 0
         update = {name: getattr(self._config, name) for name in names}
         if request.broadcast is None:
             self._mirror.follow(self._claim.run_id)
+            await asyncio.to_thread(self._promote)
             mirrored = await asyncio.to_thread(self._mirror.stage, request.version)
             update["path"], bytes_read = str(mirrored.path), mirrored.bytes_read
         else:

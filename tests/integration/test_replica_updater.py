@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sync.claims import Claim
-from sync.errors import SnapshotError
+from sync.errors import SnapshotError, StoreError
 from sync.settings import ReplicaConfig
 from sync.wire import RunIdentity, UpdateRequest, Version
 
@@ -60,7 +60,9 @@ class Slots:
     """A mirror whose slots are names: every version is staged into the spare."""
 
     def __init__(self) -> None:
-        self.live, self.spare = None, None
+        self.live: Version | None = None
+        self.spare: Version | None = None
+        self.full = False
 
     def follow(self, run_id: str | None) -> None:
         pass
@@ -69,7 +71,14 @@ class Slots:
         self.spare = version
         return SimpleNamespace(path=Path("spare"), bytes_read=0)
 
+    def holds(self, version: Version) -> bool:
+        return version in (self.live, self.spare)
+
     def promote(self, version: Version) -> None:
+        if version == self.live:
+            return
+        if self.full:
+            raise StoreError("the mirror cannot be written")
         self.live, self.spare = version, self.live
 
 
@@ -129,3 +138,19 @@ async def test_a_swap_ends_paused_where_the_engines_process_ended(engine: Engine
     with pytest.raises(EngineDead):
         await updater.update(to(1))
     assert engine.calls[-1] == "distill_apply"
+
+
+async def test_the_folder_that_is_served_is_never_staged_into(engine: Engine, updater: Any) -> None:
+    mirror = updater._mirror
+    await updater.update(to(1))
+    mirror.full = True
+    assert (await updater.update(to(2))).version == updater.version == Version(0, 2)
+    assert (await updater.update(to(2))).bytes_read == 0
+    for _ in range(2):
+        with pytest.raises(StoreError, match="cannot be written"):
+            await updater.update(to(3))
+        assert (mirror.live, mirror.spare) == (Version(0, 1), Version(0, 2))
+    assert not engine.paused
+    mirror.full = False
+    await updater.update(to(3))
+    assert (mirror.live, mirror.spare) == (Version(0, 3), Version(0, 2))

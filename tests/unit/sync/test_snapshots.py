@@ -256,6 +256,21 @@ def test_staging_leaves_the_live_slot_alone_until_it_is_promoted(trainer: Traine
     assert (mirror.version, mirror.path) == (v(1), staged.path)
 
 
+def test_a_promotion_that_the_disk_refuses_changes_nothing_and_may_be_repeated(
+    trainer: Trainer, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    staged = mirror.stage(v(0))
+    with monkeypatch.context() as patched, pytest.raises(StoreError, match="cannot be written"):
+        patched.setattr("sync.subscribe.write", full)
+        mirror.promote(v(0))
+    assert (mirror.version, mirror.holds(v(0)), mirror.holds(v(1))) == (None, True, False)
+    mirror.promote(v(0))
+    assert (mirror.version, mirror.path) == (v(0), staged.path)
+
+
 def test_a_version_is_not_applied_twice(trainer: Trainer, mirror: Mirror) -> None:
     staged = mirror.stage(v(0))
     assert mirror.stage(v(0)).bytes_read == 0
