@@ -90,15 +90,20 @@ class _Routes:
         """Made at the first request: the engine exists only then."""
         if self._updater is None:
             self._updater = Updater(request.app.state.engine_client, self._config, self._claim)
-            if self._config.lora_rank is not None:
-                vllm_compat.offer(request.app)
         return self._updater
+
+    async def _adapter(self, request: Request) -> Any | None:
+        """`Updater.adapter`; vLLM's own routes offer it from then on, and not before: it would be read."""
+        adapter = await self._following(request).adapter()
+        if adapter is not None:
+            vllm_compat.offer(request.app)
+        return adapter
 
     async def _generate(self, request: Request) -> ASGIApp:
         wanted = await read_message(request, wire.GenerateRequest)
         if problem := completions.sampling_problem(wanted.sampling):
             raise WireError(problem)
-        adapter = await self._following(request).adapter()
+        adapter = await self._adapter(request)
         if wanted.sampling.routes and self._routes is None:
             await self._record_routes(request)
         generation = Generation(request.app.state.engine_client, wanted, adapter, self._routes)
@@ -129,7 +134,9 @@ class _Routes:
         self._routes = self._routes or routing.RouteQueue(take)  # another request may have been faster
 
     async def _update(self, request: Request) -> Response:
-        return reply(await self._following(request).update(await read_message(request, wire.UpdateRequest)))
+        updated = await self._following(request).update(await read_message(request, wire.UpdateRequest))
+        await self._adapter(request)
+        return reply(updated)
 
     async def _state(self, request: Request) -> Response:
         updater = self._following(request)

@@ -271,7 +271,7 @@ async def stamp(engine: Any, version: str) -> None:
 
 
 def offer(app: Any) -> None:
-    """Let vLLM's own routes use the adapter too, as the model ADAPTER.lora_name."""
+    """Let vLLM's own routes use the adapter too, as the model ADAPTER.lora_name; it must be in place."""
     app.state.openai_serving_models.lora_requests[ADAPTER.lora_name] = ADAPTER
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from starlette.applications import Starlette
 
 from sync.claims import Claim
 from sync.errors import SnapshotError, StoreError
 from sync.settings import ReplicaConfig
-from sync.wire import RunIdentity, UpdateRequest, Version
+from sync.wire import GenerateRequest, RunIdentity, Sampling, UpdateRequest, Version, encode
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -28,7 +30,11 @@ class Engine:
         self.paused, self.label = False, "default"
         self.engine_core = self
         cache = SimpleNamespace(enable_prefix_caching=False)
-        self.vllm_config = SimpleNamespace(cache_config=cache, kv_transfer_config=None)
+        workers = SimpleNamespace(world_size=1)
+        self.vllm_config = SimpleNamespace(
+            cache_config=cache, kv_transfer_config=None, parallel_config=workers
+        )
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 10, max_model_len=8)
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -154,3 +160,32 @@ async def test_the_folder_that_is_served_is_never_staged_into(engine: Engine, up
     mirror.full = False
     await updater.update(to(3))
     assert (mirror.live, mirror.spare) == (Version(0, 3), Version(0, 2))
+
+
+@pytest.mark.parametrize("route", ["generate", "update"])
+async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
+    engine: Engine, tmp_path: Path, route: str
+) -> None:
+    from sync.replica.middleware import _Routes
+
+    config = ReplicaConfig(run="toy", store_path=tmp_path, mirror=tmp_path / "mirror", lora_rank=4)
+    offered: dict[str, Any] = {}
+    app = Starlette()
+    app.state.engine_client = engine
+    app.state.openai_serving_models = SimpleNamespace(lora_requests=offered)
+    routes = _Routes(app, config, Claim(RunIdentity("toy", "aa")))
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        await routes({**scope, "app": app}, receive, send)
+
+    transport = httpx.ASGITransport(guarded)
+    async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
+        assert (await client.get("/distill/v1/state")).status_code == 200
+        assert offered == {}
+        assert routes._updater is not None
+        routes._updater._mirror.close()
+        routes._updater._mirror = Slots()
+        message = to(1) if route == "update" else GenerateRequest(Sampling(max_tokens=1), [])
+        assert (await client.post(f"/distill/v1/{route}", content=encode(message))).status_code == 200
+    assert list(offered) == ["student"]
+    assert ("distill_apply" if route == "update" else "distill_revert") in engine.calls
