@@ -122,16 +122,19 @@ def plan(
     GPUs, a probe of roles elsewhere and speeds of a run whose student generates nothing, DataError for a
     folder without a run's files, DistillError when a probe fails.
     """
+    from distill.launch.placement import planned
     from distill.planning.forecast import forecast
+    from distill.planning.measured import check_student_generates
 
     if probe and measured is not None:
         raise ConfigError("--probe measures, and --measured names a run that has: leave one of them out")
     run_dir = None if measured is None else Path(measured)
     with ExitStack() as stack:
         if probe:
+            check_student_generates(config, "--probe")
             stack.enter_context(_alone("plan"))
             run_dir = stack.enter_context(_probed(config, say or (lambda line: None)))
-        return forecast(config, device, prompt_tokens, completion_tokens, run_dir)
+        return forecast(config, device, prompt_tokens, completion_tokens, run_dir, planned)
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
-from distill.launch.placement import planned
 from distill.planning import estimate, table
 from distill.planning.estimate import Calibration, Plan, step_seconds
 from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
@@ -19,6 +18,9 @@ from distill.preflight_checks.devices import Use, Where, check_devices, gpus, us
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
 from sync.errors import ConfigError
+
+Planned = Callable[[RunConfig], tuple[Where | None, Sequence[str]]]
+"""The GPUs of processes on a cluster, None: this machine's; and a line for each of its machines."""
 
 
 class Forecast(NamedTuple):
@@ -63,11 +65,12 @@ def forecast(
     prompt: float | None,
     completion: float | None,
     measured: Path | None,
+    planned: Planned,
 ) -> Forecast:
-    """As `distill.plan`."""
+    """As `distill.plan`; `planned`: `launch.placement.planned`."""
     where, machines = planned(config)
     config, row, found = _place(config, device, where)
-    run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
+    run, theirs, calibration = _calibration(measured, device, planned) if measured else (None, None, None)
     lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
     plan = estimate.plan(config, row, found, lengths, calibration)
     before = (run, theirs) if run is not None and theirs is not None else None
@@ -105,7 +108,7 @@ def _place(config: RunConfig, name: str, where: Where | None) -> tuple[RunConfig
     return config, device or DEVICES[CPU], found
 
 
-def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibration]:
+def _calibration(run_dir: Path, device: str, planned: Planned) -> tuple[Measured, Plan, Calibration]:
     """What a run measured, the plan of its own configuration, and what turns one into the other."""
     config = load_run_dir(run_dir)
     check_student_generates(config, f"--measured {run_dir}")
