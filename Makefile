@@ -43,8 +43,8 @@ coverage: $(STAMP)  ## branch coverage of the tests that start no engine
 
 mutants: $(STAMP)  ## mutate objectives, head, codec and buffer: does a test fail for every change?
 	rm -rf $(MUTANTS) && mkdir -p $(MUTANTS) && git ls-files -z | xargs -0 cp --parents -t $(MUTANTS)
-	sed -i '/^@typed(.*)$$/d; /^@compiled$$/d; /^@partial(compiled.*)$$/d' $(MUTANTS)/sync/delta/*.py  # mutmut skips those
-	sed -i 's/^@intrinsic.*/@(lambda _: lambda *_: None)/' $(MUTANTS)/sync/delta/kernels.py
+	sed -i '/^@typed(.*)$$/d; /^@compiled$$/d; /^@partial(compiled.*)$$/d' $(MUTANTS)/sync/weights/delta/*.py  # mutmut skips those
+	sed -i 's/^@intrinsic.*/@(lambda _: lambda *_: None)/' $(MUTANTS)/sync/weights/delta/kernels.py
 	cd $(MUTANTS) && NUMBA_DISABLE_JIT=1 OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/mutmut run
 	cd $(MUTANTS) && $(CURDIR)/$(BIN)/mutmut results
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distill.api import evaluate, load_config, load_run, plan, preflight, run
     from distill.config import RunConfig as Config
-    from sync.errors import DistillError
+    from sync.base.errors import DistillError
 
 __all__ = ["Config", "DistillError", "evaluate", "load_config", "load_run", "plan", "preflight", "run"]
-_ELSEWHERE = {"Config": ("distill.config", "RunConfig"), "DistillError": ("sync.errors", "DistillError")}
+_ELSEWHERE = {"Config": ("distill.config", "RunConfig"), "DistillError": ("sync.base.errors", "DistillError")}
 """Name → module and name there; all others are of `distill.api`."""
 
 

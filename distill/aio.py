@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from sync.errors import Unreachable
+from sync.base.errors import Unreachable
 
 T = TypeVar("T")
 LOOK_SECONDS = 5.0  # longest pause between two looks of `until_stalled`; of a short limit a quarter

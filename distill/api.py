@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from sync.errors import ConfigError, DataError, DistillError, Interrupted
+from sync.base.errors import ConfigError, DataError, DistillError, Interrupted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     key that cannot be used.
     """
     from distill.config.loading import load
-    from sync.secrets import redact_process
+    from sync.base.secrets import redact_process
 
     config = load(Path(path), overrides)
     redact_process()
@@ -83,7 +83,7 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
     from distill.launch.preflight import check_arguments, check_machine, run_preflight
     from distill.preflight_checks import checks, machine
     from distill.published import check_store
-    from sync.secrets import redact
+    from sync.base.secrets import redact
 
     tell = say or (lambda line: None)
     with _alone("preflight"):

@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 from distill.config import RunConfig, WeighLate
 from distill.prompts.stream import group_of
 from distill.run_log.records import Rollout
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from sync.wire import Version
 
 StepOf = Callable[[Version], int]  # a token's version as a step of the trainer's lineage

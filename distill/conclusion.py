@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from distill.evaluation.schedule import Evaluations
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from distill.run_log.records import Concluded
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 from sync.wire import FinalDigests, Version
 
 logger = logging.getLogger(__name__)

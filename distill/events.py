@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from distill.aio import Signal
 from distill.prompts.stream import Prompt
 from distill.run_log.records import DropReason, Rollout
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 from sync.wire import Generated
 
 logger = logging.getLogger(__name__)

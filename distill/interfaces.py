@@ -15,8 +15,7 @@ from distill.prompts.stream import Prompt, PromptStream
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.journal import Journal
 from sync import wire
-from sync.address import Address
-from sync.claims import Claim
+from sync.base.address import Address
 from sync.wire import (
     EvalReport,
     Kept,
@@ -29,6 +28,7 @@ from sync.wire import (
     Want,
 )
 from sync.wire.checks import ANY_ID
+from sync.wire.claims import Claim
 from teacher_service.client import Counters
 
 Transform = Callable[[Prompt], Sequence[int]]  # what a teacher sees instead of the prompt

@@ -14,11 +14,11 @@ from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.metrics.card import FOLDER, write_card
 from distill.metrics.results import read_summary
-from sync.errors import ConfigError, RemoteError, SnapshotError, StoreError
-from sync.own_code import use_folder
-from sync.snapshots import admin
-from sync.snapshots.manifest import read_latest, read_manifest
-from sync.stores import Store, open_store
+from sync.base.errors import ConfigError, RemoteError, SnapshotError, StoreError
+from sync.base.own_code import use_folder
+from sync.weights.snapshots import admin
+from sync.weights.snapshots.manifest import read_latest, read_manifest
+from sync.weights.stores import Store, open_store
 from sync.wire import Version
 
 

@@ -17,7 +17,7 @@ from distill.config import RunConfig
 from distill.config.loading import load
 from distill.launch.run_folder import RunFolder, holds_run
 from distill.tasks import Models
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 
 CACHE = Path(".cache")
 ROOT = Path(__file__).parent.parent

@@ -26,10 +26,9 @@ from urllib.parse import urlsplit
 from distill.config import RunConfig
 from distill.rollout.replica_client import ReplicaEngine
 from distill.rollout.replica_pool import ReplicaPool
-from sync import secrets
-from sync.address import Address, url_problem
-from sync.client import BlockingPeer
-from sync.errors import ConfigError, DistillError, RemoteError, Replaced, WrongServer
+from sync.base import secrets
+from sync.base.address import Address, url_problem
+from sync.base.errors import ConfigError, DistillError, RemoteError, Replaced, WrongServer
 from sync.wire import (
     Gang,
     GangJoins,
@@ -39,6 +38,7 @@ from sync.wire import (
     Servers,
     ServerStatus,
 )
+from sync.wire.client import BlockingPeer
 
 log = logging.getLogger(__name__)
 LEASE_SECONDS: Final = 15.0

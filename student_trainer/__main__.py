@@ -16,9 +16,9 @@ from pathlib import Path
 
 from student_trainer.config import TrainerConfig
 from student_trainer.launch import bind_to_launcher
-from sync.errors import DistillError
-from sync.secrets import redact_process
-from sync.settings import read_settings
+from sync.base.errors import DistillError
+from sync.base.secrets import redact_process
+from sync.base.settings import read_settings
 
 log = logging.getLogger("student_trainer")
 

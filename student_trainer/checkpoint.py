@@ -38,9 +38,9 @@ from torch import Tensor
 
 from student_trainer import checkpoint_files as files
 from student_trainer.ranks import Ranks, all_done
-from sync import durable
-from sync.decoding import json_decoder
-from sync.errors import DataError
+from sync.base import durable
+from sync.base.decoding import json_decoder
+from sync.base.errors import DataError
 
 log = logging.getLogger(__name__)
 _TAG: Final = "deepspeed"

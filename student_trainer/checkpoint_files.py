@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
-from sync.decoding import json_decoder
-from sync.errors import DataError
+from sync.base.decoding import json_decoder
+from sync.base.errors import DataError
 from sync.wire import Version
 
 log = logging.getLogger(__name__)

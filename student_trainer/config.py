@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from student_trainer.objectives.config import Full, ObjectiveConfig
-from sync.address import Url
-from sync.settings import ModelSource, Settings, WeightsConfig
+from sync.base.address import Url
+from sync.base.settings import ModelSource, Settings, WeightsConfig
 
 ATTENTION_LAYERS: Final = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers, in transformers' words, that see other tokens by plain attention alone."""

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from student_trainer.teacher_scores import TeacherScores
 from sync import wire
-from sync.answers import MAX_ANSWER
-from sync.client import BlockingPeer
-from sync.errors import DistillError, Overloaded, RemoteError, Unreachable
+from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable
+from sync.wire.answers import MAX_ANSWER
+from sync.wire.client import BlockingPeer
 
 log = logging.getLogger(__name__)
 FINAL_REPORT_SECONDS: Final = 5.0

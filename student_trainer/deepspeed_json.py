@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from student_trainer.config import TrainerSettings
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 OWN_AUTO: Final = frozenset(
     ("keep_in_fp32_modules", "select_strategy", "select_interval", "update_interval", "stages", "job_name")

@@ -31,8 +31,8 @@ from student_trainer.step import train_step
 from student_trainer.stopwatch import Stopwatch
 from student_trainer.varlen import PackedRows, pack_rows
 from student_trainer.weights import Weights
-from sync.errors import ConfigError
-from sync.tokenizers import load_tokenizer, vocab_size
+from sync.base.errors import ConfigError
+from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version
 
 log = logging.getLogger(__name__)

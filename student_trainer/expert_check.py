@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from student_trainer.ranks import Ranks
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 TOKENS: Final = 32
 LIMITS: Final = {torch.float32: (0.96, 1e-5), torch.bfloat16: (0.5, 0.05)}

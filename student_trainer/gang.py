@@ -21,11 +21,11 @@ import psutil
 from msgspec.structs import replace
 
 from student_trainer.config import TrainerConfig
-from sync.address import own_address, token_from_environment
-from sync.client import BlockingPeer
-from sync.errors import DistillError, RemoteError, Unreachable
-from sync.retry import retrying
+from sync.base.address import own_address, token_from_environment
+from sync.base.errors import DistillError, RemoteError, Unreachable
+from sync.base.retry import retrying
 from sync.wire import Gang, GangJoins
+from sync.wire.client import BlockingPeer
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = 1.0

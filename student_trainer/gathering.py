@@ -24,12 +24,12 @@ import torch.distributed as dist
 
 from student_trainer.ranks import Ranks
 from student_trainer.weights import DTYPES
-from sync.buckets import BUCKET_BYTES, Plan
-from sync.decoding import json_decoder
-from sync.delta.codec import Bits
-from sync.errors import ConfigError
-from sync.publish import Slice
-from sync.snapshots.checkpoint import BITS, TensorMeta
+from sync.base.decoding import json_decoder
+from sync.base.errors import ConfigError
+from sync.weights.buckets import BUCKET_BYTES, Plan
+from sync.weights.delta.codec import Bits
+from sync.weights.publish import Slice
+from sync.weights.snapshots.checkpoint import BITS, TensorMeta
 
 _TORCH_NAMES: Final = {kind: str(dtype).removeprefix("torch.") for dtype, kind in DTYPES.items()}
 _DONE: Final = -1

@@ -43,13 +43,13 @@ from urllib.parse import urlsplit
 import psutil
 
 from student_trainer.config import TrainerConfig, TrainerSettings
-from sync import secrets
-from sync.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
-from sync.errors import ConfigError, DistillError
+from sync.base import secrets
+from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
+from sync.base.errors import ConfigError, DistillError
+from sync.base.own_code import CODE_VARIABLE
+from sync.base.settings import read_settings
 from sync.forking import become, is_fork, program
-from sync.own_code import CODE_VARIABLE
-from sync.server import ON_LOOPBACK
-from sync.settings import read_settings
+from sync.wire.server import ON_LOOPBACK
 
 log = logging.getLogger(__name__)
 TITLE: Final = "distill trainer"

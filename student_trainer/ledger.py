@@ -25,9 +25,9 @@ from typing import Final
 
 import msgspec
 
-from sync.decoding import json_decoder
-from sync.durable import append, force, make_folder, until_disk_space
-from sync.errors import DataError
+from sync.base.decoding import json_decoder
+from sync.base.durable import append, force, make_folder, until_disk_space
+from sync.base.errors import DataError
 from sync.wire import Version
 
 _NAME: Final = re.compile(r"L(\d{3,})-rank(\d+)\.jsonl")

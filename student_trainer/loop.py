@@ -36,11 +36,11 @@ from student_trainer.step import in_loss, loss_of
 from student_trainer.teacher_scores import TeacherScores
 from student_trainer.transports import Publishing, open_transport
 from sync import wire
-from sync.address import token_from_environment
-from sync.claims import Claim
-from sync.client import BlockingPeer
-from sync.errors import DataError, StoreError
+from sync.base.address import token_from_environment
+from sync.base.errors import DataError, StoreError
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version, Wait
+from sync.wire.claims import Claim
+from sync.wire.client import BlockingPeer
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 20.0

@@ -14,7 +14,7 @@ from torch import nn
 from student_trainer.sequence_split import split
 from student_trainer.step import laid_out
 from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, computing
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from student_trainer.engine import Student

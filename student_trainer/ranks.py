@@ -21,9 +21,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from student_trainer.launch import RENDEZVOUS
-from sync.durable import until_disk_space
-from sync.errors import ConfigError
-from sync.server import bind_alone
+from sync.base.durable import until_disk_space
+from sync.base.errors import ConfigError
+from sync.wire.server import bind_alone
 
 _SCHEME: Final = "own-address"
 

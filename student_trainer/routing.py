@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 
 LIVE: Final = -1
 """Stands for every expert of a token and layer without a recorded route: the router chooses."""

@@ -31,7 +31,7 @@ from student_trainer.config import TrainerSettings
 from student_trainer.objectives.divergences import future_credit
 from student_trainer.ranks import Ranks
 from student_trainer.varlen import PackedRows, replace_attention, row_attention
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 IMPLEMENTATIONS: Final = {"sdpa": "split_attention", "eager": "split_attention_eager"}
 """trainer.attention → name under which transformers finds the function here that computes it."""

@@ -27,7 +27,7 @@ from student_trainer.routing import LIVE, placed
 from student_trainer.sequence_split import SequenceGroup, SplitRows, split
 from student_trainer.stopwatch import Stopwatch
 from student_trainer.varlen import PackedRows
-from sync.errors import DataError
+from sync.base.errors import DataError
 from sync.wire import Rows, TrainBatch, unpack
 
 

@@ -21,9 +21,16 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from sync import wire
-from sync.client import BlockingPeer
-from sync.errors import DataError, DistillError, Interrupted, Overloaded, Unreachable, WireError, WrongServer
-from sync.retry import Backoff, retrying
+from sync.base.errors import (
+    DataError,
+    DistillError,
+    Interrupted,
+    Overloaded,
+    Unreachable,
+    WireError,
+    WrongServer,
+)
+from sync.base.retry import Backoff, retrying
 from sync.wire import (
     DIGEST_BYTES,
     Array,
@@ -41,6 +48,7 @@ from sync.wire import (
     joined,
     unpack,
 )
+from sync.wire.client import BlockingPeer
 
 log = logging.getLogger(__name__)
 CONNECTIONS: Final = 4

@@ -26,15 +26,15 @@ from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.engine import Learner
 from student_trainer.gathering import Gathering
-from sync.address import own_address, token_from_environment
-from sync.broadcast import BroadcastSender
-from sync.buckets import nbytes
-from sync.delta.codec import Bits
-from sync.errors import SnapshotError, StoreError, Unreachable
-from sync.publish import Publisher
-from sync.retry import retrying
-from sync.snapshots.admin import Collected, gc
-from sync.stores import open_store
+from sync.base.address import own_address, token_from_environment
+from sync.base.errors import SnapshotError, StoreError, Unreachable
+from sync.base.retry import retrying
+from sync.weights.broadcast import BroadcastSender
+from sync.weights.buckets import nbytes
+from sync.weights.delta.codec import Bits
+from sync.weights.publish import Publisher
+from sync.weights.snapshots.admin import Collected, gc
+from sync.weights.stores import open_store
 from sync.wire import Published, RunIdentity, TrainerWelcome, Version
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from student_trainer.config import unpackable
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 IMPLEMENTATIONS: Final = {"sdpa": "row_attention", "eager": "row_attention_eager"}
 """trainer.attention → name of the function here that computes the same row by row. Other implementations of

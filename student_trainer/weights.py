@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from student_trainer.expert_shards import Part, assembled, parts
 from student_trainer.ranks import Ranks, all_done
-from sync.delta.codec import Bits, on_host
-from sync.errors import ConfigError
-from sync.publish import Slice
-from sync.snapshots.checkpoint import let_others_read, model_fingerprint, tensor_digest
+from sync.base.errors import ConfigError
+from sync.weights.delta.codec import Bits, on_host
+from sync.weights.publish import Slice
+from sync.weights.snapshots.checkpoint import let_others_read, model_fingerprint, tensor_digest
 
 DTYPES: Final = {torch.bfloat16: "bf16", torch.float32: "f4"}
 """Precisions of the trained weights, by their wire names."""

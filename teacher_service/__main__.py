@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from sync.address import token_from_environment
-from sync.claims import Claim
-from sync.server import check_bind, run_role, serve_app
-from sync.settings import ReplicaConfig, read_settings
+from sync.base.address import token_from_environment
+from sync.base.settings import ReplicaConfig, read_settings
 from sync.wire import RunIdentity
+from sync.wire.claims import Claim
+from sync.wire.server import check_bind, run_role, serve_app
 from teacher_service.config import TeacherConfig
 
 log = logging.getLogger("teacher_service")
@@ -59,8 +59,8 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = config.devices[index % len(config.devices)]
     import setproctitle
 
-    from sync.memory import available_memory
-    from sync.tokenizers import load_tokenizer, vocab_size
+    from sync.base.memory import available_memory
+    from sync.base.tokenizers import load_tokenizer, vocab_size
     from teacher_service.app import TeacherService
     from teacher_service.engines import build
     from teacher_service.limits import device_memory, limits

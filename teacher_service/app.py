@@ -20,9 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sync.claims import Claim
-from sync.errors import Overloaded, Unreachable, WireError
-from sync.server import application, refuse, reply
+from sync.base.errors import Overloaded, Unreachable, WireError
 from sync.wire import (
     CONTENT_TYPE,
     Ok,
@@ -34,6 +32,8 @@ from sync.wire import (
     decode,
 )
 from sync.wire.checks import Problem
+from sync.wire.claims import Claim
+from sync.wire.server import application, refuse, reply
 from teacher_service import messages
 from teacher_service.batching import STALLED_SECONDS, Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig

@@ -26,9 +26,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from sync.errors import DataError, Overloaded, Unreachable
-from sync.isolate import isolate
-from sync.server import process_registry
+from sync.base.errors import DataError, Overloaded, Unreachable
+from sync.base.isolate import isolate
+from sync.wire.server import process_registry
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item
 from teacher_service.kept import NAMESPACE

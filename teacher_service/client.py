@@ -18,14 +18,14 @@ from typing import Any, Final, NoReturn, TypeVar
 from msgspec.structs import replace
 
 from sync import wire
-from sync.address import Place
-from sync.answers import MAX_SMALL
-from sync.claims import Claim
-from sync.client import Peer, Processes
-from sync.errors import DistillError, Overloaded, TooLarge, Unreachable, WireError, WrongServer
-from sync.isolate import isolate
-from sync.retry import Backoff
+from sync.base.address import Place
+from sync.base.errors import DistillError, Overloaded, TooLarge, Unreachable, WireError, WrongServer
+from sync.base.isolate import isolate
+from sync.base.retry import Backoff
 from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
+from sync.wire.answers import MAX_SMALL
+from sync.wire.claims import Claim
+from sync.wire.client import Peer, Processes
 
 log = logging.getLogger(__name__)
 W = TypeVar("W", ScoreSequence, TeacherPrompt)

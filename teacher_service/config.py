@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
-from sync.address import Url
-from sync.own_code import OWN, is_own, registered
-from sync.settings import EngineArgs, ModelSource, Placement, check_vllm
+from sync.base.address import Url
+from sync.base.own_code import OWN, is_own, registered
+from sync.base.settings import EngineArgs, ModelSource, Placement, check_vllm
 
 
 def _known_engine(name: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineInfo
 

@@ -15,8 +15,9 @@ import numpy as np
 from blake3 import blake3
 from msgspec.structs import replace
 
-from sync import tokenizers, wire
-from sync.errors import RemoteError
+from sync import wire
+from sync.base import tokenizers
+from sync.base.errors import RemoteError
 from sync.wire import Array, Scored, TeacherCompletion, Want, checks, pack
 from sync.wire.checks import Problem
 from teacher_service.batching import Work, split

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
-from sync.errors import ConfigError
-from sync.own_code import load_function, own_code
+from sync.base.errors import ConfigError
+from sync.base.own_code import load_function, own_code
 from teacher_service.config import TeacherConfig
 
 

@@ -19,10 +19,10 @@ LIGHT_MODULES = (
     "distill.cli.main",
     "distill.config",
     "sync.wire",
-    "sync.client",
+    "sync.wire.client",
     "student_trainer.config",
     "student_trainer.deepspeed_json",
-    "sync.tokenizers",
+    "sync.base.tokenizers",
     "teacher_service.client",
     "teacher_service.config",
     "teacher_service.router",
@@ -47,7 +47,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_typed_decoders_are_built_under_one_lock() -> None:
-    """Two threads that build them at once crash the process: see `sync.decoding`."""
+    """Two threads that build them at once crash the process: see `sync.base.decoding`."""
     elsewhere = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -55,7 +55,7 @@ def test_typed_decoders_are_built_under_one_lock() -> None:
             typed = words.endswith(".decode") and any(one.arg == "type" for one in node.keywords)
             if typed or (words.startswith("msgspec.") and words.endswith((".Decoder", ".convert"))):
                 elsewhere.append(f"{path.relative_to(ROOT)}: {words}")
-    assert {text.partition(":")[0] for text in elsewhere} == {"sync/decoding.py"}, elsewhere
+    assert {text.partition(":")[0] for text in elsewhere} == {"sync/base/decoding.py"}, elsewhere
 
 
 def test_light_modules_import_nothing_heavy() -> None:

@@ -19,7 +19,7 @@ from distill.config.loading import load
 from distill.launch.slurm import submit
 from distill.tasks.sort_letters import EOS_ID, VOCABULARY, make
 from student_trainer.config import TrainerConfig
-from sync.settings import ReplicaConfig, Settings
+from sync.base.settings import ReplicaConfig, Settings
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))

@@ -144,7 +144,7 @@ def test_the_architecture_page_names_every_route() -> None:
     packages = ("distill", "sync", "teacher_service")
     sources = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     routes = {route for path in sources for route in re.findall(r'Route\("([^"]+)"', path.read_text())}
-    replica = (ROOT / "sync/replica/middleware.py").read_text()
+    replica = (ROOT / "sync/vllm/middleware.py").read_text()
     routes |= {f"/distill/v1/{name}" for name in re.findall(r'\("(?:GET|POST)", "(\w+)"\): self', replica)}
     assert told == routes
 

@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 import typer
 
 import distill
-import sync.errors as errors
+import sync.base.errors as errors
 import sync.wire as wire
 from distill.cli.main import app
 
@@ -55,5 +55,5 @@ def test_the_entry_points_lead_somewhere() -> None:
     (script,) = (e for e in entry_points(group="console_scripts") if e.name == "distill")
     (plugin,) = (e for e in entry_points(group="vllm.general_plugins") if e.name == "onpolicy_distill")
     assert script.value == "distill.cli.main:main"
-    assert plugin.value == "sync.replica.plugin:register"
+    assert plugin.value == "sync.vllm.plugin:register"
     assert callable(script.load())

@@ -17,7 +17,7 @@ from distill.batching.filling import end_to_end, rectangles
 from distill.buffer import Batch, StepOf
 from distill.prompts.stream import group_of
 from distill.run_log.records import Rollout
-from sync.errors import DataError
+from sync.base.errors import DataError
 from sync.wire import Array, Rows, SamplingMask, Scored, TrainBatch, VersionSpan, cut, joined, pack
 
 

@@ -38,8 +38,8 @@ from distill.config.loading import load
 from distill.launch.placement import TRAINER
 from distill.launch.roles import EVALUATOR
 from distill.run_log.audit import VIOLATIONS, AuditReport, audit
-from sync.errors import ConfigError, DistillError
-from sync.jsonl import JsonLines
+from sync.base.errors import ConfigError, DistillError
+from sync.base.jsonl import JsonLines
 
 KINDS = ("kill", "stop", "slow", "cut", "malformed", "disk")
 ALL, DISK = "all at once", "the run's folder"

@@ -38,10 +38,10 @@ from distill.run_log.journal import Journal
 from distill.trainer_api.http_api import serving
 from student_trainer.objectives.config import needs, student_topk
 from sync import wire
-from sync.client import BlockingPeer
-from sync.memory import available_memory
-from sync.server import bind_alone
+from sync.base.memory import available_memory
 from sync.wire import DIGEST_BYTES, Want, decode, pack
+from sync.wire.client import BlockingPeer
+from sync.wire.server import bind_alone
 from teacher_service.app import TeacherService
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig

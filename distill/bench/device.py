@@ -17,7 +17,7 @@ from typing import Any, Final
 from distill.bench.pipeline import run_quickstart, step_lines
 from distill.bench.runner import Figures, TrialCache, markdown
 from distill.preflight_checks.devices import gpu_names, gpus, visible
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 
 STEPS: Final = 24
 CPU: Final = "CPU"

@@ -33,8 +33,8 @@ from rich.console import Console
 
 from distill.config.loading import load
 from distill.launch import run
-from sync.errors import ConfigError, DistillError
-from sync.secrets import redact_process
+from sync.base.errors import ConfigError, DistillError
+from sync.base.secrets import redact_process
 
 FAULTS = "faults"
 CUT, MALFORMED = "cut", "malformed"

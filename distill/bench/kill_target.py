@@ -26,7 +26,7 @@ from distill.launch.placement import TRAINER
 from distill.launch.roles import EVALUATOR
 from distill.launch.supervise import last_lines
 from student_trainer.launch import ranks_of
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 
 CONTROLLER, DEEPSPEED, ENGINE_OF = "controller", "deepspeed launcher", "engine of "
 POLL_SECONDS = 0.2

@@ -35,7 +35,7 @@ from distill.bench.sync_transports import (
 from distill.bench.trajectory import Training, Weights, trajectory
 from distill.rollout.replica_client import HttpReplica
 from distill.tasks.teaching import make_tokenizer
-from sync.stores.directory import DirectoryStore
+from sync.weights.stores.directory import DirectoryStore
 from sync.wire import (
     Generated,
     GeneratePrompt,

@@ -38,9 +38,9 @@ from distill.prompts.sources import open_prompts
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.objectives.config import student_topk
 from student_trainer.varlen import pack_rows
-from sync.decoding import json_decoder
-from sync.errors import ConfigError, DistillError
-from sync.tokenizers import load_tokenizer, vocab_size
+from sync.base.decoding import json_decoder
+from sync.base.errors import ConfigError, DistillError
+from sync.base.tokenizers import load_tokenizer, vocab_size
 from teacher_service.engines.head import find_head
 from teacher_service.engines.transformers import TransformersEngine
 

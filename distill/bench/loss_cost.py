@@ -35,7 +35,7 @@ from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log
 from student_trainer.objectives.config import needs
 from student_trainer.objectives.divergences import Targets, build
 from student_trainer.objectives.token_statistics import token_sums
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 
 FULL_ARRAYS: Final = 6
 """[tokens, vocabulary] fp32 arrays that full logits may need at once, to estimate what fits."""

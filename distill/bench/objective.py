@@ -19,7 +19,7 @@ import torch
 from distill.bench.runner import COLORS, Figures, TrialCache, crossing, dress, markdown, panels
 from distill.bench.toy import OBJECTIVES, Trial, configured, evaluated, learn, open_world
 from distill.tasks import spellings
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 TARGET_KL: Final = 0.7
 FIRST_RATE, RATE_FACTOR, REACH = 5e-4, 2.0, 3

@@ -24,7 +24,7 @@ from student_trainer.head import Loss
 from student_trainer.objectives.config import Sampled
 from student_trainer.step import MicroBatch, collate, loss_of
 from student_trainer.varlen import pack_rows
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from sync.wire import Rows, pack
 
 VOCAB, HEAD_CHUNK, PROMPT_SHARE = 512, 512, 0.25

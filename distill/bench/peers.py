@@ -26,9 +26,9 @@ from distill.config import RunConfig
 from distill.config.loading import load
 from distill.prompts.sources import open_prompts
 from distill.prompts.stream import PromptStream
-from sync.errors import DistillError
-from sync.jsonl import read_lines
-from sync.tokenizers import load_tokenizer
+from sync.base.errors import DistillError
+from sync.base.jsonl import read_lines
+from sync.base.tokenizers import load_tokenizer
 from sync.wire import Version
 
 log = logging.getLogger(__name__)

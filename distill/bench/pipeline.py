@@ -37,10 +37,10 @@ from distill.config.prompts import TaskPrompts
 from distill.evaluation.models import load_model, load_student
 from distill.launch.preflight import claim_of
 from distill.prompts.sources import open_prompts
-from sync.errors import DistillError
-from sync.jsonl import read_lines
-from sync.subscribe import Subscriber
-from sync.tokenizers import load_tokenizer, vocab_size
+from sync.base.errors import DistillError
+from sync.base.jsonl import read_lines
+from sync.base.tokenizers import load_tokenizer, vocab_size
+from sync.weights.subscribe import Subscriber
 from sync.wire import Version
 from teacher_service.engines.transformers import TransformersEngine
 

@@ -25,8 +25,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from distill.metrics.plot import BLUE, BROWN, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE, RED, TEAL
-from sync.errors import ConfigError
-from sync.jsonl import JsonLines, read_lines
+from sync.base.errors import ConfigError
+from sync.base.jsonl import JsonLines, read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,7 +32,7 @@ from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs
-from sync.jsonl import JsonLines
+from sync.base.jsonl import JsonLines
 from sync.wire import TrainBatch, Version
 
 MIB: Final = 1 << 20

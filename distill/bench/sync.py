@@ -30,8 +30,8 @@ from distill.bench.runner import COLORS, Figures, TrialCache, Work, bar, dress, 
 from distill.bench.sync_transports import SHAPES
 from distill.bench.trajectory import Training, Weights, trajectory
 from distill.metrics.plot import BLUE, GREEN, GREY, PURPLE
-from sync.delta import codec
-from sync.delta.codec import Effort
+from sync.weights.delta import codec
+from sync.weights.delta.codec import Effort
 
 LRS: Final = (1e-6, 3e-6, 1e-5, 5e-5)
 STEPS: Final = (1, 8)

@@ -38,17 +38,17 @@ from distill.tasks.teaching import make_tokenizer
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import with_adapters
 from sync import wire
-from sync.address import token_from_environment
-from sync.errors import ConfigError, DistillError
-from sync.publish import Publisher, Slice
-from sync.settings import ReplicaConfig
-from sync.snapshots import checkpoint
-from sync.stores import Store
-from sync.stores.bucket import BucketStore
-from sync.stores.directory import DirectoryStore
-from sync.stores.object_store import ObjectStore
-from sync.stores.xet import XetStore
-from sync.subscribe import Mirror
+from sync.base.address import token_from_environment
+from sync.base.errors import ConfigError, DistillError
+from sync.base.settings import ReplicaConfig
+from sync.weights.publish import Publisher, Slice
+from sync.weights.snapshots import checkpoint
+from sync.weights.stores import Store
+from sync.weights.stores.bucket import BucketStore
+from sync.weights.stores.directory import DirectoryStore
+from sync.weights.stores.object_store import ObjectStore
+from sync.weights.stores.xet import XetStore
+from sync.weights.subscribe import Mirror
 
 RUN: Final = "bench"
 CHANGED: Final = 0.01

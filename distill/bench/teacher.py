@@ -32,12 +32,12 @@ from distill.launch.preflight import serving
 from distill.launch.roles import Ports
 from distill.launch.supervise import ChildSpec
 from sync import wire
-from sync.replica.plugin import PLUGIN
+from sync.vllm.plugin import PLUGIN
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Item
 
 QUEUE_TOKENS: Final = 1 << 18
-STOCK_SERVER: Final = "sync.replica.plugin"
+STOCK_SERVER: Final = "sync.vllm.plugin"
 """vLLM's API server, unchanged, on a port that is held for it."""
 ENGINE_ARGS: Final = {"kv_cache_memory_bytes": 1 << 30}
 VLLM_ENVIRONMENT: Final = {

@@ -34,8 +34,8 @@ from student_trainer.engine import Student, head_shape
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.objectives import config as objectives
 from student_trainer.step import collate, loss_of
-from sync.errors import ConfigError
-from sync.settings import ModelSource
+from sync.base.errors import ConfigError
+from sync.base.settings import ModelSource
 from sync.wire import Array, Rows, Scored, pack
 from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.head import find_head

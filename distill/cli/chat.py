@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distill.cli.options import RunDir, working
-from sync.errors import DataError
+from sync.base.errors import DataError
 
 RESET, QUIT = "/reset", "/quit"
 

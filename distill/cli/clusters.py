@@ -9,7 +9,7 @@ import typer
 
 from distill import api
 from distill.cli.options import Config, Overrides, Resume
-from sync import durable
+from sync.base import durable
 
 
 def slurm(

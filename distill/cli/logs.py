@@ -10,8 +10,8 @@ from typing import Annotated, Final
 import typer
 
 from distill.cli.options import RunDir
-from sync.errors import DataError
-from sync.secrets import redact
+from sync.base.errors import DataError
+from sync.base.secrets import redact
 
 POLL_SECONDS: Final = 0.5
 

@@ -31,8 +31,8 @@ from distill.cli.options import (
     write_figures,
 )
 from distill.cli.result import show
-from sync.errors import DistillError
-from sync.secrets import redact_process
+from sync.base.errors import DistillError
+from sync.base.secrets import redact_process
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
@@ -203,9 +203,9 @@ def remove_server(
 
 
 def _servers(controller: str, body: ServerRegisters | ServerLeaves | None) -> None:
-    from sync.address import token_from_environment
-    from sync.client import BlockingPeer
+    from sync.base.address import token_from_environment
     from sync.wire import ServerLease, ServerLeaves, Servers
+    from sync.wire.client import BlockingPeer
 
     peer = BlockingPeer(controller, token_from_environment(), timeout=30.0)
     try:

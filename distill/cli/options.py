@@ -13,15 +13,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from sync.errors import ConfigError, DataError, DistillError, Interrupted
-from sync.secrets import redact
+from sync.base.errors import ConfigError, DataError, DistillError, Interrupted
+from sync.base.secrets import redact
 
 EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
 
 
 def checked_url(url: str, option: str) -> str:
     """`url` itself. Raises ConfigError when no server can be there."""
-    from sync import address
+    from sync.base import address
 
     return address.checked_url(url, option)
 
@@ -66,7 +66,7 @@ Controller = Annotated[
 def write_figures(path: Path | None, figures: Any) -> None:
     """Write a command's figures to the file of `--json`; None: it was not given."""
     if path is not None:
-        from sync.durable import write_json
+        from sync.base.durable import write_json
 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, figures)

@@ -12,7 +12,7 @@ import typer
 
 from distill import api
 from distill.cli.options import Config, JsonFile, Overrides, working, write_figures
-from sync.errors import ConfigError, DistillError
+from sync.base.errors import ConfigError, DistillError
 
 DeviceName = Annotated[
     str, typer.Option(help="h200, h100, a100, l4, rtx4090 or cpu; default: this machine's.", metavar="KIND")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console
 from rich.table import Table
 
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 
 if TYPE_CHECKING:
     from distill.metrics.results import Summary

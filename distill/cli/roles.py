@@ -13,7 +13,7 @@ import typer
 
 from distill import api
 from distill.cli.options import Index, Overrides, checked_url
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
@@ -117,7 +117,7 @@ def train(
 
 def _joining(source: Path, overrides: list[str], controller: str) -> tuple[RunConfig, Controller | None]:
     from distill.launch.single_role import joining
-    from sync.own_code import use_folder
+    from sync.base.own_code import use_folder
 
     settings, folder = api.load_config(source, overrides), source.absolute() if source.is_dir() else None
     use_folder(settings.run.code_folder)

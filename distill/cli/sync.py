@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from distill.cli.options import JsonFile, RunDir, working, write_figures
-from sync.errors import ConfigError, DistillError
+from sync.base.errors import ConfigError, DistillError
 
 app = typer.Typer(help="List, verify and clean up the published versions of a run.", no_args_is_help=True)
 

@@ -25,13 +25,13 @@ from distill.bench.sync_transports import RUN, Versions, on_loopback
 from distill.config import StudentConfig
 from distill.launch.preflight import serving
 from distill.launch.roles import Ports
-from sync.address import token_from_environment
-from sync.client import Peer
-from sync.errors import DataError, RemoteError, Unreachable
-from sync.settings import ReplicaConfig
-from sync.snapshots import checkpoint
-from sync.stores.directory import DirectoryStore
+from sync.base.address import token_from_environment
+from sync.base.errors import DataError, RemoteError, Unreachable
+from sync.base.settings import ReplicaConfig
+from sync.weights.snapshots import checkpoint
+from sync.weights.stores.directory import DirectoryStore
 from sync.wire import ReplicaState, UpdateReply, UpdateRequest, Version
+from sync.wire.client import Peer
 
 _START_SECONDS: Final = 300.0
 

@@ -19,8 +19,8 @@ from distill.config.prompts import PromptsConfig
 from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
-from sync.address import Host, Place, Url
-from sync.settings import ModelSource, Name, Placement, ReplicaConfig, Settings, VllmArgs, WeightsConfig
+from sync.base.address import Host, Place, Url
+from sync.base.settings import ModelSource, Name, Placement, ReplicaConfig, Settings, VllmArgs, WeightsConfig
 from teacher_service.config import TeacherConfig
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sync.settings import Settings
+from sync.base.settings import Settings
 
 
 class LocalCluster(Settings):

@@ -7,7 +7,7 @@ from typing import Final, Literal, Self
 from pydantic import Field, model_validator
 
 from distill.config.prompts import SinglePrompts
-from sync.settings import Name, Placement, Settings
+from sync.base.settings import Name, Placement, Settings
 
 HELD_OUT: Final = "held_out"
 """Name of the held-out prompts among the sets of an evaluation."""

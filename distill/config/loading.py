@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from distill.config import RunConfig
-from sync import secrets
-from sync.errors import ConfigError
-from sync.own_code import OWN, typed
-from sync.settings import ModelSource, Settings
+from sync.base import secrets
+from sync.base.errors import ConfigError
+from sync.base.own_code import OWN, typed
+from sync.base.settings import ModelSource, Settings
 
 S = TypeVar("S", bound=Settings)
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sync.settings import Name, Settings
+from sync.base.settings import Name, Settings
 
 
 class _Rewarded(Settings):

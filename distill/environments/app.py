@@ -26,10 +26,8 @@ from starlette.routing import Route
 
 from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import Environment, EnvironmentAnswer
-from sync.claims import Claim
-from sync.errors import DataError, Overloaded
-from sync.own_code import own_code
-from sync.server import application, process_registry, read_message, refuse, reply
+from sync.base.errors import DataError, Overloaded
+from sync.base.own_code import own_code
 from sync.wire import (
     EVALUATION_ID,
     EnvironmentInfo,
@@ -44,6 +42,8 @@ from sync.wire import (
     encode,
 )
 from sync.wire.checks import Problem, turn_tokens
+from sync.wire.claims import Claim
+from sync.wire.server import application, process_registry, read_message, refuse, reply
 
 log = logging.getLogger(__name__)
 IDLE_SECONDS: Final = 600.0

@@ -15,12 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from distill.environments.episode import EnvironmentAnswer, FinishReason
-from sync.address import Place
-from sync.answers import MAX_SMALL
-from sync.claims import Claim
-from sync.client import Peer, Processes
-from sync.errors import DistillError, Overloaded, Unreachable, WireError
-from sync.retry import Backoff
+from sync.base.address import Place
+from sync.base.errors import DistillError, Overloaded, Unreachable, WireError
+from sync.base.retry import Backoff
 from sync.wire import (
     Array,
     EnvironmentInfo,
@@ -33,6 +30,9 @@ from sync.wire import (
     decode,
     encode,
 )
+from sync.wire.answers import MAX_SMALL
+from sync.wire.claims import Claim
+from sync.wire.client import Peer, Processes
 
 log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 10.0

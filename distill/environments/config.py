@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sync.settings import ModelSource, Placement, Settings
+from sync.base.settings import ModelSource, Placement, Settings
 
 
 class EnvironmentConfig(Placement):

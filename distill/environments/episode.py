@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from distill.environments.config import EnvironmentConfig
-from sync.errors import RemoteError, WireError
+from sync.base.errors import RemoteError, WireError
 from sync.wire import (
     Array,
     EpisodeFailed,

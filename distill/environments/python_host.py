@@ -20,8 +20,8 @@ import numpy as np
 from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import EnvironmentAnswer, FinishReason
 from distill.environments.rendering import Message, Renderer
-from sync.errors import ConfigError, DataError
-from sync.own_code import load_function, own_code
+from sync.base.errors import ConfigError, DataError
+from sync.base.own_code import load_function, own_code
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
 
 _REMEDY = "take every task, and return a reward, None, or a table of numbers"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sync.errors import DataError
+from sync.base.errors import DataError
 
 Message = Mapping[str, Any]
 """A chat message: role, content, and what else the template reads."""

@@ -3,7 +3,7 @@
     python -m distill.environments.service --config FILE --port PORT [--host HOST] [--index I]
 
 FILE is an EnvironmentService as JSON. It imports no torch, and runs in any virtual environment that has what
-`sync.server` imports, and transformers for the tokenizer.
+`sync.wire.server` imports, and transformers for the tokenizer.
 Exit status: 0 after a signal, 1 without a server of tools, 2 when the configuration cannot be served.
 """
 
@@ -21,11 +21,11 @@ from typing import Any
 from distill.environments.app import Host, Service
 from distill.environments.config import EnvironmentService
 from distill.environments.rendering import Renderer
-from sync.address import TOKEN_VARIABLE, token_from_environment
-from sync.claims import Claim
-from sync.server import check_bind, run_role, serve_app
-from sync.settings import read_settings
+from sync.base.address import TOKEN_VARIABLE, token_from_environment
+from sync.base.settings import read_settings
 from sync.wire import RunIdentity
+from sync.wire.claims import Claim
+from sync.wire.server import check_bind, run_role, serve_app
 
 log = logging.getLogger("distill.environments.service")
 
@@ -49,7 +49,7 @@ def serve(settings: EnvironmentService, host: str, port: int, index: int) -> Non
     check_bind(host, token)
     import setproctitle
 
-    from sync.tokenizers import fingerprint, load_tokenizer, vocab_size
+    from sync.base.tokenizers import fingerprint, load_tokenizer, vocab_size
 
     setproctitle.setproctitle(f"distill environment {settings.name}[{index}]")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while loading, and at uvicorn's end

@@ -25,8 +25,8 @@ import psutil
 
 from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import EnvironmentAnswer, FinishReason
-from sync.errors import ConfigError
-from sync.own_code import CODE_VARIABLE, search_folder
+from sync.base.errors import ConfigError
+from sync.base.own_code import CODE_VARIABLE, search_folder
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
 
 log = logging.getLogger(__name__)

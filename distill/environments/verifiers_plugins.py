@@ -27,7 +27,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 
 from distill.environments.rendering import Message, Renderer
-from sync.address import is_loopback
+from sync.base.address import is_loopback
 
 __all__ = ["DirectHarness"]
 

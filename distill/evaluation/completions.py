@@ -34,9 +34,9 @@ from distill.evaluation.playing import Played, Playing
 from distill.evaluation.sets import PromptSet
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
-from sync import durable
-from sync.errors import RemoteError, Unreachable, WireError
-from sync.snapshots.manifest import named
+from sync.base import durable
+from sync.base.errors import RemoteError, Unreachable, WireError
+from sync.weights.snapshots.manifest import named
 from sync.wire import (
     EVALUATION_ID,
     Generated,

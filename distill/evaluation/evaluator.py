@@ -46,9 +46,9 @@ from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import VOTING
 from distill.prompts.sources import longest_sequence, open_prompts
 from distill.rollout.replica_client import ReplicaEngine
-from sync.errors import DataError, DistillError, RemoteError, Unreachable, WireError
-from sync.subscribe import Subscriber
-from sync.tokenizers import load_tokenizer, vocab_size
+from sync.base.errors import DataError, DistillError, RemoteError, Unreachable, WireError
+from sync.base.tokenizers import load_tokenizer, vocab_size
+from sync.weights.subscribe import Subscriber
 from sync.wire import (
     CompletionsReply,
     CompletionsRequest,

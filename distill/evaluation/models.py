@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from sync.errors import DataError
-from sync.settings import ModelSource
-from sync.snapshots.checkpoint import let_others_read, read_folder
-from sync.tokenizers import load_tokenizer
+from sync.base.errors import DataError
+from sync.base.settings import ModelSource
+from sync.base.tokenizers import load_tokenizer
+from sync.weights.snapshots.checkpoint import let_others_read, read_folder
 from teacher_service.engines.transformers import find_device
 
 Device = Literal["auto", "cpu", "cuda"]

@@ -16,8 +16,8 @@ from distill.aio import cancel
 from distill.config import RunConfig
 from distill.environments.episode import Environment, EnvironmentLost, Episode, Limits, play
 from distill.prompts.stream import Prompt
-from sync.errors import DataError, DistillError, RemoteError, Unreachable
-from sync.retry import Backoff
+from sync.base.errors import DataError, DistillError, RemoteError, Unreachable
+from sync.base.retry import Backoff
 from sync.wire import Generated
 
 log = logging.getLogger(__name__)

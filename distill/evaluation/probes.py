@@ -20,10 +20,10 @@ from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import load_model
 from distill.evaluation.reference import LanguageModel, log_probs, probe_teacher, scores_of
 from distill.evaluation.reverse_kl import head_of, tensor_of
-from sync.errors import ConfigError, RemoteError
-from sync.own_code import is_own
-from sync.settings import ModelSource
-from sync.tokenizers import load_tokenizer, vocab_size
+from sync.base.errors import ConfigError, RemoteError
+from sync.base.own_code import is_own
+from sync.base.settings import ModelSource
+from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.wire import ProbeReply, ProbeRequest, SamplingMask, Scored, ScoreSequence, Want
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig

@@ -27,9 +27,7 @@ from distill.rollout.hold import hold
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
-from sync.answers import MAX_ANSWER
-from sync.client import Peer
-from sync.errors import RemoteError, Unreachable, WireError, WrongServer
+from sync.base.errors import RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import (
     CompletionsReply,
     CompletionsRequest,
@@ -41,6 +39,8 @@ from sync.wire import (
     Version,
     checks,
 )
+from sync.wire.answers import MAX_ANSWER
+from sync.wire.client import Peer
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)

@@ -35,23 +35,12 @@ from distill.config import RunConfig, places_of
 from distill.evaluation.schedule import score
 from distill.registry import controller_url, expected_servers, follow
 from distill.rollout.replica_client import HttpReplica
-from sync.address import Place, token_from_environment
-from sync.claims import Claim
-from sync.decoding import convert
-from sync.durable import write_json
-from sync.errors import ConfigError, DistillError
-from sync.server import (
-    application,
-    check_bind,
-    process_registry,
-    read_message,
-    refuse,
-    reply,
-    run_role,
-    serve_app,
-)
-from sync.settings import read_settings
-from sync.subscribe import Subscriber
+from sync.base.address import Place, token_from_environment
+from sync.base.decoding import convert
+from sync.base.durable import write_json
+from sync.base.errors import ConfigError, DistillError
+from sync.base.settings import read_settings
+from sync.weights.subscribe import Subscriber
 from sync.wire import (
     CompletionsReply,
     CompletionsRequest,
@@ -62,6 +51,17 @@ from sync.wire import (
     ProbeRequest,
     RunIdentity,
     Version,
+)
+from sync.wire.claims import Claim
+from sync.wire.server import (
+    application,
+    check_bind,
+    process_registry,
+    read_message,
+    refuse,
+    reply,
+    run_role,
+    serve_app,
 )
 from teacher_service.client import TeacherClient
 

@@ -19,7 +19,7 @@ from distill.prompts.sources import (
     longest_sequence,
 )
 from distill.prompts.stream import Prompt
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 from sync.wire import Sampling
 
 TASK_PROMPTS = 512

@@ -21,9 +21,9 @@ from typing import Final
 
 from distill.launch.guardian import MODULE
 from distill.launch.supervise import ChildSpec
-from sync.client import Peer
-from sync.errors import DistillError, Replaced
+from sync.base.errors import DistillError, Replaced
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
+from sync.wire.client import Peer
 
 log = logging.getLogger(__name__)
 EXIT_REPLACED: Final = 3

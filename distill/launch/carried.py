@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
-from sync import secrets
-from sync.settings import ModelSource, Settings
+from sync.base import secrets
+from sync.base.settings import ModelSource, Settings
 
 CONFIG_FOLDER: Final = "/config"
 """Where pods find the configuration and the files that travel with it."""

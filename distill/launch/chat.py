@@ -25,10 +25,10 @@ from distill.launch.roles import Ports, plan_servers, temporary
 from distill.launch.supervise import Supervisor
 from distill.prompts.rows import row_encoder
 from distill.published import export_version
-from sync.address import token_from_environment
-from sync.errors import ConfigError, DistillError
-from sync.own_code import use_folder
-from sync.tokenizers import load_tokenizer
+from sync.base.address import token_from_environment
+from sync.base.errors import ConfigError, DistillError
+from sync.base.own_code import use_folder
+from sync.base.tokenizers import load_tokenizer
 from sync.wire import ScoreRefused, TeacherPrompt, pack, unpack
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig

@@ -22,8 +22,8 @@ from distill.launch.roles import Plan, plan_of, role_words
 from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
 from distill.registry import expected_servers
-from sync import secrets
-from sync.address import WILDCARDS, is_loopback
+from sync.base import secrets
+from sync.base.address import WILDCARDS, is_loopback
 
 
 class Cluster(Protocol):

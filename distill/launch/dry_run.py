@@ -19,7 +19,7 @@ from distill.launch.roles import rehearsed
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import check_secrets
 from distill.preflight_checks.objective import resolve
-from sync import secrets
+from sync.base import secrets
 
 
 def dry_run(config: RunConfig) -> dict[str, Any]:

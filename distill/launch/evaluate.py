@@ -15,7 +15,7 @@ from distill.config.evaluation import EvaluationConfig
 from distill.launch.preflight import check_here, claim_of, connected
 from distill.launch.roles import Ports, plan_servers, temporary, token_of
 from distill.preflight_checks.checks import check
-from sync.errors import ConfigError, Unreachable
+from sync.base.errors import ConfigError, Unreachable
 from sync.wire import CompletionsRequest, EvalReport, Version
 
 

@@ -35,15 +35,15 @@ from sync.forking import become, program
 
 log = logging.getLogger(__name__)
 MODULE: Final = "distill.launch.fork_server"
-_VLLM: Final = ("sync.replica.middleware", "sync.replica.engine", "vllm.entrypoints.openai.api_server")
+_VLLM: Final = ("sync.vllm.middleware", "sync.vllm.engine", "vllm.entrypoints.openai.api_server")
 _TORCH: Final = (  # what these import late is named too
     *("distill.evaluation.service", "distill.evaluation.evaluator", "uvicorn.protocols.http.httptools_impl"),
     *("teacher_service.app", "teacher_service.engines.transformers", "student_trainer.loop"),
     *("deepspeed.launcher.launch", "transformers.models.auto.modeling_auto", "torch._inductor.compile_fx"),
-    "sync.delta.codec",
+    "sync.weights.delta.codec",
 )
 IMPORTS: Final = {
-    "sync.replica.plugin": _VLLM,
+    "sync.vllm.plugin": _VLLM,
     "student_trainer.launch": _TORCH,
     "teacher_service": _TORCH,
     "distill.evaluation.service": _TORCH,

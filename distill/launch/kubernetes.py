@@ -19,8 +19,8 @@ from distill.launch.carried import CONFIG_FOLDER, carried, texts
 from distill.launch.manifest import PORT, REMOTE, Manifest, Role, Target, reads_volume
 from distill.launch.placement import TRAINER, needs
 from distill.launch.roles import CONTROLLER, role_words
-from sync.errors import ConfigError
-from sync.settings import Settings
+from sync.base.errors import ConfigError
+from sync.base.settings import Settings
 
 LONGEST: Final = 63
 """Characters of a name in DNS."""

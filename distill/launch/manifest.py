@@ -22,7 +22,7 @@ from distill.config import RunConfig
 from distill.launch.carried import CONFIG_FOLDER
 from distill.launch.placement import TRAINER
 from distill.launch.roles import CONTROLLER
-from sync.address import TOKEN_FILE_VARIABLE, token_from_environment
+from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
 
 PORT: Final = 8000
 """Of every server: each pod has an address of its own."""

@@ -10,7 +10,7 @@ from distill.config import RunConfig
 from distill.metrics.card import write_card
 from distill.metrics.page import REPORT, write_page
 from distill.metrics.results import read_summary
-from sync.errors import DistillError, Interrupted, RemoteError
+from sync.base.errors import DistillError, Interrupted, RemoteError
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
 from distill.preflight_checks.devices import EACH_NODE, Where, named
 from distill.preflight_checks.machine import installed_for_cpu
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 TRAINER: Final = "trainer"
 

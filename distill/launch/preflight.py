@@ -22,11 +22,11 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.run_log.journal import read_all
 from distill.run_log.records import Opened
-from sync.address import token_from_environment
-from sync.claims import Claim
-from sync.errors import ConfigError
-from sync.subscribe import check_local
+from sync.base.address import token_from_environment
+from sync.base.errors import ConfigError
+from sync.weights.subscribe import check_local
 from sync.wire import RunIdentity
+from sync.wire.claims import Claim
 
 GRACE_SECONDS = 10.0
 
@@ -64,7 +64,7 @@ def check_arguments(config: RunConfig) -> None:
     if "student" in here:
         replica = config.subscriber("student-0")
         words, env = replica_command.command(student, replica, 0, student.host, student.port)
-        flags = words[words.index("sync.replica.plugin") + 1 :]
+        flags = words[words.index("sync.vllm.plugin") + 1 :]
     engines = {
         f"teachers.{name}.engine_args": [*teacher.engine_args]
         for name, teacher in config.teachers.items()
@@ -73,7 +73,7 @@ def check_arguments(config: RunConfig) -> None:
     if not flags and not engines:
         return
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "sync.replica.arguments"],
+        [sys.executable, "-P", "-m", "sync.vllm.arguments"],
         input=json.dumps({"flags": flags, "engines": engines}),
         env={**os.environ, **env},
         capture_output=True,

@@ -20,9 +20,9 @@ from distill.config import RunConfig
 from distill.config.cluster import LocalCluster
 from distill.launch.run import run
 from distill.metrics.results import MetricsRow
-from sync.errors import ConfigError, Interrupted
-from sync.jsonl import read_lines
-from sync.settings import DirectoryStoreConfig
+from sync.base.errors import ConfigError, Interrupted
+from sync.base.jsonl import read_lines
+from sync.base.settings import DirectoryStoreConfig
 
 NAME: Final = "probe"
 SECONDS: Final = 40.0

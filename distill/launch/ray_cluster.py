@@ -24,8 +24,8 @@ from distill.config.cluster import RayCluster
 from distill.launch.guardian import MODULE
 from distill.launch.placement import Need, Node
 from distill.launch.ray_nodes import AUTH_MODE, AUTH_TOKEN_PATH
-from sync.address import TOKEN_FILE_VARIABLE
-from sync.errors import ConfigError
+from sync.base.address import TOKEN_FILE_VARIABLE
+from sync.base.errors import ConfigError
 
 HEAD: Final = "ray-head"
 START_SECONDS: Final = 120.0

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
-from sync.errors import ConfigError
-from sync.secrets import redact_process
+from sync.base.errors import ConfigError
+from sync.base.secrets import redact_process
 
 AUTH_MODE: Final = "RAY_AUTH_MODE"
 AUTH_TOKEN_PATH: Final = "RAY_AUTH_TOKEN_PATH"

@@ -29,8 +29,8 @@ from typing import Any, Final, NamedTuple
 
 from distill.launch.ray_actor import CALLS, Command, RoleActor
 from distill.launch.ray_nodes import NODE_LABEL, alive, connected
-from sync.errors import ConfigError
-from sync.secrets import redact_process
+from sync.base.errors import ConfigError
+from sync.base.secrets import redact_process
 
 NODE_INDEX_VARIABLE: Final = "DISTILL_NODE_INDEX"
 """Tells a command that runs on several machines which one it is on."""

@@ -8,14 +8,14 @@ from typing import Any, Final
 
 from distill.config import StudentConfig
 from distill.preflight_checks.machine import runs_on_cpu
-from sync.address import is_loopback, token_from_environment
-from sync.errors import ConfigError
-from sync.server import ON_LOOPBACK, check_bind
-from sync.settings import Placement, ReplicaConfig
+from sync.base.address import is_loopback, token_from_environment
+from sync.base.errors import ConfigError
+from sync.base.settings import Placement, ReplicaConfig
+from sync.wire.server import ON_LOOPBACK, check_bind
 
 _OURS: Final[dict[str, Any]] = {
-    "middleware": "sync.replica.middleware.ReplicaMiddleware",
-    "worker-extension-cls": "sync.replica.engine.WorkerExtension",
+    "middleware": "sync.vllm.middleware.ReplicaMiddleware",
+    "worker-extension-cls": "sync.vllm.engine.WorkerExtension",
     "weight-transfer-config": {"backend": "distill"},
     "logprobs-mode": "processed_logprobs",
 }
@@ -112,7 +112,7 @@ def command(
     if cpu and not _PARALLEL & user.keys():
         arguments["distributed-executor-backend"] = "uni"
     words = [word for name, value in arguments.items() for word in flags(name, value)]
-    return [sys.executable, "-m", "sync.replica.plugin", *words], {
+    return [sys.executable, "-m", "sync.vllm.plugin", *words], {
         **(ON_LOOPBACK if is_loopback(host) else {}),
         **_ENVIRONMENT,
         **(_CPU_ENVIRONMENT if cpu else {}),

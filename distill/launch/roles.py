@@ -28,11 +28,11 @@ from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
-from sync import secrets as hidden
-from sync.address import TOKEN_VARIABLE, Address, Place, is_loopback, token_from_environment
-from sync.errors import ConfigError, DistillError
-from sync.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
-from sync.settings import ModelSource, Placement, Settings
+from sync.base import secrets as hidden
+from sync.base.address import TOKEN_VARIABLE, Address, Place, is_loopback, token_from_environment
+from sync.base.errors import ConfigError, DistillError
+from sync.base.settings import ModelSource, Placement, Settings
+from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
 EVALUATOR, EVALUATION_REPLICA = "evaluator", "evaluation-replica"
@@ -52,7 +52,7 @@ class Ports:
     """Hands out ports, none twice. Use inside `with` for as long as servers are started on them.
 
     A port is held from its choice on, by a socket that never listens. A server of the same user joins it with
-    SO_REUSEPORT (`sync.server.join_port`); for everybody else it is in use, also during a restart.
+    SO_REUSEPORT (`sync.wire.server.join_port`); for everybody else it is in use, also during a restart.
     """
 
     def __init__(self, keep_through_exec: bool = False, only: int = 0) -> None:

@@ -51,12 +51,12 @@ from distill.published import check_store
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal
 from student_trainer.objectives.config import needs, student_topk
-from sync.claims import Claim
-from sync.durable import write_json
-from sync.jsonl import JsonLines
-from sync.subscribe import check_local
+from sync.base.durable import write_json
+from sync.base.jsonl import JsonLines
+from sync.weights.subscribe import check_local
 from sync.wire import EvalReport, Version
 from sync.wire.checks import ANY_ID
+from sync.wire.claims import Claim
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router, load_transforms
 

@@ -27,10 +27,10 @@ from distill.prompts.stream import PromptSource
 from distill.registry import CONTROLLER_FILE
 from student_trainer.checkpoint_files import saved
 from student_trainer.deepspeed_json import deepspeed_config
-from sync import durable, secrets
-from sync.address import TOKEN_FILE_VARIABLE, WILDCARDS
-from sync.errors import ConfigError
-from sync.settings import Settings
+from sync.base import durable, secrets
+from sync.base.address import TOKEN_FILE_VARIABLE, WILDCARDS
+from sync.base.errors import ConfigError
+from sync.base.settings import Settings
 from sync.wire import Version
 
 TOKEN_FILE: Final = "token"

@@ -41,17 +41,17 @@ from distill.preflight_checks.environments import check_environment
 from distill.preflight_checks.machine import runs_vllm
 from distill.preflight_checks.objective import with_objective
 from distill.registry import controller_url
-from sync import secrets
-from sync.address import (
+from sync.base import secrets
+from sync.base.address import (
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
     is_loopback,
     own_address,
     token_from_environment,
 )
-from sync.errors import ConfigError
-from sync.server import check_bind
-from sync.settings import Placement
+from sync.base.errors import ConfigError
+from sync.base.settings import Placement
+from sync.wire.server import check_bind
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 2.0

@@ -35,10 +35,10 @@ import psutil
 from distill.aio import cancel, until_stalled
 from distill.launch.fork_server import Forked, ForkServers
 from distill.launch.guardian import MODULE, adopt_orphans, kill_adopted
-from sync.address import Place
-from sync.client import Peer
-from sync.errors import DistillError, how_it_ended
-from sync.retry import Backoff
+from sync.base.address import Place
+from sync.base.errors import DistillError, how_it_ended
+from sync.base.retry import Backoff
+from sync.wire.client import Peer
 
 log = logging.getLogger(__name__)
 

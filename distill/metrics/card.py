@@ -21,8 +21,8 @@ from distill.config.prompts import DatasetPrompts, MixturePrompts
 from distill.evaluation.statistics import Z
 from distill.metrics.summary import versions
 from student_trainer.objectives.config import Own
-from sync import secrets
-from sync.settings import ModelSource
+from sync.base import secrets
+from sync.base.settings import ModelSource
 
 log = logging.getLogger(__name__)
 CARD: Final = "README.md"

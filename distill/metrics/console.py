@@ -30,7 +30,7 @@ from rich.text import Text
 from distill.buffer import rules
 from distill.config import RunConfig
 from distill.metrics.summary import dropped_words
-from sync import secrets
+from sync.base import secrets
 
 logger = logging.getLogger(__name__)
 LINES_WITHOUT_TERMINAL: Final = 12

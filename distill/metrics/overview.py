@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from distill.config import RunConfig
-from sync.errors import ConfigError, RemoteError
+from sync.base.errors import ConfigError, RemoteError
 
 NAME: Final = "Overview"
 PANELS: Final = {

@@ -13,7 +13,7 @@ from distill.metrics.plot import compare, draw
 from distill.metrics.results import Run, read_run
 from distill.metrics.samples import Decoder, Sample, figures, read_samples, shaded
 from distill.metrics.summary import longest_waits, use_of_tokens
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 STYLE: Final = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2933 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distill.metrics.results import Run
 from distill.metrics.summary import use_of_tokens
 from distill.metrics.timeline import Span
-from sync.jsonl import read_lines
+from sync.base.jsonl import read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

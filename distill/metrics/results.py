@@ -12,9 +12,9 @@ from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.metrics.names import SECTIONS, unknown
 from distill.metrics.samples import read_samples
-from sync.decoding import json_decoder
-from sync.errors import DataError
-from sync.jsonl import read_lines
+from sync.base.decoding import json_decoder
+from sync.base.errors import DataError
+from sync.base.jsonl import read_lines
 
 Row = dict[str, Any]
 AXES: Final = ("step", "lineage", "time")

@@ -15,10 +15,10 @@ from rich.text import Text
 from distill.buffer import Batch
 from distill.config.loading import load_run_dir
 from distill.run_log.records import Rollout
-from sync.decoding import convert
-from sync.errors import DataError
-from sync.jsonl import JsonLines, read_lines
-from sync.tokenizers import load_tokenizer
+from sync.base.decoding import convert
+from sync.base.errors import DataError
+from sync.base.jsonl import JsonLines, read_lines
+from sync.base.tokenizers import load_tokenizer
 from sync.wire import unpack
 
 SAMPLES, QUARANTINE = "samples.jsonl", "quarantine.jsonl"

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from distill.metrics.results import MetricsRow
 from distill.metrics.timeline import Span
-from sync.errors import DataError
-from sync.jsonl import read_lines
+from sync.base.errors import DataError
+from sync.base.jsonl import read_lines
 
 COUNTERS: Final = (
     "train/reverse_kl",

@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol
 
 from distill.config import RunConfig
 from distill.metrics.names import SECTIONS
-from sync import secrets
-from sync.errors import ConfigError
-from sync.jsonl import JsonLines
+from sync.base import secrets
+from sync.base.errors import ConfigError
+from sync.base.jsonl import JsonLines
 from sync.wire import RunIdentity, Version
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from distill.planning.roles import find_roles
 from distill.preflight_checks.devices import Use, Where, check_devices, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 Planned = Callable[[RunConfig], tuple[Where | None, Sequence[str]]]
 """The GPUs of processes on a cluster, None: this machine's; and a line for each of its machines."""

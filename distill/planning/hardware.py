@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from distill.preflight_checks.devices import gpu_names
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

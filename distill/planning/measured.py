@@ -24,8 +24,8 @@ from distill.config import RunConfig
 from distill.metrics.results import read_run
 from distill.metrics.timeline import Span
 from distill.planning.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengths, Plan
-from sync.errors import ConfigError, DataError
-from sync.jsonl import read_lines
+from sync.base.errors import ConfigError, DataError
+from sync.base.jsonl import read_lines
 
 WARM_UP_SECONDS: Final = 10.0
 """After the first step's end: not measured."""

@@ -12,7 +12,7 @@ from distill.planning.hardware import CPU, Device
 from distill.preflight_checks.devices import EACH_NODE, HERE, Use
 from distill.preflight_checks.machine import runs_vllm
 from student_trainer.launch import machines
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 Place = tuple[str, str]
 """(host, GPU); all cores of this machine are one place."""

@@ -22,7 +22,7 @@ from distill.preflight_checks.devices import kv_bytes
 from distill.preflight_checks.experts import expert_parameters, experts_of, has_experts, layers_of_experts
 from distill.preflight_checks.machine import count_parameters
 from distill.prompts.sources import text_config
-from sync.settings import ModelSource
+from sync.base.settings import ModelSource
 
 SIXTEEN_BITS: Final = 2
 

@@ -19,8 +19,8 @@ from distill.preflight_checks.devices import check_devices, engine_memory
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
 from distill.prompts.sources import text_config
-from sync.errors import ConfigError
-from sync.settings import ModelSource
+from sync.base.errors import ConfigError
+from sync.base.settings import ModelSource
 
 ROOT: Final = Path(__file__).parents[2]
 LENGTH: Final = 4096

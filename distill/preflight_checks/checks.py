@@ -32,12 +32,12 @@ from student_trainer.objectives.config import (
     student_topk,
     teacher_temperature,
 )
-from sync import secrets, tokenizers
-from sync.address import is_loopback
-from sync.errors import ConfigError, DataError
-from sync.own_code import check_module, is_own, use_folder
-from sync.settings import ModelSource, OwnStoreConfig
-from sync.tokenizers import load_tokenizer
+from sync.base import secrets, tokenizers
+from sync.base.address import is_loopback
+from sync.base.errors import ConfigError, DataError
+from sync.base.own_code import check_module, is_own, use_folder
+from sync.base.settings import ModelSource, OwnStoreConfig
+from sync.base.tokenizers import load_tokenizer
 from teacher_service.router import Router
 
 logger = logging.getLogger(__name__)

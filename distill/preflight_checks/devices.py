@@ -38,8 +38,8 @@ from distill.prompts.sources import student_limit, text_config
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16, offloads
 from student_trainer.launch import machines
 from student_trainer.objectives.config import needs
-from sync.errors import ConfigError
-from sync.settings import ModelSource, Placement
+from sync.base.errors import ConfigError
+from sync.base.settings import ModelSource, Placement
 from teacher_service.config import TeacherConfig
 
 log = logging.getLogger(__name__)

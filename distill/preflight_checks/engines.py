@@ -30,9 +30,10 @@ from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts,
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.validation import sampling_of
-from sync import tokenizers, wire
-from sync.errors import ConfigError
-from sync.tokenizers import load_tokenizer
+from sync import wire
+from sync.base import tokenizers
+from sync.base.errors import ConfigError
+from sync.base.tokenizers import load_tokenizer
 from sync.wire import Generated, ScoreSequence, TeacherInfo, pack, unpack
 from teacher_service.client import TeacherClient
 from teacher_service.router import Router

@@ -12,9 +12,9 @@ from distill.config.prompts import EnvironmentPrompts, MixturePrompts
 from distill.environments.client import EnvironmentClient
 from distill.preflight_checks.probes import Finding
 from distill.prompts.stream import Prompt
-from sync import tokenizers
-from sync.errors import ConfigError
-from sync.own_code import check_module
+from sync.base import tokenizers
+from sync.base.errors import ConfigError
+from sync.base.own_code import check_module
 from sync.wire import EnvironmentInfo, Turn, unpack
 
 

@@ -34,7 +34,7 @@ FAMILIES: Final = (
 
 
 NOT_UPDATED: Final = ("gpt_oss",)
-"""Of those, students whose experts a replica would keep as they were; `sync.replica.vllm_compat.load_weights`
+"""Of those, students whose experts a replica would keep as they were; `sync.vllm.vllm_compat.load_weights`
 refuses all that are like them."""
 
 

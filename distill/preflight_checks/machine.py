@@ -25,9 +25,9 @@ from distill.prompts.sources import model_config, text_config
 from student_trainer.config import LoRAConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.objectives.config import needs, student_topk
-from sync.errors import ConfigError
-from sync.settings import DirectoryStoreConfig, ModelSource, XetStoreConfig
-from sync.snapshots import checkpoint
+from sync.base.errors import ConfigError
+from sync.base.settings import DirectoryStoreConfig, ModelSource, XetStoreConfig
+from sync.weights.snapshots import checkpoint
 from teacher_service.config import TeacherConfig
 
 GIB: Final = 1 << 30
@@ -40,8 +40,8 @@ ASSUMED_RATE: Final = 1000.0
 ASSUMED_STEP: Final = 30.0
 """Seconds of an optimizer step."""
 KEPT_SECONDS: Final = 3600 + 600
-"""Age of the oldest replaced version in a store: the grace period of `sync.snapshots.admin.gc` and the time
-between two collections (`student_trainer.transports`)."""
+"""Age of the oldest replaced version in a store: the grace period of `sync.weights.snapshots.admin.gc` and
+the time between two collections (`student_trainer.transports`)."""
 DAY: Final = 86400
 CAST: Final = frozenset(("bf16", "f2", "f4", "f8"))
 """Kinds of stored tensors, in `checkpoint.BITS`' names, that an engine casts to its dtype."""

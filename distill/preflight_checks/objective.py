@@ -25,8 +25,8 @@ from student_trainer.objectives.config import (
     student_topk,
     teacher_temperature,
 )
-from sync.answers import MAX_ANSWER
-from sync.errors import ConfigError, how_it_ended
+from sync.base.errors import ConfigError, how_it_ended
+from sync.wire.answers import MAX_ANSWER
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import CAPABILITIES, ENGINE_CAN, MAX_TOPK
 

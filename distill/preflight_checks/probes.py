@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from sync import tokenizers
+from sync.base import tokenizers
 from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, Want, pack, unpack
 
 Score = Callable[[list[ScoreSequence], Want], Awaitable[list[Scored | ScoreRefused]]]
@@ -101,7 +101,7 @@ async def scores(score: Score, sequences: list[ScoreSequence]) -> list[np.ndarra
 
 
 def same_tokenizer(ours: str, info: TeacherInfo) -> Finding:
-    """Compare with `ours`, the student's fingerprint (`sync.tokenizers.fingerprint`)."""
+    """Compare with `ours`, the student's fingerprint (`sync.base.tokenizers.fingerprint`)."""
     differing = tokenizers.differing_parts(ours, info.tokenizer_fingerprint)
     return _finding(
         "same tokenizer",

@@ -32,8 +32,8 @@ import numpy as np
 from distill.prompts.reward_worker import Outcome, Task, receive, send
 from distill.prompts.rewards import Reward, RewardSource
 from distill.prompts.stream import Prompt
-from sync.decoding import msgpack_decoder
-from sync.errors import ConfigError, DataError, how_it_ended
+from sync.base.decoding import msgpack_decoder
+from sync.base.errors import ConfigError, DataError, how_it_ended
 
 logger = logging.getLogger(__name__)
 START_SECONDS: Final = 120.0

@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 from distill.config.prompts import PromptsConfig
 from distill.prompts.rewards import Completion, load_rewards
 from distill.prompts.stream import Prompt
-from sync.decoding import msgpack_decoder
-from sync.errors import DistillError
-from sync.secrets import redact_process
+from sync.base.decoding import msgpack_decoder
+from sync.base.errors import DistillError
+from sync.base.secrets import redact_process
 
 PR_SET_PDEATHSIG = 1
 

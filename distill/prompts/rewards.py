@@ -23,8 +23,8 @@ from distill.config.prompts import (
     TaskPrompts,
 )
 from distill.prompts.stream import Prompt
-from sync.errors import ConfigError, DataError
-from sync.own_code import load_function, own_code
+from sync.base.errors import ConfigError, DataError
+from sync.base.own_code import load_function, own_code
 from sync.wire.checks import LARGEST_REWARD
 
 

@@ -16,8 +16,8 @@ from jinja2 import TemplateError
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.prompts.rewards import answer_problem
 from distill.prompts.stream import Prompt
-from sync.errors import ConfigError, DataError
-from sync.hub import check_reachable
+from sync.base.errors import ConfigError, DataError
+from sync.base.hub import check_reachable
 
 RowsConfig = JsonlPrompts | DatasetPrompts
 Encode = Callable[[Any], Sequence[int]]

@@ -28,10 +28,10 @@ from distill.prompts.rows import Encode, RowReader, RowsConfig, dataset_rows, js
 from distill.prompts.stream import Prompt, PromptSource
 from distill.prompts.streaming import StreamSource, open_stream
 from distill.tasks import Task, TaskPrompt
-from sync.errors import ConfigError, DataError
-from sync.hub import check_reachable
-from sync.own_code import own_code
-from sync.settings import ModelSource
+from sync.base.errors import ConfigError, DataError
+from sync.base.hub import check_reachable
+from sync.base.own_code import own_code
+from sync.base.settings import ModelSource
 from sync.wire.checks import ANY_ID
 
 LARGEST_SHARE = 0.1

@@ -25,9 +25,9 @@ from blake3 import blake3
 from distill.config.prompts import DatasetPrompts
 from distill.prompts.rows import Row, RowReader, dataset_rows, open_dataset
 from distill.prompts.stream import Prompt
-from sync import durable
-from sync.decoding import json_decoder
-from sync.errors import ConfigError, DataError
+from sync.base import durable
+from sync.base.decoding import json_decoder
+from sync.base.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 KEPT_STARTS: Final = 8

@@ -15,7 +15,7 @@ from typing import Final
 
 from distill.aio import cancel
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
-from sync.errors import DistillError, Overloaded, RemoteError, WireError
+from sync.base.errors import DistillError, Overloaded, RemoteError, WireError
 from sync.wire import Audience, BroadcastTicket, Published, UpdateRequest
 
 logger = logging.getLogger(__name__)

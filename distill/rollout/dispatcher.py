@@ -31,7 +31,7 @@ from distill.rollout.replica_pool import Replica, ReplicaPool
 from distill.run_log.records import DropReason, RequeueReason, Rollout
 from distill.run_log.run_log import GROUP_BROKEN, RunLog
 from distill.run_log.validation import Validator, repetitive
-from sync.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
+from sync.base.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
 from sync.wire.checks import Problem
 

@@ -34,8 +34,8 @@ from distill.events import EpisodeLost, EpisodePlayed, EpisodeTooOld, ErrorBudge
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.run_log.records import Rollout
-from sync.errors import DistillError, Unreachable, WireError
-from sync.retry import Backoff
+from sync.base.errors import DistillError, Unreachable, WireError
+from sync.base.retry import Backoff
 from sync.wire import Array, Generated, Version
 
 logger = logging.getLogger(__name__)

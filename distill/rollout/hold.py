@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from distill.rollout.replica_pool import Replica, ReplicaPool
-from sync.errors import DistillError, Unreachable
+from sync.base.errors import DistillError, Unreachable
 from sync.wire import Version
 
 

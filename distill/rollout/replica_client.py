@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from typing import Protocol, cast
 
 from sync import wire
-from sync.answers import MAX_SMALL
-from sync.client import Peer
 from sync.wire import Generated, GenerateFailed, GenerateRequest
+from sync.wire.answers import MAX_SMALL
+from sync.wire.client import Peer
 
 Answer = Generated | GenerateFailed
 

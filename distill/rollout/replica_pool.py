@@ -26,9 +26,9 @@ from distill.events import ErrorBudget, Events, Membership, Stalled, Stranded
 from distill.rollout.replica_client import ReplicaEngine
 from distill.run_log.records import VersionApplied
 from distill.run_log.state import RunState
-from sync.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
-from sync.retry import Backoff
-from sync.settings import WeightsConfig
+from sync.base.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
+from sync.base.retry import Backoff
+from sync.base.settings import WeightsConfig
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version, checks
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from distill.run_log.snapshot import differs
 from distill.run_log.state import RunState
 from student_trainer.checkpoint_files import index, latest, saved
 from student_trainer.ledger import Lineage, read, repeated
-from sync.errors import DataError
+from sync.base.errors import DataError
 from sync.wire import Version
 
 Records = Iterable[tuple[Location, Record]]

@@ -24,8 +24,8 @@ import numpy as np
 import zstandard
 
 from distill.run_log.records import Record, Snapshot
-from sync.decoding import msgpack_decoder
-from sync.errors import DataError
+from sync.base.decoding import msgpack_decoder
+from sync.base.errors import DataError
 from sync.wire import DTYPES, Array
 
 BLOCK: Final = b"DJ"

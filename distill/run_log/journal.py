@@ -45,9 +45,9 @@ from distill.run_log.entries import (
     unpack_block,
 )
 from distill.run_log.records import Location, Record, Snapshot, compacted
-from sync.durable import FULL, force, is_full, make_folder
-from sync.durable import write as replace_file
-from sync.errors import DataError
+from sync.base.durable import FULL, force, is_full, make_folder
+from sync.base.durable import write as replace_file
+from sync.base.errors import DataError
 
 SEGMENT_MAGIC: Final = b"DJL3"
 _BLOCK_BYTES: Final = 256 << 10  # of a block's records: what is decompressed to read one of them

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 
 from distill.prompts.stream import Prompt
-from sync.errors import DataError
+from sync.base.errors import DataError
 from sync.wire import Array, EvalReport, Generated, Kept, SamplingMask, Scored, Version, VersionSpan
 
 DropReason = Literal[

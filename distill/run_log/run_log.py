@@ -31,7 +31,7 @@ from distill.run_log.records import (
 from distill.run_log.snapshot import base, cover, restore, take
 from distill.run_log.state import RunState
 from distill.run_log.validation import Validator
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from sync.wire import RunIdentity, Version, unpack
 from sync.wire.checks import Problem
 

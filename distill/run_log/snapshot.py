@@ -21,8 +21,8 @@ from distill.buffer import Rules
 from distill.prompts.stream import Prompt
 from distill.run_log.records import Held, Issued, Location, Record, Snapshot
 from distill.run_log.state import RunState
-from sync.decoding import msgpack_decoder
-from sync.errors import DataError
+from sync.base.decoding import msgpack_decoder
+from sync.base.errors import DataError
 from sync.wire import Version
 
 _decoder = msgpack_decoder(RunState, dec_hook=lambda kind, value: Counter(value))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from sync.errors import ConfigError, DistillError
-from sync.own_code import registered, resolve
+from sync.base.errors import ConfigError, DistillError
+from sync.base.own_code import registered, resolve
 
 
 class TaskPrompt(NamedTuple):

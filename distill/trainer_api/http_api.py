@@ -18,10 +18,8 @@ from distill.interfaces import Components
 from distill.metrics.prometheus import Figures
 from distill.registry import Gangs, Registry
 from distill.trainer_api.session import Event, TrainerSession
-from sync import server, wire
-from sync.answers import GONE
-from sync.claims import MISDIRECTED
-from sync.errors import (
+from sync import wire
+from sync.base.errors import (
     ConfigError,
     DistillError,
     RemoteError,
@@ -29,7 +27,10 @@ from sync.errors import (
     Unreachable,
     WrongServer,
 )
-from sync.server import (
+from sync.wire import Message, checks, server
+from sync.wire.answers import GONE
+from sync.wire.claims import MISDIRECTED
+from sync.wire.server import (
     KEEP_ALIVE_SECONDS,
     bind_alone,
     check_bind,
@@ -38,7 +39,6 @@ from sync.server import (
     refuse,
     reply,
 )
-from sync.wire import Message, checks
 
 _STATUSES: Final[Mapping[type[DistillError], int]] = {
     Replaced: GONE,

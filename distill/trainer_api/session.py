@@ -19,7 +19,7 @@ from distill.rollout.broadcasts import Broadcasts
 from distill.run_log.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
 from distill.run_log.run_log import RunLog
 from sync import wire
-from sync.errors import RemoteError, WireError
+from sync.base.errors import RemoteError, WireError
 from sync.wire import CheckpointSaved, FinalDigests, Heartbeat, Published, StepReport, Stop, Version, checks
 
 Event = StepReport | Published | CheckpointSaved | FinalDigests | Heartbeat

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from sync.own_code import typed
-from sync.settings import Settings
+from sync.base.own_code import typed
+from sync.base.settings import Settings
 from sync.wire import Want
 
 Cap = Annotated[

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from student_trainer.objectives.config import Own
-from sync.errors import DataError
-from sync.own_code import load_function, own_code
+from sync.base.errors import DataError
+from sync.base.own_code import load_function, own_code
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ import torch
 from student_trainer.objectives.config import Own
 from student_trainer.objectives.divergences import Targets
 from student_trainer.objectives.own import own_objective
-from sync.errors import DataError, DistillError
+from sync.base.errors import DataError, DistillError
 
 TOKENS = 6
 

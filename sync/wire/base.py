@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from sync.decoding import msgpack_decoder
-from sync.errors import WireError
+from sync.base.decoding import msgpack_decoder
+from sync.base.errors import WireError
 
 SCHEMA: Final = 2
 CONTENT_TYPE: Final = "application/x-msgpack"
@@ -135,7 +135,7 @@ class RunIdentity(msgspec.Struct, frozen=True):
     """Random, made when the run's journal is begun, the same after every resume. None: of a request, the run
     has not begun; of a server, no run has claimed it."""
     model: str | None = None
-    """Of the student: `sync.snapshots.manifest.model_fingerprint`; None: no trainer has reported it yet."""
+    """Of the student: `sync.weights.snapshots.manifest.model_fingerprint`; None: not yet reported."""
 
     def __str__(self) -> str:
         model = "" if self.model is None else f", model {self.model[:12]}"

@@ -91,4 +91,4 @@ class EnvironmentInfo(Message, frozen=True):
     tasks: Count | None
     """How many there are; None: they have no end."""
     tokenizer_fingerprint: str
-    """Of the tokenizer that makes its tokens (`sync.tokenizers.fingerprint`)."""
+    """Of the tokenizer that makes its tokens (`sync.base.tokenizers.fingerprint`)."""

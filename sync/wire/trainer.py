@@ -18,7 +18,7 @@ class TrainerHello(Message, frozen=True):
     checkpoint: Version | None
     """The checkpoint it resumed from; None: it starts from the model folder at step 0."""
     fingerprint: str
-    """Of the model: `sync.snapshots.manifest.model_fingerprint`."""
+    """Of the model: `sync.weights.snapshots.manifest.model_fingerprint`."""
     run: str
     """Name of the run that it was configured for."""
     run_id: str | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from sync.claims import Claim
-from sync.errors import ConfigError
-from sync.own_code import is_own, make_own
+from sync.base.errors import ConfigError
+from sync.base.own_code import is_own, make_own
+from sync.wire.claims import Claim
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine, EngineInfo
 
@@ -30,8 +30,8 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
     if is_own(config.engine):
         wanted = "an Engine of teacher_service.engines.base, with its `engine_info`"
         return cast(Engine, make_own(config.engine, "engine", _is_engine, wanted, config, vocab_size))
-    from sync.settings import ReplicaConfig
-    from sync.subscribe import Subscriber
+    from sync.base.settings import ReplicaConfig
+    from sync.weights.subscribe import Subscriber
     from teacher_service.engines.gpu_slots import GpuSlot
     from teacher_service.engines.reload import FollowingEngine, IdleUnloadEngine
     from teacher_service.engines.transformers import load

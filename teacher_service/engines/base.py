@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from sync.errors import Unreachable
+from sync.base.errors import Unreachable
 from sync.wire import Head
 
 CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")

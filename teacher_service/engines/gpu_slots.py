@@ -16,8 +16,8 @@ from typing import Final
 
 from pydantic import Field, ValidationError
 
-from sync.errors import ConfigError
-from sync.settings import Settings
+from sync.base.errors import ConfigError
+from sync.base.settings import Settings
 
 SLOTS_VARIABLE: Final = "DISTILL_TEACHER_SLOTS"
 """Environment variable that holds a GpuSlotsConfig as JSON."""

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from sync.wire import Head, pack
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from sync.errors import DistillError, Unreachable
-from sync.subscribe import Subscriber
+from sync.base.errors import DistillError, Unreachable
+from sync.weights.subscribe import Subscriber
 from sync.wire import Head, Version
 from teacher_service.engines import base, gpu_slots
 from teacher_service.engines.base import Engine, EngineScores, Item, Steps

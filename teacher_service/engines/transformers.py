@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base

@@ -23,8 +23,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from sync.errors import ConfigError, DataError
-from sync.replica.plugin import PLUGIN
+from sync.base.errors import ConfigError, DataError
+from sync.vllm.plugin import PLUGIN
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base

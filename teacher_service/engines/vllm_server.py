@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 import torch
 
-from sync.errors import ConfigError, DataError, Unreachable
-from sync.retry import retrying
+from sync.base.errors import ConfigError, DataError, Unreachable
+from sync.base.retry import retrying
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EnginePrompt, GenerationParams, Item
 

@@ -24,9 +24,9 @@ from launched_trainer import (
 from one_process import RATE, SGD, by_one_process, routed
 from safetensors.torch import load_file
 
-from sync.settings import DirectoryStoreConfig
-from sync.stores import open_store
-from sync.subscribe import Mirror
+from sync.base.settings import DirectoryStoreConfig
+from sync.weights.stores import open_store
+from sync.weights.subscribe import Mirror
 from sync.wire import (
     FinalDigests,
     Published,

@@ -31,12 +31,12 @@ from vllm_replica import (
 )
 
 from distill.evaluation.models import merged
-from sync.errors import RemoteError
-from sync.publish import Publisher, Slice
-from sync.settings import DirectoryStoreConfig, ModelSource
-from sync.snapshots import checkpoint
-from sync.stores import open_store
-from sync.tokenizers import fingerprint, load_tokenizer
+from sync.base.errors import RemoteError
+from sync.base.settings import DirectoryStoreConfig, ModelSource
+from sync.base.tokenizers import fingerprint, load_tokenizer
+from sync.weights.publish import Publisher, Slice
+from sync.weights.snapshots import checkpoint
+from sync.weights.stores import open_store
 from sync.wire import ReplicaState, RunIdentity, Version, VersionSpan, unpack
 
 pytestmark = [

@@ -32,7 +32,7 @@ from vllm_replica import (
 from distill.cli.verify_engines import prompt_scores
 from distill.launch.supervise import first_error
 from student_trainer.objectives.divergences import mask_log_mass
-from sync.errors import ConfigError, RemoteError
+from sync.base.errors import ConfigError, RemoteError
 from sync.wire import (
     Generated,
     GenerateFailed,
@@ -151,7 +151,7 @@ async def test_attention_on_a_processor_with_amx_uses_another_kernel(server):
 
 
 def test_another_version_of_vllm_is_refused_by_name_on_a_processor_with_amx(monkeypatch):
-    from sync.replica import vllm_compat
+    from sync.vllm import vllm_compat
 
     monkeypatch.setattr("vllm.__version__", "0.33.0")
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)

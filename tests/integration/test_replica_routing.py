@@ -17,7 +17,7 @@ from routed_models import chosen
 from vllm_replica import save_model
 
 from student_trainer.routing import placed, replayed, routers
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 EXPERTS, CHOSEN = 16, 4
@@ -170,7 +170,7 @@ def engine(**changed: Any) -> tuple[Any, Any]:
     ],
 )
 def test_an_engine_that_cannot_record_its_routes_is_refused_by_name(changed: Any, match: str) -> None:
-    from sync.replica.vllm_routing import record_routes
+    from sync.vllm.vllm_routing import record_routes
 
     with pytest.raises(ConfigError, match=rf"cannot record the experts of its tokens: .*{match}"):
         record_routes(*engine(**changed))

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from sync.claims import Claim
-from sync.errors import SnapshotError, StoreError
-from sync.settings import ReplicaConfig
+from sync.base.errors import SnapshotError, StoreError
+from sync.base.settings import ReplicaConfig
 from sync.wire import GenerateRequest, RunIdentity, Sampling, UpdateRequest, Version, encode
+from sync.wire.claims import Claim
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -39,7 +39,7 @@ class Engine:
     def _called(self, name: str) -> None:
         self.calls.append(name)
         if name == self.dead_at:
-            from sync.replica.vllm_compat import EngineDead
+            from sync.vllm.vllm_compat import EngineDead
 
             raise EngineDead()
         if name in self.failing:
@@ -95,7 +95,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def updater(engine: Engine, tmp_path: Path) -> Any:
-    from sync.replica.middleware import Updater
+    from sync.vllm.middleware import Updater
 
     config = ReplicaConfig(run="toy", store_path=tmp_path / "store", mirror=tmp_path / "mirror")
     made = Updater(engine, config, Claim(RunIdentity("toy", "aa")))
@@ -138,7 +138,7 @@ async def test_an_engine_that_fails_in_a_swap_resumes_on_the_old_version(
 
 
 async def test_a_swap_ends_paused_where_the_engines_process_ended(engine: Engine, updater: Any) -> None:
-    from sync.replica.vllm_compat import EngineDead
+    from sync.vllm.vllm_compat import EngineDead
 
     engine.dead_at = "distill_apply"
     with pytest.raises(EngineDead):
@@ -166,7 +166,7 @@ async def test_the_folder_that_is_served_is_never_staged_into(engine: Engine, up
 async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
     engine: Engine, tmp_path: Path, route: str
 ) -> None:
-    from sync.replica.middleware import _Routes
+    from sync.vllm.middleware import _Routes
 
     config = ReplicaConfig(run="toy", store_path=tmp_path, mirror=tmp_path / "mirror", lora_rank=4)
     offered: dict[str, Any] = {}

@@ -47,12 +47,12 @@ from distill.run_log.journal import read_all
 from distill.run_log.records import BatchFormed, Opened, Rollout, VersionApplied
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from student_trainer.launch import ranks_of
-from sync.address import TOKEN_VARIABLE
-from sync.client import BlockingPeer
-from sync.jsonl import read_lines
-from sync.snapshots.checkpoint import read_folder
-from sync.snapshots.checkpoint import tensor_digest as digest
+from sync.base.address import TOKEN_VARIABLE
+from sync.base.jsonl import read_lines
+from sync.weights.snapshots.checkpoint import read_folder
+from sync.weights.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Servers, Version, unpack
+from sync.wire.client import BlockingPeer
 
 pytestmark = [
     pytest.mark.engine,

@@ -26,9 +26,9 @@ from safetensors.torch import load_file
 from student_trainer import ledger
 from student_trainer.config import TrainerConfig
 from student_trainer.objectives.config import TopK
-from sync.settings import DirectoryStoreConfig
-from sync.stores import open_store
-from sync.subscribe import Mirror
+from sync.base.settings import DirectoryStoreConfig
+from sync.weights.stores import open_store
+from sync.weights.subscribe import Mirror
 from sync.wire import FinalDigests, Published, StepReport, Stop, TrainBatch, TrainerHello, Version
 
 pytestmark = [

@@ -26,10 +26,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from distill.evaluation.reference import LanguageModel, log_probs
 from distill.preflight_checks import probes
-from sync.claims import Claim
-from sync.client import Peer
-from sync.settings import ObjectStoreConfig, ReplicaConfig
-from sync.tokenizers import fingerprint
+from sync.base.settings import ObjectStoreConfig, ReplicaConfig
+from sync.base.tokenizers import fingerprint
 from sync.wire import (
     Array,
     RunIdentity,
@@ -42,6 +40,8 @@ from sync.wire import (
     pack,
     unpack,
 )
+from sync.wire.claims import Claim
+from sync.wire.client import Peer
 from teacher_service.client import TeacherClient
 from teacher_service.engines.head import find_head
 

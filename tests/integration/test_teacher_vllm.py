@@ -25,10 +25,10 @@ from tokenizers import Tokenizer, models
 from vllm_replica import AMX
 
 from distill.bench import teacher as bench
-from sync.client import Peer
-from sync.errors import RemoteError
-from sync.replica.plugin import PLUGIN
+from sync.base.errors import RemoteError
+from sync.vllm.plugin import PLUGIN
 from sync.wire import Scored, ScoreSequence, Want, pack, unpack
+from sync.wire.client import Peer
 from teacher_service.batching import split
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig

@@ -44,10 +44,9 @@ from safetensors.torch import load_file
 
 from student_trainer import launch, ledger
 from student_trainer.teacher_scores import RowScores, with_scores
-from sync.client import BlockingPeer
-from sync.settings import DirectoryStoreConfig
-from sync.stores import open_store
-from sync.subscribe import Mirror
+from sync.base.settings import DirectoryStoreConfig
+from sync.weights.stores import open_store
+from sync.weights.subscribe import Mirror
 from sync.wire import (
     CheckpointSaved,
     FinalDigests,
@@ -68,6 +67,7 @@ from sync.wire import (
     pack,
     unpack,
 )
+from sync.wire.client import BlockingPeer
 
 pytestmark = [
     pytest.mark.engine,

@@ -1,7 +1,7 @@
 """Answers that lie: any field of any message, changed on its way out, in memory.
 
 A `Spoiler` changes a share of what passes through it, as it would come over the wire: what no decoder lets
-through raises WireError, as `sync.client` does.
+through raises WireError, as `sync.wire.client` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import Event, TrainerSession
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 from sync.wire import (
     DTYPES,
     Array,

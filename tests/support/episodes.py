@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from sync.errors import Unreachable
+from sync.base.errors import Unreachable
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
 
 END, USER, ANSWER, HIGHER, LOWER, ASK, FIRST = 1, 2, 3, 4, 5, 6, 7

@@ -37,13 +37,13 @@ PROMPTS, PROMPT, COMPLETION = 4, 9, 12
 def replica(home: Path) -> dict[str, Any]:
     import vllm
 
-    from sync.replica.routing import ROUTES_FROM, routes_of
+    from sync.vllm.routing import ROUTES_FROM, routes_of
 
     llm = vllm.LLM(
         model=str(home / "first"),
         logprobs_mode="processed_logprobs",
         weight_transfer_config={"backend": "distill"},
-        worker_extension_cls="sync.replica.engine.WorkerExtension",
+        worker_extension_cls="sync.vllm.engine.WorkerExtension",
         **ENGINE,
     )
     assert "error" not in llm.collective_rpc("distill_record_routes")[0]

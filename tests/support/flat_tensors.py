@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from sync.buckets import BUCKET_BYTES, Plan
-from sync.snapshots import checkpoint
-from sync.snapshots.checkpoint import TensorMeta
+from sync.weights.buckets import BUCKET_BYTES, Plan
+from sync.weights.snapshots import checkpoint
+from sync.weights.snapshots.checkpoint import TensorMeta
 
 
 def plan_of(

@@ -27,7 +27,7 @@ from distill.launch import fork_server
 from distill.launch.fork_server import OURS
 from sync.forking import become, program
 
-VLLM = fork_server.IMPORTS["sync.replica.plugin"]
+VLLM = fork_server.IMPORTS["sync.vllm.plugin"]
 _DISTILL = (
     *("distill.launch.run", "distill.launch.outcome", "distill.planning.estimate"),
     *("transformers.models.auto.tokenization_auto", "deepspeed.ops", "matplotlib.pyplot"),

@@ -15,9 +15,9 @@ from blake3 import blake3
 from memory_store import MemoryStore
 from safetensors.numpy import save_file
 
-from sync.publish import Publisher, Slice
-from sync.snapshots import checkpoint
-from sync.snapshots.manifest import Manifest, manifest_key, version_key
+from sync.weights.publish import Publisher, Slice
+from sync.weights.snapshots import checkpoint
+from sync.weights.snapshots.manifest import Manifest, manifest_key, version_key
 from sync.wire import RunIdentity, Version
 
 RUN: Final = "run"

@@ -24,8 +24,7 @@ from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import TrainerSession
 from student_trainer.teacher_scores import TeacherScores
-from sync.client import BlockingPeer
-from sync.errors import Overloaded, RemoteError, Unreachable
+from sync.base.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import (
     DIGEST_BYTES,
     Array,
@@ -69,6 +68,7 @@ from sync.wire import (
     frame,
     pack,
 )
+from sync.wire.client import BlockingPeer
 from teacher_service.client import Counters
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from student_trainer import launch
 from student_trainer.config import TrainerConfig
-from sync.broadcast import Receiver, Reception
-from sync.snapshots.checkpoint import digest
+from sync.weights.broadcast import Receiver, Reception
+from sync.weights.snapshots.checkpoint import digest
 from sync.wire import (
     Audience,
     BatchRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from sync.stores import Store, check_key, content
+from sync.weights.stores import Store, check_key, content
 
 
 class MemoryStore(Store):

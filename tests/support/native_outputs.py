@@ -74,7 +74,7 @@ def start(folder: str) -> Observed:
 
 async def complete(engine: Observed, name: str, prompt: list[int], tokens: int, **cut: Any) -> dict[str, Any]:
     """Arrays of one completion: `native_…` are vLLM's own."""
-    from sync.replica import completions, vllm_compat
+    from sync.vllm import completions, vllm_compat
     from sync.wire import Generated, Sampling, unpack
 
     sampling = Sampling(max_tokens=tokens, mask=True, **{"top_k": VOCABULARY, **cut})

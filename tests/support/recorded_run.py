@@ -16,7 +16,7 @@ from pathlib import Path
 import httptools
 
 from distill.bench.faults import Relay, main
-from sync.errors import WireError
+from sync.base.errors import WireError
 from sync.wire import Generated, GeneratePrompt, GenerateRequest, decode, frames
 
 

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from distill.cli.main import app
 from distill.config import RunConfig
 from distill.config.loading import sections
-from sync.settings import Settings
+from sync.base.settings import Settings
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 _HEAD: Final = """# Configuration

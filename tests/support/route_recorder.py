@@ -45,7 +45,7 @@ class Recorded:
     def __init__(self, folder: str) -> None:
         import vllm
 
-        from sync.replica.routing import RouteRecord
+        from sync.vllm.routing import RouteRecord
 
         self.happened: Counter[str] = Counter()
         write = RouteRecord.write
@@ -72,7 +72,7 @@ class Recorded:
             enable_prefix_caching=False,
             gpu_memory_utilization=0.2,
             weight_transfer_config={"backend": "distill"},
-            worker_extension_cls="sync.replica.engine.WorkerExtension",
+            worker_extension_cls="sync.vllm.engine.WorkerExtension",
         )
         self.rpc, self.engine, self._params = llm.collective_rpc, llm.llm_engine, vllm.SamplingParams
         self.shape = self.rpc("distill_record_routes")[0]
@@ -84,7 +84,7 @@ class Recorded:
 
         `routes_from`: as in GeneratePrompt; None: no routes are wanted.
         """
-        from sync.replica.routing import ROUTES_FROM
+        from sync.vllm.routing import ROUTES_FROM
 
         wanted = None if routes_from is None else {ROUTES_FROM: routes_from}
         params = self._params(
@@ -108,7 +108,7 @@ class Recorded:
         return done
 
     def take(self, name: str, tokens: list[int]) -> np.ndarray:
-        from sync.replica.routing import routes_of
+        from sync.vllm.routing import routes_of
 
         return routes_of(self.rpc("distill_routes", args=([name],))[0][0], np.array(tokens, np.int32))
 
@@ -146,7 +146,7 @@ def main(folder: str, swapped: str, out: str) -> None:
     recorded.engine.abort_request(["evaluation"])
     found |= recorded.finish(len(found["first-0/routes"]))
 
-    from sync.replica import routing
+    from sync.vllm import routing
 
     routing.KEPT_SECONDS = -1.0  # type: ignore[misc]
     recorded.add("left", prompts[0])

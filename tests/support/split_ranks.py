@@ -32,7 +32,7 @@ from student_trainer.ranks import Ranks
 from student_trainer.sequence_split import SplitRows, join, split_rows
 from student_trainer.step import collate, divided, loss_of, train_step
 from student_trainer.varlen import pack_rows
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 from sync.wire import Version
 
 VOCAB, CPU = 30, torch.device("cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distill.bench.faults import mount, unmount
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 
 @contextmanager

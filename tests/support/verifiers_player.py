@@ -23,7 +23,7 @@ from distill.environments.episode import Environment, Episode, Limits, play
 from distill.environments.verifiers_host import VerifiersEnvironment
 from distill.tasks import calculate
 from distill.tasks.teaching import make_tokenizer
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 from sync.wire import Generated, Version, VersionSpan, pack
 
 GUESSES = [f"[{n}]" for n in range(1, 21)]

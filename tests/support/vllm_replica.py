@@ -21,13 +21,12 @@ from ports import free_port
 
 from distill.config import StudentConfig
 from distill.launch.replica_command import command
-from sync.address import TOKEN_VARIABLE
-from sync.broadcast import BroadcastSender
-from sync.client import Peer
-from sync.publish import Publisher, Slice
-from sync.settings import DirectoryStoreConfig, ReplicaConfig
-from sync.snapshots import checkpoint
-from sync.stores import open_store
+from sync.base.address import TOKEN_VARIABLE
+from sync.base.settings import DirectoryStoreConfig, ReplicaConfig
+from sync.weights.broadcast import BroadcastSender
+from sync.weights.publish import Publisher, Slice
+from sync.weights.snapshots import checkpoint
+from sync.weights.stores import open_store
 from sync.wire import (
     Audience,
     BroadcastTicket,
@@ -42,6 +41,7 @@ from sync.wire import (
     UpdateRequest,
     Version,
 )
+from sync.wire.client import Peer
 
 AMX = str(Path(__file__).parent / "amx")
 """Folder whose sitecustomize simulates the processor."""

@@ -15,7 +15,7 @@ import torch
 from routed_models import chosen
 from vllm_replica import TOKEN, Server, Versions, generate, more_tokens, save_model, update
 
-from sync.errors import RemoteError
+from sync.base.errors import RemoteError
 from sync.wire import Generated, Routing, Sampling, Version, checks, unpack
 
 pytestmark = [

@@ -12,8 +12,8 @@ from typing import Final
 from distill.config.cluster import SlurmCluster
 from distill.launch.placement import Need, Node
 from distill.launch.slurm import step
-from sync.address import own_address
-from sync.errors import ConfigError
+from sync.base.address import own_address
+from sync.base.errors import ConfigError
 
 GANG_WAIT_SECONDS: Final = 10
 """From the first orderly end among the machines of one process to the end of the others."""

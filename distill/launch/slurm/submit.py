@@ -20,10 +20,10 @@ from distill.launch.placement import Need, Node, lines, needs, place
 from distill.launch.run_folder import TOKEN_FILE, holds_run
 from distill.launch.slurm import job
 from distill.metrics.trackers import FINISH_SECONDS
-from sync import durable
-from sync.address import TOKEN_FILE_VARIABLE, token_from_environment
-from sync.errors import ConfigError, RemoteError
-from sync.secrets import redact
+from sync.base import durable
+from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
+from sync.base.errors import ConfigError, RemoteError
+from sync.base.secrets import redact
 
 FOLDER: Final = "slurm"
 """In the run's folder."""

@@ -21,8 +21,8 @@ from distill.launch.run import _Launcher
 from distill.launch.run_folder import RunFolder
 from distill.metrics.samples import SAMPLES, Sample
 from distill.metrics.trackers import MetricsFile
-from sync.errors import ConfigError, DataError
-from sync.jsonl import JsonLines
+from sync.base.errors import ConfigError, DataError
+from sync.base.jsonl import JsonLines
 
 ROOT = Path(__file__).parents[3]
 FINISHED: dict[str, Any] = {

@@ -12,7 +12,7 @@ from distill.bench.loss_cost import TOKENS, Case, Cost, continued
 from distill.bench.objective import best_rung, spread
 from distill.bench.runner import Figures, TrialCache, Work, crossing, interleaved
 from distill.bench.toy import OBJECTIVES, Trial, configured
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 
 
 def result(final_kl: float = 0.25) -> Figures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distill.bench.packing import run, table
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 
 def test_both_ways_train_on_the_same_rows_and_only_one_pads() -> None:

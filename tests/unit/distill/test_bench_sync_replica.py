@@ -18,8 +18,7 @@ from starlette.routing import Route
 from distill.bench import sync_transports as bench
 from distill.rollout.replica_client import HttpReplica
 from distill.trainer_api.http_api import listen, serving
-from sync.errors import DistillError
-from sync.server import read_message, reply
+from sync.base.errors import DistillError
 from sync.wire import (
     Generated,
     GenerateFailed,
@@ -31,6 +30,7 @@ from sync.wire import (
     frame,
     pack,
 )
+from sync.wire.server import read_message, reply
 
 
 class Events:

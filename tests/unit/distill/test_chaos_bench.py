@@ -18,7 +18,7 @@ from distill.bench.chaos import ALL, DISK, KINDS, chosen, figures, holds, table,
 from distill.bench.kill_target import CONTROLLER, DEEPSPEED, Tail, descendants, kind_of, role_processes
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.run_log.audit import AuditReport
-from sync.errors import ConfigError, DistillError
+from sync.base.errors import ConfigError, DistillError
 
 SUMMARY = {"weights_identical": True, "completed": True, "steps": 40}
 HITS = [("kill", "student-0", 9.0), ("kill", "student-1", 11.0), ("kill", "student-0", 16.0)]

@@ -15,7 +15,7 @@ from distill.cli.chat import _prompts
 from distill.config.prompts import TaskPrompts
 from distill.launch.chat import Conversations, _served_here, _student
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
-from sync.errors import ConfigError, DataError, Unreachable
+from sync.base.errors import ConfigError, DataError, Unreachable
 from sync.wire import ScoreRefused, TeacherCompletion, TeacherPrompt, pack, unpack
 from teacher_service.config import TeacherConfig
 

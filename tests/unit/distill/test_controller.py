@@ -33,7 +33,7 @@ from distill.run_log.audit import AuditReport
 from distill.run_log.journal import Journal, read_all
 from distill.run_log.records import Rollout
 from distill.scoring import seed_of
-from sync.errors import DataError
+from sync.base.errors import DataError
 from sync.wire import (
     Generated,
     GeneratePrompt,

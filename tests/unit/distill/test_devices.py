@@ -14,8 +14,8 @@ from small_config import make_config
 from distill.config import RunConfig
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB, count_parameters, weight_bytes
-from sync.errors import ConfigError
-from sync.settings import ModelSource
+from sync.base.errors import ConfigError
+from sync.base.settings import ModelSource
 
 ROOT = Path(__file__).parents[3]
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS, VOCABULARY = 3, 64, 96, 4, 2, 128

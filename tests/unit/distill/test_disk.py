@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from distill.config import RunConfig
 from distill.preflight_checks import machine as disk
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 PARAMETERS = 1000
 WIDTH = 4096

@@ -27,8 +27,8 @@ from distill.run_log.journal import Journal
 from distill.run_log.records import Rollout
 from distill.run_log.run_log import RunLog
 from distill.run_log.validation import Validator
-from sync.errors import Overloaded, RemoteError
-from sync.settings import WeightsConfig
+from sync.base.errors import Overloaded, RemoteError
+from sync.base.settings import WeightsConfig
 from sync.wire import (
     Generated,
     GenerateFailed,

@@ -42,7 +42,7 @@ from distill.run_log.records import (
 from distill.run_log.run_log import RunLog, is_teacher_turn
 from distill.run_log.state import Batch
 from student_trainer.ledger import Ledger, read
-from sync.errors import DataError, DistillError
+from sync.base.errors import DataError, DistillError
 from sync.wire import Array, EvalReport, Scored, Version, VersionSpan, pack
 
 RULES = Rules(6, Bound(1, 3, 2.0), on_policy=0.8)

@@ -11,7 +11,7 @@ import pytest
 from distill.cli.main import main
 from distill.launch import supervise
 from distill.launch.dry_run import _masked
-from sync.address import TOKEN_VARIABLE
+from sync.base.address import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 SECRETS = ("sesame-street", "hf_0123456789abcdefgh", "abc12")

@@ -35,13 +35,11 @@ from distill.preflight_checks import environments as checks
 from distill.prompts.sources import EnvironmentSource
 from distill.tasks.teaching import make_tokenizer
 from distill.trainer_api.http_api import listen, serving
-from sync import tokenizers
-from sync.address import TOKEN_VARIABLE
-from sync.claims import Claim
-from sync.client import Peer
-from sync.errors import ConfigError, RemoteError, Unreachable, WrongServer
-from sync.own_code import CODE_VARIABLE, use_folder
-from sync.settings import ModelSource
+from sync.base import tokenizers
+from sync.base.address import TOKEN_VARIABLE
+from sync.base.errors import ConfigError, RemoteError, Unreachable, WrongServer
+from sync.base.own_code import CODE_VARIABLE, use_folder
+from sync.base.settings import ModelSource
 from sync.wire import (
     Array,
     EpisodeBegin,
@@ -58,6 +56,8 @@ from sync.wire import (
     pack,
     unpack,
 )
+from sync.wire.claims import Claim
+from sync.wire.client import Peer
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 ODD = """

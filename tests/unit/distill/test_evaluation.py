@@ -26,8 +26,8 @@ from distill.evaluation.models import load_student
 from distill.evaluation.reverse_kl import ReverseKL, parts, total
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
-from sync.errors import DataError, RemoteError, WireError
-from sync.settings import ModelSource
+from sync.base.errors import DataError, RemoteError, WireError
+from sync.base.settings import ModelSource
 from sync.wire import (
     CompletionsRequest,
     Estimate,

@@ -18,7 +18,7 @@ from distill.evaluation import playing
 from distill.evaluation.evaluator import Evaluator
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
-from sync.errors import DataError, RemoteError
+from sync.base.errors import DataError, RemoteError
 from sync.wire import CompletionsRequest, EvalReport, GenerateRequest, Version
 
 TASKS = 12

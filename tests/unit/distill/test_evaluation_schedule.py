@@ -23,7 +23,7 @@ from distill.prompts.stream import PromptStream
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
-from sync.errors import RemoteError, Unreachable
+from sync.base.errors import RemoteError, Unreachable
 from sync.wire import Estimate, EvalReport, SetReport, Version
 
 pytestmark = pytest.mark.virtual_time

@@ -19,8 +19,7 @@ from distill.config.loading import validate
 from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import BestKeeper, app
 from distill.trainer_api.http_api import listen, serving
-from sync.claims import Claim
-from sync.errors import ConfigError, RemoteError, SnapshotError, Unreachable
+from sync.base.errors import ConfigError, RemoteError, SnapshotError, Unreachable
 from sync.wire import (
     CompletionsReply,
     CompletionsRequest,
@@ -33,6 +32,7 @@ from sync.wire import (
     decode,
     encode,
 )
+from sync.wire.claims import Claim
 
 
 def report(version: Version, kl: float, passed: float | None = None) -> EvalReport:

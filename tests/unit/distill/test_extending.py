@@ -31,9 +31,9 @@ from distill.published import store_of
 from student_trainer.objectives.config import ObjectiveConfig, Own, Sampled, needs, student_topk
 from student_trainer.objectives.divergences import Targets, build
 from student_trainer.objectives.try_own import try_out
-from sync import own_code
-from sync.errors import AlreadyPublished, ConfigError, DataError
-from sync.own_code import CODE_VARIABLE, load_function, use_folder
+from sync.base import own_code
+from sync.base.errors import AlreadyPublished, ConfigError, DataError
+from sync.base.own_code import CODE_VARIABLE, load_function, use_folder
 from sync.wire import Want
 from teacher_service.engines import build as build_engine
 from teacher_service.engines.base import Item, ScoreOptions
@@ -274,7 +274,7 @@ def test_processes_of_a_run_search_the_folder_last(example: Example, tmp_path: P
     environment = roles.trainer_process(config, "http://127.0.0.1:1").env
     assert environment[CODE_VARIABLE] == str(tmp_path / "beside")
     program = (
-        "from sync.own_code import load_function; import sys, json; before = list(sys.path);"
+        "from sync.base.own_code import load_function; import sys, json; before = list(sys.path);"
         "load_function('own_objective:squared', 'x'); print(sys.path == [*before, sys.argv[1]])"
     )
     root = str(Path(__file__).parents[3])

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from distill.bench.faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed
-from sync.client import Peer
-from sync.errors import Unreachable
+from sync.base.errors import Unreachable
+from sync.wire.client import Peer
 
 BODY = bytes(range(128)) * 8
 

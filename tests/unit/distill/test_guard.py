@@ -26,7 +26,7 @@ from distill.run_log.records import Checkpointed, LineageOpened, RolledBack
 from distill.run_log.state import RunState
 from distill.run_log.validation import repetitive
 from distill.trainer_api.guard import Guard, retreat, trouble
-from sync.errors import RemoteError
+from sync.base.errors import RemoteError
 from sync.wire import Heartbeat, StepReport, Version, pack
 
 pytestmark = pytest.mark.virtual_time

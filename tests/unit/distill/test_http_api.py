@@ -21,9 +21,8 @@ from distill.interfaces import Hooks
 from distill.trainer_api.http_api import listen, while_serving
 from student_trainer.controller_client import ControllerClient
 from sync import wire
-from sync.address import Address
-from sync.client import BlockingPeer
-from sync.errors import ConfigError, RemoteError
+from sync.base.address import Address
+from sync.base.errors import ConfigError, RemoteError
 from sync.wire import (
     BatchRequest,
     CheckpointSaved,
@@ -47,6 +46,7 @@ from sync.wire import (
     Version,
     Wait,
 )
+from sync.wire.client import BlockingPeer
 
 TOKEN = "secret"
 

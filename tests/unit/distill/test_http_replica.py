@@ -15,8 +15,7 @@ from starlette.routing import Route
 
 from distill.rollout.replica_client import HttpReplica
 from distill.trainer_api.http_api import listen, serving
-from sync.errors import RemoteError, Unreachable
-from sync.server import read_message, refuse, reply
+from sync.base.errors import RemoteError, Unreachable
 from sync.wire import (
     BroadcastTicket,
     Generated,
@@ -28,6 +27,7 @@ from sync.wire import (
     Version,
     frame,
 )
+from sync.wire.server import read_message, refuse, reply
 
 
 def application(engine: MemoryReplica, cut: int | None = None) -> Starlette:

@@ -30,10 +30,7 @@ from distill.rollout.replica_client import Answer, HttpReplica
 from distill.run_log.journal import read_all
 from distill.run_log.records import Concluded
 from distill.trainer_api.http_api import listen, serving
-from sync.claims import Claim
-from sync.client import BlockingPeer
-from sync.errors import RemoteError, WrongServer
-from sync.server import RunGuard, read_message, reply
+from sync.base.errors import RemoteError, WrongServer
 from sync.wire import (
     CompletionsRequest,
     EvalReport,
@@ -51,6 +48,9 @@ from sync.wire import (
     Version,
     frame,
 )
+from sync.wire.claims import Claim
+from sync.wire.client import BlockingPeer
+from sync.wire.server import RunGuard, read_message, reply
 
 OTHER = RunIdentity("test", "0123", "model")
 

@@ -14,8 +14,8 @@ from distill.planning import starter
 from distill.planning.starter import Wanted, write
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB
-from sync.errors import ConfigError
-from sync.settings import ModelSource
+from sync.base.errors import ConfigError
+from sync.base.settings import ModelSource
 
 ROOT = Path(__file__).parents[3]
 ROWS = str(ROOT / "configs/user_run.jsonl")

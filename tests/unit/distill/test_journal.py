@@ -22,7 +22,7 @@ from distill.prompts.stream import Prompt
 from distill.run_log.entries import HEAD, OFFSET
 from distill.run_log.journal import Journal, read_all, segment_numbers, segment_path
 from distill.run_log.records import BatchFormed, Dropped, Issued, Location, Record, Rollout, Snapshot
-from sync.errors import DataError
+from sync.base.errors import DataError
 from sync.wire import SamplingMask, Scored, Version, VersionSpan, pack
 
 pytestmark = pytest.mark.virtual_time

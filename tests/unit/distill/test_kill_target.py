@@ -12,7 +12,7 @@ import pytest
 from stopped_run import KillTarget
 
 from distill.launch.guardian import MODULE
-from sync.errors import DistillError
+from sync.base.errors import DistillError
 
 LAUNCHER = f"""
 import os, subprocess, sys

@@ -24,7 +24,7 @@ from distill.launch.kubernetes import render
 from distill.launch.manifest import Target
 from distill.launch.placement import needs
 from distill.launch.roles import Ports
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = yaml.safe_load((ROOT / "tests/support/kubernetes_schema.yaml").read_text())

@@ -10,7 +10,7 @@ import pytest
 from distill.batching.batcher import LateWait
 from distill.buffer import Bound, Rules, rules
 from distill.config import RunConfig
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 GROUPED = {"type": "sampled", "task": {"baseline": "group"}}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distill.config.loading import load, load_run_dir, merge, parse_override, retyped, validate
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 LEAST: dict[str, Any] = {
     "run": {"name": "x", "steps": 3},

@@ -12,7 +12,7 @@ from distill.config import RunConfig
 from distill.launch import single_role
 from distill.preflight_checks import objective
 from student_trainer.objectives.config import Full, TopK
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from teacher_service.engines.base import CAPABILITIES
 
 WIDTH = 512

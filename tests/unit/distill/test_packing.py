@@ -15,7 +15,7 @@ from distill.batching.packing import Shape, group_means, pack_batch, rows_of
 from distill.buffer import Lineage, Lineages
 from distill.run_log.records import Rollout
 from distill.run_log.state import Batch
-from sync.errors import DataError
+from sync.base.errors import DataError
 from sync.wire import (
     Array,
     Kept,

@@ -22,8 +22,8 @@ from distill.planning.roles import find_roles
 from distill.planning.stages import Generation, Shape, delta_share, shape_of, train_factor
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB
-from sync.errors import ConfigError, DataError
-from sync.settings import ModelSource
+from sync.base.errors import ConfigError, DataError
+from sync.base.settings import ModelSource
 
 ROOT = Path(__file__).parents[3]
 DEEPSPEED = str(ROOT / "configs/deepspeed/zero3_gpu.json")

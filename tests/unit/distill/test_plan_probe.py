@@ -16,8 +16,8 @@ from distill.bench import plan as bench
 from distill.config import RunConfig
 from distill.launch import probe
 from distill.trainer_api.guard import Guard
-from sync.errors import ConfigError, RemoteError
-from sync.jsonl import JsonLines
+from sync.base.errors import ConfigError, RemoteError
+from sync.base.jsonl import JsonLines
 
 ROOT = Path(__file__).parents[3]
 

@@ -20,10 +20,10 @@ from distill.preflight_checks.checks import check_secrets
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.config import Own
-from sync import secrets
-from sync.errors import ConfigError
-from sync.settings import REPLICA_VARIABLE, ReplicaConfig, Settings, read_settings
-from sync.stores import open_store
+from sync.base import secrets
+from sync.base.errors import ConfigError
+from sync.base.settings import REPLICA_VARIABLE, ReplicaConfig, Settings, read_settings
+from sync.weights.stores import open_store
 from sync.wire import RunIdentity
 from teacher_service.config import TeacherConfig
 
@@ -141,7 +141,9 @@ def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_el
     kept = load_run_dir(config.run_dir)
     assert (kept.run, kept.rollout) == (config.run, config.rollout)
     asked: list[dict[str, str]] = []
-    monkeypatch.setattr("sync.stores.object_store.ObjectStore", lambda url, options: asked.append(options))
+    monkeypatch.setattr(
+        "sync.weights.stores.object_store.ObjectStore", lambda url, options: asked.append(options)
+    )
     open_store(kept.weights.store, config.run_dir)
     assert [sorted(options) for options in asked] == [["endpoint"]]
     with RunFolder.open(config, resume=True) as folder:

@@ -19,7 +19,7 @@ from distill.controller import Controller
 from distill.run_log.entries import HEAD
 from distill.run_log.journal import Journal, read_all, segment_path
 from distill.run_log.records import Dropped, Location, Record
-from sync.errors import DataError
+from sync.base.errors import DataError
 
 TRIALS = 1000
 

@@ -25,9 +25,9 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, open_prompts
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from student_trainer.objectives.config import TopK
-from sync import tokenizers
-from sync.errors import ConfigError
-from sync.tokenizers import load_tokenizer
+from sync.base import tokenizers
+from sync.base.errors import ConfigError
+from sync.base.tokenizers import load_tokenizer
 from sync.wire import (
     Array,
     EnvironmentInfo,

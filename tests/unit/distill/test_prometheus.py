@@ -27,9 +27,8 @@ from distill.metrics.prometheus import Figures, metric
 from distill.run_log.records import Evaluated
 from distill.trainer_api.http_api import listen, serving
 from student_trainer.objectives.token_statistics import MEANS
-from sync.claims import Claim
-from sync.errors import DistillError, RemoteError
-from sync.replica import metrics as replica_metrics
+from sync.base.errors import DistillError, RemoteError
+from sync.vllm import metrics as replica_metrics
 from sync.wire import (
     BatchRequest,
     CompletionsReply,
@@ -43,6 +42,7 @@ from sync.wire import (
     UpdateReply,
     Version,
 )
+from sync.wire.claims import Claim
 from teacher_service.batching import Metrics
 from teacher_service.kept import KeptScores
 

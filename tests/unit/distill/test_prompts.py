@@ -14,7 +14,7 @@ from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.prompts.rows import Encode, RowReader, dataset_rows, jsonl_rows, row_encoder
 from distill.prompts.sources import TableSource, TaskSource
 from distill.prompts.stream import Cursor, Prompt, PromptStream
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 
 
 def read_jsonl(config: JsonlPrompts, encode: Encode, max_prompt: int) -> TableSource:

@@ -15,7 +15,7 @@ from small_config import make_config
 from distill import published
 from distill.config import RunConfig
 from distill.published import check_store
-from sync.errors import StoreError
+from sync.base.errors import StoreError
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_a_bucket_that_is_not_there_is_refused_by_name(s3: str) -> None:
 
 
 def test_a_store_that_nobody_serves_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sync.stores.object_store._RETRY", {"max_retries": 1})
+    monkeypatch.setattr("sync.weights.stores.object_store._RETRY", {"max_retries": 1})
     with pytest.raises(StoreError, match=r"s3://bucket/runs.*check the address"):
         check_store(on_s3(f"http://127.0.0.1:{free_port()}"))
 

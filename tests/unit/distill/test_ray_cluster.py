@@ -10,7 +10,7 @@ from distill.config.cluster import RayCluster
 from distill.launch.placement import Need, Node
 from distill.launch.ray_cluster import Ray
 from distill.launch.ray_role import parse
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 CLUSTER = RayCluster(type="ray", address="10.0.0.1:6379", env=["OWN"])
 

@@ -12,7 +12,7 @@ from distill import tasks
 from distill.prompts.sources import TaskSource
 from distill.tasks import TaskPrompt
 from distill.tasks.teaching import make_tokenizer
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 
 with warnings.catch_warnings():  # of the packages that its generators import
     warnings.simplefilter("ignore")

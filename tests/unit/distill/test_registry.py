@@ -25,8 +25,8 @@ from distill.launch import announce
 from distill.launch.run_folder import RunFolder
 from distill.launch.single_role import joining
 from distill.registry import Gangs
-from sync.address import Address, own_address
-from sync.errors import ConfigError, RemoteError, Replaced, WrongServer
+from sync.base.address import Address, own_address
+from sync.base.errors import ConfigError, RemoteError, Replaced, WrongServer
 from sync.wire import GangJoins, ServerLease, ServerLeaves, ServerRegisters
 
 ROOT = Path(__file__).parents[3]

@@ -9,9 +9,9 @@ import pytest
 from distill.config import StudentConfig
 from distill.launch import replica_command
 from distill.launch.replica_command import command, flags
-from sync.address import TOKEN_VARIABLE
-from sync.errors import ConfigError
-from sync.settings import REPLICA_VARIABLE, ObjectStoreConfig, ReplicaConfig
+from sync.base.address import TOKEN_VARIABLE
+from sync.base.errors import ConfigError
+from sync.base.settings import REPLICA_VARIABLE, ObjectStoreConfig, ReplicaConfig
 
 REPLICA = ReplicaConfig(run="r", store_path=Path("store"), mirror=Path("mirrors/0"))
 
@@ -37,7 +37,7 @@ def test_engine_arguments_become_words():
 
 def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
     line, _ = built(3, engine_args={"tensor_parallel_size": 2, "--enforce-eager": True, "seed": 9})
-    assert line[1:3] == ["-m", "sync.replica.plugin"]
+    assert line[1:3] == ["-m", "sync.vllm.plugin"]
     for word in (
         "--model=m",
         "--dtype=bfloat16",
@@ -45,8 +45,8 @@ def test_the_line_holds_what_correctness_needs_and_what_the_user_adds(cpu):
         "--port=8000",
         "--logprobs-mode=processed_logprobs",
         "--no-enable-prefix-caching",
-        "--middleware=sync.replica.middleware.ReplicaMiddleware",
-        "--worker-extension-cls=sync.replica.engine.WorkerExtension",
+        "--middleware=sync.vllm.middleware.ReplicaMiddleware",
+        "--worker-extension-cls=sync.vllm.engine.WorkerExtension",
         "--tensor-parallel-size=2",
         "--enforce-eager",
         "--seed=9",

@@ -22,8 +22,8 @@ from distill.rollout.hold import hold
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from distill.run_log.records import VersionApplied, VersionPublished
 from distill.run_log.state import RunState
-from sync.errors import RemoteError, Unreachable
-from sync.settings import WeightsConfig
+from sync.base.errors import RemoteError, Unreachable
+from sync.base.settings import WeightsConfig
 from sync.wire import Audience, FinalDigests, Published, ReplicaState, UpdateReply, UpdateRequest, Version
 
 pytestmark = pytest.mark.virtual_time

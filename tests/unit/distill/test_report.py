@@ -21,8 +21,8 @@ from distill.metrics.timeline import Span
 from distill.metrics.trace import write_trace
 from distill.metrics.trackers import MetricsFile, log_all
 from distill.tasks.sort_letters import FIRST_LETTER_ID, letter_tokenizer
-from sync.errors import DataError
-from sync.jsonl import JsonLines, read_lines
+from sync.base.errors import DataError
+from sync.base.jsonl import JsonLines, read_lines
 from sync.wire import Version
 
 

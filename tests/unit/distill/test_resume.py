@@ -19,8 +19,8 @@ from distill.launch.run_folder import DECISIONS, RunFolder, compare, content, de
 from distill.metrics.results import read_summary
 from distill.prompts.sources import TableSource, split_table
 from distill.prompts.stream import Prompt
-from sync.errors import ConfigError
-from sync.settings import Settings
+from sync.base.errors import ConfigError
+from sync.base.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 JSON = str(ROOT / "configs/deepspeed/zero3_cpu.json")

@@ -25,7 +25,7 @@ from distill.prompts.rewards import Reward, RewardSource, load_rewards, reward_s
 from distill.prompts.sources import PromptSplit, open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks.sort_letters import EOS_ID, LETTERS, letter_tokenizer
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 
 EOS = 0
 

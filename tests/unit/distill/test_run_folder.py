@@ -19,10 +19,10 @@ from distill.launch.run_folder import RunFolder, write_role
 from distill.preflight_checks.machine import check_disk
 from distill.quickstart import make_room
 from student_trainer.checkpoint_files import latest, saved
-from sync.errors import ConfigError
-from sync.secrets import HIDDEN
-from sync.server import join_port
+from sync.base.errors import ConfigError
+from sync.base.secrets import HIDDEN
 from sync.wire import Version
+from sync.wire.server import join_port
 
 
 def config(tmp_path: Path, **more: Any):

@@ -33,7 +33,7 @@ from distill.run_log.records import (
     VersionPublished,
 )
 from distill.run_log.run_log import RunLog
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from sync.wire import Scored, Version, VersionSpan, pack
 
 BATCH, STALENESS = 3, 2

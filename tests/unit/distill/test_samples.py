@@ -29,9 +29,9 @@ from distill.metrics.samples import (
 )
 from distill.run_log.records import Rollout
 from distill.tasks.sort_letters import letter_tokenizer
-from sync.durable import write_json
-from sync.errors import DataError
-from sync.jsonl import JsonLines
+from sync.base.durable import write_json
+from sync.base.errors import DataError
+from sync.base.jsonl import JsonLines
 from sync.wire import Scored, Version, pack, unpack
 
 

@@ -21,7 +21,7 @@ from distill.rollout.rewarding import Rewarding
 from distill.run_log.records import Rollout
 from distill.run_log.validation import Validator
 from distill.scoring import Scoring, TeacherQueue
-from sync.errors import Overloaded, Unreachable
+from sync.base.errors import Overloaded, Unreachable
 from sync.wire import (
     Array,
     Generated,

@@ -22,9 +22,9 @@ from distill.preflight_checks import checks, devices, machine
 from distill.preflight_checks.machine import GIB, count_parameters
 from distill.tasks import calculate, guess, sort_letters
 from distill.tasks.teaching import Recipe
-from sync.address import TOKEN_VARIABLE
-from sync.errors import DataError
-from sync.settings import ModelSource
+from sync.base.address import TOKEN_VARIABLE
+from sync.base.errors import DataError
+from sync.base.settings import ModelSource
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))

@@ -25,7 +25,7 @@ from distill.launch.placement import Need, Node
 from distill.launch.slurm import job, step, submit
 from distill.launch.slurm.allocation import GANG_WAIT_SECONDS, Slurm, cpus_of
 from distill.registry import CONTROLLER_FILE
-from sync.errors import ConfigError, RemoteError
+from sync.base.errors import ConfigError, RemoteError
 
 ROOT = Path(__file__).parents[3]
 FOUR = SlurmCluster(type="slurm", nodes=4, gpus_per_node=8, cpus_per_node=64)

@@ -31,7 +31,7 @@ from distill.prompts.sources import (
 )
 from distill.prompts.stream import Cursor, Prompt, PromptStream
 from distill.prompts.streaming import StreamSource, open_stream
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 
 FILES, ROWS = 3, 20
 

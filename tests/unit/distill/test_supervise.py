@@ -18,7 +18,7 @@ from ports import free_port
 
 from distill.launch import guardian
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
-from sync.errors import how_it_ended
+from sync.base.errors import how_it_ended
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [

@@ -17,7 +17,7 @@ from distill.prompts.sources import TaskSource, open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks import sort_letters as sort_letters
 from distill.tasks.sort_letters import EOS_ID, LETTERS, VOCABULARY, examples, is_held_out, letter_tokenizer
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 
 
 class PendingPrompt(NamedTuple):

@@ -31,9 +31,9 @@ from distill.metrics.trackers import MetricsFile, TensorBoard, Wandb
 from distill.preflight_checks import checks
 from distill.prompts.stream import Prompt
 from distill.tasks.sort_letters import letter_tokenizer
-from sync.durable import write_json
-from sync.errors import ConfigError
-from sync.jsonl import JsonLines
+from sync.base.durable import write_json
+from sync.base.errors import ConfigError
+from sync.base.jsonl import JsonLines
 from sync.wire import RunIdentity
 
 TABLE = "samples.nrows"

@@ -16,7 +16,7 @@ from distill.preflight_checks import checks
 from distill.prompts.stream import Prompt
 from distill.tasks import guess
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
-from sync.own_code import use_folder
+from sync.base.own_code import use_folder
 
 ROOT = Path(__file__).parents[3]
 BLOCK = re.compile(r"^```(?:python|toml)\n# (\w+\.\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -19,10 +19,10 @@ from verifiers_player import bisecting, guess_tokenizer, played
 from distill.environments.client import EnvironmentClient
 from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.tasks import calculate
-from sync.client import Peer
-from sync.errors import Unreachable
-from sync.own_code import CODE_VARIABLE
-from sync.settings import ModelSource
+from sync.base.errors import Unreachable
+from sync.base.own_code import CODE_VARIABLE
+from sync.base.settings import ModelSource
+from sync.wire.client import Peer
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-environments/bin/python"

@@ -14,11 +14,11 @@ from trainer_fakes import RecordedClient, RecordedLearner
 from student_trainer import controller_client as module
 from student_trainer.controller_client import ControllerClient
 from student_trainer.transports import BroadcastTransport, Keeping, Publishing
-from sync.broadcast import BroadcastSender, Receiver, Reception
-from sync.client import BlockingPeer
-from sync.errors import SnapshotError, StoreError, Unreachable
-from sync.publish import Slice
+from sync.base.errors import SnapshotError, StoreError, Unreachable
+from sync.weights.broadcast import BroadcastSender, Receiver, Reception
+from sync.weights.publish import Slice
 from sync.wire import Audience, BroadcastTicket, Published, Version
+from sync.wire.client import BlockingPeer
 
 VERSION = Version(0, 3)
 TENSORS = {"a": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}

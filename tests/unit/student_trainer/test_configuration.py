@@ -31,8 +31,8 @@ from student_trainer.objectives.config import (
     student_topk,
 )
 from student_trainer.objectives.divergences import Discount, build, discount
-from sync.errors import ConfigError
-from sync.settings import read_settings
+from sync.base.errors import ConfigError
+from sync.base.settings import read_settings
 from sync.wire import Want
 
 JSONS = sorted((Path(__file__).parents[3] / "configs/deepspeed").glob("*.json"))

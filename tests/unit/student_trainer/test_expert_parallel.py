@@ -28,7 +28,7 @@ from student_trainer.head import HeadShape
 from student_trainer.ranks import Ranks
 from student_trainer.routing import replayed, routers
 from student_trainer.weights import Weights
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 JSONS = Path(__file__).parents[3] / "configs/deepspeed"

@@ -12,8 +12,8 @@ from flat_tensors import buckets_of, plan_of
 
 from student_trainer.gathering import Gathering, metas_of
 from student_trainer.ranks import Ranks
-from sync.errors import ConfigError
-from sync.publish import Slice
+from sync.base.errors import ConfigError
+from sync.weights.publish import Slice
 
 WEIGHTS = {
     "a": torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),

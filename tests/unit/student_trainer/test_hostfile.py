@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from student_trainer.launch import check_reach, read_hosts, write_environment
-from sync.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, token_from_environment
-from sync.errors import ConfigError
+from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, token_from_environment
+from sync.base.errors import ConfigError
 
 LOOPBACK, REACHED = "http://127.0.0.1:8000", "http://10.0.0.1:8000"
 

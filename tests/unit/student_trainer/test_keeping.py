@@ -28,8 +28,8 @@ from student_trainer import ranks as room
 from student_trainer.checkpoint_files import Index
 from student_trainer.ledger import Ledger, read, repeated
 from student_trainer.ranks import Ranks
-from sync import durable
-from sync.errors import DataError
+from sync.base import durable
+from sync.base.errors import DataError
 from sync.wire import Version
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

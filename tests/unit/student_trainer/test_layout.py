@@ -15,9 +15,9 @@ from student_trainer.engine import Student
 from student_trainer.head import HeadShape
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Piece, Weights, layout, shape_of
-from sync.errors import ConfigError
-from sync.publish import Slice
-from sync.snapshots import checkpoint
+from sync.base.errors import ConfigError
+from sync.weights.publish import Slice
+from sync.weights.snapshots import checkpoint
 
 EXPERTS = "model.layers.0.mlp.experts"
 

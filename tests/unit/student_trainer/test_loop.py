@@ -21,8 +21,8 @@ from student_trainer.ledger import Ledger, read
 from student_trainer.loop import Outcome, Trainer, checkpoint, checkpoint_due, finish, train
 from student_trainer.ranks import Ranks
 from student_trainer.transports import Publishing, SnapshotTransport
-from sync.errors import DataError, RemoteError, StoreError, Unreachable
-from sync.snapshots.admin import Collected, Odd
+from sync.base.errors import DataError, RemoteError, StoreError, Unreachable
+from sync.weights.snapshots.admin import Collected, Odd
 from sync.wire import (
     CheckpointSaved,
     FinalDigests,

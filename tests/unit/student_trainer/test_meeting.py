@@ -10,7 +10,7 @@ import pytest
 from ports import free_port
 
 from student_trainer.launch import RENDEZVOUS
-from sync.server import ON_LOOPBACK
+from sync.wire.server import ON_LOOPBACK
 
 RANK = """
 import sys

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from student_trainer.checkpoint import Place, cut, layout, rebuild
 from student_trainer.ranks import Ranks
-from sync.errors import DataError
+from sync.base.errors import DataError
 
 SHAPES = [{"a": (3, 5), "b": (1,)}, {"c": (7,)}]
 

@@ -15,7 +15,7 @@ from student_trainer.engine import Student, head_shape
 from student_trainer.objectives.config import Sampled
 from student_trainer.step import collate, loss_of, train_step
 from student_trainer.varlen import pack_rows
-from sync.errors import DataError
+from sync.base.errors import DataError
 from sync.wire import Rows, TrainBatch, Version, pack
 
 VOCAB, EXPERTS, CHOSEN, LAYERS = 32, 8, 2, 2

@@ -42,7 +42,7 @@ from student_trainer import expert_parallel
 from student_trainer.engine import Student
 from student_trainer.head import HeadShape
 from student_trainer.routing import FAMILIES, LIVE, check_routes, placed, replayed, routers
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 
 every_family = pytest.mark.parametrize("family", CONFIGS)
 

@@ -26,7 +26,7 @@ from student_trainer.routing import LIVE
 from student_trainer.sequence_split import SequenceGroup, SplitRows, split, split_rows
 from student_trainer.step import collate, divided
 from student_trainer.varlen import PackedRows
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 WORLD = 4

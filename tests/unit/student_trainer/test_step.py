@@ -25,7 +25,7 @@ from student_trainer.objectives.config import (
 from student_trainer.step import collate, loss_of, train_step
 from student_trainer.stopwatch import Stopwatch
 from student_trainer.varlen import PackedRows
-from sync.errors import ConfigError, DataError
+from sync.base.errors import ConfigError, DataError
 from sync.wire import Rows, TrainBatch, Version, pack
 
 TEACHERS = ("t0",)

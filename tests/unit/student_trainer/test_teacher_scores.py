@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from student_trainer.step import collate
 from student_trainer.teacher_scores import TeacherScores
-from sync.errors import DataError, Interrupted, Overloaded, RemoteError, Unreachable
+from sync.base.errors import DataError, Interrupted, Overloaded, RemoteError, Unreachable
 from sync.wire import (
     DIGEST_BYTES,
     Array,

@@ -13,7 +13,7 @@ from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, head_shape, with_adapters
 from student_trainer.model_check import check_rows
 from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, pack_rows, row_attention, window_of
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 
 LENGTHS = (9, 1, 4, 12, 2)
 

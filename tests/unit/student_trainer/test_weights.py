@@ -25,10 +25,10 @@ from student_trainer.head import HeadShape
 from student_trainer.model_check import check_head
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, copy_of
-from sync import durable
-from sync.errors import ConfigError
-from sync.publish import Publisher
-from sync.snapshots.checkpoint import bits, fingerprint, tensors
+from sync.base import durable
+from sync.base.errors import ConfigError
+from sync.weights.publish import Publisher
+from sync.weights.snapshots.checkpoint import bits, fingerprint, tensors
 from sync.wire import RunIdentity, Version
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -11,12 +11,12 @@ import pytest
 from memory_store import MemoryStore
 from safetensors.numpy import load_file, save_file
 
-from sync.errors import SnapshotError
-from sync.publish import Publisher, Slice
-from sync.snapshots import admin, checkpoint
-from sync.snapshots.lease import SECONDS, lease
-from sync.snapshots.manifest import dump, manifest_key, read_manifest, versions
-from sync.subscribe import Mirror
+from sync.base.errors import SnapshotError
+from sync.weights.publish import Publisher, Slice
+from sync.weights.snapshots import admin, checkpoint
+from sync.weights.snapshots.lease import SECONDS, lease
+from sync.weights.snapshots.manifest import dump, manifest_key, read_manifest, versions
+from sync.weights.subscribe import Mirror
 from sync.wire import RunIdentity, Version
 
 RUN = "run"

@@ -13,10 +13,10 @@ import pytest
 import torch
 from flat_tensors import buckets_of, plan_of
 
-from sync import rendezvous
-from sync.broadcast import BroadcastSender, Receiver, Reception
-from sync.errors import SnapshotError, Unreachable
-from sync.snapshots.checkpoint import tensor_digest as digest
+from sync.base.errors import SnapshotError, Unreachable
+from sync.weights import rendezvous
+from sync.weights.broadcast import BroadcastSender, Receiver, Reception
+from sync.weights.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Audience, BroadcastTicket
 
 WEIGHTS = {
@@ -202,7 +202,7 @@ def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sende
 STRANGER = """
 import contextlib, socket, sys
 from datetime import timedelta
-from sync.rendezvous import Ask, Visitor, broadcast_key
+from sync.weights.rendezvous import Ask, Visitor, broadcast_key
 asks = [Ask("set", ["g/given up"], b"by a stranger"), Ask("delete", ["g/plan"]), Ask("get", ["g/plan"])]
 for token in (None, "a guess"):
     for ask in asks:
@@ -318,7 +318,7 @@ def sender_with_patience():
 
 VICTIM = """
 import sys, time
-from sync.broadcast import Receiver
+from sync.weights.broadcast import Receiver
 from sync.wire import BroadcastTicket
 reception = Receiver(600.0).receive(BroadcastTicket(sys.argv[1], "dying", 1, 3))
 while not reception.bytes_received:

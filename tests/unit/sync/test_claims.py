@@ -17,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from sync.claims import MODEL_HEADER, RUN_HEADER, Claim
-from sync.client import BlockingPeer, Peer
-from sync.errors import WireError, WrongServer
-from sync.server import RunGuard, reply
+from sync.base.errors import WireError, WrongServer
 from sync.wire import EvalRequest, Ok, RunIdentity, Version, frame
+from sync.wire.claims import MODEL_HEADER, RUN_HEADER, Claim
+from sync.wire.client import BlockingPeer, Peer
+from sync.wire.server import RunGuard, reply
 
 OLD, NEW = RunIdentity("toy", "aa", "m1"), RunIdentity("toy", "bb", "m1")
 BODY = EvalRequest(version=Version(0, 1))

@@ -13,11 +13,11 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sync.delta import codec, kernels
-from sync.delta import file as delta_file
-from sync.delta.codec import Effort, Mode
-from sync.errors import SnapshotError
-from sync.snapshots.checkpoint import TensorAt
+from sync.base.errors import SnapshotError
+from sync.weights.delta import codec, kernels
+from sync.weights.delta import file as delta_file
+from sync.weights.delta.codec import Effort, Mode
+from sync.weights.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "i8": "u8", "u1": "u1"}
@@ -304,7 +304,7 @@ def test_a_compressed_stream_that_claims_to_be_huge_is_refused_before_memory_is_
 
 def test_numba_is_imported_only_when_a_delta_is_coded() -> None:
     program = (
-        "import sys, sync.publish, sync.subscribe, sync.snapshots.admin\n"
+        "import sys, sync.weights.publish, sync.weights.subscribe, sync.weights.snapshots.admin\n"
         "assert 'numba' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -23,10 +23,10 @@ import pytest
 import zstandard
 from blake3 import blake3
 
-import sync.delta
-from sync.delta import codec, entropy, file, kernels, range_coder
-from sync.errors import SnapshotError
-from sync.snapshots.checkpoint import TensorAt
+import sync.weights.delta
+from sync.base.errors import SnapshotError
+from sync.weights.delta import codec, entropy, file, kernels, range_coder
+from sync.weights.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
 MODULES = ("kernels", "range_coder", "entropy", "codec", "file")
@@ -41,7 +41,7 @@ def plain(*_: object, **__: object) -> Any:
 @contextmanager
 def interpreted() -> Iterator[types.SimpleNamespace]:
     """The codec's modules, imported anew with a numba that compiles nothing."""
-    names = [f"sync.delta.{name}" for name in MODULES]
+    names = [f"sync.weights.delta.{name}" for name in MODULES]
     saved = {name: sys.modules.pop(name) for name in ["numba", "numba.extending", *names]}
     numba: Any = types.ModuleType("numba")
     numba.njit, numba.types = plain, types
@@ -54,7 +54,7 @@ def interpreted() -> Iterator[types.SimpleNamespace]:
     finally:
         sys.modules |= saved
         for name in names:
-            setattr(sync.delta, name.rpartition(".")[2], saved[name])
+            setattr(sync.weights.delta, name.rpartition(".")[2], saved[name])
 
 
 def library(modules: list[types.ModuleType]) -> types.SimpleNamespace:

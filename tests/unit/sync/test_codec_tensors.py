@@ -9,12 +9,12 @@ import pytest
 import torch
 from memory_store import MemoryStore
 
-from sync.delta import codec
-from sync.delta.codec import Effort, Mode
-from sync.publish import Publisher, Slice
-from sync.settings import WeightsConfig
-from sync.snapshots import checkpoint
-from sync.snapshots.manifest import version_key
+from sync.base.settings import WeightsConfig
+from sync.weights.delta import codec
+from sync.weights.delta.codec import Effort, Mode
+from sync.weights.publish import Publisher, Slice
+from sync.weights.snapshots import checkpoint
+from sync.weights.snapshots.manifest import version_key
 from sync.wire import RunIdentity, Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "u1": "u1"}
@@ -156,7 +156,7 @@ PARTS = (("delta", "bin"), ("part", "json"))
 def test_an_anchor_of_device_shards_is_compared_with_its_folder(tmp_path: Any) -> None:
     from safetensors.torch import save_file
 
-    from sync.errors import SnapshotError
+    from sync.base.errors import SnapshotError
 
     tensor = torch.arange(64, dtype=torch.bfloat16)
     save_file({"w": tensor}, tmp_path / "model.safetensors")

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys, threading, msgspec
-from sync.decoding import convert, json_decoder, msgpack_decoder
+from sync.base.decoding import convert, json_decoder, msgpack_decoder
 
 class Inner(msgspec.Struct):
     number: int = 0

@@ -15,13 +15,13 @@ from safetensors.numpy import save_file
 from tmpfs import mounted
 
 from distill.bench.faults import fill, free
-from sync import durable as room
-from sync.durable import append, is_full, until_disk_space
-from sync.jsonl import JsonLines
-from sync.publish import Publisher, Slice
-from sync.snapshots import checkpoint
-from sync.snapshots.manifest import read_latest
-from sync.stores.directory import DirectoryStore
+from sync.base import durable as room
+from sync.base.durable import append, is_full, until_disk_space
+from sync.base.jsonl import JsonLines
+from sync.weights.publish import Publisher, Slice
+from sync.weights.snapshots import checkpoint
+from sync.weights.snapshots.manifest import read_latest
+from sync.weights.stores.directory import DirectoryStore
 from sync.wire import RunIdentity, Version
 
 

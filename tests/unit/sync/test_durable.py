@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sync import durable
-from sync.stores.directory import DirectoryStore
+from sync.base import durable
+from sync.weights.stores.directory import DirectoryStore
 
 
 @pytest.fixture

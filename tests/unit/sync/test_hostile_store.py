@@ -20,15 +20,15 @@ from hostile_store import RUN, delta_file, nested, parts_of, put_file, safetenso
 from memory_store import MemoryStore
 from safetensors.numpy import load_file
 
-from sync.errors import SnapshotError, StoreError, WireError
-from sync.publish import Publisher, Slice
-from sync.snapshots import admin, checkpoint
-from sync.snapshots.checkpoint import check_no_code, refused
-from sync.snapshots.lease import SECONDS, Lease, lease, leased
-from sync.snapshots.manifest import dump, manifest_key, read_manifest
-from sync.stores import MOST_SMALL, read_small
-from sync.stores.directory import DirectoryStore
-from sync.subscribe import Mirror
+from sync.base.errors import SnapshotError, StoreError, WireError
+from sync.weights.publish import Publisher, Slice
+from sync.weights.snapshots import admin, checkpoint
+from sync.weights.snapshots.checkpoint import check_no_code, refused
+from sync.weights.snapshots.lease import SECONDS, Lease, lease, leased
+from sync.weights.snapshots.manifest import dump, manifest_key, read_manifest
+from sync.weights.stores import MOST_SMALL, read_small
+from sync.weights.stores.directory import DirectoryStore
+from sync.weights.subscribe import Mirror
 from sync.wire import RunIdentity, Version
 
 MUTANTS = int(os.environ.get("MUTANTS", "200"))
@@ -214,7 +214,7 @@ def test_a_version_that_the_disk_has_no_room_for_is_not_fetched(
 ) -> None:
     watched = Watched(store)
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("sync.snapshots.manifest.shutil.disk_usage", lambda _: usage(9, 0, 1000))
+    monkeypatch.setattr("sync.weights.snapshots.manifest.shutil.disk_usage", lambda _: usage(9, 0, 1000))
     assert "and" in refusal(watched, tmp_path, v(0))
     assert watched.fetched == []
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from sync.errors import Unreachable
-from sync.isolate import isolate
+from sync.base.errors import Unreachable
+from sync.base.isolate import isolate
 
 
 async def test_only_the_bad_item_fails_and_the_order_stays() -> None:

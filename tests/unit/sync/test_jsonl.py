@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sync.errors import DataError
-from sync.jsonl import read_lines
+from sync.base.errors import DataError
+from sync.base.jsonl import read_lines
 
 
 @pytest.mark.parametrize("torn", ["", '{"b": "', '{"b": "é"}', '{"b": "é"}\n', "{", "[1]"], ids=repr)

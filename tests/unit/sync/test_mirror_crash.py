@@ -13,10 +13,10 @@ import pytest
 from flat_tensors import digests
 from safetensors.numpy import save_file
 
-from sync.publish import Publisher, Slice
-from sync.snapshots import checkpoint
-from sync.stores.directory import DirectoryStore
-from sync.subscribe import Mirror
+from sync.weights.publish import Publisher, Slice
+from sync.weights.snapshots import checkpoint
+from sync.weights.stores.directory import DirectoryStore
+from sync.weights.subscribe import Mirror
 from sync.wire import RunIdentity, Version
 
 RUN = "run"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from sync.errors import WireError
-from sync.replica.completions import (
+from sync.base.errors import WireError
+from sync.vllm.completions import (
     Completion,
     Limits,
     generated,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sync.tokenizers import never_sample_from
+from sync.base.tokenizers import never_sample_from
 
 
 class Model(torch.nn.Module):

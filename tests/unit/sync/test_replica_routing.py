@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync.errors import DataError
-from sync.replica.routing import KEPT_SECONDS, NativeRoutes, RouteQueue, RouteRecord, routes_of
+from sync.base.errors import DataError
+from sync.vllm.routing import KEPT_SECONDS, NativeRoutes, RouteQueue, RouteRecord, routes_of
 from sync.wire import Routing
 
 SHAPE = Routing(layers=3, chosen=2, experts=8)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sync.errors import SnapshotError
-from sync.replica.swap import MIXED_EXIT, Source, Swap
-from sync.snapshots.checkpoint import digesting, read_folder
-from sync.snapshots.checkpoint import tensor_digest as digest
+from sync.base.errors import SnapshotError
+from sync.vllm.swap import MIXED_EXIT, Source, Swap
+from sync.weights.snapshots.checkpoint import digesting, read_folder
+from sync.weights.snapshots.checkpoint import tensor_digest as digest
 
 
 class Model:
@@ -79,7 +79,9 @@ def test_nothing_is_read_or_digested_while_what_was_staged_is_put_in_place(swap,
     weights = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
     reads = []
     swap.prepare(source(1.0, read=lambda: reads.append("a read") or weights.items()))
-    monkeypatch.setattr("sync.snapshots.checkpoint.tensor_digest", lambda tensor: reads.append("a digest"))
+    monkeypatch.setattr(
+        "sync.weights.snapshots.checkpoint.tensor_digest", lambda tensor: reads.append("a digest")
+    )
     swap.apply()
     assert reads == ["a read"]
     assert not swap.mixed
@@ -152,7 +154,7 @@ def test_an_old_checkpoint_that_changed_meanwhile_is_not_reverted_to(swap, model
 
 
 ENDING = """
-from sync.replica.swap import Source, Swap
+from sync.vllm.swap import Source, Swap
 def stage(tensors): raise RuntimeError("broken")
 Swap(Source("old", dict().items, stage)).revert_or_end()
 print("still here")

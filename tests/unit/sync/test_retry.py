@@ -2,8 +2,8 @@
 
 import pytest
 
-from sync.errors import Overloaded
-from sync.retry import Backoff, retrying, retrying_async
+from sync.base.errors import Overloaded
+from sync.base.retry import Backoff, retrying, retrying_async
 
 
 class Clock:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sync import secrets
-from sync.address import url_problem
-from sync.secrets import HIDDEN, environment, filled, found, hide, is_secret, redact
+from sync.base import secrets
+from sync.base.address import url_problem
+from sync.base.secrets import HIDDEN, environment, filled, found, hide, is_secret, redact
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_secrets_travel_beside_the_file_and_are_put_back(monkeypatch: pytest.Mon
 
 CHILD = """
 import logging, sys
-from sync.secrets import redact_process, hide
+from sync.base.secrets import redact_process, hide
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
 redact_process()
 hide({"options": {"secret": "t0psecret"}})

@@ -19,14 +19,14 @@ from flat_tensors import digests
 from memory_store import MemoryStore
 from safetensors.numpy import save_file
 
-from sync.errors import AlreadyPublished, SnapshotError, StoreError
-from sync.publish import BaseShard, Publisher, Slice
-from sync.settings import WeightsConfig
-from sync.snapshots import checkpoint
-from sync.snapshots.manifest import read_chain, read_latest, read_manifest, versions
-from sync.stores import Store
-from sync.stores.bucket import BucketStore
-from sync.subscribe import Mirror
+from sync.base.errors import AlreadyPublished, SnapshotError, StoreError
+from sync.base.settings import WeightsConfig
+from sync.weights.publish import BaseShard, Publisher, Slice
+from sync.weights.snapshots import checkpoint
+from sync.weights.snapshots.manifest import read_chain, read_latest, read_manifest, versions
+from sync.weights.stores import Store
+from sync.weights.stores.bucket import BucketStore
+from sync.weights.subscribe import Mirror
 from sync.wire import Published, RunIdentity, Version
 
 RUN = "run"
@@ -211,9 +211,9 @@ class TimedStore(MemoryStore):
 def test_codec_auto_is_small_while_the_store_is_slow_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sync.publish._TIMED_BYTES", 1000)
+    monkeypatch.setattr("sync.weights.publish._TIMED_BYTES", 1000)
     store = TimedStore()
-    monkeypatch.setattr("sync.publish.time", store)
+    monkeypatch.setattr("sync.weights.publish.time", store)
     trainer = Trainer(store, tmp_path / "saved")
     (publisher,) = trainer.publishers
     assert publisher.codec == "fast", "nothing was measured yet"
@@ -264,7 +264,7 @@ def test_a_promotion_that_the_disk_refuses_changes_nothing_and_may_be_repeated(
 
     staged = mirror.stage(v(0))
     with monkeypatch.context() as patched, pytest.raises(StoreError, match="cannot be written"):
-        patched.setattr("sync.subscribe.write", full)
+        patched.setattr("sync.weights.subscribe.write", full)
         mirror.promote(v(0))
     assert (mirror.version, mirror.holds(v(0)), mirror.holds(v(1))) == (None, True, False)
     mirror.promote(v(0))
@@ -397,7 +397,7 @@ def test_a_mirror_goes_on_after_a_restart_of_its_process_but_not_of_the_machine(
         assert again.version == v(0)
     boot = tmp_path / "boot_id"
     boot.write_text("another start")
-    monkeypatch.setattr("sync.subscribe._BOOT", boot)
+    monkeypatch.setattr("sync.weights.subscribe._BOOT", boot)
     with Mirror(tmp_path / "mirror", store, RUN) as rebooted:
         assert rebooted.version is None
         follow(rebooted, v(0))

@@ -20,13 +20,13 @@ import s3_server
 from fault_proxy import Proxy, proxy
 from memory_store import MemoryStore
 
-from sync.errors import AlreadyPublished, StoreError
-from sync.settings import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
-from sync.stores import Store, object_store, open_store
-from sync.stores.bucket import BucketStore
-from sync.stores.directory import DirectoryStore
-from sync.stores.object_store import ObjectStore
-from sync.stores.xet import XetStore
+from sync.base.errors import AlreadyPublished, StoreError
+from sync.base.settings import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
+from sync.weights.stores import Store, object_store, open_store
+from sync.weights.stores.bucket import BucketStore
+from sync.weights.stores.directory import DirectoryStore
+from sync.weights.stores.object_store import ObjectStore
+from sync.weights.stores.xet import XetStore
 
 KINDS = ("memory", "directory", "xet", "bucket", "object")
 
@@ -60,7 +60,7 @@ def store(
         return BucketStore("acme/weights", name, endpoint=request.getfixturevalue("hub").base, token="t")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr("sync.stores.object_store._ONE_PUT", 50_000)
+    monkeypatch.setattr("sync.weights.stores.object_store._ONE_PUT", 50_000)
     address = request.getfixturevalue("s3")
     return ObjectStore(f"s3://bucket/{name}", {"endpoint": address, "region": "us-east-1"})
 
@@ -250,7 +250,7 @@ def test_a_large_object_of_which_a_part_failed_is_not_there(
     faulty_object: tuple[Store, Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, between = faulty_object
-    monkeypatch.setattr("sync.stores.object_store._ONE_PUT", 50_000)
+    monkeypatch.setattr("sync.weights.stores.object_store._ONE_PUT", 50_000)
     between.fail("PUT .*partNumber", "503", 2)
     store.create("run/retried", os.urandom(12_000_000))
     assert between.hits == 2
@@ -295,7 +295,7 @@ def test_a_bucket_writer_that_died_half_way_leaves_its_key_taken_and_unseen(
     faulty_bucket: tuple[Store, Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _ = faulty_bucket
-    monkeypatch.setattr("sync.stores.bucket._CLAIM_TIMEOUT", 0.2)
+    monkeypatch.setattr("sync.weights.stores.bucket._CLAIM_TIMEOUT", 0.2)
     store._batch(add=[(b"half", store._path("run/key") + "@" + "0" * 32)])  # type: ignore[attr-defined]
     assert store.list("") == []
     with pytest.raises(AlreadyPublished):

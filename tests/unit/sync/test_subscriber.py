@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sync.claims import Claim
-from sync.delta.file import Slice
-from sync.errors import ConfigError, SnapshotError
-from sync.publish import Publisher
-from sync.settings import ReplicaConfig
-from sync.snapshots import checkpoint
-from sync.stores import open_store
-from sync.subscribe import Subscriber, check_local
+from sync.base.errors import ConfigError, SnapshotError
+from sync.base.settings import ReplicaConfig
+from sync.weights.delta.file import Slice
+from sync.weights.publish import Publisher
+from sync.weights.snapshots import checkpoint
+from sync.weights.stores import open_store
+from sync.weights.subscribe import Subscriber, check_local
 from sync.wire import RunIdentity, Version
+from sync.wire.claims import Claim
 
 
 def test_nothing_is_followed_before_a_run_claims_the_process_and_then_that_run_alone(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_mirror_on_a_network_file_system_is_refused_by_name(
 ) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(MOUNTS)
-    monkeypatch.setattr("sync.subscribe._MOUNTS", mounts)
+    monkeypatch.setattr("sync.weights.subscribe._MOUNTS", mounts)
     if kind is None:
         check_local(Path(folder))
         return

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sync.tokenizers import (
+from sync.base.tokenizers import (
     chat_template_fingerprint,
     differing_parts,
     fingerprint,

@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from sync.answers import SLOWEST
-from sync.client import BlockingPeer, Peer
-from sync.errors import ConfigError, DataError, Overloaded, RemoteError, Unreachable, WireError
-from sync.own_code import own_code
-from sync.server import TokenGuard, check_bind, read_message, refuse, reply
+from sync.base.errors import ConfigError, DataError, Overloaded, RemoteError, Unreachable, WireError
+from sync.base.own_code import own_code
 from sync.wire import EpisodeFailed, EvalRequest, Ok, Version, Wait, decode, encode, frame
+from sync.wire.answers import SLOWEST
+from sync.wire.client import BlockingPeer, Peer
+from sync.wire.server import TokenGuard, check_bind, read_message, refuse, reply
 
 BAD_URLS = [
     "",
@@ -257,7 +257,7 @@ class Slow(httpx.BaseTransport):
 def test_the_blocking_client_takes_no_longer_than_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, peer = Slow(), BlockingPeer("http://peer", timeout=60.0)
     peer._http = httpx.Client(base_url="http://peer", transport=slow)
-    for module in ("sync.client", "tenacity", "tenacity.nap"):  # no thread of another test uses it
+    for module in ("sync.wire.client", "tenacity", "tenacity.nap"):  # no thread of another test uses it
         monkeypatch.setattr(f"{module}.time", slow)
     with pytest.raises(Unreachable, match=r"within 10 s \(ReadTimeout: nothing came"):
         peer.call("/x", REQUEST, Ok, timeout=10.0)
@@ -316,7 +316,7 @@ async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_a
         paced, blocking = Paced(size), BlockingPeer("http://peer")
         answering = httpx.MockTransport(lambda _, paced=paced: httpx.Response(200, stream=paced))
         blocking._http = httpx.Client(base_url="http://peer", transport=answering)
-        monkeypatch.setattr("sync.client.time", paced)
+        monkeypatch.setattr("sync.wire.client.time", paced)
         if size == 1:
             with pytest.raises(Unreachable, match="only 6 bytes of the answer came in time"):
                 blocking.once("/x", None, 11.0)
@@ -416,7 +416,7 @@ async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
             with pytest.raises(RemoteError, match=r"answered 400: \[\[\["):  # too deep to be read as JSON
                 await peer.call("/x", REQUEST, Ok)
             assert await peer.call("/x", REQUEST, Ok) == Ok()
-            monkeypatch.setattr("sync.client.MAX_FRAME", 3)
+            monkeypatch.setattr("sync.wire.client.MAX_FRAME", 3)
             with pytest.raises(WireError, match="the limit is 3: it is no frame"):
                 _ = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
 

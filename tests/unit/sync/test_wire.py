@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync.errors import WireError
+from sync.base.errors import WireError
 from sync.wire import (
     SCHEMA,
     Array,

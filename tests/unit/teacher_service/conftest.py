@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 import uvicorn
 
-from sync.claims import Claim
 from sync.wire import TeacherInfo
+from sync.wire.claims import Claim
 from teacher_service.app import TeacherService
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import Engine

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from table_engine import TableEngine, random_table
 
-from sync.client import Peer
-from sync.errors import Overloaded, RemoteError
+from sync.base.errors import Overloaded, RemoteError
 from sync.wire import (
     Head,
     Ok,
@@ -35,6 +34,7 @@ from sync.wire import (
     pack,
     unpack,
 )
+from sync.wire.client import Peer
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 from teacher_service.messages import scored

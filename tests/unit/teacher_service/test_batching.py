@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from table_engine import TableEngine, random_table
 
-from sync.errors import DataError, Overloaded, Unreachable
+from sync.base.errors import DataError, Overloaded, Unreachable
 from sync.wire import Head
 from teacher_service import batching
 from teacher_service.batching import Batcher, Metrics, Outcome, Work, split

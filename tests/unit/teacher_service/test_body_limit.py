@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from sync.errors import Overloaded, WireError
+from sync.base.errors import Overloaded, WireError
 from teacher_service.app import BodyLimit
 
 

@@ -15,8 +15,7 @@ import pytest
 from ports import free_port
 from table_engine import TableEngine, random_table
 
-from sync.claims import Claim
-from sync.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
+from sync.base.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
 from sync.wire import (
     RunIdentity,
     Scored,
@@ -28,6 +27,7 @@ from sync.wire import (
     pack,
     unpack,
 )
+from sync.wire.claims import Claim
 from teacher_service import client as client_module
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from table_engine import TableEngine, random_table
 
-from sync.errors import ConfigError, StoreError
+from sync.base.errors import ConfigError, StoreError
 from sync.wire import Version
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.head import CPU_COLUMNS, OutputHead, find_head, largest, load_head, log_sum_exp
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from table_engine import TableEngine, random_table
 
-from sync.errors import ConfigError, Unreachable
+from sync.base.errors import ConfigError, Unreachable
 from teacher_service.batching import Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import build, gpu_slots

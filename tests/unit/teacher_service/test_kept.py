@@ -12,8 +12,7 @@ from blake3 import blake3
 from prometheus_client import CollectorRegistry
 from table_engine import TableEngine, random_table
 
-from sync.client import Peer
-from sync.errors import RemoteError
+from sync.base.errors import RemoteError
 from sync.wire import (
     DIGEST_BYTES,
     Scored,
@@ -26,6 +25,7 @@ from sync.wire import (
     pack,
     unpack,
 )
+from sync.wire.client import Peer
 from teacher_service.client import TeacherClient
 from teacher_service.kept import PART_BYTES, KeptScores
 

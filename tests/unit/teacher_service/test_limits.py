@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sync import memory
-from sync.errors import ConfigError
+from sync.base import memory
+from sync.base.errors import ConfigError
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import CAPABILITIES, EngineInfo
 from teacher_service.limits import limits, token_bytes

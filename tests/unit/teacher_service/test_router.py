@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sync.errors import ConfigError, DataError
-from sync.own_code import load_function
+from sync.base.errors import ConfigError, DataError
+from sync.base.own_code import load_function
 from teacher_service.config import TeacherConfig
 from teacher_service.router import Router, load_transforms
 

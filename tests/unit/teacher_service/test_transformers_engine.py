@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sync.errors import ConfigError
+from sync.base.errors import ConfigError
 from sync.wire import unpack
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import (

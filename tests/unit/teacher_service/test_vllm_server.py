@@ -13,7 +13,7 @@ import pytest
 import torch
 from table_engine import TableEngine, random_table
 
-from sync.errors import ConfigError, DataError, Unreachable
+from sync.base.errors import ConfigError, DataError, Unreachable
 from sync.wire import unpack
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import (

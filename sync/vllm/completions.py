@@ -1,0 +1,156 @@
+"""From what an engine returns to wire messages, and what a prompt must fit. No engine is imported here.
+
+Letters in shapes: T tokens of a completion, K ids asked for per position.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from sync.base.errors import WireError
+from sync.wire import (
+    MASK_TIES,
+    Generated,
+    GenerateFailed,
+    GeneratePrompt,
+    Sampling,
+    SamplingMask,
+    Version,
+    VersionSpan,
+    pack,
+)
+
+INITIAL: Final = Version(0, 0)
+"""The weights an engine was started with: no step was made from them."""
+ENGINE_LABEL: Final = "default"
+"""vLLM's label for weights without a version."""
+TIMED_OUT: Final = "time"
+"""`Completion.finish_reason` of one that `Sampling.max_seconds` ended."""
+_MASS_ROUNDING: Final = 1e-3
+_REASONS: Final = ("stop", "length", "abort", TIMED_OUT)
+
+
+class Limits(NamedTuple):
+    """What prompts must fit: ids in [0, vocab_size), prompt and completion within max_length tokens."""
+
+    vocab_size: int
+    max_length: int
+
+
+class Completion(NamedTuple):
+    """A finished completion as the engine gave it."""
+
+    token_ids: np.ndarray
+    """i4 [T]"""
+    logprob: np.ndarray
+    """f4 [T, 1 + K]: of the sampled token, then of ranks 1…K; -inf outside the support"""
+    ids: np.ndarray
+    """i4 [T, 1 + K]"""
+    versions: list[tuple[str, int, int]]
+    """Label, start and end of contiguous spans over the T tokens."""
+    finish_reason: str | None
+    routes: np.ndarray | None = None
+    """[P + T - 1, layers of the model, experts of a token]; None: the engine does not record them itself"""
+
+
+def prompt_problem(prompt: GeneratePrompt, limits: Limits) -> str | None:
+    """Why a prompt cannot be completed; None: it can. A completion may be cut at the context's end."""
+    if not prompt.token_ids:
+        return "the prompt has no tokens: send at least one"
+    if len(prompt.token_ids) >= limits.max_length:
+        return (
+            f"the prompt has {len(prompt.token_ids)} tokens and the context holds {limits.max_length}, "
+            "completion included: shorten it, or start the engine with a larger max-model-len"
+        )
+    if not 0 <= prompt.routes_from < len(prompt.token_ids):
+        return (
+            f"routes_from is {prompt.routes_from} and the prompt has {len(prompt.token_ids)} tokens: at most "
+            "the route of its last token is the first that is wanted"
+        )
+    low, high = min(prompt.token_ids), max(prompt.token_ids)
+    if low < 0 or high >= limits.vocab_size:
+        return (
+            f"token id {low if low < 0 else high} is outside the model's vocabulary of {limits.vocab_size}: "
+            "use the student's own tokenizer"
+        )
+    return None
+
+
+def sampling_problem(sampling: Sampling) -> str | None:
+    """Why nothing can be sampled in this way; None: it can. The decoder refused what is out of range."""
+    if sampling.mask and not sampling.top_k:
+        return "the sampling mask is asked for and top_k is 0: set it, for it bounds the mask"
+    return None
+
+
+def parse_spans(labels: list[tuple[str, int, int]], length: int) -> list[VersionSpan]:
+    """Version spans of `length` tokens. Raises WireError when they are not contiguous from 0 to `length`."""
+    spans, end = [], 0
+    for label, start, stop in labels:
+        if start != end or stop < start:
+            raise WireError(f"version spans {labels} are not contiguous over {length} tokens")
+        if stop > start:
+            version = INITIAL if label == ENGINE_LABEL else Version.parse(label)
+            spans.append(VersionSpan(version, start, stop))
+        end = stop
+    if end != length:
+        raise WireError(f"version spans {labels} do not cover {length} tokens")
+    return spans
+
+
+def ranks(sampling: Sampling, vocab_size: int) -> int:
+    """K: ids per position to ask the engine for."""
+    masked = sampling.top_k + MASK_TIES if sampling.mask else 0
+    return min(max(sampling.student_topk, masked), vocab_size)
+
+
+def generated(
+    id: str, completion: Completion, sampling: Sampling, routes: np.ndarray | None = None
+) -> Generated | GenerateFailed:
+    """The answer for one finished completion; top-k ids without probability become -1.
+
+    `routes`: as in Generated, of a completion with tokens.
+    """
+    length = len(completion.token_ids)
+    reason = completion.finish_reason
+    if reason not in _REASONS or (length == 0 and reason not in ("abort", TIMED_OUT)):
+        why = f"the engine ended the completion after {length} tokens: {reason!r}"
+        return GenerateFailed(id=id, error=why, unusable=True)  # never the prompt's fault
+    mask = _mask(completion) if sampling.mask else None
+    if isinstance(mask, str):
+        return GenerateFailed(id=id, error=mask, unusable=True)
+    student_topk = sampling.student_topk
+    return Generated(
+        id=id,
+        token_ids=pack(completion.token_ids),
+        logprob=pack(completion.logprob[:, 0]),
+        spans=parse_spans(completion.versions, length),
+        finish_reason=reason,  # type: ignore[arg-type]
+        topk_ids=pack(_topk_TK(completion, student_topk)) if student_topk else None,
+        mask=mask,
+        routes=None if routes is None else pack(routes),
+    )
+
+
+def _mask(completion: Completion) -> SamplingMask | str:
+    """What every token was sampled from, or why it is not known: the K ids do not hold all of it."""
+    ids_TK, logprob_TK = completion.ids[:, 1:], completion.logprob[:, 1:]
+    left_TK = np.isfinite(logprob_TK)
+    mass_T = np.exp(logprob_TK, where=left_TK, out=np.zeros_like(logprob_TK)).sum(1)
+    if (least := mass_T.min(initial=1.0)) < 1 - _MASS_ROUNDING:
+        return (
+            f"the {ids_TK.shape[1]} most likely ids of a token hold {least:.4f} of what it was sampled from, "
+            "and a sampling mask needs all: the engine must sample with the top_k of the request, and give "
+            "log-probabilities of what it sampled from (--logprobs-mode processed_logprobs)"
+        )
+    return SamplingMask(pack(left_TK.sum(1).astype("i4")), pack(ids_TK[left_TK]))
+
+
+def _topk_TK(completion: Completion, k: int) -> np.ndarray:
+    """i4 [T, k]: columns beyond the engine's, and ids outside the support, are -1."""
+    topk_TK = np.full((len(completion.token_ids), k), -1, np.int32)
+    ids, logprob = completion.ids[:, 1 : 1 + k], completion.logprob[:, 1 : 1 + k]
+    topk_TK[:, : ids.shape[1]] = np.where(np.isneginf(logprob), -1, ids)
+    return topk_TK

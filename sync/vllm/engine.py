@@ -1,0 +1,237 @@
+"""vLLM's weight-transfer engine of this project: checkpoints or adapters from a folder, or a broadcast.
+
+One class serves all of them, so that all load, record and revert in the same code. It differs from vLLM's
+own engines in what a pause is for and in what failure means: everything but the last copy comes before it; an
+update that fails in it is reverted (`WorkerExtension.distill_revert`) before anyone may resume, and a revert
+that fails ends the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from sync.base.address import token_from_environment
+from sync.base.decoding import convert
+from sync.base.errors import ConfigError, SnapshotError
+from sync.vllm.routing import RouteRecord
+from sync.vllm.swap import Place, Source, Swap
+from sync.vllm.vllm_weights import initial_weights, leave_out_padding, stage_adapter, stage_weights
+from sync.weights.broadcast import Receiver, Reception, in_thread
+from sync.weights.snapshots.checkpoint import NamedTensors, read_folder
+from sync.wire import BroadcastTicket
+
+
+@dataclass
+class NoInfo(WeightTransferInitInfo):
+    """Nothing to set up: folders and tickets name themselves."""
+
+
+@dataclass
+class NoUpdate(WeightTransferUpdateInfo):
+    """Of vLLM's own update session, which is not used."""
+
+
+class Update(msgspec.Struct, frozen=True):
+    """Where one version comes from: one of both."""
+
+    path: str | None = None
+    """A checkpoint or adapter folder."""
+    broadcast: BroadcastTicket | None = None
+    """That of this replica's first worker; worker i has the i-th rank from there."""
+    timeout_seconds: float = 0.0
+    """Of the broadcast."""
+    staging_bytes: int | None = None
+    """Of `ReplicaConfig`."""
+
+
+class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
+    """Brings checkpoints into one worker's model, or adapters when it was started for them.
+
+    Registered as "distill" by `sync.vllm.plugin`.
+    """
+
+    init_info_cls = NoInfo
+    update_info_cls = NoUpdate
+    supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        leave_out_padding(model, vllm_config)
+        self._adapters = vllm_config.lora_config is not None
+        start = partial(initial_weights, vllm_config, model)
+        name, read = ("no adapter", tuple) if self._adapters else ("the model folder of the start", start)
+        self.swap = Swap(Source(name, read, self._stage(None)))
+        self._receiver: Receiver | None = None  # from the first broadcast on
+        self._reception: Reception | None = None
+        self._preparing: Future[None] | None = None
+
+    def prepare(self, update: Update, rank: int) -> None:
+        """Begin to receive or read one version and to stage it, in the background, after what began before.
+
+        `rank`: of this worker in its replica.
+        """
+        before, reception = self._preparing, None
+        if update.broadcast is not None:
+            ticket = msgspec.structs.replace(update.broadcast, rank=update.broadcast.rank + rank)
+            if self._receiver is None:
+                self._receiver = Receiver(update.timeout_seconds, self.device, token_from_environment())
+            reception = self._receiver.receive(ticket)
+
+        def work() -> None:
+            if before is not None:
+                wait([before])
+            self.swap.prepare(self._source(update, reception))
+
+        self._reception, self._preparing = reception, in_thread(work)
+
+    def progress(self) -> dict[str, Any]:
+        """{"done": bool, "bytes": received by broadcast, "error": text or None} of what is being prepared."""
+        if self._preparing is None:
+            return {"done": True, "bytes": 0, "error": "nothing was asked for"}
+        done, reception = self._preparing.done(), self._reception
+        error = self._preparing.exception() if done else None
+        return {
+            "done": done,
+            "bytes": 0 if reception is None else reception.bytes_received,
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }
+
+    def settle(self) -> None:
+        """Free what the last update replaced, in the background."""
+        self._reception, self._preparing = None, in_thread(self.swap.settle)
+
+    def _source(self, update: Update, reception: Reception | None) -> Source:
+        """Waits for the broadcast, where the version comes by one."""
+        room = update.staging_bytes
+        if update.path is not None:
+            path = Path(update.path)
+            settings = (path / "adapter_config.json").read_text() if self._adapters else None
+            return Source(str(path), partial(read_folder, path), self._stage(room, settings))
+        assert reception is not None, "a path or a ticket"
+        received = reception.result()
+        if (received.adapter_config is not None) != self._adapters:
+            kinds = ["an adapter", "a whole checkpoint"]
+            sent, own = reversed(kinds) if self._adapters else kinds
+            raise SnapshotError(
+                f"broadcast {received.group} is {sent} and this replica was started for {own}: start trainer "
+                "and replica with the same [trainer.lora]"
+            )
+        stage = self._stage(room, received.adapter_config)
+        return Source(f"broadcast {received.group}", received.tensors.items, stage, received.digests)
+
+    def _stage(self, room: int | None, settings: str | None = None) -> Callable[[NamedTensors], Place]:
+        """`settings`: of `stage_adapter`; the empty adapter leaves the model as it was started."""
+        if self._adapters:
+            return partial(stage_adapter, self.model, self.vllm_config, settings)
+        return partial(stage_weights, self.model, self.vllm_config, self.device, room)
+
+    def init_transfer_engine(self, init_info: NoInfo) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to do: an update is one call, so that it cannot be left half made."""
+
+    def receive_weights(self, update_info: NoUpdate) -> None:
+        """Refused: vLLM's own session has no revert."""
+        raise RuntimeError("weights come through /distill/v1/update alone")
+
+    def finish_weight_update(self) -> None:
+        """Nothing to do."""
+
+    def shutdown(self) -> None:
+        """Let go of the trainer; a reception under way ends with its time-out."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+# --- what the API process calls -------------------------------------------------------------------------
+
+
+class WorkerExtension:
+    """What the API process may call in every vLLM worker by `collective_rpc`; arguments are plain data.
+
+    Named by `--worker-extension-cls`: vLLM adds it to its worker's base classes, so `self` is a vLLM worker
+    and all names carry a prefix. An update runs: distill_prepare, then distill_prepared until it is done,
+    while generating; pause, distill_apply, distill_revert of all if any failed, resume, distill_settle.
+    """
+
+    weight_transfer_engine: CheckpointEngine
+    vllm_config: Any
+    model_runner: Any
+    rank: int
+    distill_record: RouteRecord | None = None
+    """Set by the first `distill_record_routes`."""
+
+    def distill_prepare(self, update: dict[str, Any]) -> None:
+        """Begin to stage an `Update`; see `distill_prepared`."""
+        self.weight_transfer_engine.prepare(convert(update, Update), self.rank)
+
+    def distill_prepared(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.progress()
+
+    def distill_apply(self) -> str | None:
+        """Put in place what is staged: why that failed in this worker; None: it holds the new version."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.swap.apply()
+        return self.weight_transfer_engine.swap.error
+
+    def distill_settle(self) -> None:
+        """After an update that succeeded in all workers."""
+        self.weight_transfer_engine.settle()
+
+    def distill_revert(self) -> None:
+        """Load what was held before the last update (before the first one: what the engine was started with),
+        or end this process."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.swap.revert_or_end()
+
+    def distill_digests(self) -> dict[str, str] | None:
+        """Checkpoint tensor name → BLAKE3 hex of the bytes last given to the loader; None: none were."""
+        return self.weight_transfer_engine.swap.digests
+
+    def distill_record_routes(self) -> dict[str, Any]:
+        """Record the experts of every token from now on; again changes nothing. Call it before any request.
+
+        {"layers": M, "chosen": K, "experts": E}, or {"error": why this engine cannot}; where it records them
+        itself, "native" lists the layers that have experts. {} of all workers but the first: those of a
+        tensor-parallel replica choose alike.
+        """
+        from sync.vllm.vllm_routing import native_routes, record_routes  # only for students with experts
+
+        if self.rank > 0:
+            return {}
+        if native := native_routes(self.model_runner, self.vllm_config):
+            return {"native": native.layers, **native.shape._asdict()}
+        try:
+            if self.distill_record is None:
+                self.distill_record = record_routes(self.model_runner, self.vllm_config)
+        except ConfigError as error:
+            return {"error": str(error)}
+        return self.distill_record.shape._asdict()
+
+    def distill_routes(self, requests: list[str]) -> list[dict[str, Any] | None]:
+        """For each of these requests, which gave out their completions: its message for `routing.routes_of`.
+        They are forgotten here. None of all workers but the first."""
+        record = self.distill_record
+        return [None if record is None else record.take(record.named(request)) for request in requests]

@@ -1,0 +1,97 @@
+"""Checkpoint tensors as one run of bytes, cut into buckets whose size does not depend on the tensors'."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from blake3 import blake3
+
+from sync.base.errors import SnapshotError
+from sync.weights.snapshots.checkpoint import TensorMeta, hasher, tensor_bytes
+
+BUCKET_BYTES: Final = 64 << 20
+"""What is gathered and sent at once."""
+_ALIGN: Final = 16
+
+
+class Piece(NamedTuple):
+    """Bytes [start, stop) of a plan, all of one tensor."""
+
+    meta: TensorMeta
+    start: int
+    stop: int
+
+
+class Plan:
+    """Tensors one behind the other, each from its offset on, a multiple of 16; `nbytes` in all.
+
+    `adapter_config`: the text of an adapter's adapter_config.json; None: the tensors are a whole checkpoint.
+    Raises SnapshotError for a dtype that torch lacks.
+    """
+
+    def __init__(
+        self,
+        metas: Sequence[TensorMeta],
+        bucket_bytes: int = BUCKET_BYTES,
+        adapter_config: str | None = None,
+    ) -> None:
+        self.metas, self.bucket_bytes, self.adapter_config = list(metas), bucket_bytes, adapter_config
+        sizes = [-(-nbytes(meta) // _ALIGN) * _ALIGN for meta in self.metas]
+        *self.offsets, self.nbytes = itertools.accumulate(sizes, initial=0)
+        starts = range(0, self.nbytes, bucket_bytes)
+        self.buckets = [range(start, min(start + bucket_bytes, self.nbytes)) for start in starts]
+        """Bytes of each; tensors may begin in one and end in another."""
+
+    def pieces(self, bucket: range) -> Iterator[Piece]:
+        """What a bucket holds of tensors, in order; the bytes between two are zero."""
+        first = max(0, bisect.bisect_right(self.offsets, bucket.start) - 1)
+        for meta, offset in zip(self.metas[first:], self.offsets[first:], strict=True):
+            if offset >= bucket.stop:
+                break
+            start, stop = max(offset, bucket.start), min(offset + nbytes(meta), bucket.stop)
+            if start < stop:
+                yield Piece(meta, start, stop)
+
+    def tensors(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All of them by name, from all bytes, whose memory they share."""
+        return {meta.name: _view(whole, meta, at) for meta, at in zip(self.metas, self.offsets, strict=True)}
+
+
+class Digests:
+    """BLAKE3 of every tensor of a plan, while its buckets go by in order."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._hashes: dict[str, blake3] = {meta.name: hasher(nbytes(meta)) for meta in plan.metas}
+
+    def update(self, bucket: range, flat: torch.Tensor) -> None:
+        """The next bucket, uint8."""
+        host = flat.cpu()
+        for piece in self._plan.pieces(bucket):
+            part = host[piece.start - bucket.start : piece.stop - bucket.start]
+            self._hashes[piece.meta.name].update(tensor_bytes(part))
+
+    def found(self) -> dict[str, str]:
+        """Tensor → hex, after the last bucket."""
+        return {name: one.hexdigest() for name, one in self._hashes.items()}
+
+
+def nbytes(meta: TensorMeta) -> int:
+    """Bytes of a tensor."""
+    return math.prod(meta.shape) * _dtype(meta).itemsize
+
+
+def _dtype(meta: TensorMeta) -> torch.dtype:
+    dtype = getattr(torch, meta.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SnapshotError(f"tensor {meta.name!r} has dtype {meta.dtype!r}: torch has no such dtype")
+    return dtype
+
+
+def _view(whole: torch.Tensor, meta: TensorMeta, offset: int) -> torch.Tensor:
+    return whole[offset : offset + nbytes(meta)].view(_dtype(meta)).view(meta.shape)

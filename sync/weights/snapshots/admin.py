@@ -1,0 +1,230 @@
+"""Look after a store of versions: list, verify, collect garbage, export. Nothing is printed here."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from sync.base.errors import SnapshotError, StoreError
+from sync.weights.snapshots.lease import leased
+from sync.weights.snapshots.manifest import (
+    Manifest,
+    manifest_key,
+    named,
+    read_latest,
+    read_manifest,
+    versions,
+)
+from sync.weights.stores import Store
+from sync.weights.subscribe import Mirror
+from sync.wire import Version
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One published version."""
+
+    version: Version
+    kind: Literal["full", "delta", "lora"]
+    base: Version | None
+    parent: Version | None
+    bytes: int
+    full_bytes: int
+    created: float
+    """Unix time, seconds."""
+    latest: bool
+    """LATEST names it."""
+
+
+@dataclass(frozen=True)
+class Odd:
+    """An entry of the store that cannot be used; it is reported and left where it is."""
+
+    name: str
+    """Of a version, a folder or a key; printable."""
+    problem: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Whether one version can be read back, byte for byte."""
+
+    version: Version | str
+    """A name where a folder has one that is no version's."""
+    problem: str | None
+    """None: every file and every tensor of it is what the trainer had."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What garbage collection did, or would do."""
+
+    kept: list[Version]
+    removed: list[Version]
+    bytes: int
+    """Freed; files without a manifest are not counted."""
+    odd: list[Odd] = field(default_factory=list)
+    """What could not be read or removed; nothing that may be built on it is removed."""
+
+
+_OF_MANIFEST: Final = ("version", "kind", "base", "parent", "bytes", "full_bytes", "created")
+
+
+def ls(store: Store, run: str) -> list[Listed | Odd]:
+    """Published versions, oldest first, then what is there and cannot be used."""
+    held = _read(store, run)
+    listed = [
+        Listed(**{name: getattr(manifest, name) for name in _OF_MANIFEST}, latest=version == held.latest)
+        for version, manifest in held.manifests.items()
+    ]
+    return [*listed, *held.odd]
+
+
+def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verified]:
+    """Read every version as a replica would, oldest first.
+
+    Takes room for two checkpoints in a temporary folder inside `work` (None: the system's).
+    """
+    with (
+        tempfile.TemporaryDirectory(dir=work) as folder,
+        Mirror(Path(folder) / "mirror", store, run) as mirror,
+    ):
+        for version in versions(store, run):
+            problem = None
+            try:
+                mirror.stage(version)
+                mirror.promote(version)
+            except (SnapshotError, StoreError) as error:
+                problem = str(error)
+            yield Verified(version, problem)
+    for odd in _folders(store, run)[1]:
+        yield Verified(odd.name, odd.problem)
+
+
+def gc(
+    store: Store,
+    run: str,
+    keep_anchors: int,
+    grace_seconds: float = 3600.0,
+    dry_run: bool = False,
+    now: float | None = None,
+) -> Collected:
+    """Remove versions that no reader needs.
+
+    Kept are what LATEST names; the `keep_anchors` newest anchors, by version, and the deltas built on them;
+    chains to leased versions; and what a newer anchor made superfluous less than `grace_seconds` ago, as
+    a reader may have set out before. Removed is the rest, and files without a manifest that lie below what
+    LATEST named before anything was listed: what is being published comes after that. Manifests go first, so
+    that no reader sets out on a chain whose files are going. `now` is Unix time in seconds; None: the clock.
+    """
+    held = _read(store, run)
+    manifests = held.manifests
+    now = time.time() if now is None else now
+    needed = _needed(held, keep_anchors, now - grace_seconds)
+    leases, odd_leases = leased(store, run, now)
+    for link in leases | ({held.latest} if held.latest else set()):
+        version: Version | None = link
+        while version is not None and version not in needed:
+            needed.add(version)
+            version = manifests[version].base if version in manifests else None
+    removed = [version for version in manifests if version not in needed]
+    left = [version for version in held.bare if held.latest and version < held.latest]
+    removed += [version for version in left if not store.exists(manifest_key(run, version))]
+    odd = held.odd + [Odd(ascii(key), problem) for key, problem in odd_leases.items()]
+    if not dry_run:
+        for version in removed:
+            odd += _remove(store, run, version)
+    freed = sum(manifests[version].bytes for version in removed if version in manifests)
+    return Collected([version for version in manifests if version in needed], removed, freed, odd)
+
+
+def export(store: Store, run: str, version: Version, folder: Path) -> None:
+    """Write a version as a Hugging Face checkpoint folder (for kind "lora": as an adapter folder).
+
+    Raises SnapshotError when `folder` exists and is not empty, or the version does not verify.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise SnapshotError(f"{folder} is not empty: export {version} into a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as work,
+        Mirror(Path(work) / "mirror", store, run) as mirror,
+    ):
+        staged = mirror.stage(version)
+        if folder.exists():
+            folder.rmdir()
+        shutil.move(staged.path, folder)
+
+
+@dataclass
+class _Held:
+    """What a store holds of a run."""
+
+    bare: list[Version]
+    """With files and without a manifest."""
+    odd: list[Odd]
+    latest: Version | None
+    """What LATEST named before the rest was read."""
+    manifests: dict[Version, Manifest] = field(default_factory=dict)
+    """Oldest version first."""
+    unreadable: set[Version] = field(default_factory=set)
+    """With a manifest that cannot be read."""
+
+
+def _read(store: Store, run: str) -> _Held:
+    latest, problem = None, None
+    try:
+        latest = read_latest(store, run)
+    except (SnapshotError, StoreError) as error:
+        problem = Odd("LATEST", str(error))
+    found, odd = _folders(store, run)
+    published = versions(store, run)
+    held = _Held(sorted(found - set(published)), odd + ([problem] if problem else []), latest)
+    for version in published:
+        try:
+            held.manifests[version] = read_manifest(store, run, version)
+        except (SnapshotError, StoreError) as error:
+            held.unreadable.add(version)
+            held.odd.append(Odd(str(version), str(error)))
+    return held
+
+
+def _folders(store: Store, run: str) -> tuple[set[Version], list[Odd]]:
+    """Versions with a folder, and folders that look like versions and are none."""
+    names = sorted({key.split("/")[1] for key in store.list(f"{run}/L") if key.count("/") > 1})
+    pairs = list(named(names))
+    why = "it is no version's name, such as L000-v00000012: nothing here reads or removes it"
+    odd = [Odd(ascii(name), why) for name, version in pairs if version is None]
+    return {version for _, version in pairs if version is not None}, odd
+
+
+def _needed(held: _Held, keep_anchors: int, since: float) -> set[Version]:
+    """Versions to keep for their own sake, or because their base is unknown; see `gc`."""
+    manifests = held.manifests
+    anchors = [version for version, manifest in manifests.items() if manifest.base is None]
+    settled = sum(manifests[version].created <= since for version in anchors)
+    kept = set(anchors[max(0, settled - keep_anchors) :]) | held.unreadable
+    roots: dict[Version, Version] = {}  # of each chain; a base is older than what is built on it
+    for version, manifest in manifests.items():
+        roots[version] = version if manifest.base is None else roots.get(manifest.base, manifest.base)
+    return {version for version, root in roots.items() if root in kept}
+
+
+def _remove(store: Store, run: str, version: Version) -> list[Odd]:
+    """Delete a version's manifest, then its files; what could not be deleted."""
+    odd = []
+    for key in [manifest_key(run, version), *store.list(f"{run}/{version}/")]:
+        try:
+            store.delete(key)
+        except StoreError as error:
+            odd.append(Odd(ascii(key), str(error)))
+    logger.info("removed %s of run %s", version, run)
+    return odd

@@ -1,0 +1,255 @@
+"""A Hugging Face checkpoint folder as flat, memory-mapped arrays of bits, in checkpoint coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+
+from sync.base.decoding import json_decoder
+from sync.base.errors import SnapshotError, StoreError
+from sync.weights.stores import check_key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KINDS: Final = {
+    "BF16": ("bf16", "<u2"),
+    "F16": ("f2", "<u2"),
+    "F32": ("f4", "<u4"),
+    "F64": ("f8", "<u8"),
+    "F8_E4M3": ("e4m3", "u1"),
+    "F8_E5M2": ("e5m2", "u1"),
+    "I64": ("i8", "<u8"),
+    "I32": ("i4", "<u4"),
+    "I16": ("i2", "<u2"),
+    "I8": ("i1", "u1"),
+    "U8": ("u1", "u1"),
+    "BOOL": ("bool", "u1"),
+}
+BITS: Final[dict[str, np.dtype]] = {kind: np.dtype(bits) for kind, bits in _KINDS.values()}
+"""Kind of element → numpy type that holds its bits."""
+_MOST_HEADER: Final = 1 << 24
+"""Bytes; a hundred thousand tensors' names and places."""
+_UNREADABLE: Final = (SafetensorError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class TensorAt(NamedTuple):
+    """Where a tensor lies."""
+
+    file: Path
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+    nbytes: int
+
+
+def tensors(folder: Path) -> dict[str, TensorAt]:
+    """Every tensor of every *.safetensors file in `folder`, by name.
+
+    Raises SnapshotError when there is none, when a file is damaged, or when a name appears twice.
+    """
+    found: dict[str, TensorAt] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in _read_header(file):
+            if name in found:
+                raise SnapshotError(
+                    f"{name!r} is in {found[name].file} and in {file}: the checkpoint is damaged"
+                )
+            found[name] = tensor
+    if not found:
+        raise SnapshotError(f"{folder} has no tensor in *.safetensors files: it is no checkpoint folder")
+    return found
+
+
+def let_others_read(folder: Path) -> None:
+    """Give the weights in a folder that `save_pretrained` wrote the permissions of its config.
+
+    safetensors writes files that their owner alone may read.
+    """
+    mode = next(folder.glob("*config.json")).stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, TensorAt]]:
+    """Names and places of the tensors in one file. safetensors itself refuses what does not tile the file."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(min(length, _MOST_HEADER))
+    if len(text) < length:
+        raise SnapshotError(f"{file} states a header of {length} bytes: it was cut or altered")
+    try:
+        with safe_open(file, framework="numpy"):
+            entries = msgspec.json.decode(text)
+    except _UNREADABLE as error:
+        raise SnapshotError(f"{file} cannot be read as safetensors: {error}; it was cut or altered") from None
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        if (dtype := entry["dtype"]) not in _KINDS:
+            raise SnapshotError(
+                f"tensor {name!r} of {file} has dtype {dtype}: use one of {', '.join(_KINDS)}"
+            )
+        start, end = entry["data_offsets"]
+        yield name, TensorAt(file, _KINDS[dtype][0], tuple(entry["shape"]), 8 + length + start, end - start)
+
+
+def bits(places: Mapping[str, TensorAt], writable: bool = False) -> dict[str, np.ndarray]:
+    """Flat memory-mapped bits of each tensor; with `writable`, changes go to the files."""
+    maps: dict[Path, np.ndarray] = {}
+    out = {}
+    for name, place in places.items():
+        if place.file not in maps:
+            maps[place.file] = np.memmap(place.file, np.uint8, "r+" if writable else "r")
+        raw = maps[place.file][place.offset : place.offset + place.nbytes]
+        out[name] = np.asarray(raw).view(BITS[place.kind])
+    return out
+
+
+def digest(array: np.ndarray) -> str:
+    """BLAKE3 hex of an array's bytes (1-D, contiguous)."""
+    return blake3(array.view(np.uint8).data).hexdigest()
+
+
+def model_fingerprint(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+    """BLAKE3 hex over the names, shapes and kinds (such as "bf16") of a model's checkpoint tensors."""
+    lines = (
+        f"{name}\0{','.join(map(str, shape))}\0{kind}\n" for name, (shape, kind) in sorted(shapes.items())
+    )
+    return blake3("".join(lines).encode()).hexdigest()
+
+
+def fingerprint(folder: Path) -> str:
+    """`model_fingerprint` of a checkpoint folder."""
+    return fingerprint_of(tensors(folder))
+
+
+def fingerprint_of(places: Mapping[str, TensorAt]) -> str:
+    """`model_fingerprint` of a checkpoint's tensors."""
+    return model_fingerprint({name: (place.shape, place.kind) for name, place in places.items()})
+
+
+# --- what may travel ------------------------------------------------------------------------------------
+
+
+# Weights as safetensors, settings and vocabularies: nothing that could run leaves a trainer through a store,
+# and nothing that could is taken from one.
+_ENDINGS: Final = frozenset(
+    (".safetensors", ".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+)
+_MOST_SETTINGS: Final = 1 << 23
+"""Bytes; a tokenizer with thousands of added tokens has one or two million."""
+_CODE: Final = ("auto_map", "megatron_config")
+"""Settings by which transformers and peft import code that a folder names."""
+
+
+def refused(key: str) -> str | None:
+    """Why no reader takes this file of an anchor; None: they do."""
+    if not key.startswith("model/"):
+        return "it is outside of model/"
+    if PurePosixPath(key).suffix not in _ENDINGS or key.endswith(".bin.index.json"):
+        return "a store holds safetensors and settings, never pickles or code"
+    try:
+        check_key(key)
+    except StoreError as error:
+        return str(error)
+    return None
+
+
+def without_code(path: Path) -> bytes | Path:
+    """A file of a folder as it is published: a config file without the settings that name code."""
+    if not path.name.endswith("config.json"):
+        return path
+    settings = _settings(path)
+    kept = {name: value for name, value in settings.items() if name not in _CODE}
+    return path if len(kept) == len(settings) else msgspec.json.format(msgspec.json.encode(kept), indent=2)
+
+
+def check_no_code(folder: Path) -> None:
+    """Raises SnapshotError when a config file names code."""
+    for path in folder.rglob("*config.json"):
+        settings = _settings(path)
+        for name in (name for name in _CODE if bytes(settings.get(name, b"null")) != b"null"):
+            raise SnapshotError(
+                f"{path.name} from a store has {name!r}, by which a loader would run code: model code comes "
+                "from student.path alone; the file was altered, or published by an older release"
+            )
+
+
+def _settings(path: Path) -> dict[str, msgspec.Raw]:
+    """A config file's settings, undecoded. Raises SnapshotError when it has none."""
+    try:
+        if (size := path.stat().st_size) > _MOST_SETTINGS:
+            raise SnapshotError(f"{path} has {size} bytes, settings take at most {_MOST_SETTINGS}")
+        return json_decoder(dict[str, msgspec.Raw]).decode(path.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SnapshotError(f"{path} is no file of settings: {error}; it was altered") from None
+
+
+# --- as torch tensors -----------------------------------------------------------------------------------
+
+
+NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
+_THREADED: Final = 1 << 20
+"""Bytes from which hashing with several threads pays."""
+
+
+class TensorMeta(NamedTuple):
+    """A checkpoint tensor without its bytes; `dtype` is torch's name, such as "bfloat16"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The row-major bytes of a tensor on the CPU, without a copy when it is contiguous."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """BLAKE3 hex of a tensor's bytes."""
+    data = tensor_bytes(tensor.cpu())
+    return hasher(data.nbytes).update(data).hexdigest()
+
+
+def hasher(nbytes: int) -> blake3:
+    """For so many bytes, by several threads where that pays."""
+    return blake3(max_threads=blake3.AUTO if nbytes >= _THREADED else 1)
+
+
+def digesting(tensors: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Pass tensors on, noting in `digests` the digest of each just before it is handed over.
+
+    Raises SnapshotError when a name comes twice.
+    """
+    for name, tensor in tensors:
+        if name in digests:
+            raise SnapshotError(f"tensor {name!r} comes twice in one checkpoint: publish it again")
+        digests[name] = tensor_digest(tensor)
+        yield name, tensor
+
+
+def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Memory-mapped tensors of every *.safetensors file in a folder, in the order they lie in.
+
+    Raises SnapshotError when there is no such file, or one is cut.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SnapshotError(f"{folder} has no *.safetensors file: it is no checkpoint folder")
+    for path in files:
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                for name in file.offset_keys():
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise SnapshotError(f"{path} cannot be read as safetensors: {error}") from None

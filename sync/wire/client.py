@@ -1,0 +1,369 @@
+"""Clients of one process over HTTP: requests with retries, bounded answers, connections.
+
+A request is POST (or GET without a body); a refusal is JSON `{"error": text}` with a 4xx status: 429 with
+Retry-After when the peer is full, 413 when it takes less at once, 421 when it serves another run
+(`sync.wire.claims`), 410 to a server that was replaced. An answer is read up to a limit and never
+decompressed: a few kilobytes of gzip can stand for gigabytes. The server's half is `sync.wire.server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any, Final, Self, TypeVar
+
+import aiohttp
+import httpx
+
+from sync.base.address import Address, Place, checked_url
+from sync.base.errors import ConfigError, Overloaded, Unreachable, WireError, WrongServer
+from sync.base.retry import retrying, retrying_async
+from sync.wire import CONTENT_TYPE, Message, decode, encode
+from sync.wire.answers import MAX_ANSWER, MAX_REFUSAL, MAX_SMALL, Answer, Unavailable, check_plain
+from sync.wire.claims import MODEL_HEADER, Claim
+
+MAX_FRAME: Final = 1 << 30
+"""Bytes of one frame of a stream."""
+IDLE_SECONDS: Final = 4.0
+"""A connection is used again within it: uvicorn, in vLLM, closes one after 5 s."""
+PROBE_SECONDS: Final = 60
+"""How often a connection without traffic is probed: a lost one ends an answer that has no time limit."""
+LARGE_BODY: Final = 1 << 20
+"""Bytes of a request that is sent in pieces, between which others run."""
+
+_FAILED: Final = (aiohttp.ClientError, httpx.RequestError, TimeoutError)
+"""No answer, or not all of it."""
+_RETRIED: Final = (Overloaded, Unavailable, *_FAILED)
+
+M = TypeVar("M", bound=Message)
+
+
+async def _read(response: aiohttp.ClientResponse, limit: asyncio.Timeout, most: int) -> Answer:
+    """The whole answer, before `limit`, which grows with it (`Answer.more_seconds`)."""
+    answer, ends = Answer(str(response.url), response.status, response.headers, most), limit.when()
+    async for part in response.content.iter_any():
+        answer.add(part)
+        if ends is not None:
+            limit.reschedule(ends + answer.more_seconds)
+    return answer
+
+
+def _headers(token: str | None) -> dict[str, str]:
+    bearer = {"authorization": f"Bearer {token}"} if token else {}
+    return {"accept-encoding": "identity", "content-type": CONTENT_TYPE, **bearer}
+
+
+def _unreachable(url: str, limit: float, error: Exception) -> Unreachable:
+    what = f"{type(error).__name__}: {error}"
+    return Unreachable(f"{url} did not answer within {limit:.0f} s ({what}): is the process running?")
+
+
+def _check_model(url: str, headers: Mapping[str, str], expected: str | None) -> None:
+    """Raise WrongServer for an answer of another model than `expected`; None: of any."""
+    model = headers.get(MODEL_HEADER)
+    if expected not in (None, model):
+        raise WrongServer(
+            f"{url} answers with model {model}, and {expected} was checked when the run started: "
+            "start the teacher again with the model of this run's configuration"
+        )
+
+
+def _left(deadline: float) -> float:
+    """Seconds that the next try may take."""
+    return max(0.1, deadline - time.monotonic())
+
+
+# --- clients ----------------------------------------------------------------------------------------------
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """One for all clients: making it takes 20 ms."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
+def _probed_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket for an address as of getaddrinfo, with TCP keepalive."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        made.setsockopt(socket.IPPROTO_TCP, option, PROBE_SECONDS)
+    return made
+
+
+class Peer:
+    """Asynchronous client of one process. Use inside `async with`, or call `aclose()`.
+
+    Raises ConfigError when made with a URL where no server can be. One whose Address has no URL yet is not
+    reached, as one that does not answer.
+    `call` retries with backoff what is safe to retry (no connection, 502-504, 429 as told) until `timeout`
+    seconds have passed in all, then raises Unreachable (Overloaded for 429). A time limit is of the whole
+    exchange; a long answer has a second more for every 256 KiB that have come (`sync.wire.answers.SLOWEST`).
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        token: str | None = None,
+        timeout: float = 60.0,
+        claim: Claim | None = None,
+    ) -> None:
+        """`claim`: the run that requests are made for; None: they name none."""
+        self._address = place if isinstance(place, Address) else Address(place, place)
+        self.timeout = timeout
+        self.model: str | None = None
+        """What a teacher's answers must be of (`TeacherInfo.fingerprint`); None: anything."""
+        self._claim = claim or Claim()
+        if token and httpx.URL(self._address.url or "").userinfo:
+            raise ConfigError(
+                "a server's URL holds a user's name, and there is a bearer token: a request carries one of "
+                "both, so leave the name and its password out"
+            )
+        self._headers = _headers(token)
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """Where it is now, for people and as a key; its name while it has not registered."""
+        return str(self._address)
+
+    @property
+    def placed(self) -> bool:
+        return self._address.url is not None
+
+    async def __aenter__(self) -> Peer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    @asynccontextmanager
+    async def _open(
+        self, path: str, content: bytes | None, headers: Mapping[str, str], timeout: float | None
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
+        """POST `content`, GET when None. `timeout`: seconds until the end, which the Timeout can put off.
+
+        aiohttp sends a GET again, once, when its connection turns out to be closed.
+        """
+        if self._closed:
+            raise Unreachable(f"the client of {self.url} is closed")
+        if (url := self._address.url) is None:
+            raise aiohttp.ClientConnectionError(
+                f"{self._address.name} has not registered with the controller"
+            )
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_probed_socket
+                ),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+        connect = min(5.0, self.timeout if timeout is None else timeout)
+        limits = aiohttp.ClientTimeout(total=None, connect=connect, sock_connect=connect, sock_read=timeout)
+        data = io.BytesIO(content) if content and len(content) > LARGE_BODY else content
+        method, tls = "GET" if content is None else "POST", _tls() if url.startswith("https:") else True
+        async with asyncio.timeout(timeout) as limit:
+            async with self._session.request(
+                method, url + path, data=data, headers=headers, allow_redirects=False, timeout=limits, ssl=tls
+            ) as response:
+                yield response, limit
+
+    async def alive(self) -> bool:
+        """Whether /health answers 200 within two seconds."""
+        try:
+            async with self._open("/health", None, {}, timeout=2.0) as (response, _):
+                return response.status == 200
+        except (Unreachable, *_FAILED):
+            return False
+
+    async def call(
+        self,
+        path: str,
+        body: Message | None,
+        kind: type[M],
+        timeout: float | None = None,
+        most: int = MAX_SMALL,
+    ) -> M:
+        """POST `body` (GET when None) and decode the answer, of up to `most` bytes, as `kind`."""
+        limit = timeout or self.timeout
+        deadline, content = time.monotonic() + limit, None if body is None else encode(body)
+
+        async def attempt() -> memoryview:
+            return (await self._send(path, content, _left(deadline), most)).body(retry=True)
+
+        try:
+            return decode(await retrying_async(_RETRIED, within=limit)(attempt), kind)
+        except (*_FAILED, Unavailable) as error:
+            raise _unreachable(self.url + path, limit, error) from None
+
+    async def once(
+        self, path: str, body: bytes | None, timeout: float | None, most: int = MAX_ANSWER
+    ) -> memoryview:
+        """POST an encoded body (GET when None), a single time: for callers that retry elsewhere.
+
+        Raises Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError.
+        None: no limit once it is connected.
+        """
+        try:
+            return (await self._send(path, body, timeout, most)).only()
+        except _FAILED as error:
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+
+    async def _send(self, path: str, content: bytes | None, timeout: float | None, most: int) -> Answer:
+        async with self._open(path, content, self._claim.headers(), timeout) as (response, limit):
+            self._check(response)
+            return await _read(response, limit, most)
+
+    def _check(self, response: aiohttp.ClientResponse) -> None:
+        """Raises WrongServer when the answer is another run's or another model's."""
+        if response.status == 200:
+            self._claim.check(self.url, response.headers)
+            _check_model(self.url, response.headers, self.model)
+
+    async def stream(self, path: str, body: Message, kind: type[M]) -> AsyncIterator[M]:
+        """POST `body` and yield the frames of the answer as they come.
+
+        Nothing is retried: a lost connection raises Unreachable, and the caller knows which frames it has.
+        There is no time limit of an answer with status 200 (a long completion is no fault).
+        """
+        try:
+            async with self._open(path, encode(body), self._claim.headers(), None) as (response, limit):
+                if response.status != 200:
+                    limit.reschedule(asyncio.get_running_loop().time() + self.timeout)
+                    (await _read(response, limit, MAX_REFUSAL)).body(retry=False)
+                check_plain(self.url + path, response.headers)
+                self._check(response)
+                buffer = bytearray()
+                async for chunk in response.content.iter_any():
+                    buffer += chunk
+                    while len(buffer) >= 4 and len(buffer) - 4 >= (n := _frame_length(buffer)):
+                        message = decode(bytes(buffer[4 : 4 + n]), kind)
+                        del buffer[: 4 + n]
+                        yield message
+                if buffer:
+                    raise Unreachable(f"{self.url}{path} ended in the middle of a frame")
+        except _FAILED as error:
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+
+
+class Processes:
+    """Clients of all processes of one server. Use inside `async with`, or call `aclose()`."""
+
+    def __init__(
+        self, what: str, places: Sequence[Place], token: str | None, timeout: float, claim: Claim | None
+    ) -> None:
+        """`what`: the server in words. Raises ConfigError when it has no process."""
+        if not places:
+            raise ConfigError(f"{what} has no urls: give at least one")
+        self._what, self._peers = what, [Peer(place, token, timeout, claim) for place in places]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(peer.aclose() for peer in self._peers))
+
+    async def agreed(self, path: str, kind: type[M], timeout: float | None = None) -> M:
+        """What all of them answer. Raises ConfigError when they differ."""
+        return self._same(await self._answers(path, kind, timeout))
+
+    async def _answers(self, path: str, kind: type[M], timeout: float | None) -> list[M]:
+        return await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
+
+    def _same(self, answers: Sequence[M]) -> M:
+        """Their one answer. Raises ConfigError when they differ."""
+        for peer, answer in zip(self._peers, answers, strict=True):
+            if answer != answers[0]:
+                raise ConfigError(
+                    f"processes of {self._what} differ: {peer.url} serves {answer}, {self._peers[0].url} "
+                    f"serves {answers[0]}: start them from the same configuration"
+                )
+        return answers[0]
+
+
+class BlockingPeer:
+    """Synchronous client of one process, for code that has no event loop. Behaves like `Peer`."""
+
+    def __init__(
+        self, url: str, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
+    ) -> None:
+        self.url = checked_url(url).rstrip("/")
+        self.timeout = timeout
+        self._claim = claim or Claim()
+        self._http = httpx.Client(
+            base_url=self.url, headers=_headers(token), timeout=timeout, trust_env=False
+        )
+
+    def call(
+        self,
+        path: str,
+        body: Message | None,
+        kind: type[M],
+        timeout: float | None = None,
+        most: int = MAX_SMALL,
+    ) -> M:
+        """As `Peer.call`.
+
+        A single try takes at most the client's own `timeout`, all of them at most this one. A peer that falls
+        silent within an answer is noticed a `timeout` after its last byte.
+        """
+        limit = timeout or self.timeout
+        deadline, content = time.monotonic() + limit, None if body is None else encode(body)
+
+        def attempt() -> memoryview:
+            return self._send(path, content, min(self.timeout, _left(deadline)), most).body(retry=True)
+
+        try:
+            return decode(retrying(_RETRIED, within=limit)(attempt), kind)
+        except (*_FAILED, Unavailable) as error:
+            raise _unreachable(self.url + path, limit, error) from None
+
+    def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> memoryview:
+        """As `Peer.once`; `model`: that the answer must be of (`TeacherInfo.fingerprint`), None: any."""
+        try:
+            answer = self._send(path, body, timeout, MAX_ANSWER)
+        except _FAILED as error:
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+        content = answer.only()
+        _check_model(self.url, answer.headers, model)
+        return content
+
+    def _send(self, path: str, content: bytes | None, timeout: float, most: int) -> Answer:
+        method, ends = "GET" if content is None else "POST", time.monotonic() + timeout
+        headers = self._claim.headers()
+        with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
+            if response.status_code == 200:
+                self._claim.check(self.url, response.headers)
+            answer = Answer(str(response.url), response.status_code, response.headers, most)
+            for part in response.iter_raw():
+                answer.add(part)
+                if time.monotonic() > ends + answer.more_seconds:
+                    raise httpx.ReadTimeout(f"only {len(answer.content)} bytes of the answer came in time")
+            return answer
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _frame_length(buffer: bytearray) -> int:
+    """Bytes of the frame that `buffer` begins with. Raises WireError for more than any frame has."""
+    if (length := int.from_bytes(buffer[:4], "little")) > MAX_FRAME:
+        raise WireError(f"a frame of {length} bytes is announced, the limit is {MAX_FRAME}: it is no frame")
+    return length

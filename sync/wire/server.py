@@ -1,0 +1,296 @@
+"""The server's half of HTTP between processes: who is admitted, what is read and answered, where it listens.
+
+A bearer token guards every route but /health; headers name the run that asks and the one that answers
+(`sync.wire.claims`). The clients' half is `sync.wire.client`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import logging
+import socket
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+from starlette.types import Message as Event
+
+from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, token_from_environment
+from sync.base.errors import ConfigError, DistillError, Overloaded, WireError, WrongServer
+from sync.base.secrets import redact_process
+from sync.wire import CONTENT_TYPE, Message, decode, encode
+from sync.wire.claims import MISDIRECTED, MODEL_HEADER, RUN_HEADER, Claim, parse
+
+MAX_BODY: Final = 1 << 30
+"""Bytes of a request."""
+ON_LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+"""Environment of a process that has to do with this machine alone: where gloo and vLLM listen."""
+NCCL_ON_LOOPBACK: Final = {"NCCL_SOCKET_IFNAME": "lo"}
+"""The same for NCCL, where no broadcast leaves this machine either."""
+
+M = TypeVar("M", bound=Message)
+
+
+# --- who is admitted ------------------------------------------------------------------------------------
+
+
+def stray(scope: Scope) -> str | None:
+    """Why a request was not meant for this server; None: it was.
+
+    A page in a browser of this machine reaches loopback too, under its own origin, or under a name of its own
+    that is made to resolve to loopback (DNS rebinding). Nothing of a run sends an origin, or another name.
+    """
+    headers = dict(scope["headers"])
+    if (origin := headers.get(b"origin")) is not None:
+        return f"it comes from a page of {origin.decode('latin-1')}, and this server is not for browsers"
+    server, host = scope.get("server"), headers.get(b"host", b"").decode("latin-1")
+    if server is None or not is_loopback(server[0]):
+        return None
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    if is_loopback(name) or name == socket.gethostname().lower():
+        return None
+    return f"it is for the host {host!r}, and this server is reached as 127.0.0.1 or localhost"
+
+
+class TokenGuard:
+    """ASGI middleware: 403 for what is not for this server (`stray`), 401 unless the bearer token fits.
+
+    /health needs no token; where none is set, nothing does.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+        self.app = app
+        self._token = token if token is not None else token_from_environment()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (problem := stray(scope)) is not None:
+            await refuse(403, f"the request is refused: {problem}")(scope, receive, send)
+            return
+        if scope["type"] == "http" and self._token and scope["path"] != "/health":
+            header = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(header, b"Bearer " + self._token.encode()):
+                await refuse(401, f"this route needs the bearer token of {TOKEN_VARIABLE}")(
+                    scope, receive, send
+                )
+                return
+        await self.app(scope, receive, send)
+
+
+class RunGuard:
+    """ASGI middleware: 421 for a request of another run than `claim`'s; answers name run and model.
+
+    A request to a path of `claiming` claims a server that no run has claimed.
+    """
+
+    def __init__(
+        self, app: ASGIApp, claim: Claim | None, claiming: Collection[str] = (), model: str | None = None
+    ) -> None:
+        """`claim`: None for a server that may serve many runs; `model`: what it scores with, if it does."""
+        self.app = app
+        self._claim, self._claiming = claim, claiming
+        self._model = {} if model is None else {MODEL_HEADER: model}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def named(message: Event) -> None:
+            if message["type"] == "http.response.start":
+                served = self._claim.headers() if self._claim else {}
+                message.setdefault("headers", [])
+                MutableHeaders(scope=message).update({**self._model, **served})
+            await send(message)
+
+        try:
+            if self._claim is not None:
+                asking = parse(Headers(scope=scope).get(RUN_HEADER))
+                self._claim.admit(asking, scope["path"] in self._claiming)
+        except WireError as error:
+            await refuse(400, str(error))(scope, receive, named)
+        except WrongServer as error:
+            await refuse(MISDIRECTED, str(error))(scope, receive, named)
+        else:
+            await self.app(scope, receive, named)
+
+
+# --- requests and answers -------------------------------------------------------------------------------
+
+
+async def read_message(request: Request, kind: type[M], limit: int = MAX_BODY) -> M:
+    """Body of a request as a message of `kind`.
+
+    Raises WireError when it is none, when it is longer than `limit` bytes, or when the caller left early.
+    """
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise WireError(f"body is longer than {limit} bytes: send fewer sequences a request")
+    except ClientDisconnect:
+        raise WireError("the caller left before its request was complete") from None
+    return decode(bytes(body), kind)
+
+
+def reply(message: Message) -> Response:
+    """200 with a message."""
+    return Response(encode(message), media_type=CONTENT_TYPE)
+
+
+def refuse(status: int, text: str, retry_after: float | None = None) -> Response:
+    """A refusal that `Peer` turns into RemoteError, such as Overloaded for 429."""
+    headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
+    return JSONResponse({"error": text}, status, headers)
+
+
+# --- the application of a role --------------------------------------------------------------------------
+
+
+def process_registry() -> CollectorRegistry:
+    """Prometheus metrics of this process (start, CPU seconds, memory, open files), for those of a role."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def application(
+    routes: Sequence[Route],
+    registry: CollectorRegistry,
+    token: str | None,
+    claim: Claim | None,
+    claiming: Collection[str] = (),
+    model: str | None = None,
+    lifespan: Lifespan[Starlette] | None = None,
+    statuses: Mapping[type[DistillError], int] | None = None,
+) -> Starlette:
+    """`routes` behind both guards, with GET /metrics (Prometheus) and, unless they have one, GET /health.
+
+    `statuses`: of refusals, besides 400 for a bad message and 429 for not yet; 409 of the others. None: a
+    DistillError is an error of the server, 500.
+    """
+
+    async def health(_: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def refused(_: Request, error: Exception) -> Response:
+        known = {WireError: 400, Overloaded: 429, **(statuses or {})}
+        return refuse(known.get(type(error), 409), str(error), getattr(error, "retry_after", None))
+
+    guards = [
+        Middleware(TokenGuard, token=token),
+        Middleware(RunGuard, claim=claim, claiming=claiming, model=model),
+    ]
+    every = [*routes, Route("/health", health), Route("/metrics", metrics)]
+    handlers: Any = {} if statuses is None else {DistillError: refused}
+    return Starlette(routes=every, middleware=guards, lifespan=lifespan, exception_handlers=handlers)
+
+
+def run_role(log: logging.Logger, title: str, serve: Callable[[], None], quiet: Sequence[str] = ()) -> int:
+    """`serve`, with a log on stderr in which every line has `title`; the exit status, 2 for a DistillError.
+
+    `quiet`: loggers of which only warnings are shown.
+    """
+    redact_process()
+    form = f"%(asctime)s %(levelname)s {title} %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
+    for name in quiet:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        serve()
+    except DistillError as error:
+        log.error("%s", error)
+        return 2
+    return 0
+
+
+# --- where a server listens -----------------------------------------------------------------------------
+
+
+def check_bind(host: str, token: str | None) -> None:
+    """Refuse to listen beyond this machine without a token. Raises ConfigError."""
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"host {host!r} can be reached from other machines and no token is set: "
+            f"bind 127.0.0.1, or set {TOKEN_VARIABLE} (or {TOKEN_FILE_VARIABLE}) for every role"
+        )
+
+
+KEEP_ALIVE_SECONDS: Final = 60
+"""An idle connection is closed after it; far longer than a loop may stall. To uvicorn one is idle that was
+refused while its body was still coming, and who is cut off then does not learn of the refusal."""
+
+
+def serve_app(app: ASGIApp, host: str, port: int, grace: int) -> None:
+    """Answer on a port that a launcher may hold, until SIGTERM or SIGINT and `grace` seconds more.
+
+    Raises ConfigError when another server has the port.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=grace,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+    uvicorn.Server(config).run(sockets=[join_port(host, port)])
+
+
+def bind_alone(host: str, port: int) -> socket.socket:
+    """A socket on a free port; connections that an earlier server left behind do not count.
+
+    Raises OSError, or OverflowError for a number that is no port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for reuse in (0, 1):
+        with contextlib.ExitStack() as closing:
+            bound = closing.enter_context(socket.socket(family))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            try:
+                bound.bind((host, port))
+            except OSError as error:
+                if reuse or error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                closing.pop_all()
+                break
+    return bound
+
+
+def join_port(host: str, port: int) -> socket.socket:
+    """A socket to listen with, on a port that a launcher may hold; see `distill.launch.roles`.
+
+    Raises ConfigError when another server listens there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    joined = socket.socket(family)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        joined.setsockopt(socket.SOL_SOCKET, option, 1)
+    try:
+        joined.bind((host, port))
+        with socket.socket(family) as probe:  # servers that share a port share its calls
+            if port and probe.connect_ex((host, port)) == 0:
+                raise OSError(errno.EADDRINUSE, "another server answers there")
+    except OSError as error:
+        joined.close()
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): choose another port") from None
+    return joined
