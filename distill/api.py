@@ -68,8 +68,8 @@ def run(
     from distill.launch.run import run as launch
 
     with _alone("run"):
-        found = asyncio.run(launch(config, resume=resume, console=console, seconds=seconds))
-    return cast("Summary", found)
+        summary = asyncio.run(launch(config, resume=resume, console=console, seconds=seconds))
+    return cast("Summary", summary)
 
 
 def preflight(config: Config, *, engines: bool = False, say: Callable[[str], None] | None = None) -> Ready:
@@ -170,9 +170,9 @@ def evaluate(
     """
     from distill.launch.evaluate import evaluate_folder
 
-    given, texts = (None if path is None else Path(path) for path in (model, completions))
+    folder, texts = (None if path is None else Path(path) for path in (model, completions))
     with _alone("evaluate"):
-        return evaluate_folder(config, given, texts, say or (lambda line: None))
+        return evaluate_folder(config, folder, texts, say or (lambda line: None))
 
 
 def load_run(folder: Path | str) -> Run:

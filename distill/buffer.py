@@ -91,14 +91,14 @@ class Lineages:
         Versions of a lineage that is not known count as the model folder, step 0.
         """
         key = version, lineage
-        if (found := self._steps.get(key)) is None:
+        if (step := self._steps.get(key)) is None:
             if len(self._steps) > _CACHED:
                 self._steps.clear()
             ours = self._shared[lineage]
             theirs = self._shared[version.lineage] if version.lineage in self else {}
             common = [min(until, theirs[other]) for other, until in ours.items() if other in theirs]
-            found = self._steps[key] = min(version.step, max(common, default=0))
-        return found
+            step = self._steps[key] = min(version.step, max(common, default=0))
+        return step
 
     def owner(self, lineage: int, step: int) -> int:
         """The lineage that formed the batch of `step` on the path of `lineage`."""
@@ -144,8 +144,8 @@ def capacity(applied_step: int, depth: float, batch: int, handed_out: int, outst
 class Pace:
     """The newest steps at one depth, without the first `skip`."""
 
-    def __init__(self, most: int, skip: int = 0) -> None:
-        self._steps, self._skip = deque[tuple[float, float]](maxlen=most), skip
+    def __init__(self, count: int, skip: int = 0) -> None:
+        self._steps, self._skip = deque[tuple[float, float]](maxlen=count), skip
 
     def add(self, waited: float, seconds: float) -> bool:
         """Whether the step counts."""
@@ -196,9 +196,9 @@ class Depth:
     REST: Final = 128  # steps until the next trial after one that failed; twice as many after the next
     MORE_WAIT: Final = 0.1  # share of a step by which the trainer waits for more than when a trial succeeded
 
-    def __init__(self, most: int, least: int = 0, adaptive: bool = True) -> None:
+    def __init__(self, bound: int, least: int = 0, adaptive: bool = True) -> None:
         """`most`: the bound on the age. `least`: what a run needs to go on. Not `adaptive`: always `most`."""
-        self._bound, self._least, self._adaptive = float(most), float(least), adaptive
+        self._bound, self._least, self._adaptive = float(bound), float(least), adaptive
         self.restart()
 
     def restart(self) -> None:
@@ -361,7 +361,7 @@ def pick(
     young enough are the batch, however few; empty: everything is considered.
     """
     groups: dict[str, list[Rollout]] = {}
-    for rollout in [buffer[one] for one in among] or buffer.values():
+    for rollout in [buffer[id] for id in among] or buffer.values():
         name = rollout.id if rules.group == 1 else group_of(rollout.id)
         groups.setdefault(name, []).append(rollout)
     ready, too_old = list[tuple[bool, int, list[Rollout]]](), list[str]()
@@ -375,7 +375,7 @@ def pick(
     count = len(ready) if among else rules.batch // rules.group
     if len(ready) < count or not ready:
         return Pick([], too_old, [])
-    ready.sort(key=lambda one: one[:2])
+    ready.sort(key=lambda entry: entry[:2])
     chosen = [rollout for *_, members in ready[:count] for rollout in members]
     weights = [rules.bound.weight(rollout.age(step, step_of)) for rollout in chosen]
     return Pick([rollout.id for rollout in chosen], too_old, weights)

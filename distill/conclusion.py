@@ -47,9 +47,9 @@ async def compare_weights(
     One that is absent or catching up gets `seconds` to come back. None: it was not compared.
     """
     deadline, members = time.monotonic() + seconds, list(pool.replicas.values())
-    compared = await asyncio.gather(*(_compared(pool, one, final, deadline) for one in members))
-    found = zip(members, compared, strict=True)
-    return {one.name: equal for one, equal in found if pool.has(one)}
+    compared = await asyncio.gather(*(_compared(pool, member, final, deadline) for member in members))
+    pairs = zip(members, compared, strict=True)
+    return {member.name: equal for member, equal in pairs if pool.has(member)}
 
 
 async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, deadline: float) -> bool | None:

@@ -329,15 +329,15 @@ class Controller:
 
     def metrics(self) -> dict[str, float]:
         """Current gauges of the run, by metric name."""
-        found = gauges(self.run_log.state, self.pool, self.timeline, self._parts.teachers)
-        return {**found, "buffer/depth": self.dispatcher.depth.batches}
+        values = gauges(self.run_log.state, self.pool, self.timeline, self._parts.teachers)
+        return {**values, "buffer/depth": self.dispatcher.depth.batches}
 
     def figures(self) -> dict[str, float]:
         """`metrics`, and those of the newest step and of the newest evaluation of each set."""
-        found = dict(self._step)
+        values = dict(self._step)
         for report in self.run_log.state.evaluations:
-            found |= of_evaluation(report)
-        return found | self.metrics()
+            values |= of_evaluation(report)
+        return values | self.metrics()
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
@@ -356,5 +356,5 @@ class Controller:
             "warnings": self.advice.given,
             **identity(self._end.weights),
             "weights_digest": digest_of_all(self.session.final.digests) if self.session.final else None,
-            "replica_joins": {name: one.joined for name, one in self.pool.replicas.items()},
+            "replica_joins": {name: replica.joined for name, replica in self.pool.replicas.items()},
         }

@@ -37,17 +37,17 @@ def check_store(config: RunConfig) -> None:
         return
     store, key, tried = store_of(config, config.run_dir), f"preflight/{uuid4().hex}", uuid4().bytes
     store.create(key, tried)
-    found = store.read(key)
+    content = store.read(key)
     store.delete(key)
-    if found != tried or store.exists(key):
-        what = "still has it after it was deleted" if found == tried else "gave back other bytes"
+    if content != tried or store.exists(key):
+        what = "still has it after it was deleted" if content == tried else "gave back other bytes"
         raise StoreError(f"weights.store: {store} was given {key!r} and {what}: use another store")
 
 
 def listing(run_dir: Path) -> list[dict[str, Any]]:
     """Every published version, oldest first, then entries that cannot be used (with a "problem")."""
     config = load_run_dir(run_dir)
-    return [_plain(one) for one in admin.ls(store_of(config, run_dir), config.run.name)]
+    return [_plain(listed) for listed in admin.ls(store_of(config, run_dir), config.run.name)]
 
 
 def verification(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -79,22 +79,22 @@ def export_version(
 
 def _export(config: RunConfig, run_dir: Path, version: str, target: Path, adapter: bool) -> Version:
     store = store_of(config, run_dir)
-    wanted = Version.parse(version) if version else read_latest(store, config.run.name)
-    if wanted is None:
+    chosen = Version.parse(version) if version else read_latest(store, config.run.name)
+    if chosen is None:
         raise SnapshotError(f"{run_dir} has published no version yet: wait for the first one")
-    if adapter or read_manifest(store, config.run.name, wanted).kind != "lora":
-        admin.export(store, config.run.name, wanted, target)
-        return wanted
+    if adapter or read_manifest(store, config.run.name, chosen).kind != "lora":
+        admin.export(store, config.run.name, chosen, target)
+        return chosen
     if target.exists():
-        raise SnapshotError(f"{target} exists: export {wanted} into a new folder")
+        raise SnapshotError(f"{target} exists: export {chosen} into a new folder")
     from distill.evaluation.models import write_merged
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
-        admin.export(store, config.run.name, wanted, Path(work) / "adapter")
+        admin.export(store, config.run.name, chosen, Path(work) / "adapter")
         write_merged(config.student, Path(work) / "adapter", Path(work) / "model")
         (Path(work) / "model").rename(target)
-    return wanted
+    return chosen
 
 
 # --- the Hugging Face Hub -----------------------------------------------------------------------------------
@@ -144,5 +144,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Version):
         return str(value)
     if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

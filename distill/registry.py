@@ -81,35 +81,36 @@ class Registry:
         self._lost: set[tuple[str, str | None]] = set()
         """(name, boot) of processes that had it."""
 
-    async def register(self, wanted: ServerRegisters) -> ServerLease:
+    async def register(self, registration: ServerRegisters) -> ServerLease:
         """Note where a server is. Raises Replaced, and RemoteError for what cannot join."""
-        url = wanted.url.rstrip("/")
-        _check_run(wanted.run or self._run, self._run)
+        url = registration.url.rstrip("/")
+        _check_run(registration.run or self._run, self._run)
         problem = url_problem(url)
         if problem is None and urlsplit(url).username is not None:
             problem = "one with a user's name: leave that out"
         if problem is not None:
             raise RemoteError(
-                f"server {wanted.name or ''} at {secrets.redact(url)!r} cannot register: it is {problem}"
+                f"server {registration.name or ''} at {secrets.redact(url)!r} cannot register: "
+                f"it is {problem}"
             )
-        name = wanted.name or self._free_name()
+        name = registration.name or self._free_name()
         holder = self._holders.get(name)
-        if (name, wanted.boot) in self._lost:
+        if (name, registration.boot) in self._lost:
             place = f"is at {holder.address}" if holder else "was removed"
             raise Replaced(f"{name} {place}: this process has lost the name to another, or to a person")
         answers = True
         if holder is None:
             holder, answers = await self._joined(name, url)
-        elif holder.boot is not None and holder.boot != wanted.boot:
-            if wanted.boot is None:
+        elif holder.boot is not None and holder.boot != registration.boot:
+            if registration.boot is None:
                 raise RemoteError(f"{name} is at {holder.address} already: remove it first")
             self._lost.add((name, holder.boot))
         if holder.address.url != url:
             log.info("%s is at %s", name, url)
-        seconds = 0.0 if wanted.boot is None else LEASE_SECONDS
-        holder.boot, holder.address.url = wanted.boot, url
+        seconds = 0.0 if registration.boot is None else LEASE_SECONDS
+        holder.boot, holder.address.url = registration.boot, url
         holder.expires = time.monotonic() + seconds if seconds else math.inf
-        if answers or wanted.boot is not None:  # what registers by itself may be loading still
+        if answers or registration.boot is not None:  # what registers by itself may be loading still
             return ServerLease(name=name, seconds=seconds)
         warning = UNANSWERED.format(name=name, url=secrets.redact(url))
         log.warning("%s", warning)
@@ -122,7 +123,9 @@ class Registry:
     async def _joined(self, name: str, url: str) -> tuple[_Holder, bool]:
         """A further replica, in the pool, and whether it answers."""
         if not name.startswith("student-") or self._connect is None:
-            expected = ", ".join(one for one, holder in self._holders.items() if holder.expected) or "none"
+            expected = (
+                ", ".join(taken for taken, holder in self._holders.items() if holder.expected) or "none"
+            )
             raise RemoteError(
                 f"no server {name!r} is expected to register: expected are {expected}, and replicas student-N"
             )
@@ -131,19 +134,19 @@ class Registry:
         holder = self._holders[name] = _Holder(address, expected=False)
         return holder, answers
 
-    async def leave(self, wanted: ServerLeaves) -> Servers:
+    async def leave(self, leaving: ServerLeaves) -> Servers:
         """Forget a server; the others. Raises RemoteError when there is none.
 
         A process that people remove has lost its name for good; of a replica a new process may join under it.
         """
-        name, holder = wanted.name, self._holders.get(wanted.name)
-        if wanted.boot is None:
+        name, holder = leaving.name, self._holders.get(leaving.name)
+        if leaving.boot is None:
             if holder is not None and holder.boot is not None:
                 self._lost.add((name, holder.boot))
             if holder is None or name in self._pool.replicas:
                 await self._pool.remove(name)
                 self._holders.pop(name, None)  # its lease may have ended meanwhile
-        if name in self._holders and wanted.boot in (None, self._holders[name].boot):
+        if name in self._holders and leaving.boot in (None, self._holders[name].boot):
             await self._forget(name, self._holders[name])
         return self.listing()
 
@@ -159,13 +162,15 @@ class Registry:
         """Every replica, and every other server that registers."""
         replicas = [
             ServerStatus(
-                one.name,
-                None if name in self._holders and self._holders[name].address.url is None else one.engine.url,
-                one.phase.value,
-                one.version,
-                one.in_flight,
+                replica.name,
+                None
+                if name in self._holders and self._holders[name].address.url is None
+                else replica.engine.url,
+                replica.phase.value,
+                replica.version,
+                replica.in_flight,
             )
-            for name, one in self._pool.replicas.items()
+            for name, replica in self._pool.replicas.items()
         ]
         others = [
             ServerStatus(name, holder.address.url)
@@ -205,32 +210,32 @@ class Gangs:
         self._heard = time.monotonic()
         self._lost: set[str] = set()
 
-    async def join(self, wanted: GangJoins) -> Gang:
+    async def join(self, joining: GangJoins) -> Gang:
         """Raises Replaced when the gang of this process has ended, RemoteError for a machine too many."""
-        _check_run(wanted.run, self._run)
-        if wanted.of != self._nodes or wanted.index >= wanted.of:
+        _check_run(joining.run, self._run)
+        if joining.of != self._nodes or joining.index >= joining.of:
             raise RemoteError(
-                f"machine {wanted.index} of {wanted.of} cannot join: trainer.nodes is {self._nodes} here, "
+                f"machine {joining.index} of {joining.of} cannot join: trainer.nodes is {self._nodes} here, "
                 "and machines count from 0"
             )
         now = time.monotonic()
         if now - self._heard > LEASE_SECONDS / 2:  # nobody was heard: this process did not listen
             self._expires = {i: max(expires, now + LEASE_SECONDS) for i, expires in self._expires.items()}
         self._heard = now
-        gone = [i for i, expires in self._expires.items() if now > expires and i != wanted.index]
-        before = self._members.get(wanted.index)
-        if before is not None and before.boot != wanted.boot and wanted.boot not in self._lost:
-            gone.append(wanted.index)
+        gone = [i for i, expires in self._expires.items() if now > expires and i != joining.index]
+        before = self._members.get(joining.index)
+        if before is not None and before.boot != joining.boot and joining.boot not in self._lost:
+            gone.append(joining.index)
         if gone and self._met:
             log.warning("the trainer's gang has lost machine %s: all join anew", ", ".join(map(str, gone)))
             gone, self._met = list(self._members), False
         for index in gone:
             self._lost.add(self._members.pop(index).boot)
             del self._expires[index]
-        if wanted.boot in self._lost:
-            raise Replaced(f"the trainer's gang of machine {wanted.index} has ended: start it again")
-        self._members[wanted.index] = wanted
-        self._expires[wanted.index] = math.inf if wanted.ended else now + LEASE_SECONDS
+        if joining.boot in self._lost:
+            raise Replaced(f"the trainer's gang of machine {joining.index} has ended: start it again")
+        self._members[joining.index] = joining
+        self._expires[joining.index] = math.inf if joining.ended else now + LEASE_SECONDS
         self._met = self._met or len(self._members) == self._nodes
         first = self._members.get(0)
         return Gang(
@@ -272,9 +277,9 @@ def follow(controller: Callable[[], str], token: str | None, addresses: Mapping[
         while True:
             try:
                 peer = connect(controller())
-                for one in peer.call("/v1/servers", None, Servers).servers:
-                    if one.name in addresses:
-                        addresses[one.name].url = one.url
+                for server in peer.call("/v1/servers", None, Servers).servers:
+                    if server.name in addresses:
+                        addresses[server.name].url = server.url
             except DistillError as error:
                 log.warning("the controller does not say where servers are: %s", error)
             time.sleep(FOLLOW_SECONDS)

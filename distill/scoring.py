@@ -82,12 +82,12 @@ class Scoring:
     def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> None:
         assert isinstance(answer, Scored)
         assert isinstance(message, wire.ScoreSequence)
-        own = pack(np.asarray(rollout.source_prompt.token_ids, "i4"))
+        prompt = pack(np.asarray(rollout.source_prompt.token_ids, "i4"))
         seen = cut(message.token_ids, message.start)
         scored = replace(
             rollout,
-            prompt=own,
-            teacher_prompt=seen if answer.kept and seen != own else None,
+            prompt=prompt,
+            teacher_prompt=seen if answer.kept and seen != prompt else None,
             topk_ids=None if answer.kept else rollout.topk_ids,
             teacher=teacher,
             scored=checks.without_bad_entropy(answer, rollout.length),
@@ -294,7 +294,9 @@ class TeacherQueue:
                 if len(messages) > 1:
                     raise
             else:
-                if problem := checks.echo([one.id for one in answers], [one.id for one in messages]):
+                if problem := checks.echo(
+                    [answer.id for answer in answers], [message.id for message in messages]
+                ):
                     raise WireError(
                         f"teacher {teacher} returned ids that do not match the request: {problem}"
                     )

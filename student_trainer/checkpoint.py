@@ -53,11 +53,11 @@ def save(engine: Any, folder: Path, index: files.Index, ranks: Ranks, keep: int)
     `index`: of this checkpoint, still without files.
     """
     partial, final = folder / f".partial-{index.version}", folder / index.version
-    own: dict[str, files.File] = {}
+    digests: dict[str, files.File] = {}
     done = bind(all_done, ranks, f"checkpoint {index.version}")
     done(bind(_write_all, engine, partial, ranks))
-    done(lambda: own.update(_digests(partial, ranks)))
-    for part in ranks.collect(msgspec.json.encode(own)):
+    done(lambda: digests.update(_digests(partial, ranks)))
+    for part in ranks.collect(msgspec.json.encode(digests)):
         index.files |= json_decoder(dict[str, files.File]).decode(part)
     done(bind(_finish, partial, final, index, keep) if ranks.rank == 0 else lambda: None)
     return final
@@ -135,7 +135,11 @@ def find(folder: Path, ranks: Ranks) -> Path | None:
     path = folder / name
     problems = [text.decode() for text in ranks.collect((_problem(path, ranks) or "").encode())]
     if any(problems):
-        others = [one.name for one in files.saved(folder) if one != path and not files.index(one)[1]]
+        others = [
+            candidate.name
+            for candidate in files.saved(folder)
+            if candidate != path and not files.index(candidate)[1]
+        ]
         remedy = f"remove it and write {others[-1]} into {folder / 'latest'}" if others else None
         raise DataError(
             f"checkpoint {path} cannot be used: {next(filter(None, problems))}; "
@@ -171,11 +175,11 @@ def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks, expert_paralle
 
 def _digests(folder: Path, ranks: Ranks) -> dict[str, files.File]:
     """Size and digest of this rank's files below `folder`, each forced to disk."""
-    found = {}
+    recorded = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and _is_own(path.name, ranks)):
         durable.force(path)
-        found[str(path.relative_to(folder))] = files.File(path.stat().st_size, _digest(path))
-    return found
+        recorded[str(path.relative_to(folder))] = files.File(path.stat().st_size, _digest(path))
+    return recorded
 
 
 def _is_own(name: str, ranks: Ranks) -> bool:
@@ -193,8 +197,8 @@ def _problem(path: Path, ranks: Ranks) -> str | None:
     index, problem = files.index(path)
     if index is None:
         return problem
-    own = ((name, file) for name, file in index.files.items() if _is_own(name, ranks))
-    return next((f"{name} was altered" for name, file in own if _digest(path / name) != file.blake3), None)
+    listed = ((name, file) for name, file in index.files.items() if _is_own(name, ranks))
+    return next((f"{name} was altered" for name, file in listed if _digest(path / name) != file.blake3), None)
 
 
 # --- another number of ranks --------------------------------------------------------------------------------
@@ -219,7 +223,10 @@ def restore(engine: Any, folder: Path, saved: int, ranks: Ranks, expert_parallel
     shards = [_read(folder, rank, "optim_states")["optimizer_state_dict"] for rank in range(saved)]
     common = _read(folder, min(ranks.rank, saved - 1), "model_states")
     zero = engine.optimizer
-    family = {name: getattr(one, "ds_zero_placement_family", "") for one, name in zero.param_names.items()}
+    family = {
+        name: getattr(parameter, "ds_zero_placement_family", "")
+        for parameter, name in zero.param_names.items()
+    }
     shared = {name: expert_parallel for name, kind in family.items() if kind == "autoep_expert"}
     places = layout(common["param_shapes"], saved, shared)
     zero.checkpoint_event_prologue()
@@ -289,7 +296,7 @@ def _state(
     first = pieces[0][0]
     if isinstance(first, Tensor) and first.dim() == 1 and first.shape == masters[0][0].shape:
         return _joined(pieces, places, ranks)
-    same = torch.equal if isinstance(first, Tensor) else lambda one, other: one == other
+    same = torch.equal if isinstance(first, Tensor) else lambda left, other: left == other
     if not all(same(value, first) for piece in pieces for value in piece):
         raise DataError(
             "the optimizer keeps a state that is neither one value a weight nor the same on all ranks: "
@@ -302,7 +309,9 @@ def _joined(pieces: Sequence[Sequence[Tensor]], places: Sequence[Place], ranks: 
     """This rank's shards of a group, one behind the other; `pieces`: by parameter and old rank."""
     pairs = zip(pieces, places, strict=True)
     rank, size = ranks.rank, ranks.world_size
-    return torch.cat([cut(one, place, rank // place.shared, size // place.shared) for one, place in pairs])
+    return torch.cat(
+        [cut(shard, place, rank // place.shared, size // place.shared) for shard, place in pairs]
+    )
 
 
 def cut(pieces: Sequence[Tensor], place: Place, rank: int, world_size: int) -> Tensor:
@@ -321,12 +330,12 @@ def _read(folder: Path, rank: int, kind: str) -> dict[str, Any]:
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
-    found = sorted(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"))
-    if len(found) != 1:
+    paths = sorted(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"))
+    if len(paths) != 1:
         raise DataError(
-            f"{folder} has {len(found)} files with the {kind} of rank {rank}, there must be one: "
+            f"{folder} has {len(paths)} files with the {kind} of rank {rank}, there must be one: "
             "resume on as many ranks as wrote it"
         )
     with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
-        content: dict[str, Any] = torch.load(found[0], map_location="cpu", mmap=True, weights_only=True)
+        content: dict[str, Any] = torch.load(paths[0], map_location="cpu", mmap=True, weights_only=True)
     return content

@@ -60,13 +60,13 @@ def latest(folder: Path) -> str:
 
 def saved(folder: Path) -> list[Path]:
     """Folders of checkpoints, oldest first."""
-    found = {}
+    checkpoints = {}
     for path in folder.glob("L*-v*"):
         try:
-            found[Version.parse(path.name)] = path
+            checkpoints[Version.parse(path.name)] = path
         except ValueError:  # not ours
             continue
-    return [path for _, path in sorted(found.items())]
+    return [path for _, path in sorted(checkpoints.items())]
 
 
 def index(path: Path) -> tuple[Index | None, str | None]:

@@ -56,7 +56,7 @@ class ControllerClient:
         return self._peer.call(f"/v1/teachers/{name}", None, wire.TeacherServers)
 
     def head(self, teacher: str) -> wire.Head:
-        return self._peer.call(f"/v1/teachers/{teacher}/head", None, wire.Head, most=MAX_ANSWER)
+        return self._peer.call(f"/v1/teachers/{teacher}/head", None, wire.Head, max_bytes=MAX_ANSWER)
 
     def beat(self, version: wire.Version, seconds: float) -> None:
         """Send a heartbeat every `seconds`, from a thread, until a newer start was welcomed."""
@@ -86,7 +86,7 @@ class ControllerClient:
         request = wire.BatchRequest(version=version, rank=self._rank, world_size=self._world_size)
         kinds: Any = wire.TrainBatch | wire.Wait | wire.Stop
         answer: wire.TrainBatch | wire.Wait | wire.Stop = self._peer.call(
-            "/v1/batch", request, kinds, most=MAX_ANSWER
+            "/v1/batch", request, kinds, max_bytes=MAX_ANSWER
         )
         if isinstance(answer, wire.TrainBatch) and self.scores is not None:
             return self.scores.filled(answer)

@@ -142,9 +142,9 @@ def _decided_elsewhere(config: dict[str, Any], settings: TrainerSettings) -> Ite
         "optimizer.params.lr": (settings.lr, "trainer.lr"),
     }
     params = _table(_table(config, "optimizer"), "params")
-    found = config | {"optimizer.params.lr": params.get("lr", settings.lr)}
+    fields = config | {"optimizer.params.lr": params.get("lr", settings.lr)}
     for name, (harmless, key) in decided_by.items():
-        if (value := found.get(name, harmless)) != harmless:
+        if (value := fields.get(name, harmless)) != harmless:
             yield f"{name} is {value!r}: {key} decides this alone: set {key} and leave {name} out"
 
 
@@ -159,8 +159,8 @@ def _unset(table: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A section; empty where there is none."""
-    found = config.get(name, {})
-    return found if isinstance(found, dict) else {}
+    table = config.get(name, {})
+    return table if isinstance(table, dict) else {}
 
 
 # --- fields that DeepSpeed would ignore ---------------------------------------------------------------------

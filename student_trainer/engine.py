@@ -54,17 +54,17 @@ class Learner:
         check_rows(student, self.engine, ranks.device)
         self.weights = Weights(student.model, ranks)
         self._given = hyperparameters(self.engine.optimizer.param_groups)
-        path, found = checkpoint.find(self._folder, ranks), None
+        path, state = checkpoint.find(self._folder, ranks), None
         if path is not None:
             log.info("resuming from %s", path)
             shared = config.trainer.expert_parallel
-            found = checkpoint.load(self.engine, path, self.weights.fingerprint, ranks, shared)
+            state = checkpoint.load(self.engine, path, self.weights.fingerprint, ranks, shared)
         self.hello = TrainerHello(
             world_size=ranks.world_size,
-            checkpoint=None if found is None else Version.parse(found.version),
+            checkpoint=None if state is None else Version.parse(state.version),
             fingerprint=self.weights.fingerprint,
             run=config.run,
-            run_id=None if found is None else found.run_id,
+            run_id=None if state is None else state.run_id,
             sequence_parallel=config.trainer.sequence_parallel,
         )
 
@@ -115,10 +115,10 @@ def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
-def apply_rate(groups: list[dict[str, Any]], given: list[dict[str, Any]], share: float) -> None:
+def apply_rate(groups: list[dict[str, Any]], initial: list[dict[str, Any]], share: float) -> None:
     """Give every group its hyperparameters again, the rate times `share`; a checkpoint's are overwritten."""
-    for group, own in zip(groups, given, strict=True):
-        group.update(own, lr=own["lr"] * share)
+    for group, initial_group in zip(groups, initial, strict=True):
+        group.update(initial_group, lr=initial_group["lr"] * share)
 
 
 # --- the module ---------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def _output(layer: nn.Module, rank: int) -> Tensor:
     """Of a layer that is still transformers' own. Collective."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    with GatheredParameters([one for one in layer.parameters() if hasattr(one, "ds_id")]):
+    with GatheredParameters([weight for weight in layer.parameters() if hasattr(weight, "ds_id")]):
         parameter = next(layer.parameters())
         return _tokens_TH(layer(_input(layer, parameter.dtype, parameter.device, rank)))
 

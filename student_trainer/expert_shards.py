@@ -50,23 +50,23 @@ class Part:
         """
         if self.group is None:
             return start
-        whole, own = math.prod(self.shape[1:]), math.prod(self.own[1:])
+        whole, size = math.prod(self.shape[1:]), math.prod(self.own[1:])
         expert, inside = divmod(start, whole)
         inside -= self.row * self.shape[2]
-        if not 0 <= inside < own:
+        if not 0 <= inside < size:
             return None
-        if inside + count > own:
+        if inside + count > size:
             raise ValueError(f"a checkpoint tensor in {self.source} spans more than one expert's gate or up")
-        return (expert - self.expert) * own + inside
+        return (expert - self.expert) * size + inside
 
 
 def parts(model: Any) -> dict[str, Part]:
     """Parameter of AutoEP's layers in `model`, a transformers model → where it comes from."""
-    found: dict[str, Part] = {}
+    by_name: dict[str, Part] = {}
     for prefix, layer in model.named_modules():
         if getattr(layer, "_is_autoep_layer", False):
-            found |= _of_layer(f"{prefix}.", layer, FAMILIES[model.config.model_type])
-    return found
+            by_name |= _of_layer(f"{prefix}.", layer, FAMILIES[model.config.model_type])
+    return by_name
 
 
 def _of_layer(prefix: str, layer: Any, family: Any) -> dict[str, Part]:
@@ -79,7 +79,7 @@ def _of_layer(prefix: str, layer: Any, family: Any) -> dict[str, Part]:
         ):
             if name.startswith(f"{module}."):
                 renamed[name] = original + name.removeprefix(module)
-    found = {name: Part(prefix + source, shapes[name], shapes[name]) for name, source in renamed.items()}
+    by_name = {name: Part(prefix + source, shapes[name], shapes[name]) for name, source in renamed.items()}
     count, rows, columns = shapes["experts.w1"]
     first, group = layer.ep_rank * count, layer.ep_group
     gate_up, down = (layer.num_experts, 2 * rows, columns), (layer.num_experts, columns, rows)
@@ -88,28 +88,28 @@ def _of_layer(prefix: str, layer: Any, family: Any) -> dict[str, Part]:
         ("experts.w3", GATE_UP, gate_up, rows),
         ("experts.w2", DOWN, down, 0),
     ):
-        found[name] = Part(prefix + source, shape, shapes[name], first, row, group)
+        by_name[name] = Part(prefix + source, shape, shapes[name], first, row, group)
     if (bias := layer.router.e_score_correction_bias) is not None:
         name, shape = "e_score_correction_bias", tuple(bias.shape)
-        found[f"router.{name}"] = Part(f"{prefix}gate.{name}", shape, shape)
-    if others := shapes.keys() - found.keys():
+        by_name[f"router.{name}"] = Part(f"{prefix}gate.{name}", shape, shape)
+    if others := shapes.keys() - by_name.keys():
         raise ValueError(f"{prefix}{sorted(others)[0]} of DeepSpeed's AutoEP is not known here")
-    return {prefix + name: part for name, part in found.items()}
+    return {prefix + name: part for name, part in by_name.items()}
 
 
-def assembled(held: Iterable[tuple[Tensor, Part]], first_rank: bool) -> Tensor:
+def assembled(shards: Iterable[tuple[Tensor, Part]], first_rank: bool) -> Tensor:
     """The source of parameters whose own experts are given whole: in host memory on rank 0, else empty.
 
     Collective: tensors may be made while they are iterated over.
     """
     source: Tensor | None = None
-    for own, part in held:
-        every = _collected(own, part.group)
+    for shard, part in shards:
+        every = _collected(shard, part.group)
         if not first_rank:
-            source = own[:0].cpu()
+            source = shard[:0].cpu()
             continue
         if source is None:
-            source = torch.empty(part.shape, dtype=own.dtype)
+            source = torch.empty(part.shape, dtype=shard.dtype)
         rows = slice(part.row, part.row + part.own[1])
         for block, target in zip(every, source.split(part.own[0]), strict=True):
             target[:, rows] = block
@@ -117,9 +117,9 @@ def assembled(held: Iterable[tuple[Tensor, Part]], first_rank: bool) -> Tensor:
     return source
 
 
-def _collected(own: Tensor, group: Any) -> list[Tensor]:
+def _collected(shard: Tensor, group: Any) -> list[Tensor]:
     """`own` of every rank of the group, on its first; elsewhere empty."""
     ranks = dist.get_process_group_ranks(group)
-    every = [torch.empty_like(own) for _ in ranks] if dist.get_rank() == ranks[0] else None
-    dist.gather(own.contiguous(), every, dst=ranks[0], group=group)
+    every = [torch.empty_like(shard) for _ in ranks] if dist.get_rank() == ranks[0] else None
+    dist.gather(shard.contiguous(), every, dst=ranks[0], group=group)
     return every or []

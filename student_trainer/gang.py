@@ -103,6 +103,6 @@ class Member:
         names = [
             name
             for name, addresses in psutil.net_if_addrs().items()
-            if any(one.address == self.address for one in addresses)
+            if any(address.address == self.address for address in addresses)
         ]
         return {key: names[0] for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if names}

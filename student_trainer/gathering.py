@@ -67,7 +67,7 @@ class Gathering:
         bodies = ranks.collect(msgspec.json.encode(slices))
         every = [json_decoder(list[Slice]).decode(body) for body in bodies]
         self.plan = Plan(metas_of(every), bucket_bytes, adapter_config)
-        self._parts = [parts_of(own, self.plan) for own in every]
+        self._parts = [parts_of(rank_slices, self.plan) for rank_slices in every]
         self._ranks, self._group = ranks, None
         self._turn, self._exchange = 0, Lock()
         if ranks.world_size > 1:
@@ -91,16 +91,16 @@ class Gathering:
 
     def _bucket(self, number: int, shards: Mapping[str, Bits]) -> torch.Tensor:
         flat_N = torch.zeros(len(self.plan.buckets[number]), dtype=torch.uint8, device=self._ranks.device)
-        held = [parts[number] for parts in self._parts]
-        others = [rank for rank, parts in enumerate(held) if rank > 0 and parts]
+        parts_by_rank = [parts[number] for parts in self._parts]
+        others = [rank for rank, parts in enumerate(parts_by_rank) if rank > 0 and parts]
         for rank in others:
             self._tell(number, rank)
-        _place(flat_N, held[0], _joined(held[0], shards, self._ranks.device))
+        _place(flat_N, parts_by_rank[0], _joined(parts_by_rank[0], shards, self._ranks.device))
         for rank in others:
-            size = sum(part.nbytes for part in held[rank])
+            size = sum(part.nbytes for part in parts_by_rank[rank])
             given_N = torch.empty(size, dtype=torch.uint8, device=self._ranks.device)
             dist.recv(given_N, rank, group=self._group)
-            _place(flat_N, held[rank], given_N)
+            _place(flat_N, parts_by_rank[rank], given_N)
         return flat_N
 
     def _tell(self, number: int, rank: int) -> None:
@@ -125,10 +125,10 @@ class Gathering:
 
 def metas_of(every: list[list[Slice]]) -> list[TensorMeta]:
     """The tensors of which the ranks hold slices. Raises ConfigError when those do not tile them."""
-    whole = {part.name: part for own in every for part in own}
+    whole = {part.name: part for rank_slices in every for part in rank_slices}
     counts = dict.fromkeys(whole, 0)
-    for own in every:
-        for part in own:
+    for slices_of_rank in every:
+        for part in slices_of_rank:
             counts[part.name] += part.count
     wrong = {name: counts[name] for name, part in whole.items() if counts[name] != np.prod(part.shape)}
     if wrong:
@@ -139,11 +139,11 @@ def metas_of(every: list[list[Slice]]) -> list[TensorMeta]:
     return [TensorMeta(part.name, _TORCH_NAMES[part.dtype], tuple(part.shape)) for part in whole.values()]
 
 
-def parts_of(own: list[Slice], plan: Plan) -> list[list[Part]]:
+def parts_of(slices: list[Slice], plan: Plan) -> list[list[Part]]:
     """What a rank holds of every bucket."""
     offsets = dict(zip((meta.name for meta in plan.metas), plan.offsets, strict=True))
-    found: list[list[Part]] = [[] for _ in plan.buckets]
-    for piece in own:
+    parts_by_bucket: list[list[Part]] = [[] for _ in plan.buckets]
+    for piece in slices:
         width = BITS[piece.dtype].itemsize
         first = offsets[piece.name] + piece.start * width
         last = first + piece.count * width
@@ -152,8 +152,8 @@ def parts_of(own: list[Slice], plan: Plan) -> list[list[Part]]:
             start, stop = max(first, bucket.start), min(last, bucket.stop)
             if start < stop:
                 part = Part(piece.name, start - bucket.start, stop - bucket.start, start - first)
-                found[number].append(part)
-    return found
+                parts_by_bucket[number].append(part)
+    return parts_by_bucket
 
 
 def _place(flat_N: torch.Tensor, parts: list[Part], given_N: torch.Tensor) -> None:

@@ -97,17 +97,17 @@ def command(config: TrainerConfig, path: Path, node: int = 0) -> tuple[list[str]
         argv += world([visible_devices(settings) or range(settings.ranks)])
     argv += ["--log_level", "warning", *settings.launcher_args]
     argv += ["--module", "student_trainer", "--config", str(path)]
-    given = secrets.environment(config.model_dump(mode="json"))
+    secret_env = secrets.environment(config.model_dump(mode="json"))
     on_loopback = ON_LOOPBACK if settings.hostfile is None and settings.nodes == 1 else {}
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _fixed(settings) | on_loopback
-    environment |= settings.env | given
+    environment |= settings.env | secret_env
     if settings.hostfile is not None:
         check_reach(settings.hostfile, config.controller_url, environment)
         names = [*_fixed(settings), *settings.env, *_INHERITED]
         passed = {name: environment[name] for name in names if name in environment}
         environment[_ENVIRONMENT_FILE] = str(write_environment(path.with_suffix(".env"), passed))
-        if given and names_others(settings.hostfile):
-            places = ", ".join(json.loads(given[secrets.VARIABLE]))
+        if secret_env and names_others(settings.hostfile):
+            places = ", ".join(json.loads(secret_env[secrets.VARIABLE]))
             raise ConfigError(
                 f"trainer.hostfile names other machines, and {places} would be shown on the launcher's "
                 "command line: leave it out and set the variable of the client that reads it "
@@ -118,7 +118,7 @@ def command(config: TrainerConfig, path: Path, node: int = 0) -> tuple[list[str]
 
 def world(devices: Sequence[Sequence[object]], index: int = 0) -> list[str]:
     """Arguments of `deepspeed.launcher.launch` for machine `index`: devices of each machine, one a rank."""
-    machines = {f"node-{i}": [str(device) for device in own] for i, own in enumerate(devices)}
+    machines = {f"node-{i}": [str(device) for device in gpus] for i, gpus in enumerate(devices)}
     encoded = base64.urlsafe_b64encode(json.dumps(machines).encode()).decode()
     return ["--world_info", encoded, "--node_rank", str(index)]
 
@@ -255,13 +255,13 @@ def _siblings() -> int:
 
 def ranks_of(launcher: int) -> list[psutil.Process]:
     """Rank processes below the launcher's process id, on this machine."""
-    found = []
+    processes = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher).children(recursive=True):
             with suppress(psutil.Error):
                 if any(part.startswith(("--local_rank=", TITLE)) for part in child.cmdline()):
-                    found.append(child)
-    return found
+                    processes.append(child)
+    return processes
 
 
 def _forward() -> None:
@@ -335,8 +335,8 @@ def _launch_gang(index: int, arguments: list[str]) -> None:
     _catch_for_ranks()
     os.environ.update({name: os.environ.get(name, value) for name, value in member.interface().items()})
     member.stay(lambda: _signal_ranks(signal.SIGKILL))
-    own, others = devices or range(config.trainer.ranks), range(config.trainer.ranks)
-    places = world([own if i == index else others for i in range(config.trainer.nodes)], index)
+    gpus, others = devices or range(config.trainer.ranks), range(config.trainer.ranks)
+    places = world([gpus if i == index else others for i in range(config.trainer.nodes)], index)
     _launch([*places, "--master_addr", str(gang.address), "--master_port", str(gang.port), *arguments])
     member.leave()
 

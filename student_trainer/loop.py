@@ -179,15 +179,15 @@ def teacher_heads(
     """Heads of the teachers, fp32 on CPUs; none unless the objective reads whole distributions."""
     if not needs(config.objective).hidden:
         return ()
-    device, found = learner.ranks.device, []
+    device, heads = learner.ranks.device, []
     shape = HeadShape(learner.vocab, temperature=teacher_temperature(config.objective, config.temperature))
     for head in map(client.head, welcome.teachers):
         array = torch.tensor(wire.unpack(head.weight))
         weight_VH = (array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array).to(device)
         bias_V = None if head.bias is None else torch.tensor(wire.unpack(head.bias)).to(device)
         weight_VH = weight_VH if device.type == "cuda" else weight_VH.float()
-        found.append(HeadWeights(weight_VH, bias_V, replace(shape, scale=head.scale, soft_cap=head.soft_cap)))
-    return tuple(found)
+        heads.append(HeadWeights(weight_VH, bias_V, replace(shape, scale=head.scale, soft_cap=head.soft_cap)))
+    return tuple(heads)
 
 
 # --- a step -------------------------------------------------------------------------------------------------
@@ -203,10 +203,10 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
     while True:
         if isinstance(answer, Wait):
             answer = trainer.client.poll(trainer.version)
-        own = Outcome.INTERRUPTED if trainer.client.stopping.is_set() else outcome_of(answer)
-        if own in (Outcome.WAIT, Outcome.PUBLISH):
-            own = again(trainer, own)
-        outcome = Outcome(int(trainer.ranks.highest(own)))
+        local = Outcome.INTERRUPTED if trainer.client.stopping.is_set() else outcome_of(answer)
+        if local in (Outcome.WAIT, Outcome.PUBLISH):
+            local = again(trainer, local)
+        outcome = Outcome(int(trainer.ranks.highest(local)))
         if outcome is Outcome.BATCH:
             assert isinstance(answer, TrainBatch)
             if answer.version != trainer.version:  # its ages would be wrong
@@ -271,8 +271,8 @@ def settle(trainer: Trainer) -> bool:
     """
     publishing = trainer.publishing
     while True:
-        own = float(publishing.anchor_due) if publishing.settle(SETTLE_SECONDS) else _UNSETTLED
-        if (vote := trainer.ranks.highest(own)) != _UNSETTLED:
+        ready = float(publishing.anchor_due) if publishing.settle(SETTLE_SECONDS) else _UNSETTLED
+        if (vote := trainer.ranks.highest(ready)) != _UNSETTLED:
             return bool(vote)
         log.info("a version up to %s is still on its way", trainer.version)
 

@@ -81,7 +81,7 @@ def check_rows(student: Student, run: nn.Module, device: torch.device) -> float:
         alone_SV = torch.cat([run(row[None], torch.arange(len(row), device=device))[0] for row in rows])
     run.train()
     pair = together_SV, alone_SV[own_S.to(device)]
-    together_SV, alone_SV = (one - one.mean(1, keepdim=True) for one in pair)
+    together_SV, alone_SV = (logits - logits.mean(1, keepdim=True) for logits in pair)
     gap_S = (together_SV - alone_SV).norm(dim=1) / alone_SV.norm(dim=1).clamp(min=1e-6)
     part_S = torch.from_numpy(np.repeat(np.arange(len(length_R)), length_R)).to(device)
     if student.group is not None:  # all ranks find the same
@@ -90,8 +90,8 @@ def check_rows(student: Student, run: nn.Module, device: torch.device) -> float:
     parts = [gap_S[part_S == part] for part in part_S.unique()]
     gap = float(torch.stack([part.median() for part in parts if len(part) >= LEAST]).max())
     limit = 1e-4 if student.head.weight.dtype == torch.float32 else 0.2
-    own, layers = model.config._attn_implementation, model.config.get_text_config().num_hidden_layers
-    told = own in IMPLEMENTATIONS.values() or student.group is not None
+    attention, layers = model.config._attn_implementation, model.config.get_text_config().num_hidden_layers
+    told = attention in IMPLEMENTATIONS.values() or student.group is not None
     if layout and told and len(layout.modules) < layers:
         problem = f"{layers - len(layout.modules)} of {layers} layers were not told how rows lie"
     elif not gap <= limit:
@@ -101,4 +101,4 @@ def check_rows(student: Student, run: nn.Module, device: torch.device) -> float:
     remedy = 'trainer.packing = "padded"' if student.varlen else 'trainer.attention = "eager"'
     if student.group is not None:
         remedy = "trainer.sequence_parallel = 1"
-    raise ConfigError(f"{type(model).__name__} with attention {own!r}: {problem}: set {remedy}")
+    raise ConfigError(f"{type(model).__name__} with attention {attention!r}: {problem}: set {remedy}")

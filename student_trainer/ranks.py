@@ -41,11 +41,11 @@ class Ranks:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """A vector of every rank, [world, n], fp64. Collective."""
-        own = values.double().to(self.device)
+        sums = values.double().to(self.device)
         if self.world_size == 1:
-            return own.unsqueeze(0)
-        every = own.new_empty((self.world_size, own.numel()))
-        dist.all_gather(list(every.unbind()), own)
+            return sums.unsqueeze(0)
+        every = sums.new_empty((self.world_size, sums.numel()))
+        dist.all_gather(list(every.unbind()), sums)
         return every
 
     def highest(self, value: float) -> float:

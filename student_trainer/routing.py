@@ -66,30 +66,30 @@ def routers(model: nn.Module) -> tuple[Router, ...]:
     `model` may be wrapped, by peft or as `engine.Student`. Raises ConfigError when it has experts that are
     not routed by one of FAMILIES.
     """
-    found, others, blocks = [], [], 0
+    model_routers, others, blocks = [], [], 0
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind in FAMILIES or kind == SHARED:
-            found.append(Router(name, module, int(module.num_experts), int(module.top_k)))
+            model_routers.append(Router(name, module, int(module.num_experts), int(module.top_k)))
         elif kind.endswith(("Router", "Gate", "Gating")):
             others.append(f"{kind} at {name}")
         elif kind.endswith("Experts"):
             blocks += 1
-    configured = () if found else _experts_configured(model)
-    if others or blocks > len(found) or configured:
-        what = others[0] if others else f"{blocks} blocks of experts with {len(found)} known routers"
+    configured = () if model_routers else _experts_configured(model)
+    if others or blocks > len(model_routers) or configured:
+        what = others[0] if others else f"{blocks} blocks of experts with {len(model_routers)} known routers"
         raise ConfigError(
             f"routing replay does not know how this model routes ({', '.join([what, *configured])}); "
             f"known are {', '.join(sorted(FAMILIES))}: train this family without replay"
         )
-    return tuple(found)
+    return tuple(model_routers)
 
 
 def _experts_configured(model: nn.Module) -> list[str]:
     """Fields by which a configuration inside `model` counts experts: some families have no module of a
     telling name."""
     fields = (vars(module.config) for module in model.modules() if hasattr(module, "config"))
-    counts = {name: value for one in fields for name, value in one.items() if "expert" in name}
+    counts = {name: value for field in fields for name, value in field.items() if "expert" in name}
     return [f"{name} = {value}" for name, value in counts.items() if type(value) is int and value > 0]
 
 

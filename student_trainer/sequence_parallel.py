@@ -56,8 +56,8 @@ def problems(settings: TrainerSettings, model: Any, world_size: int | None) -> I
 
 def _rope_types(model: Any) -> set[str]:
     """Kinds of rotary embeddings, of one table for all layers or of one for each kind of layer."""
-    found = getattr(model, "rope_parameters", None) or {}
-    tables = [found, *(one for one in found.values() if isinstance(one, dict))]
+    parameters = getattr(model, "rope_parameters", None) or {}
+    tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
     return {str(table["rope_type"]) for table in tables if "rope_type" in table}
 
 

@@ -156,9 +156,9 @@ def split_attention(
 
     Without `split_rows` this rank has the whole rows. `s_aux`: a logit per head, as there.
     """
-    given = query_BHSD, key_BHSD, value_BHSD
+    query_key_value = query_BHSD, key_BHSD, value_BHSD
     if split_rows is None:
-        return row_attention(module, *given, attention_mask, s_aux=s_aux, **others)
+        return row_attention(module, *query_key_value, attention_mask, s_aux=s_aux, **others)
     from deepspeed.sequence.layer import DistributedAttention
 
     split_rows.modules.add(id(module))
@@ -168,7 +168,9 @@ def split_attention(
             f"trainer.sequence_parallel is {group.size} and {type(module).__name__} has {heads} heads, of "
             f"keys and values {key_BHSD.shape[1]}: {_REMEDY}"
         )
-    query_BSHD, key_BSHD, value_BSHD = (_for_every_rank(one.transpose(1, 2), group.size) for one in given)
+    query_BSHD, key_BSHD, value_BSHD = (
+        _for_every_rank(states.transpose(1, 2), group.size) for states in query_key_value
+    )
     part = heads // group.size
     sink_H = None if s_aux is None else s_aux[group.rank * part : (group.rank + 1) * part]
 

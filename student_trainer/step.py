@@ -147,7 +147,7 @@ def collate(rows: Rows, step: int, vocab: int, varlen: bool = False) -> MicroBat
         "age": float(age_C.sum()),
         "filled": flat.size,
         "slots": tokens_RL.size,
-        "rescored": sum(one is None for one in rows.kept or ()),
+        "rescored": sum(kept is None for kept in rows.kept or ()),
         "age_max": int(age_C.max(initial=0)),
     }
     packed = PackedRows(tuple(length_R.tolist()) or (tokens_RL.size,)) if varlen else None
@@ -260,14 +260,14 @@ def rewards_of(batch: TrainBatch, ranks: Ranks, group: SequenceGroup | None = No
 
     Raises DataError when no rollout has a reward, or one is not finite.
     """
-    own = np.zeros(3)
+    sums = np.zeros(3)
     for rows in batch.micro_batches if group is None or group.rank == 0 else []:
         if rows.reward is not None:
             reward_R, student_R = unpack(rows.reward), np.ones(rows.reward.shape[0], bool)
             if rows.by_teacher is not None:
                 student_R = unpack(rows.by_teacher) == 0
-            own += reward_R[student_R].sum(), student_R.sum(), in_loss(rows).sum()
-    total, rollouts, tokens = ranks.gather(torch.from_numpy(own)).sum(0).tolist()
+            sums += reward_R[student_R].sum(), student_R.sum(), in_loss(rows).sum()
+    total, rollouts, tokens = ranks.gather(torch.from_numpy(sums)).sum(0).tolist()
     if tokens == 0 or not np.isfinite(total):
         raise DataError(
             f"the batch of {batch.version} has {rollouts:.0f} rollouts with a reward, their sum is {total}: "

@@ -35,8 +35,8 @@ class Stopwatch:
         """Of each part in all, once the last has ended; waits for a GPU to get there."""
         if self._on_gpu:
             self._times[-1][1].synchronize()
-        found: dict[str, float] = defaultdict(float)
+        totals: dict[str, float] = defaultdict(float)
         for (part, begun), (_, ended) in pairwise(self._times):
             if part is not None:
-                found[part] += begun.elapsed_time(ended) / 1000 if self._on_gpu else ended - begun
-        return dict(found)
+                totals[part] += begun.elapsed_time(ended) / 1000 if self._on_gpu else ended - begun
+        return dict(totals)

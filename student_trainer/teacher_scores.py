@@ -124,14 +124,14 @@ class TeacherScores:
         """The batch with all scores in its rows."""
         rows = [row for micro in batch.micro_batches for row in kept_rows(micro, self._teachers)]
         scores = [*self._threads.map(self._scores, rows)]
-        if again := sum(one.kept is None for one in scores):
+        if again := sum(score.kept is None for score in scores):
             log.warning(
                 "%d of %d rows of %s were scored again, the last because %s",
                 again, len(rows), batch.version, self._why,
             )  # fmt: skip
-        found = iter(scores)
+        score_of = iter(scores)
         micros = [
-            micro if micro.kept is None else with_scores(micro, [next(found) for _ in micro.kept])
+            micro if micro.kept is None else with_scores(micro, [next(score_of) for _ in micro.kept])
             for micro in batch.micro_batches
         ]
         return replace(batch, micro_batches=micros)
@@ -209,7 +209,7 @@ class TeacherScores:
             arrays = ((name, getattr(scored, name)) for name in _FIELDS.values())
             if missing > 0:
                 parts.append(
-                    replace(scored, **{name: found and cut(found, missing) for name, found in arrays})
+                    replace(scored, **{name: array and cut(array, missing) for name, array in arrays})
                 )
             missing -= count
         if missing > 0:
@@ -228,7 +228,7 @@ def kept_rows(rows: Rows, teachers: Sequence[str]) -> Iterator[KeptRow]:
     if rows.kept is None or rows.teacher_prompts is None:
         return
     arrays = rows.prompt_lens, rows.completion_lens, rows.teacher
-    sizes = zip(*(unpack(one).tolist() for one in arrays), strict=True)
+    sizes = zip(*(unpack(array).tolist() for array in arrays), strict=True)
     token = 0
     for row, (before, count, teacher) in enumerate(sizes):
         kept, seen = rows.kept[row], rows.teacher_prompts[row]
@@ -243,13 +243,13 @@ def _part(tokens: Array, start: int, count: int) -> Array:
     return Array("i4", (count,), tokens.data[4 * start : 4 * (start + count)])
 
 
-def with_scores(rows: Rows, found: Sequence[RowScores]) -> Rows:
+def with_scores(rows: Rows, scores: Sequence[RowScores]) -> Rows:
     """`rows` with the scores of each in its arrays; without rows there is nothing to fill."""
-    parts = [part for one in found for part in one.parts]
+    parts = [part for score in scores for part in score.parts]
     if not parts:
         return rows
     arrays: dict[str, Array | None] = {}
     for field, name in _FIELDS.items():
-        given = [array for part in parts if (array := getattr(part, name)) is not None]
-        arrays[field] = joined(given) if len(given) == len(parts) else None
-    return replace(rows, **arrays, kept=[one.kept for one in found])
+        present = [array for part in parts if (array := getattr(part, name)) is not None]
+        arrays[field] = joined(present) if len(present) == len(parts) else None
+    return replace(rows, **arrays, kept=[score.kept for score in scores])

@@ -86,11 +86,11 @@ class Publishing:
             running.result()
         return True
 
-    def repeats(self, wanted: bool) -> bool:
+    def repeats(self, due: bool) -> bool:
         """Whether to publish the newest version again: it is `wanted` or has failed, and REPEAT_SECONDS have
         passed since a failure. Meaningful on rank 0. Raises as `settle` does."""
         over = self.settle(0.0) and time.monotonic() >= self._repeat_at
-        return over and (wanted or self.arrived != self.newest)
+        return over and (due or self.arrived != self.newest)
 
     def publish(self, version: Version, anchor: bool) -> None:
         """Send this version on its way; call `settle` first. Collective."""
@@ -181,12 +181,12 @@ class SnapshotTransport:
         return lambda: self._anchor(version, folder, shards)
 
     def _anchor(self, version: Version, folder: Path, shards: dict[str, Any]) -> bool:
-        own, kind = folder if self._rank0 else None, "lora" if self._learner.weights.adapters else "full"
+        target, kind = folder if self._rank0 else None, "lora" if self._learner.weights.adapters else "full"
         try:
-            published = self._publisher.anchor(version, self._parent, own, shards, kind)  # type: ignore[arg-type]
+            published = self._publisher.anchor(version, self._parent, target, shards, kind)  # type: ignore[arg-type]
         finally:
-            if own is not None:
-                shutil.rmtree(own, ignore_errors=True)
+            if target is not None:
+                shutil.rmtree(target, ignore_errors=True)
         due = self._report(published)
         if self._rank0 and time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + _COLLECT_SECONDS

@@ -96,9 +96,9 @@ def _groups(lengths: tuple[int, ...], device: torch.device) -> Groups:
     for length, rows in _together(lengths):
         sizes.append((len(rows), length))
         for row in rows:
-            own = lengths[row]
-            sources.append(begins[row] + np.arange(length).clip(max=own - 1))
-            home_S[begins[row] : begins[row + 1]] = at + np.arange(own)
+            row_length = lengths[row]
+            sources.append(begins[row] + np.arange(length).clip(max=row_length - 1))
+            home_S[begins[row] : begins[row + 1]] = at + np.arange(row_length)
             at += length
     places = (torch.from_numpy(each).to(device) for each in (np.concatenate(sources), home_S))
     return Groups(sizes, *places)
@@ -111,8 +111,8 @@ def _together(lengths: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
         return -(-lengths[row] // STRETCH) * STRETCH
 
     for length, same in groupby(sorted(range(len(lengths)), key=stretched), stretched):
-        rows, most = list(same), max(1, TOGETHER // length**2)
-        for some in (rows[i : i + most] for i in range(0, len(rows), most)):
+        rows, at_once = list(same), max(1, TOGETHER // length**2)
+        for some in (rows[i : i + at_once] for i in range(0, len(rows), at_once)):
             yield max(lengths[row] for row in some), some
 
 
@@ -135,14 +135,14 @@ def pack_rows(model: Any, attention: str) -> None:
 @contextmanager
 def computing(model: Any, attention: str) -> Iterator[None]:
     """Meanwhile `model` uses another implementation of transformers, if it can."""
-    own = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     if model._can_set_attn_implementation():
         model.set_attn_implementation(attention)
     try:
         yield
     finally:
         if model._can_set_attn_implementation():
-            model.set_attn_implementation(own)
+            model.set_attn_implementation(implementation)
 
 
 def _refused(model: Any, why: str) -> ConfigError:
@@ -212,23 +212,25 @@ def row_attention(
     window = sliding_window if attention_mask is None else attention_mask
     if packed_rows:
         packed_rows.modules.add(id(module))
-    given = query_BHSD, key_BHSD, value_BHSD
+    states = query_BHSD, key_BHSD, value_BHSD
     if exact or softcap is not None or s_aux is not None:
         by_rows: Callable[..., Tensor] = partial(_by_matrix, softcap=softcap, sink_H=s_aux)
-    elif packed_rows and cu_seq_lens_q is not None and _has_kernel(*given):
-        return _by_kernel(given, cu_seq_lens_q, max(packed_rows.lengths), window, scaling), None
+    elif packed_rows and cu_seq_lens_q is not None and _has_kernel(*states):
+        return _by_kernel(states, cu_seq_lens_q, max(packed_rows.lengths), window, scaling), None
     else:
         by_rows = _by_sdpa
     if packed_rows is None:
-        return by_rows(*given, window, scaling).transpose(1, 2).contiguous(), None
+        return by_rows(*states, window, scaling).transpose(1, 2).contiguous(), None
     groups = packed_rows.groups(query_BHSD.device)
-    return _by_groups(groups, given, partial(by_rows, window=window, scale=scaling)), None
+    return _by_groups(groups, states, partial(by_rows, window=window, scale=scaling)), None
 
 
-def _by_groups(groups: Groups, given: tuple[Tensor, ...], by_rows: Callable[..., Tensor]) -> Tensor:
+def _by_groups(groups: Groups, query_key_value: tuple[Tensor, ...], by_rows: Callable[..., Tensor]) -> Tensor:
     """[1, S, H, D]; `by_rows` computes rows of one length."""
     tokens = [rows * length for rows, length in groups.sizes]
-    parts = [states[0].transpose(0, 1).index_select(0, groups.source_P).split(tokens) for states in given]
+    parts = [
+        states[0].transpose(0, 1).index_select(0, groups.source_P).split(tokens) for states in query_key_value
+    ]
     done = []
     for size, *part in zip(groups.sizes, *parts, strict=True):
         found_BHLD = by_rows(*(states_PHD.unflatten(0, size).transpose(1, 2) for states_PHD in part))
@@ -288,13 +290,13 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _by_kernel(
-    given: tuple[Tensor, ...], begins: Tensor, longest: int, window: int | None, scale: float | None
+    query_key_value: tuple[Tensor, ...], begins: Tensor, longest: int, window: int | None, scale: float | None
 ) -> Tensor:
     """[1, S, H, D] of all rows at once. The kernel's window does not count the token itself."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query_SHD, key_SHD, value_SHD = (states[0].transpose(0, 1) for states in given)
-    found = varlen_attn(
+    query_SHD, key_SHD, value_SHD = (states[0].transpose(0, 1) for states in query_key_value)
+    output = varlen_attn(
         query_SHD,
         key_SHD,
         value_SHD,
@@ -306,5 +308,5 @@ def _by_kernel(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query_SHD.shape[1] != key_SHD.shape[1],
     )
-    assert isinstance(found, Tensor)
-    return found[None]
+    assert isinstance(output, Tensor)
+    return output[None]

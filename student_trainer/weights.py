@@ -63,7 +63,7 @@ class Weights:
         self.pieces = alone if self.adapters else layout(model, shapes)
         """Parameter of the transformers model → the checkpoint tensors in it."""
         self._held = {name: list(self._slices(name)) for name in self.parameters}
-        self.slices = [part for held in self._held.values() for part, _ in held]
+        self.slices = [part for shards in self._held.values() for part, _ in shards]
 
     @property
     def fingerprint(self) -> str:
@@ -87,8 +87,8 @@ class Weights:
         for piece in self._pieces_in(name):
             start = min(max(first - piece.start, 0), piece.count)
             end = min(max(last - piece.start, start), piece.count)
-            held = Slice(piece.name, piece.shape, kind, start, end - start)
-            yield held, max(piece.start + start - first, 0)
+            slice = Slice(piece.name, piece.shape, kind, start, end - start)
+            yield slice, max(piece.start + start - first, 0)
 
     def _pieces_in(self, name: str) -> Iterator[Piece]:
         """The checkpoint tensors of a parameter; of other ranks' experts before it or behind it."""
@@ -105,8 +105,8 @@ class Weights:
         Shards in host memory come as arrays, those on a GPU as tensors of integers on it.
         """
         shards = {name: _local(parameter) for name, parameter in self.parameters.items()}
-        held = ((shards[name], part, at) for name, parts in self._held.items() for part, at in parts)
-        return {part.name: copy_of(shard[at : at + part.count]) for shard, part, at in held}
+        pieces = ((shards[name], part, at) for name, parts in self._held.items() for part, at in parts)
+        return {part.name: copy_of(shard[at : at + part.count]) for shard, part, at in pieces}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the transformers model: a copy in host memory on rank 0, else empty.
@@ -120,11 +120,11 @@ class Weights:
                 shared.setdefault(part.source, []).append((parameter, part))
                 continue
             with _gathered(parameter):
-                own = parameter.detach() if self._ranks.rank == 0 else parameter.detach()[:0]
-                tensor = own.to("cpu", copy=True)
+                data = parameter.detach() if self._ranks.rank == 0 else parameter.detach()[:0]
+                tensor = data.to("cpu", copy=True)
             yield name if part is None else part.source, tensor
-        for source, held in shared.items():
-            yield source, assembled(_wholes(held), self._ranks.rank == 0)
+        for source, shards in shared.items():
+            yield source, assembled(_wholes(shards), self._ranks.rank == 0)
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Every checkpoint tensor: whole, in host memory, on rank 0, else empty. Collective: use it up."""
@@ -140,7 +140,7 @@ class Weights:
 
     def checksum(self) -> str:
         """Checksum of this rank's shards without their padding, computed where they lie. No collective."""
-        counts = {name: sum(part.count for part, _ in held) for name, held in self._held.items()}
+        counts = {name: sum(part.count for part, _ in parts) for name, parts in self._held.items()}
         return checksum(_local(self.parameters[name])[:count] for name, count in counts.items())
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:
@@ -208,9 +208,9 @@ def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
     return GatheredParameters([parameter])
 
 
-def _wholes(held: Iterable[tuple[Tensor, Part]]) -> Iterator[tuple[Tensor, Part]]:
+def _wholes(parts: Iterable[tuple[Tensor, Part]]) -> Iterator[tuple[Tensor, Part]]:
     """Each parameter gathered while it is looked at. Collective: use it up."""
-    for parameter, part in held:
+    for parameter, part in parts:
         with _gathered(parameter):
             yield parameter.detach(), part
 
@@ -246,13 +246,13 @@ def layout(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[
     from transformers.core_model_loading import revert_weight_conversion
 
     probes = {name: _probe(number, shape) for number, (name, shape) in enumerate(shapes.items())}
-    found: dict[str, list[Piece]] = {name: [] for name in shapes}
+    pieces_by_name: dict[str, list[Piece]] = {name: [] for name in shapes}
     try:
         written = revert_weight_conversion(model, probes)
         pieces = [_piece(name, tensor, shapes) for name, tensor in written.items()]
-        for name, piece in sorted(pieces, key=lambda one: one[1].start):
-            found[name].append(piece)
-        for name, parts in found.items():
+        for name, piece in sorted(pieces, key=lambda item: item[1].start):
+            pieces_by_name[name].append(piece)
+        for name, parts in pieces_by_name.items():
             ends = list(itertools.accumulate((part.count for part in parts), initial=0))
             if [part.start for part in parts] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
                 raise ValueError(f"{name} is not tiled by {[part.name for part in parts[:3]]}")
@@ -261,7 +261,7 @@ def layout(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[
             f"{type(model).__name__} keeps its weights in memory otherwise than in its checkpoint: {error}; "
             "only tensors that are flat ranges of a parameter can be published from shards"
         ) from None
-    return found
+    return pieces_by_name
 
 
 def _probe(number: int, shape: tuple[int, ...]) -> Tensor:

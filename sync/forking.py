@@ -53,19 +53,19 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     Functions of `atexit` are not called: libraries registered theirs for the process that imported them.
     """
     global _forked
-    found, _forked = program(command), True
-    assert found is not None, "only a program can run in a fork"
+    target, _forked = program(command), True
+    assert target is not None, "only a program can run in a fork"
     setproctitle(" ".join(command))  # which looks for its place by the first environment
     os.environ.clear()
     os.environ.update(environment)
     for number, handler in _HANDLERS.items():
         signal.signal(number, handler)
-    sys.argv = ["", *found.words]
+    sys.argv = ["", *target.words]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # its log has all that it printed
-    sys.modules.pop(found.module, None)  # else runpy warns of a module that runs twice
+    sys.modules.pop(target.module, None)  # else runpy warns of a module that runs twice
     _reseed()
     try:
-        runpy.run_module(found.module, run_name="__main__", alter_sys=True)
+        runpy.run_module(target.module, run_name="__main__", alter_sys=True)
     finally:
         os._exit(_leave(sys.exception()))
 

@@ -75,15 +75,15 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     engine = build(config, vocab_size(tokenizer), claim)
     own_pass = config.engine == "transformers" and config.device != "cpu"
     gpus = device_memory() if own_pass else []  # vLLM sees to its own
-    found = limits(config, engine.engine_info, available_memory(), gpus)
-    engine.engine_info = replace(engine.engine_info, max_length=found.max_length)
+    bounds = limits(config, engine.engine_info, available_memory(), gpus)
+    engine.engine_info = replace(engine.engine_info, max_length=bounds.max_length)
     info = describe(options.name, engine.engine_info, tokenizer)
     end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     if config.keep_folder is not None:  # one for each process
         config = config.model_copy(update={"keep_folder": config.keep_folder / str(index)})
-    service = TeacherService(engine, info, config, found, end_ids=end_ids, token=token, claim=claim)
+    service = TeacherService(engine, info, config, bounds, end_ids=end_ids, token=token, claim=claim)
     log.info("%s: %s", options.name, service.info)
-    log.info("%s: %s", options.name, found.line)
+    log.info("%s: %s", options.name, bounds.line)
     serve_app(service.app, host, port, GRACE_SECONDS)
 
 

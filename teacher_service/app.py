@@ -126,16 +126,18 @@ class TeacherService:
         async with self._bodies.read(request) as body:
             heavy = len(body) > INLINE_BYTES
             call = await asyncio.to_thread(read, body) if heavy else read(body)
-            work = [one for one in call.admitted if isinstance(one, Work)]
-            if (tokens := sum(one.tokens for one in work)) > self._queue_tokens and len(work) > 1:
+            work = [item for item in call.admitted if isinstance(item, Work)]
+            if (tokens := sum(item.tokens for item in work)) > self._queue_tokens and len(work) > 1:
                 raise BadRequest(
                     413, f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer at once"
                 )
             with self._batcher.submit(work) as outcomes:
-                found = await _all(outcomes, request, call.deadline)
+                answers = await _all(outcomes, request, call.deadline)
                 heavy |= call.keep or call.reply_bytes > INLINE_BYTES
                 return (
-                    await asyncio.to_thread(self._reply, call, found) if heavy else self._reply(call, found)
+                    await asyncio.to_thread(self._reply, call, answers)
+                    if heavy
+                    else self._reply(call, answers)
                 )
 
     def _reply(self, call: Call, outcomes: Sequence[Outcome]) -> Response:
@@ -219,8 +221,8 @@ async def _all(
 class BodyLimit:
     """Reads request bodies within a bound on each, and on all that are being read or answered."""
 
-    def __init__(self, one: int, total: int) -> None:
-        self._one, self._total, self._held = one, total, 0
+    def __init__(self, request_limit: int, total: int) -> None:
+        self._one, self._total, self._held = request_limit, total, 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:

@@ -53,7 +53,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = process_registry()
-        own: Any = {"registry": self.registry, "namespace": NAMESPACE}
+        labels: Any = {"registry": self.registry, "namespace": NAMESPACE}
         counter = partial(Counter, registry=self.registry, namespace=NAMESPACE)
         self.requests = counter("requests", "Answers by HTTP status", ("status",))
         self.sequences = counter("sequences", "Sequences scored")
@@ -61,8 +61,8 @@ class Metrics:
         self.tokens = counter("tokens", "Tokens of scored sequences, prompt and completion")
         self.generated = counter("generated_tokens", "Completion tokens generated")
         self.busy = counter("busy_seconds", "Duration of the engine's calls, those at once added up")
-        self.held_tokens = Gauge("held_tokens", "Tokens not yet answered", **own)
-        self.latency = Histogram("request_seconds", "From arrival to answer", **own)
+        self.held_tokens = Gauge("held_tokens", "Tokens not yet answered", **labels)
+        self.latency = Histogram("request_seconds", "From arrival to answer", **labels)
 
 
 class Work(NamedTuple):
@@ -115,7 +115,7 @@ class Batcher:
         serving = []
         for _ in range(self._concurrency):
             serving += [self._serve(Item, self._score), self._serve(EnginePrompt, self._generate)]
-        self._tasks = [asyncio.create_task(one) for one in serving]
+        self._tasks = [asyncio.create_task(coroutine) for coroutine in serving]
 
     @property
     def healthy(self) -> bool:
@@ -162,24 +162,24 @@ class Batcher:
         """
         if self._ended is not None:
             raise self._ended
-        tokens = sum(one.tokens for one in work)
+        tokens = sum(item.tokens for item in work)
         if self._held and self._held + tokens > self._queue_tokens:
             raise Overloaded(
                 f"{self._held} tokens wait and {tokens} more would pass queue_tokens = {self._queue_tokens}: "
                 "come back later, send less, or add a replica",
                 RETRY_AFTER_SECONDS,
             )
-        queued = [_Queued(one) for one in work]
+        queued = [_Queued(item) for item in work]
         try:
             self._hold(tokens)
             self._waiting |= dict.fromkeys(queued)
             self._added.set()
-            yield [one.outcome for one in queued]
+            yield [entry.outcome for entry in queued]
         finally:
             self._hold(-tokens)
-            for one in queued:
-                one.outcome.cancel()
-                self._waiting.pop(one, None)
+            for waiting in queued:
+                waiting.outcome.cancel()
+                self._waiting.pop(waiting, None)
 
     def _hold(self, tokens: int) -> None:
         self._held += tokens
@@ -228,19 +228,19 @@ class Batcher:
         counts = [item.positions for item in items]
         scores = await self.in_engine_thread(lambda: split(self._engine.score(items, options), counts))
         self._metrics.sequences.inc(len(batch))
-        self._metrics.tokens.inc(sum(one.work.tokens for one in batch))
+        self._metrics.tokens.inc(sum(entry.work.tokens for entry in batch))
         return scores
 
     async def _generate(self, batch: Sequence[_Queued]) -> Sequence[EngineCompletion | str]:
         """Generate in slices of SLICE_SECONDS; stop when all callers of the batch are gone."""
         steps = self._engine.generate(*_items(batch))
-        while not all(one.outcome.done() for one in batch):
+        while not all(entry.outcome.done() for entry in batch):
             completions = await self.in_engine_thread(lambda: _slice(steps))
             if completions is None:
                 continue
             if len(completions) != len(batch):
                 raise DataError(f"the engine gave {len(completions)} completions for {len(batch)} prompts")
-            self._metrics.generated.inc(sum(len(one.token_ids_T) for one in completions))
+            self._metrics.generated.inc(sum(len(completion.token_ids_T) for completion in completions))
             return completions
         return ["cancelled: no caller is waiting"] * len(batch)
 

@@ -106,9 +106,9 @@ class TeacherClient(Processes):
 
         Raises ConfigError when they are not the same teacher.
         """
-        found = await self._answers("/v1/info", wire.TeacherInfo, timeout)
-        least = min(one.max_length for one in found)
-        info = self._same([replace(one, max_length=least) for one in found])
+        infos = await self._answers("/v1/info", wire.TeacherInfo, timeout)
+        least = min(server_info.max_length for server_info in infos)
+        info = self._same([replace(server_info, max_length=least) for server_info in infos])
         for peer in self._peers:
             peer.model = info.fingerprint
         return info
@@ -169,7 +169,7 @@ class TeacherClient(Processes):
         """Have the replicas forget these scores; one that cannot be told evicts them in time."""
         for replica in self._replicas:
             peer = replica.peer
-            if keys := [one.key for one in kept if one.url == peer.url]:
+            if keys := [reference.key for reference in kept if reference.url == peer.url]:
                 body = wire.encode(wire.ScoresRelease(keys=keys))
                 try:
                     await peer.once("/v1/scores/release", body, RELEASE_SECONDS, MAX_SMALL)
@@ -178,7 +178,9 @@ class TeacherClient(Processes):
 
     def servers(self) -> wire.TeacherServers:
         """Where the replicas in use are, and which model was checked."""
-        used = [one.peer for one in self._replicas if not one.excluded] or [self._replicas[0].peer]
+        used = [replica.peer for replica in self._replicas if not replica.excluded] or [
+            self._replicas[0].peer
+        ]
         urls = [peer.url for peer in used if peer.placed]
         if not urls:
             raise Unreachable(f"no process of teacher {self.name!r} has registered with the controller")
@@ -212,21 +214,21 @@ class TeacherClient(Processes):
         expires = time.monotonic() + deadline
 
         async def send(part: Sequence[W]) -> list[Any]:
-            started, tokens = time.monotonic(), sum(_tokens(one, extra) for one in part)
+            started, tokens = time.monotonic(), sum(_tokens(item, extra) for item in part)
             body = wire.encode(request(list(part), max(0.001, expires - started)))
             answer, url = await self._exchange(path, body, tokens, expires)
             if len(self._answered) > MOST_NOTED:  # of callers that never use `answered_by`
                 self._answered.clear()
-            self._answered |= dict.fromkeys((one.id for one in part), url)
-            results = [_at(url, one) for one in wire.decode(answer, reply).results]
-            if [one.id for one in results] != [one.id for one in part]:
+            self._answered |= dict.fromkeys((item.id for item in part), url)
+            results = [_at(url, result) for result in wire.decode(answer, reply).results]
+            if [result.id for result in results] != [item.id for item in part]:
                 raise WireError(
                     f"teacher {self.name!r} answered {len(results)} results for other ids than it was sent"
                 )
             counters = self.counters
             counters.requests += 1
             counters.sequences += len(results)
-            counters.refused += sum(isinstance(one, ScoreRefused) for one in results)
+            counters.refused += sum(isinstance(result, ScoreRefused) for result in results)
             counters.tokens += tokens
             counters.seconds += time.monotonic() - started
             counters.received_bytes += len(answer)
@@ -234,7 +236,7 @@ class TeacherClient(Processes):
 
         tasks = [asyncio.ensure_future(isolate(part, send, _refused, on=(TooLarge,))) for part in parts]
         try:
-            return [one for results in await asyncio.gather(*tasks) for one in results]
+            return [result for results in await asyncio.gather(*tasks) for result in results]
         finally:
             for task in tasks:
                 task.cancel()
@@ -300,20 +302,20 @@ def _refused(_: object, error: Exception) -> NoReturn:
     raise error
 
 
-def _tokens(one: ScoreSequence | TeacherPrompt, extra: int) -> int:
+def _tokens(item: ScoreSequence | TeacherPrompt, extra: int) -> int:
     """As many as its bytes hold, sound or not, and `extra`."""
-    return len(one.token_ids.data) // 4 + extra
+    return len(item.token_ids.data) // 4 + extra
 
 
 def in_parts(work: Sequence[W], extra: int, limit: int) -> list[list[W]]:
     """Consecutive work of at most `limit` tokens (at least one each); `extra`: see `_tokens`."""
-    parts, held = list[list[W]](), 0
-    for one in work:
-        size = _tokens(one, extra)
-        if parts and held + size <= limit:
-            parts[-1].append(one)
-            held += size
+    parts, tokens = list[list[W]](), 0
+    for item in work:
+        size = _tokens(item, extra)
+        if parts and tokens + size <= limit:
+            parts[-1].append(item)
+            tokens += size
         else:
-            parts.append([one])
-            held = size
+            parts.append([item])
+            tokens = size
     return parts

@@ -68,12 +68,12 @@ class KeptScores:
         self._full = False  # the last spill could not be written
         self._boot, self._count = secrets.token_hex(8), 0
         self._lock = threading.Lock()
-        own: Any = {"registry": registry, "namespace": NAMESPACE}
-        self._bytes = Gauge("kept_bytes", "Kept scores", ("where",), **own)
+        labels: Any = {"registry": registry, "namespace": NAMESPACE}
+        self._bytes = Gauge("kept_bytes", "Kept scores", ("where",), **labels)
         for where in ("memory", "disk"):
             self._bytes.labels(where)  # shown before anything is kept
-        self._fetched = Counter("kept_fetches", "Fetches by result", ("result",), **own)
-        self._dropped = Counter("kept_dropped", "Evicted before release", **own)
+        self._fetched = Counter("kept_fetches", "Fetches by result", ("result",), **labels)
+        self._dropped = Counter("kept_dropped", "Evicted before release", **labels)
 
     def put(self, parts: list[bytes]) -> Kept:
         """Keep a body, given in parts so that nothing copies it whole; the reference has no url yet."""
@@ -94,14 +94,14 @@ class KeptScores:
     def open(self, key: str) -> Body | None:
         """The body of `key`; None: it is not kept, or no longer."""
         with self._lock:
-            where, found = "gone", None
+            where, body = "gone", None
             if (parts := self._memory.get(key)) is not None:
-                where, found = "memory", Body(_size(parts), iter(parts))
+                where, body = "memory", Body(_size(parts), iter(parts))
             elif (size := self._disk.get(key)) is not None:
                 with suppress(OSError):  # somebody else removed it
-                    where, found = "disk", Body(size, _read(self._path(key).open("rb")))
+                    where, body = "disk", Body(size, _read(self._path(key).open("rb")))
         self._fetched.labels(where).inc()
-        return found
+        return body
 
     def release(self, keys: Iterable[str]) -> None:
         """Forget these; keys that are not kept are ignored."""

@@ -62,23 +62,23 @@ def limits(config: TeacherConfig, info: EngineInfo, host: int, devices: Sequence
     `host`, `devices`: free bytes of this machine and of each GPU with a part of the model; none: it is on the
     CPU. Raises ConfigError when a `max_length` or `queue_tokens` of the configuration does not fit.
     """
-    share, held = host // SHARE, 2 * token_bytes(info)
-    fits = {"scores": share // held}
+    share, fit = host // SHARE, 2 * token_bytes(info)
+    fits = {"scores": share // fit}
     if info.engine == "transformers":
         item = 4 if info.dtype == "float32" else 2
         free = min(devices) if devices else share
         fits["forward pass"] = free // (PASS_WIDTHS * info.hidden_size * item)
-    name, most = min(fits.items(), key=lambda found: found[1])
+    name, limit = min(fits.items(), key=lambda entry: entry[1])
     length = info.max_length
-    if length > most:
-        if config.max_length is not None or most < ROUND:
+    if length > limit:
+        if config.max_length is not None or limit < ROUND:
             raise ConfigError(
                 f"the {name} of a sequence of {length:,} tokens does not fit into what is left of memory, "
-                f"{most:,} do: set max_length = {most // ROUND * ROUND or most} or less, or give this "
+                f"{limit:,} do: set max_length = {limit // ROUND * ROUND or limit} or less, or give this "
                 "teacher more memory"
             )
-        length = most // ROUND * ROUND
-    queue = config.queue_tokens or max(length, share // held)
+        length = limit // ROUND * ROUND
+    queue = config.queue_tokens or max(length, share // fit)
     return Limits(length, queue, max(share // 2, length * token_bytes(info)), share // 4, share // 2)
 
 

@@ -117,10 +117,10 @@ def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
     gather = any(sequence.gather_ids is not None for sequence in request.sequences)
     needed = {"topk": want.topk, "hidden": want.hidden, "prompt": want.prompt, "gather": gather}
     _check_can({**needed, "temperature": want.temperature != 1.0}, info)
-    most = min(info.max_topk, info.vocab_size)
+    limit = min(info.max_topk, info.vocab_size)
     _require(
-        0 <= want.topk <= most,
-        f"topk is {want.topk}, this teacher gives 0 to {most}: ask for fewer, or for hidden states",
+        0 <= want.topk <= limit,
+        f"topk is {want.topk}, this teacher gives 0 to {limit}: ask for fewer, or for hidden states",
     )
 
 
@@ -128,9 +128,10 @@ def check_generate(request: wire.TeacherGenerateRequest, info: EngineInfo) -> No
     """Raise BadRequest (422) for what no prompt of the request could be completed with."""
     _check_can({"generate": True, "temperature": request.temperature != 1.0}, info)
     _check_common("prompts", request.prompts, request.deadline, request.temperature)
-    most = info.max_length - 1
+    limit = info.max_length - 1
     _require(
-        1 <= request.max_tokens <= most, f"max_tokens is {request.max_tokens}, this teacher takes 1 to {most}"
+        1 <= request.max_tokens <= limit,
+        f"max_tokens is {request.max_tokens}, this teacher takes 1 to {limit}",
     )
     for token in request.stop_token_ids:
         _require(
@@ -148,7 +149,7 @@ def _check_common(what: str, parts: list[Any], deadline: float | None, temperatu
 
 
 def _check_can(needed: Mapping[str, Any], info: EngineInfo) -> None:
-    for name in (name for name, wanted in needed.items() if wanted):
+    for name in (name for name, needs in needed.items() if needs):
         _require(
             name in info.can,
             f"engine {info.engine!r} cannot give {name!r}, it gives {list(info.can)}; "
@@ -191,8 +192,8 @@ def admit(sequence: wire.ScoreSequence, want: Want, info: EngineInfo) -> Item | 
     if isinstance(gather, str):
         return gather
     if len(gather) != length - first:
-        shape, wanted = list(gather.shape), f"[{length - first}, K >= 1]"
-        return f"gather_ids has shape {shape}, expected {wanted}: one row per position"
+        shape, expected = list(gather.shape), f"[{length - first}, K >= 1]"
+        return f"gather_ids has shape {shape}, expected {expected}: one row per position"
     return Item(ids, first, gather)
 
 
@@ -261,17 +262,17 @@ def to_keep(
 
     They are checked and encoded a frame at a time: whoever copies gigabytes at once holds the interpreter.
     """
-    held, positions = nbytes(scores), item.positions
-    block = max(1, positions * FRAME_BYTES // held)
+    size, positions = nbytes(scores), item.positions
+    block = max(1, positions * FRAME_BYTES // size)
     counts = [min(block, positions - start) for start in range(0, positions, block)]
     frames, ids = list[bytes](), item.gather_ids_TK
     for number, part in enumerate(split(scores, counts)):
-        found = checked_scores(id_, item, part, want, info, dtype)
-        if isinstance(found, Problem):
-            return found
+        checked = checked_scores(id_, item, part, want, info, dtype)
+        if isinstance(checked, Problem):
+            return checked
         if ids is not None:
-            found = replace(found, gather_ids=pack(ids[number * block : (number + 1) * block], "i4"))
-        frames.append(wire.frame(wire.ScoreReply(results=[found])))
+            checked = replace(checked, gather_ids=pack(ids[number * block : (number + 1) * block], "i4"))
+        frames.append(wire.frame(wire.ScoreReply(results=[checked])))
     return ToKeep(pack(scores.logprob_C, "f4"), frames)
 
 

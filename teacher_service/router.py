@@ -77,9 +77,9 @@ def load_transforms(teachers: Mapping[str, TeacherConfig]) -> dict[str, Callable
     }
 
 
-def _token_ids(found: Iterable[Any]) -> list[int]:
-    ids = [index(token) for token in found]
-    if wrong := [one for one in ids if not 0 <= one < 1 << 31]:
+def _token_ids(values: Iterable[Any]) -> list[int]:
+    ids = [index(token) for token in values]
+    if wrong := [id for id in ids if not 0 <= id < 1 << 31]:
         raise ValueError(f"{wrong[0]} is no token id")
     return ids
 
@@ -88,9 +88,9 @@ def _named(name: str, field: str, result: Callable[[Any], Any], remedy: str) -> 
     """The named function with `result` of what it returns; DataError when either raises."""
     function = load_function(name, field)
 
-    def call(given: Any) -> Any:
-        about = f"data source {given!r}" if isinstance(given, str) else f"prompt {given.id}"
+    def call(asked: Any) -> Any:
+        about = f"data source {asked!r}" if isinstance(asked, str) else f"prompt {asked.id}"
         with own_code(f"{field} {name!r}", about, remedy):
-            return result(function(given))
+            return result(function(asked))
 
     return call

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("distill", "teacher_service", "student_trainer", "sync")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 LARGER_WITH_A_REASON: dict[str, str] = {}
 LIGHT_MODULES = (

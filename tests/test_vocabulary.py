@@ -1,5 +1,6 @@
 """Retired words stay retired: one term for each thing, as docs/glossary.md has it."""
 
+import ast
 import io
 import re
 import tokenize
@@ -45,6 +46,8 @@ PHRASES = re.compile(
     re.IGNORECASE,
 )
 """What neither documents nor docstrings and comments say."""
+PRONOUNS = frozenset({"found", "given", "held", "most", "one", "own", "wanted"})
+"""What no variable or parameter of a package is called: its name says what it is."""
 
 
 def _words(name: str) -> set[str]:
@@ -75,6 +78,27 @@ def _odd_prose(path: Path) -> list[str]:
 def test_no_identifier_holds_a_retired_word() -> None:
     odd = {str(path.relative_to(ROOT)): found for path in SOURCES if (found := _odd_names(path))}
     assert not odd
+
+
+def _pronouns(path: Path) -> list[str]:
+    """Lines that bind a pronoun; a field of a class is no variable."""
+    tree = ast.parse(path.read_text())
+    fields = {
+        id(line.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for line in node.body
+        if isinstance(line, ast.AnnAssign)
+    }
+    bound = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in fields]
+    names = [(node.lineno, node.id) for node in bound if isinstance(node.ctx, ast.Store)]
+    names += [(node.lineno, node.arg) for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    return [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in names if name in PRONOUNS]
+
+
+def test_a_variable_names_the_thing() -> None:
+    packages = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PACKAGES]
+    assert not [line for path in packages if "bench" not in path.parts for line in _pronouns(path)]
 
 
 def test_no_docstring_or_comment_holds_a_retired_word() -> None:

@@ -43,8 +43,10 @@ def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> 
     for rollout in rollouts:
         if rollout.reward is not None and not rollout.by_teacher:
             rewards.setdefault(group_of(rollout.id), []).append(rollout.reward)
-    means = {group: sum(found) / len(found) for group, found in rewards.items()}
-    return {one.id: means.get(group_of(one.id), 0.0) for one in rollouts if one.reward is not None}
+    means = {group: sum(reward) / len(reward) for group, reward in rewards.items()}
+    return {
+        member.id: means.get(group_of(member.id), 0.0) for member in rollouts if member.reward is not None
+    }
 
 
 def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> list[TrainBatch]:
@@ -52,7 +54,7 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
 
     `step_of`: a token's version as a step of the trainer's lineage.
     """
-    weights = dict(zip((one.id for one in batch.rollouts), batch.weights, strict=False))
+    weights = dict(zip((rollout.id for rollout in batch.rollouts), batch.weights, strict=False))
     baselines = group_means(batch.rollouts, group_of) if shape.group > 1 else {}
     rollouts = [_cut(rollout, shape.supervised) for rollout in batch.rollouts]
     shares = _shares(rollouts, world_size, shape)
@@ -81,24 +83,24 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     """The rollout up to the `tokens`-th token of the student's; its reward stays that of the whole."""
     if tokens is None or rollout.own_length <= tokens:
         return rollout
-    most = _place(rollout, tokens)
+    limit = _place(rollout, tokens)
 
     def first(struct: Rollout | Scored, names: Iterable[str]) -> dict[str, Array]:
         arrays = ((name, getattr(struct, name)) for name in names)
-        return {name: cut(array, most) for name, array in arrays if isinstance(array, Array)}
+        return {name: cut(array, limit) for name, array in arrays if isinstance(array, Array)}
 
     scores = scores_of(rollout)
     spans = tuple(
-        VersionSpan(span.version, span.start, min(span.end, most))
+        VersionSpan(span.version, span.start, min(span.end, limit))
         for span in rollout.spans
-        if span.start < most
+        if span.start < limit
     )
-    own = tuple((start, min(end, most)) for start, end in rollout.own if start < most)
+    turns = tuple((start, min(end, limit)) for start, end in rollout.own if start < limit)
     scored = replace(scores, **first(scores, scores.__struct_fields__))
     arrays = first(rollout, ("tokens", "logprob", "topk_ids"))
-    mask = rollout.mask and rollout.mask.cut(most)
-    routes = rollout.routes and cut(rollout.routes, rollout.prompt.shape[0] + most - 1)
-    return replace(rollout, spans=spans, own=own, scored=scored, mask=mask, routes=routes, **arrays)
+    mask = rollout.mask and rollout.mask.cut(limit)
+    routes = rollout.routes and cut(rollout.routes, rollout.prompt.shape[0] + limit - 1)
+    return replace(rollout, spans=spans, own=turns, scored=scored, mask=mask, routes=routes, **arrays)
 
 
 def _place(rollout: Rollout, tokens: int) -> int:
@@ -130,8 +132,8 @@ def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
 
 def _shares(rollouts: Sequence[Rollout], ranks: int, shape: Shape) -> list[list[list[Rollout]]]:
     split = rectangles if shape.padded else end_to_end
-    lengths = [one.prompt.shape[0] + one.length for one in rollouts]
-    kinds = [_widths(one) for one in rollouts]
+    lengths = [rollout.prompt.shape[0] + rollout.length for rollout in rollouts]
+    kinds = [_widths(rollout) for rollout in rollouts]
     places = split(lengths, kinds, ranks, shape.micro_batch_tokens)
     return [[[rollouts[place] for place in micro] for micro in share] for share in places]
 
@@ -157,23 +159,23 @@ def rows_of(
     token_step, off_path = _token_steps(rollouts, step_of, step)
 
     def student(name: str) -> Any:
-        return _join([getattr(one, name) for one in rollouts], getattr(template, name))
+        return _join([getattr(rollout, name) for rollout in rollouts], getattr(template, name))
 
     def teacher(name: str) -> Any:
-        return _join([getattr(one, name) for one in scores], getattr(scored, name))
+        return _join([getattr(score, name) for score in scores], getattr(scored, name))
 
-    by_reference = scored.kept is not None
-    routes = [one.routes for one in rollouts if one.routes is not None]
-    routed = [0 if one.routes is None else one.routes.shape[0] for one in rollouts]
-    tokens = b"".join(part for one in rollouts for part in (one.prompt.data, one.tokens.data))
+    by_teacher = [rollout.by_teacher for rollout in rollouts]
+    compared = [baselines[rollout.id] for rollout in rollouts if baselines and rewarded]
+    routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    tokens = b"".join(part for rollout in rollouts for part in (rollout.prompt.data, rollout.tokens.data))
     return Rows(
-        ids=[one.id for one in rollouts],
+        ids=[rollout.id for rollout in rollouts],
         tokens=Array("i4", (len(tokens) // 4,), tokens),
-        prompt_lens=_array("i4", [one.prompt.shape[0] for one in rollouts]),
-        completion_lens=_array("i4", [one.length for one in rollouts]),
+        prompt_lens=_array("i4", [rollout.prompt.shape[0] for rollout in rollouts]),
+        completion_lens=_array("i4", [rollout.length for rollout in rollouts]),
         behavior_logprob=student("logprob"),
         token_step=token_step,
-        teacher=_array("i4", [teachers[one.teacher] for one in rollouts]),
+        teacher=_array("i4", [teachers[rollout.teacher] for rollout in rollouts]),
         teacher_logprob=teacher("logprob"),
         teacher_topk_ids=teacher("topk_ids"),
         teacher_topk_logprob=teacher("topk_logprob"),
@@ -181,21 +183,25 @@ def rows_of(
         student_topk_teacher_logprob=teacher("gathered"),
         teacher_hidden=teacher("hidden"),
         # only measured: some teachers can give it and others cannot
-        teacher_entropy=None if any(one.entropy is None for one in scores) else teacher("entropy"),
+        teacher_entropy=None if any(score.entropy is None for score in scores) else teacher("entropy"),
         reward=_array("f4", rewards) if rewarded else None,
-        truncated=_array("u1", [one.truncated for one in rollouts]),
-        weight=_array("f4", [weights[one.id] for one in rollouts]) if weights else None,
-        baseline=_array("f4", [baselines[one.id] for one in rollouts]) if baselines and rewarded else None,
-        by_teacher=_array("u1", flags) if any(flags := [one.by_teacher for one in rollouts]) else None,
-        kept=[one.kept for one in scores] if by_reference else None,
-        teacher_prompts=[one.teacher_prompt for one in rollouts] if by_reference else None,
+        truncated=_array("u1", [rollout.truncated for rollout in rollouts]),
+        weight=_array("f4", [weights[rollout.id] for rollout in rollouts]) if weights else None,
+        baseline=_array("f4", compared) if baselines and rewarded else None,
+        by_teacher=_array("u1", by_teacher) if any(by_teacher) else None,
+        kept=[score.kept for score in scores] if scored.kept else None,
+        teacher_prompts=[rollout.teacher_prompt for rollout in rollouts] if scored.kept else None,
         own=_own(rollouts),
         mask=_mask(rollouts),
         routes=joined(routes) if routes else None,
-        route_lens=_array("i4", routed) if routes else None,
+        route_lens=_array("i4", [_places(rollout.routes) for rollout in rollouts]) if routes else None,
         earned=_earned(rollouts),
         off_path=off_path,
     )
+
+
+def _places(routes: Array | None) -> int:
+    return 0 if routes is None else routes.shape[0]
 
 
 def _array(dtype: str, values: Sequence[float]) -> Array:
@@ -204,28 +210,28 @@ def _array(dtype: str, values: Sequence[float]) -> Array:
 
 def _own(rollouts: Sequence[Rollout]) -> Array | None:
     """1 where the student sampled the token, else 0; None: there are no other tokens."""
-    if all(one.own_length == one.length for one in rollouts):
+    if all(rollout.own_length == rollout.length for rollout in rollouts):
         return None
     return _by_turn(rollouts, "u1", lambda rollout: [1] * max(1, len(rollout.own)))
 
 
 def _mask(rollouts: Sequence[Rollout]) -> SamplingMask | None:
     """Sampling masks of all tokens, where there are any; a teacher's tokens have none."""
-    if all(one.mask is None for one in rollouts):
+    if all(rollout.mask is None for rollout in rollouts):
         return None
-    return SamplingMask.joined([one.mask or SamplingMask.none(one.length) for one in rollouts])
+    return SamplingMask.joined([rollout.mask or SamplingMask.none(rollout.length) for rollout in rollouts])
 
 
 def _earned(rollouts: Sequence[Rollout]) -> Array | None:
     """What the turns before each token earned; None: nothing."""
-    if not any(one.earned for one in rollouts):
+    if not any(rollout.earned for rollout in rollouts):
         return None
     return _by_turn(rollouts, "f4", lambda rollout: rollout.earned)
 
 
 def _by_turn(rollouts: Sequence[Rollout], dtype: str, of: Callable[[Rollout], Sequence[float]]) -> Array:
     """A value for every token: `of` has one for each turn that the student sampled; of the others 0."""
-    parts = [np.zeros(one.length, dtype) for one in rollouts]
+    parts = [np.zeros(row.length, dtype) for row in rollouts]
     for rollout, part_T in zip(rollouts, parts, strict=True):
         turns = rollout.own or [(0, rollout.length)]
         for (start, end), value in zip(turns, of(rollout), strict=False):

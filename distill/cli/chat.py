@@ -35,8 +35,8 @@ def chat(
     """
     from distill.launch.chat import chatting
 
-    console, given = Console(), {"temperature": temperature, "max_tokens": max_tokens}
-    sampling = {name: value for name, value in given.items() if value is not None}
+    console, options = Console(), {"temperature": temperature, "max_tokens": max_tokens}
+    sampling = {name: value for name, value in options.items() if value is not None}
     with ExitStack() as stack:
         with working("distill chat") as say:
             talk = stack.enter_context(chatting(run_dir, version, teacher, sampling, say))

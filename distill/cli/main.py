@@ -87,7 +87,7 @@ def quickstart(
     config, making = steps.prepare(seed, overrides, Console(), task)
     if not resume:
         steps.make_room(config)
-    teachers = {one.path: "the teacher that was made for it" for one in config.teachers.values()}
+    teachers = {teacher.path: "the teacher that was made for it" for teacher in config.teachers.values()}
     models = {config.student.path: "the student before training, made for it", **teachers}
     _run(config, resume, json_file, {"making": making}, models)
 
@@ -110,9 +110,9 @@ def run(
     if dry_run:
         from distill.launch import dry_run as dry
 
-        found = dry.dry_run(settings)
-        typer.echo("\n".join(dry.lines(found)))
-        write_figures(json_file, found)
+        settled = dry.dry_run(settings)
+        typer.echo("\n".join(dry.lines(settled)))
+        write_figures(json_file, settled)
         return
     _run(settings, resume, json_file)
 
@@ -215,14 +215,18 @@ def _servers(controller: str, body: ServerRegisters | ServerLeaves | None) -> No
             answer = peer.call(path, body, kind)
             if isinstance(answer, ServerLease) and answer.warning:
                 typer.echo(f"distill: {answer.warning}", err=True)
-        found = peer.call("/v1/servers", None, Servers)
+        listing = peer.call("/v1/servers", None, Servers)
     finally:
         peer.close()
-    for one in found.servers:
+    for server in listing.servers:
         version = (
-            f"{one.version or 'the model folder'!s:<16} {one.in_flight:>5} in flight" if one.phase else ""
+            f"{server.version or 'the model folder'!s:<16} {server.in_flight:>5} in flight"
+            if server.phase
+            else ""
         )
-        typer.echo(f"{one.name:<18} {one.phase or '':<11} {version:<32} {one.url or 'not registered'}")
+        typer.echo(
+            f"{server.name:<18} {server.phase or '':<11} {version:<32} {server.url or 'not registered'}"
+        )
 
 
 app.command(rich_help_panel=ROLES)(cli_clusters.slurm)
@@ -301,9 +305,12 @@ def samples(
 
     console, decoder = Console(), of.Decoder(run_dir)
     if order == "quarantined":
-        texts = [of.shown_quarantined(one, decoder) for one in of.read_quarantine(run_dir)[: -count - 1 : -1]]
+        texts = [
+            of.shown_quarantined(completion, decoder)
+            for completion in of.read_quarantine(run_dir)[: -count - 1 : -1]
+        ]
     else:
-        texts = [of.shown(one, decoder) for one in of.choose(of.read_samples(run_dir), order, count)]
+        texts = [of.shown(sample, decoder) for sample in of.choose(of.read_samples(run_dir), order, count)]
     for text in texts:
         console.print(text, end="\n\n", soft_wrap=True)
 
@@ -324,19 +331,19 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
     from distill.run_log.audit import VIOLATIONS
     from distill.run_log.audit import audit as check
 
-    found = check(run_dir)
-    figures = {**asdict(found), "ok": found.ok}
+    checked = check(run_dir)
+    figures = {**asdict(checked), "ok": checked.ok}
     for name, value in figures.items():
         typer.echo(f"{name:<18} {len(value) if isinstance(value, list) else value}")
-    for name, entries in found.violations.items():
+    for name, entries in checked.violations.items():
         typer.echo(f"\n{name}: {VIOLATIONS[name]}")
         for entry in entries[:5]:
             typer.echo(f"  {entry}")
         if len(entries) > 5:
             typer.echo(f"  and {len(entries) - 5} more; --json FILE writes them all")
     write_figures(json_file, figures)
-    if not found.ok:
-        raise DistillError(f"{run_dir} breaks a guarantee: {', '.join(found.violations)}")
+    if not checked.ok:
+        raise DistillError(f"{run_dir} breaks a guarantee: {', '.join(checked.violations)}")
 
 
 @app.command(rich_help_panel=TESTS)

@@ -42,7 +42,7 @@ def plan(
     """
     settings = api.load_config(config, overrides)
     with working("distill plan --probe") if probe else nullcontext() as say:
-        found = api.plan(
+        forecast = api.plan(
             settings,
             device=device,
             prompt_tokens=prompt_tokens,
@@ -51,10 +51,10 @@ def plan(
             probe=probe,
             say=say,
         )
-    typer.echo("\n".join(found.lines).lstrip("\n"))
-    write_figures(json_file, found.figures)
-    if found.refusal:
-        raise DistillError(f"this does not fit, and the preflight refuses it:\n{found.refusal}")
+    typer.echo("\n".join(forecast.lines).lstrip("\n"))
+    write_figures(json_file, forecast.figures)
+    if forecast.refusal:
+        raise DistillError(f"this does not fit, and the preflight refuses it:\n{forecast.refusal}")
 
 
 def init(
@@ -79,31 +79,35 @@ def init(
         gpus = len(sizes) if gpus is None else gpus
         known = [size for size in sizes.values() if size is not None]
         gpu_gib = gpu_gib or (min(known) / GIB if known else None)
-    given: dict[str, str | float | None] = {"--teacher": teacher, "--student": student, "--prompts": prompts}
-    given |= {"--gpus": gpus} if gpus == 0 else {"--gpus": gpus, "--gpu-gib": gpu_gib}
-    answers = _asked(given)
-    wanted = starter.Wanted(
+    arguments: dict[str, str | float | None] = {
+        "--teacher": teacher,
+        "--student": student,
+        "--prompts": prompts,
+    }
+    arguments |= {"--gpus": gpus} if gpus == 0 else {"--gpus": gpus, "--gpu-gib": gpu_gib}
+    answers = _asked(arguments)
+    request = starter.Wanted(
         str(answers["--teacher"]),
         str(answers["--student"]),
         str(answers["--prompts"]),
         int(answers["--gpus"]),
         float(answers.get("--gpu-gib", 0)),
     )
-    for line in starter.write(file, wanted):
+    for line in starter.write(file, request):
         typer.echo(line)
     typer.echo(f"{file}: written; next: distill preflight {file}, distill plan {file}")
 
 
-def _asked(given: Mapping[str, str | float | None]) -> dict[str, str | float]:
+def _asked(arguments: Mapping[str, str | float | None]) -> dict[str, str | float]:
     """The options with what is missing asked for on a terminal; without one, raises ConfigError."""
-    if (missing := [name for name, value in given.items() if value is None]) and not sys.stdin.isatty():
+    if (missing := [name for name, value in arguments.items() if value is None]) and not sys.stdin.isatty():
         raise ConfigError(
             f"distill init needs {', '.join(missing)}: give them, or run it on a terminal, where it asks"
         )
     kinds: dict[str, type] = {"--gpus": int, "--gpu-gib": float}
     least = {"--gpus": 0, "--gpu-gib": 1}
     answers: dict[str, str | float] = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name == "--gpu-gib" and answers["--gpus"] == 0:
             continue
         asked = typer.prompt(name.removeprefix("--"), type=kinds.get(name, str)) if value is None else value

@@ -20,13 +20,13 @@ def list_versions(run_dir: RunDir, json_file: JsonFile = None) -> None:
     """List every published version; fail when something in the store is unreadable."""
     from distill.published import listing
 
-    found = listing(run_dir)
-    write_figures(json_file, found)
-    for one in (one for one in found if "problem" not in one):
-        base = f"on {one['base']}" if one["base"] else ""
-        mark = "  latest" if one["latest"] else ""
-        typer.echo(f"{one['version']}  {one['kind']:<5}  {one['bytes']:>12,} bytes  {base}{mark}")
-    _report_unusable([one for one in found if "problem" in one])
+    versions = listing(run_dir)
+    write_figures(json_file, versions)
+    for version in (entry for entry in versions if "problem" not in entry):
+        base = f"on {version['base']}" if version["base"] else ""
+        mark = "  latest" if version["latest"] else ""
+        typer.echo(f"{version['version']}  {version['kind']:<5}  {version['bytes']:>12,} bytes  {base}{mark}")
+    _report_unusable([entry for entry in versions if "problem" in entry])
 
 
 @app.command("verify")
@@ -42,15 +42,15 @@ def verify_versions(
         return
     from distill.published import verification
 
-    found = []
-    for one in verification(run_dir):
-        found.append(one)
-        typer.echo(f"{one['version']}  {one['problem'] or 'whole'}")
-    write_figures(json_file, found)
-    if not found:
+    checked = []
+    for version in verification(run_dir):
+        checked.append(version)
+        typer.echo(f"{version['version']}  {version['problem'] or 'whole'}")
+    write_figures(json_file, checked)
+    if not checked:
         raise DistillError(f"{run_dir} has no published version to verify: wait for the first one")
-    if broken := [one for one in found if one["problem"]]:
-        raise DistillError(f"{len(broken)} of {len(found)} versions cannot be read back: see above")
+    if broken := [entry for entry in checked if entry["problem"]]:
+        raise DistillError(f"{len(broken)} of {len(checked)} versions cannot be read back: see above")
 
 
 def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
@@ -84,8 +84,8 @@ def collect_versions(
 
 
 def _report_unusable(odd: list[dict[str, Any]]) -> None:
-    for one in odd:
-        typer.echo(f"{one['name']}  {one['problem']}")
+    for version in odd:
+        typer.echo(f"{version['name']}  {version['problem']}")
     if odd:
         raise DistillError(
             f"{len(odd)} entries of the store cannot be used: see above; all others were handled"

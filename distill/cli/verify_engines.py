@@ -93,7 +93,7 @@ async def prove(config: StudentConfig, work: Path, versions: int = 50, sequences
     await asyncio.to_thread(published.publish, "full")
     with Ports() as ports:
         settings = [ReplicaConfig(run=RUN, store_path=store, mirror=work / f"mirror-{i}") for i in range(2)]
-        children = [on_loopback(config, one, index, ports) for index, one in enumerate(settings)]
+        children = [on_loopback(config, server, index, ports) for index, server in enumerate(settings)]
         urls = [str(child.url) for child in children]
         async with serving(children, work / "logs", _START_SECONDS):
             return await _prove(published, urls, versions, _prompts(model, sequences))
@@ -145,20 +145,20 @@ async def _digests(peer: Peer) -> dict[str, str] | None:
 async def prompt_scores(url: str, token: str | None, prompts: list[list[int]]) -> list[Any]:
     """vLLM's own prompt log-probabilities, one sequence at a time. Raises Unreachable, RemoteError."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    found = []
+    scores = []
     try:
         async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=120.0) as client:
             name = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
             for ids in prompts:
                 body = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 3, "seed": 0}
                 answer = (await client.post("/v1/completions", json=body)).raise_for_status()
-                found.append(answer.json()["choices"][0]["prompt_logprobs"])
+                scores.append(answer.json()["choices"][0]["prompt_logprobs"])
     except httpx.HTTPStatusError as error:
         answer = error.response
         raise RemoteError(f"{answer.url} answered {answer.status_code}: {answer.text[:500]}") from None
     except httpx.HTTPError as error:
         raise Unreachable(f"{url}: {type(error).__name__}: {error}; is a replica running there?") from None
-    return found
+    return scores
 
 
 def lines(proof: Proof) -> list[str]:

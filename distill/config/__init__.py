@@ -325,26 +325,31 @@ class RunConfig(Settings):
 
     def places(self) -> dict[str, Placement]:
         """Section of each kind of server → where its processes run."""
-        found: dict[str, Placement] = {"student": self.student}
-        found |= {f"teachers.{name}": one for name, one in self.teachers.items()}
-        found |= {f"environments.{name}": one for name, one in self.environments.items()}
+        sections: dict[str, Placement] = {"student": self.student}
+        sections |= {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+        sections |= {f"environments.{name}": environment for name, environment in self.environments.items()}
         if self.evaluation is not None:
-            found["evaluation.placement"] = self.evaluation.placement
+            sections["evaluation.placement"] = self.evaluation.placement
             if self.evaluation.replica is not None:
-                found["evaluation.replica"] = self.evaluation.replica
-        return found
+                sections["evaluation.replica"] = self.evaluation.replica
+        return sections
 
     def with_places(self, change: Callable[[str, Any], Any]) -> RunConfig:
         """With `change` of section and place for every place in `places`."""
         evaluation = self.evaluation
         if evaluation is not None:
-            own = evaluation.replica and change("evaluation.replica", evaluation.replica)
+            urls = evaluation.replica and change("evaluation.replica", evaluation.replica)
             place = change("evaluation.placement", evaluation.placement)
-            evaluation = evaluation.model_copy(update={"placement": place, "replica": own})
-        environments = {name: change(f"environments.{name}", one) for name, one in self.environments.items()}
+            evaluation = evaluation.model_copy(update={"placement": place, "replica": urls})
+        environments = {
+            name: change(f"environments.{name}", environment)
+            for name, environment in self.environments.items()
+        }
         update = {
             "student": change("student", self.student),
-            "teachers": {name: change(f"teachers.{name}", one) for name, one in self.teachers.items()},
+            "teachers": {
+                name: change(f"teachers.{name}", teacher) for name, teacher in self.teachers.items()
+            },
             "environments": environments,
             "evaluation": evaluation,
         }
@@ -353,18 +358,18 @@ class RunConfig(Settings):
     def processes(self) -> dict[str, list[str]]:
         """Section of each server that has no `urls` → the names of its processes; without the trainer."""
         student, evaluation = self.student, self.evaluation
-        found = {} if student.urls else {"student": [f"student-{i}" for i in range(student.replicas)]}
+        names = {} if student.urls else {"student": [f"student-{i}" for i in range(student.replicas)]}
         for name, teacher in self.teachers.items():
             if not teacher.urls:
-                found[f"teachers.{name}"] = process_names(f"teacher-{name}", teacher.replicas)
+                names[f"teachers.{name}"] = process_names(f"teacher-{name}", teacher.replicas)
         for name, environment in self.environments.items():
             if not environment.urls:
-                found[f"environments.{name}"] = process_names(f"environment-{name}", environment.processes)
+                names[f"environments.{name}"] = process_names(f"environment-{name}", environment.processes)
         if evaluation is not None and evaluation.replica is not None and not evaluation.replica.urls:
-            found["evaluation.replica"] = ["evaluation-replica"]
+            names["evaluation.replica"] = ["evaluation-replica"]
         if evaluation is not None and not evaluation.placement.urls:
-            found["evaluation.placement"] = ["evaluator"]
-        return found
+            names["evaluation.placement"] = ["evaluator"]
+        return names
 
     @property
     def uses_store(self) -> bool:

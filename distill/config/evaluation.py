@@ -67,14 +67,14 @@ class EvaluationConfig(Settings):
 
     @model_validator(mode="after")
     def _check_sets(self) -> Self:
-        for name, one in self.sets.items():
+        for name, evaluation_set in self.sets.items():
             if name == HELD_OUT:
                 raise ValueError(
                     f"sets.{name}: not a name of a set: {HELD_OUT!r} stands for the held-out prompts"
                 )
-            if one.every and (self.every == 0 or one.every % self.every):
+            if evaluation_set.every and (self.every == 0 or evaluation_set.every % self.every):
                 raise ValueError(
-                    f"sets.{name}.every is {one.every} and evaluations come every {self.every} steps: give a "
-                    "multiple of evaluation.every (0 there means only before and after the run)"
+                    f"sets.{name}.every is {evaluation_set.every} and evaluations come every {self.every} "
+                    "steps: give a multiple of evaluation.every (0 there means only before and after the run)"
                 )
         return self

@@ -184,14 +184,14 @@ def retyped(
 def _of_type(table: Mapping[str, Any], kinds: Sequence[type[Settings]]) -> list[type[Settings]]:
     """The class that a section's `type` names; none when it has no type, or an unknown one."""
     name = typed(kinds, dict(table)).get("type")
-    return [one for one in kinds if name in get_args(one.model_fields["type"].annotation)]
+    return [kind for kind in kinds if name in get_args(kind.model_fields["type"].annotation)]
 
 
 def sections(annotation: Any) -> list[type[Settings]]:
     """The sections that an annotation admits: several for a union, none for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
-    return [found for part in get_args(annotation) for found in sections(part)]
+    return [section for part in get_args(annotation) for section in sections(part)]
 
 
 def _explain(detail: ErrorDetails) -> str:
@@ -207,10 +207,10 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{key}.type is missing: set it too, to one of {types}"
     if detail["type"] == "missing":
         return f"{key} is missing: it has no default"
-    given = repr(secrets.hide(detail["input"], "" if secrets.FREE_FORM.isdisjoint(place) else last))
+    value = repr(secrets.hide(detail["input"], "" if secrets.FREE_FORM.isdisjoint(place) else last))
     rule = detail["msg"].removeprefix("Value error, ")
     key = f"a name in {'.'.join(keys[:-1])}" if last == "[key]" else key
-    return f"{key} = {given:.120}: {rule[0].lower()}{rule[1:]}"
+    return f"{key} = {value:.120}: {rule[0].lower()}{rule[1:]}"
 
 
 def _nearest(key: str, section: type[Settings]) -> str:
@@ -229,7 +229,7 @@ def _walk(place: Sequence[str]) -> tuple[list[str], list[type[Settings]]]:
     named = False
     for part in place:
         if len(here) > 1 and not named:
-            here = [one for one in here if part in get_args(one.model_fields["type"].annotation)]
+            here = [member for member in here if part in get_args(member.model_fields["type"].annotation)]
             continue
         keys.append(part)
         if named:  # such as a teacher's name

@@ -104,8 +104,8 @@ class Service:
         self._counted = Counter(f"{name}_episodes", "Episodes, by event", ("event",), registry=registry)
         self._turns = Counter(f"{name}_turns", "Turns given to the student", registry=registry)
         self._spent = Histogram(f"{name}_turn_seconds", "Calls of the environment", registry=registry)
-        held = Gauge(f"{name}_open_episodes", "Episodes under way", registry=registry)
-        held.set_function(lambda: len(self._open()))
+        gauge = Gauge(f"{name}_open_episodes", "Episodes under way", registry=registry)
+        gauge.set_function(lambda: len(self._open()))
         routes = [
             Route("/v1/begin", self.begin, methods=["POST"]),
             Route("/v1/continue", self.proceed, methods=["POST"]),
@@ -123,37 +123,37 @@ class Service:
     # --- routes
 
     async def begin(self, request: Request) -> Response:
-        wanted = await read_message(request, EpisodeBegin, MAX_BODY)
-        await self._make_room(wanted.id)
-        while wanted.id in self._episodes:
-            await self._give_up(wanted.id)
-        work = partial(self._host.begin, wanted.id, wanted.task)
-        call = asyncio.create_task(self._said(wanted.id, 0, work))
-        episode = self._episodes[wanted.id] = _Episode(wanted.id, call)
+        message = await read_message(request, EpisodeBegin, MAX_BODY)
+        await self._make_room(message.id)
+        while message.id in self._episodes:
+            await self._give_up(message.id)
+        work = partial(self._host.begin, message.id, message.task)
+        call = asyncio.create_task(self._said(message.id, 0, work))
+        episode = self._episodes[message.id] = _Episode(message.id, call)
         self._counted.labels("begun").inc()
         return await _answered(episode)
 
     async def proceed(self, request: Request) -> Response:
-        wanted = await read_message(request, EpisodeContinue, MAX_BODY)
-        episode = self._episodes.get(wanted.id)
+        message = await read_message(request, EpisodeContinue, MAX_BODY)
+        episode = self._episodes.get(message.id)
         if episode is None:
-            lost = f"episode {wanted.id} is not known: this process was restarted, or gave it up"
-            return reply(EpisodeFailed(id=wanted.id, error=lost, lost=True))
-        if wanted.turn + 1 == episode.turn:
-            if wanted.token_ids.data != episode.said:
-                other = f"turn {wanted.turn} of episode {wanted.id} was answered with other tokens"
-                return reply(EpisodeFailed(id=wanted.id, error=other, lost=True))
+            lost = f"episode {message.id} is not known: this process was restarted, or gave it up"
+            return reply(EpisodeFailed(id=message.id, error=lost, lost=True))
+        if message.turn + 1 == episode.turn:
+            if message.token_ids.data != episode.said:
+                other = f"turn {message.turn} of episode {message.id} was answered with other tokens"
+                return reply(EpisodeFailed(id=message.id, error=other, lost=True))
             return await _answered(episode)
-        if wanted.turn != episode.turn or episode.over or not episode.call.done():
+        if message.turn != episode.turn or episode.over or not episode.call.done():
             rule = f"its newest turn is {episode.turn}: continue a turn once it is given, and once only"
-            return refuse(409, f"turn {wanted.turn} of {wanted.id} is continued, and {rule}")
-        if problem := turn_tokens(wanted.token_ids, self._vocab_size):
-            return refuse(400, f"turn {wanted.turn} of {wanted.id}: {problem}")
-        reason = wanted.finish_reason
-        work = partial(self._host.proceed, wanted.id, wanted.turn, wanted.token_ids, reason)
-        episode.turn, episode.said = wanted.turn + 1, wanted.token_ids.data
+            return refuse(409, f"turn {message.turn} of {message.id} is continued, and {rule}")
+        if problem := turn_tokens(message.token_ids, self._vocab_size):
+            return refuse(400, f"turn {message.turn} of {message.id}: {problem}")
+        reason = message.finish_reason
+        work = partial(self._host.proceed, message.id, message.turn, message.token_ids, reason)
+        episode.turn, episode.said = message.turn + 1, message.token_ids.data
         episode.answered_at = math.inf
-        episode.call = asyncio.create_task(self._said(wanted.id, episode.turn, work))
+        episode.call = asyncio.create_task(self._said(message.id, episode.turn, work))
         return await _answered(episode)
 
     async def end(self, request: Request) -> Response:
@@ -163,30 +163,30 @@ class Service:
 
     async def get_info(self, _: Request) -> Response:
         host, what = self._host, f"{self._config.type}: {self._config.environment}"
-        found = EnvironmentInfo(
+        info = EnvironmentInfo(
             name=host.name, environment=what, tasks=host.tasks, tokenizer_fingerprint=self._fingerprint
         )
-        return reply(found)
+        return reply(info)
 
     # --- episodes
 
     def _open(self) -> list[_Episode]:
-        return [one for one in self._episodes.values() if not one.over]
+        return [episode for episode in self._episodes.values() if not episode.over]
 
     async def _make_room(self, id: str) -> None:
         """For episode `id`. Raises Overloaded when as many others are under way as may be: an evaluation's do
         not wait for those of training, whose replica may be held for it."""
-        most = self._config.max_episodes
-        for old in [one.id for one in self._episodes.values() if one.over][:-most]:
+        limit = self._config.max_episodes
+        for old in [episode.id for episode in self._episodes.values() if episode.over][:-limit]:
             del self._episodes[old]
         kind = id.startswith(EVALUATION_ID)
-        alike = (one for one in self._open() if one.id.startswith(EVALUATION_ID) == kind)
-        if len(open_ := [one for one in alike if one.id != id]) < most:
+        alike = (episode for episode in self._open() if episode.id.startswith(EVALUATION_ID) == kind)
+        if len(open_ := [episode for episode in alike if episode.id != id]) < limit:
             return
-        idle = min(open_, key=lambda one: one.answered_at)
+        idle = min(open_, key=lambda episode: episode.answered_at)
         if time.monotonic() - idle.answered_at < IDLE_SECONDS:
             key = f"environments.{self._host.name}.max_episodes"
-            raise Overloaded(f"{most} episodes are under way: raise {key}, or add processes", RETRY_SECONDS)
+            raise Overloaded(f"{limit} episodes are under way: raise {key}, or add processes", RETRY_SECONDS)
         await self._give_up(idle.id)
 
     async def _give_up(self, id: str) -> None:

@@ -91,7 +91,7 @@ class EnvironmentClient(Processes):
     async def _begun(self, id: str, task: int) -> EnvironmentAnswer:
         body, expires = encode(EpisodeBegin(id=id, task=task)), time.monotonic() + self._limit
         while True:
-            process = min(self._processes, key=lambda one: (one.pause, one.episodes))
+            process = min(self._processes, key=lambda server: (server.pause, server.episodes))
             await asyncio.sleep(process.pause)
             self._place(id, process)
             try:
@@ -124,9 +124,9 @@ class EnvironmentClient(Processes):
             if (process := self._places.get(id)) is not None:
                 told.setdefault(process, []).append(id)
                 self._place(id, None)
-        for process, own in told.items():
+        for process, episodes in told.items():
             with contextlib.suppress(DistillError):
-                body = encode(EpisodeEnd(ids=own))
+                body = encode(EpisodeEnd(ids=episodes))
                 answer = await process.peer.once("/v1/end", body, END_SECONDS, MAX_SMALL)
                 decode(answer, Ok)
 

@@ -102,7 +102,7 @@ class Sequence:
     def routes_from(self) -> int:
         """Positions whose routes are known: those of the next answer begin behind them, and theirs are kept,
         whatever the student's weights have become since."""
-        return sum(one.shape[0] for one in self.routes)
+        return sum(route.shape[0] for route in self.routes)
 
     def asked(self, added: list[int]) -> None:
         if not self.own:
@@ -173,7 +173,7 @@ class Episode:
     @property
     def own_length(self) -> int:
         """Tokens that the student sampled."""
-        return sum(end - start for one in self.sequences for start, end in one.own)
+        return sum(end - start for sequence in self.sequences for start, end in sequence.own)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -183,20 +183,20 @@ class Episode:
     def asked(self, turn: Turn, limits: Limits) -> None:
         """Add the environment's tokens. Raises WireError for a turn that cannot be used."""
         last = self.sequences[-1]
-        held = len(last.prompt) + len(last.token_ids)
-        if problem := self._problem(turn, held, limits):
+        length = len(last.prompt) + len(last.token_ids)
+        if problem := self._problem(turn, length, limits):
             raise WireError(f"turn {turn.turn} of episode {self.id} cannot be used: {problem}")
-        if turn.keep < held:
+        if turn.keep < length:
             self.sequences.append(Sequence(self.context[: turn.keep]))
         self.sequences[-1].asked(unpack(turn.token_ids).tolist())
 
-    def _problem(self, turn: Turn, held: int, limits: Limits) -> str | Problem | None:
+    def _problem(self, turn: Turn, total: int, limits: Limits) -> str | Problem | None:
         if turn.id != self.id or turn.turn != self.turns:
             return f"it is turn {turn.turn} of {turn.id!r}, and turn {self.turns} must follow"
         if problem := turn_tokens(turn.token_ids, limits.vocab_size):
             return problem
-        if not 0 <= turn.keep <= held:
-            return f"keep is {turn.keep}, and must be 0 to {held}, the tokens that there are"
+        if not 0 <= turn.keep <= total:
+            return f"keep is {turn.keep}, and must be 0 to {total}, the tokens that there are"
         if (length := turn.keep + turn.token_ids.shape[0]) > limits.tokens:
             return f"the context has {length} tokens, {limits.tokens} are left beside rollout.max_tokens"
         return None

@@ -38,8 +38,8 @@ class Renderer:
         Raises DataError when the template does not write the assistant's content as it is.
         """
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
-        before, found, behind = self._text([*turn, *messages], tools).rpartition(_PLACEHOLDER)
-        if not found or _PLACEHOLDER in before:
+        before, placeholder, behind = self._text([*turn, *messages], tools).rpartition(_PLACEHOLDER)
+        if not placeholder or _PLACEHOLDER in before:
             raise DataError(
                 "the chat template does not write an assistant's content once and as it is, so no turn can "
                 "follow it: set the student's chat_template to one that does"

@@ -129,7 +129,9 @@ class VerifiersEnvironment:
             self._context = vf.ModelContext(model="student", client=client, sampling=vf.SamplingConfig())
             before = psutil.Process().children()
             await stack.enter_async_context(self._env.serving())
-            self._servers = [one for one in psutil.Process().children() if one not in before and _runs(one)]
+            self._servers = [
+                child for child in psutil.Process().children() if child not in before and _runs(child)
+            ]
             stack.callback(asyncio.create_task(self._watch_servers()).cancel)
             self._open = stack.pop_all()
         return self
@@ -175,11 +177,11 @@ class VerifiersEnvironment:
     # --- Environment
 
     async def begin(self, id: str, task: int) -> EnvironmentAnswer:
-        found = await self._task(task)
-        if found is None:
+        begun = await self._task(task)
+        if begun is None:
             return EpisodeFailed(id=id, error=f"task {task} is none of the environment's {len(self._known)}")
         episode = self._episodes[id] = _Episode(id)
-        episode.play = asyncio.create_task(self._play(episode, found))
+        episode.play = asyncio.create_task(self._play(episode, begun))
         self._plays.add(episode.play)
         episode.play.add_done_callback(self._plays.discard)
         return await self._next(episode)
@@ -269,10 +271,10 @@ def _runs(process: psutil.Process) -> bool:
 
 def _shared(before: list[int], after: list[int]) -> int:
     """Ids that both begin with; at least one of `after` is left."""
-    most = min(len(before), len(after) - 1)
-    if before[:most] == after[:most]:
-        return most
-    return next(i for i in range(most) if before[i] != after[i])
+    length = min(len(before), len(after) - 1)
+    if before[:length] == after[:length]:
+        return length
+    return next(i for i in range(length) if before[i] != after[i])
 
 
 def _conclusion(episode: _Episode, done: Any) -> EpisodeOver | EpisodeFailed:
@@ -286,13 +288,16 @@ def _conclusion(episode: _Episode, done: Any) -> EpisodeOver | EpisodeFailed:
             id=episode.id, error="the episode ended without a turn of the student: nothing can be trained"
         )
     rewards = [
-        (name, one.value)
+        (name, part.value)
         for trace in episode.traces
-        for name, one in trace.rewards.items()
-        if one is not None
+        for name, part in trace.rewards.items()
+        if part is not None
     ]
     metrics = [
-        (name, one) for trace in episode.traces for name, one in trace.metrics.items() if one is not None
+        (name, metric)
+        for trace in episode.traces
+        for name, metric in trace.metrics.items()
+        if metric is not None
     ]
     reward = sum(value for _, value in rewards) if rewards else None
     return EpisodeOver(id=episode.id, reward=reward, metrics=dict(rewards + metrics))

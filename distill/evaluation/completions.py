@@ -82,7 +82,7 @@ class Completion:
     @property
     def tokens(self) -> int:
         """That the student sampled."""
-        return sum(end - start for one in self.sequences for start, end in one.own)
+        return sum(end - start for sequence in self.sequences for start, end in sequence.own)
 
 
 def _completed(index: int, prompt: Prompt, answer: Generated) -> Completion:
@@ -96,7 +96,10 @@ def _played(index: int, played: Played) -> Completion:
     episode = played.episode
     return Completion(
         index,
-        [Tokens(one.prompt, np.array(one.token_ids, np.int32), one.own) for one in episode.sequences],
+        [
+            Tokens(sequence.prompt, np.array(sequence.token_ids, np.int32), sequence.own)
+            for sequence in episode.sequences
+        ],
         "failed" if played.error else episode.finish_reason,
         reward=episode.reward if played.error or episode.ended == "over" else 0.0,
         error=played.error,
@@ -116,61 +119,65 @@ class Generation:
         self.requests = 0
         """Under way."""
 
-    async def run(self, replica: ReplicaEngine, version: Version, wanted: PromptSet) -> list[Completion]:
+    async def run(self, replica: ReplicaEngine, version: Version, prompt_set: PromptSet) -> list[Completion]:
         """Every completion of a set, by prompt.
 
         Raises Unreachable when the replica is lost, RemoteError when it refuses a prompt or holds another
         version, WireError for an answer that cannot be used, and what `Playing.run` raises.
         """
         asked = {}
-        for index, prompt in enumerate(wanted.prompts):
+        for index, prompt in enumerate(prompt_set.prompts):
             begin = f"{EVALUATION_ID}{version}:" if prompt.environment else ""
-            for copy in range(wanted.completions):
+            for copy in range(prompt_set.completions):
                 asked[f"{begin}{index}:{copy}"] = index, prompt
-        prompts = [GeneratePrompt(id, one.token_ids) for id, (_, one) in asked.items() if not one.environment]
-        found: dict[str, Completion] = {}
+        prompts = [
+            GeneratePrompt(id, source.token_ids)
+            for id, (_, source) in asked.items()
+            if not source.environment
+        ]
+        completions: dict[str, Completion] = {}
         gate = asyncio.Semaphore(self._parallel)
 
         async def send(part: Sequence[GeneratePrompt]) -> None:
-            async with gate, aclosing(self._answers(replica, version, wanted, part)) as answers:
+            async with gate, aclosing(self._answers(replica, version, prompt_set, part)) as answers:
                 async for answer in answers:
-                    found[answer.id] = _completed(*asked[answer.id], answer)
+                    completions[answer.id] = _completed(*asked[answer.id], answer)
 
         async def turn(episode: Episode) -> Generated:
             part = [GeneratePrompt(episode.id, episode.context)]
-            async with aclosing(self._answers(replica, version, wanted, part)) as answers:
+            async with aclosing(self._answers(replica, version, prompt_set, part)) as answers:
                 async for answer in answers:
                     if answer.token_ids.shape[0]:
                         return answer
             raise Unreachable(f"{replica.url} left a turn of an episode unanswered")
 
         async def episodes() -> None:
-            tasks = {id: one for id, (_, one) in asked.items() if one.environment}
+            tasks = {id: source for id, (_, source) in asked.items() if source.environment}
             for id, played in (await self._playing.run(tasks, turn)).items():
-                found[id] = _played(asked[id][0], played)
+                completions[id] = _played(asked[id][0], played)
 
         starts = range(0, len(prompts), self._size)
         work = [send(prompts[start : start + self._size]) for start in starts]
-        tasks = [asyncio.create_task(one) for one in (*work, episodes())]
+        tasks = [asyncio.create_task(task) for task in (*work, episodes())]
         try:
             await asyncio.gather(*tasks)
         finally:
             await cancel(tasks)
-        if missing := len(asked) - len(found):
+        if missing := len(asked) - len(completions):
             raise Unreachable(f"{replica.url} left {missing} of {len(asked)} prompts unanswered")
-        return [found[id] for id in asked]
+        return [completions[id] for id in asked]
 
     async def _answers(
-        self, replica: ReplicaEngine, version: Version, wanted: PromptSet, part: Sequence[GeneratePrompt]
+        self, replica: ReplicaEngine, version: Version, prompt_set: PromptSet, part: Sequence[GeneratePrompt]
     ) -> AsyncGenerator[Generated, None]:
-        request = GenerateRequest(sampling=wanted.sampling, prompts=list(part))
+        request = GenerateRequest(sampling=prompt_set.sampling, prompts=list(part))
         self.requests += 1
         try:
             async with aclosing(replica.generate(request)) as answers:
                 async for answer in answers:
                     if not isinstance(answer, Generated):
                         raise RemoteError(f"{replica.url} refuses a prompt of the evaluation: {answer.error}")
-                    self._check(answer, wanted.sampling, version)
+                    self._check(answer, prompt_set.sampling, version)
                     yield answer
         finally:
             self.requests -= 1
@@ -185,9 +192,9 @@ class Generation:
             raise RemoteError(f"the replica generated with {other[0]} and must hold {version}")
 
 
-def _same_weights(one: Version, other: Version) -> bool:
+def _same_weights(version: Version, other: Version) -> bool:
     """Step 0 of every lineage is the model folder."""
-    return one == other or one.step == other.step == 0
+    return version == other or version.step == other.step == 0
 
 
 # --- files
@@ -198,59 +205,71 @@ def file_of(run_dir: Path, version: Version, name: str) -> Path:
     return run_dir / "evaluations" / str(version) / f"{name}.jsonl"
 
 
-def write_completions(path: Path, found: Sequence[Completion], wanted: PromptSet, tokenizer: Any) -> None:
+def write_completions(
+    path: Path, completions: Sequence[Completion], prompt_set: PromptSet, tokenizer: Any
+) -> None:
     """Replace a file; a reader finds the old one or all of the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pending = path.with_suffix(".new")
     with pending.open("w") as file:
-        for one in found:
+        for completion in completions:
             line = {
-                "prompt": tokenizer.decode(one.sequences[0].prompt_ids),
-                "completion": tokenizer.decode(one.sequences[0].token_ids.tolist()),
-                "finish_reason": one.finish_reason,
-                "reward": one.reward,
-                "answer": one.answer,
-                "error": one.error,
-                "index": one.index,
-                "token_ids": one.sequences[0].token_ids.tolist(),
+                "prompt": tokenizer.decode(completion.sequences[0].prompt_ids),
+                "completion": tokenizer.decode(completion.sequences[0].token_ids.tolist()),
+                "finish_reason": completion.finish_reason,
+                "reward": completion.reward,
+                "answer": completion.answer,
+                "error": completion.error,
+                "index": completion.index,
+                "token_ids": completion.sequences[0].token_ids.tolist(),
             }
-            if one.metrics is not None:
+            if completion.metrics is not None:
                 del line["completion"], line["token_ids"]
-                rows = [{**part._asdict(), "token_ids": part.token_ids.tolist()} for part in one.sequences]
-                line |= {"metrics": one.metrics, "turns": list(_turns(one, tokenizer)), "sequences": rows}
+                rows = [
+                    {**part._asdict(), "token_ids": part.token_ids.tolist()} for part in completion.sequences
+                ]
+                line |= {
+                    "metrics": completion.metrics,
+                    "turns": list(_turns(completion, tokenizer)),
+                    "sequences": rows,
+                }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     durable.rename(pending, path)
 
 
-def _turns(one: Completion, tokenizer: Any) -> Iterator[dict[str, str]]:
+def _turns(completion: Completion, tokenizer: Any) -> Iterator[dict[str, str]]:
     """Texts of the turns of an episode; where the context was rewritten, of all of it."""
-    for prompt_ids, token_ids, own in one.sequences:
+    for prompt_ids, token_ids, turns in completion.sequences:
         added = prompt_ids
-        for place, (start, end) in enumerate(own):
+        for place, (start, end) in enumerate(turns):
             if place:
-                added = token_ids[own[place - 1][1] : start].tolist()
+                added = token_ids[turns[place - 1][1] : start].tolist()
             said = token_ids[start:end].tolist()
             yield {"environment": tokenizer.decode(added), "student": tokenizer.decode(said)}
 
 
-def read_completions(path: Path, wanted: PromptSet) -> Iterator[Completion]:
+def read_completions(path: Path, prompt_set: PromptSet) -> Iterator[Completion]:
     """The completions of a file; of episodes with the rewards, which only the environment knew."""
     with path.open() as lines:
         for line in lines:
             row = json.loads(line)
-            one = Completion(row["index"], [], row["finish_reason"])
+            completion = Completion(row["index"], [], row["finish_reason"])
             if "sequences" in row:
                 parts = row["sequences"]
-                one.reward, one.error, one.metrics = row["reward"], row["error"], row["metrics"]
+                completion.reward, completion.error, completion.metrics = (
+                    row["reward"],
+                    row["error"],
+                    row["metrics"],
+                )
             else:
-                ids, length = wanted.prompts[one.index].token_ids, len(row["token_ids"])
+                ids, length = prompt_set.prompts[completion.index].token_ids, len(row["token_ids"])
                 parts = [{"prompt_ids": ids, "token_ids": row["token_ids"], "own": [(0, length)]}]
             for part in parts:
                 token_ids = np.array(part["token_ids"], np.int32)
-                one.sequences.append(Tokens(part["prompt_ids"], token_ids, [*map(tuple, part["own"])]))
-            yield one
+                completion.sequences.append(Tokens(part["prompt_ids"], token_ids, [*map(tuple, part["own"])]))
+            yield completion
 
 
 def remove_old(run_dir: Path) -> None:

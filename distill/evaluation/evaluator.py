@@ -126,10 +126,12 @@ class Evaluator:
             if self._own is not None:
                 await self._bring(self._own, version)
             for name in (HELD_OUT, *request.sets):
-                path, wanted = file_of(self._config.run_dir, version, name), self._sets[name]
+                path, prompt_set = file_of(self._config.run_dir, version, name), self._sets[name]
                 if not path.is_file():
-                    found = await self._watched(replica, generation, generation.run(replica, version, wanted))
-                    await asyncio.to_thread(write_completions, path, found, wanted, self._tokenizer)
+                    completions = await self._watched(
+                        replica, generation, generation.run(replica, version, prompt_set)
+                    )
+                    await asyncio.to_thread(write_completions, path, completions, prompt_set, self._tokenizer)
         except Unreachable as error:
             return CompletionsReply(version=version, lost=str(error))
         finally:
@@ -161,8 +163,8 @@ class Evaluator:
             if time.monotonic() > until:
                 raise Unreachable(f"{replica.url}, evaluation.replica, was not up for {UP_SECONDS:.0f} s")
             await asyncio.sleep(1.0)
-        held = (await replica.state()).version
-        if version.step > 0 or (held is not None and held.step > 0):
+        loaded = (await replica.state()).version
+        if version.step > 0 or (loaded is not None and loaded.step > 0):
             await replica.update(UpdateRequest(version=version), self._config.weights.timeout_seconds)
 
     # --- evaluation ---------------------------------------------------------------------------------------
@@ -173,21 +175,23 @@ class Evaluator:
         path = file_of(run_dir, version, HELD_OUT)
         if not path.is_file():
             raise RemoteError(f"the completions of {version} are not in {path}: request them first")
-        wanted = self._sets[HELD_OUT]
-        found = await asyncio.to_thread(lambda: list(read_completions(path, wanted)))
-        rewarding = asyncio.ensure_future(self._reward(HELD_OUT, path, found))
+        prompt_set = self._sets[HELD_OUT]
+        completions = await asyncio.to_thread(lambda: list(read_completions(path, prompt_set)))
+        rewarding = asyncio.ensure_future(self._reward(HELD_OUT, path, completions))
         try:
-            compared_with = await self._reverse_kl(version, found)
+            compared_with = await self._reverse_kl(version, completions)
             compared = time.monotonic()
         finally:
             await asyncio.wait([rewarding])
         rewarding.result()
-        passed = [wanted.passes(one.index, one.reward) for one in found]
-        of_all = _figures(compared_with, found, passed, range(len(found)))
+        passed = [prompt_set.passes(completion.index, completion.reward) for completion in completions]
+        of_all = _figures(compared_with, completions, passed, range(len(completions)))
         estimate = (
-            None if of_all.pass_rate is None else statistics.share(_per_prompt(passed, wanted.completions), 1)
+            None
+            if of_all.pass_rate is None
+            else statistics.share(_per_prompt(passed, prompt_set.completions), 1)
         )
-        sources = [wanted.prompts[one.index].source for one in found]
+        sources = [prompt_set.prompts[completion.index].source for completion in completions]
         sets = {
             name: await self._set_report(name, file_of(run_dir, version, name))
             for name in self._sets
@@ -201,60 +205,67 @@ class Evaluator:
             version=version,
             **msgspec.structs.asdict(of_all),
             pass_rate_interval=None if estimate is None else (estimate.low, estimate.high),
-            truncated=sum(one.finish_reason == "length" for one in found) / len(found),
+            truncated=sum(completion.finish_reason == "length" for completion in completions)
+            / len(completions),
             seconds=ended - began + generated,
             sets=sets,
-            sources=_by_name(sources, compared_with, found, passed),
-            teachers=_by_name([self._route(one) for one in sources], compared_with, found, passed),
+            sources=_by_name(sources, compared_with, completions, passed),
+            teachers=_by_name(
+                [self._route(source) for source in sources], compared_with, completions, passed
+            ),
         )
 
     async def _set_report(self, name: str, path: Path) -> SetReport:
-        wanted = self._sets[name]
-        found = await asyncio.to_thread(lambda: list(read_completions(path, wanted)))
-        await self._reward(name, path, found)
-        k, votes = wanted.completions, None
-        passed = [wanted.passes(one.index, one.reward) for one in found]
-        function = getattr(wanted.config, "reward_fn", None)
-        if function in VOTING or any(one.answer is not None for one in found):
-            rows = [slice(start, start + k) for start in range(0, len(found), k)]
-            votes = [statistics.majority([o.answer for o in found[row]], passed[row]) for row in rows]
+        prompt_set = self._sets[name]
+        completions = await asyncio.to_thread(lambda: list(read_completions(path, prompt_set)))
+        await self._reward(name, path, completions)
+        k, votes = prompt_set.completions, None
+        passed = [prompt_set.passes(completion.index, completion.reward) for completion in completions]
+        function = getattr(prompt_set.config, "reward_fn", None)
+        if function in VOTING or any(completion.answer is not None for completion in completions):
+            rows = [slice(start, start + k) for start in range(0, len(completions), k)]
+            votes = [statistics.majority([o.answer for o in completions[row]], passed[row]) for row in rows]
         return SetReport(
-            prompts=len(wanted.prompts),
-            completions=len(found),
-            tokens=sum(one.tokens for one in found),
-            truncated=sum(one.finish_reason == "length" for one in found) / len(found),
-            failed=sum(one.error is not None for one in found),
+            prompts=len(prompt_set.prompts),
+            completions=len(completions),
+            tokens=sum(completion.tokens for completion in completions),
+            truncated=sum(completion.finish_reason == "length" for completion in completions)
+            / len(completions),
+            failed=sum(completion.error is not None for completion in completions),
             pass_at_1=statistics.share(_per_prompt(passed, k), k),
-            average=statistics.mean(_per_prompt([one.reward or 0.0 for one in found], k)),
+            average=statistics.mean(_per_prompt([completion.reward or 0.0 for completion in completions], k)),
             majority=None if votes is None else statistics.share(np.array(votes), 1),
         )
 
-    async def _reward(self, name: str, path: Path, found: list[Completion]) -> None:
+    async def _reward(self, name: str, path: Path, completions: list[Completion]) -> None:
         """Fill rewards in, and write them beside the texts; nothing where the run has none.
 
         Those of episodes are there already. Raises DataError when the function fails for `guard.bad_answers`
         completions in a row, or for all.
         """
-        wanted = self._sets[name]
-        if wanted.rewards is None:
+        prompt_set = self._sets[name]
+        if prompt_set.rewards is None:
             return
-        pool = self._pools[name] = self._pools.get(name) or RewardPool(wanted.rewards)
-        in_a_row, most = 0, self._config.guard.bad_answers
-        rewarded = [one for one in found if one.metrics is None]
-        work = [pool.reward(wanted.prompts[one.index], one.sequences[0].token_ids) for one in rewarded]
-        tasks = [asyncio.ensure_future(one) for one in work]
+        pool = self._pools[name] = self._pools.get(name) or RewardPool(prompt_set.rewards)
+        in_a_row, limit = 0, self._config.guard.bad_answers
+        rewarded = [completion for completion in completions if completion.metrics is None]
+        work = [
+            pool.reward(prompt_set.prompts[completion.index], completion.sequences[0].token_ids)
+            for completion in rewarded
+        ]
+        tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
         try:
-            for one, task in zip(rewarded, tasks, strict=True):
+            for candidate, task in zip(rewarded, tasks, strict=True):
                 try:
-                    one.reward, one.answer = await task
+                    candidate.reward, candidate.answer = await task
                     in_a_row = 0
                 except DataError as error:
-                    one.error, in_a_row = str(error), in_a_row + 1
-                    if in_a_row >= min(most, len(rewarded)):
+                    candidate.error, in_a_row = str(error), in_a_row + 1
+                    if in_a_row >= min(limit, len(rewarded)):
                         raise
         finally:
             await cancel(tasks)
-        await asyncio.to_thread(write_completions, path, found, wanted, self._tokenizer)
+        await asyncio.to_thread(write_completions, path, completions, prompt_set, self._tokenizer)
 
     # --- reverse KL ---------------------------------------------------------------------------------------
 
@@ -265,13 +276,13 @@ class Evaluator:
         limits = TeacherConfig(path=source.path, batch_tokens=settings.batch_tokens)
         return TransformersEngine(model, self._vocab, limits)
 
-    async def _reverse_kl(self, version: Version, found: list[Completion]) -> list[ReverseKL]:
+    async def _reverse_kl(self, version: Version, completions: list[Completion]) -> list[ReverseKL]:
         student = await asyncio.to_thread(self._load_student, version)
         prompts = self._sets[HELD_OUT].prompts
         by_teacher: dict[str, list[_Routed]] = {}
-        for number, one in enumerate(found):
-            routed = by_teacher.setdefault(self._route(prompts[one.index].source), [])
-            routed += [_Routed.of(number, part) for part in one.sequences if part.own]
+        for number, completion in enumerate(completions):
+            routed = by_teacher.setdefault(self._route(prompts[completion.index].source), [])
+            routed += [_Routed.of(number, part) for part in completion.sequences if part.own]
         return [await self._compare(student, name, routed) for name, routed in by_teacher.items()]
 
     async def _compare(self, student: TransformersEngine, name: str, routed: list[_Routed]) -> ReverseKL:
@@ -282,8 +293,10 @@ class Evaluator:
         kl = ReverseKL("hidden" in info.can and not follows)
         want, options = Want(hidden=kl.is_exact), ScoreOptions(hidden=kl.is_exact)
         device = find_device(self._settings.device)
-        own = await asyncio.to_thread(head_of, student.head(), device)
-        other = await asyncio.to_thread(head_of, await teacher.head(), device) if kl.is_exact else own
+        student_head = await asyncio.to_thread(head_of, student.head(), device)
+        other = (
+            await asyncio.to_thread(head_of, await teacher.head(), device) if kl.is_exact else student_head
+        )
 
         def values_of(part: list[Item], answers: Sequence[Scored | ScoreRefused], mine: EngineScores) -> Any:
             """f4 [N]: the divergence, or log p − log q, at every scored position."""
@@ -291,13 +304,13 @@ class Evaluator:
             both = zip(answers, part, strict=True)
             scored = [_usable(name, answer, item, want, self._vocab, size) for answer, item in both]
             if not kl.is_exact:
-                return mine.logprob_C - np.concatenate([unpack(one.logprob) for one in scored])
+                return mine.logprob_C - np.concatenate([unpack(score.logprob) for score in scored])
             assert mine.hidden_CH is not None, "it was asked for"
-            theirs = [tensor_of(one.hidden, device) for one in scored if one.hidden is not None]
-            return exact(own, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(theirs))
+            theirs = [tensor_of(score.hidden, device) for score in scored if score.hidden is not None]
+            return exact(student_head, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(theirs))
 
         width = max(info.hidden_size, student.engine_info.hidden_size)
-        for numbers, part in parts([one.item for one in routed], HIDDEN_BYTES // (4 * width)):
+        for numbers, part in parts([route.item for route in routed], HIDDEN_BYTES // (4 * width)):
             sequences = [
                 ScoreSequence(str(i), pack(item.token_ids_L), item.first) for i, item in enumerate(part)
             ]
@@ -339,28 +352,33 @@ def _usable(name: str, answer: Any, item: Item, want: Want, vocab: int, hidden_s
 
 
 def _by_name(
-    names: Sequence[str], compared: list[ReverseKL], found: Sequence[Completion], passed: Sequence[bool]
+    names: Sequence[str], compared: list[ReverseKL], completions: Sequence[Completion], passed: Sequence[bool]
 ) -> dict[str, PartReport]:
     """Figures by name; `names`: one of each completion. Empty: they have one name."""
     members: dict[str, list[int]] = {}
     for number, name in enumerate(names):
         members.setdefault(name, []).append(number)
     return {
-        n: _figures(compared, found, passed, one) for n, one in sorted(members.items()) if len(members) > 1
+        n: _figures(compared, completions, passed, indices)
+        for n, indices in sorted(members.items())
+        if len(members) > 1
     }
 
 
 def _figures(
-    compared: list[ReverseKL], found: Sequence[Completion], passed: Sequence[bool], members: Sequence[int]
+    compared: list[ReverseKL],
+    completions: Sequence[Completion],
+    passed: Sequence[bool],
+    members: Sequence[int],
 ) -> PartReport:
     """Of some completions, by number; `compared`: with each teacher. Without rewards where one has none."""
-    chosen = [found[number] for number in members]
+    chosen = [completions[number] for number in members]
     value, error = total([part for kl in compared if (part := kl.among(set(members))).sums])
-    rewarded = all(one.reward is not None or one.error for one in chosen)
-    rewards = [one.reward or 0.0 for one in chosen]
+    rewarded = all(completion.reward is not None or completion.error for completion in chosen)
+    rewards = [completion.reward or 0.0 for completion in chosen]
     return PartReport(
         completions=len(chosen),
-        tokens=sum(one.tokens for one in chosen),
+        tokens=sum(completion.tokens for completion in chosen),
         reverse_kl=value,
         reverse_kl_error=error,
         pass_rate=sum(passed[number] for number in members) / len(members) if rewarded else None,

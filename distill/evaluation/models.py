@@ -30,8 +30,10 @@ def load_student(student: ModelSource, folder: Path | None, device: Device = "au
     elif (folder / "adapter_config.json").is_file():
         model = merged(student, folder, torch.float32)
     elif student.trust_remote_code:  # weights come from a store, code from the student's own source alone
-        own, weights = _load(student), dict(read_folder(folder))
-        model = type(own).from_pretrained(None, config=own.config, state_dict=weights, dtype=torch.float32)
+        fresh, weights = _load(student), dict(read_folder(folder))
+        model = type(fresh).from_pretrained(
+            None, config=fresh.config, state_dict=weights, dtype=torch.float32
+        )
     else:
         model = _load(student.model_copy(update={"path": str(folder), "revision": None}))
     return model.to(find_device(device)).eval()

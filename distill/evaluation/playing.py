@@ -44,8 +44,8 @@ class Playing:
         """`context`: the longest sequence that student and teachers take."""
         self._environments, self._rollout, self._guard = environments, config.rollout, config.guard
         self._limits = {
-            name: Limits.of(one, config.rollout.max_tokens, context, vocab_size)
-            for name, one in config.environments.items()
+            name: Limits.of(environment, config.rollout.max_tokens, context, vocab_size)
+            for name, environment in config.environments.items()
         }
 
     async def run(self, prompts: Mapping[str, Prompt], generate: Generate) -> dict[str, Played]:
@@ -55,14 +55,14 @@ class Playing:
         `guard.bad_answers` tasks in a row, or all.
         """
         gate = asyncio.Semaphore(self._rollout.max_in_flight)
-        in_a_row, most = 0, min(self._guard.bad_answers, len(prompts))
+        in_a_row, limit = 0, min(self._guard.bad_answers, len(prompts))
 
         async def one(id: str, prompt: Prompt) -> Played:
             nonlocal in_a_row
             async with gate:
                 played = await self._played(id, prompt, generate)
             in_a_row = 0 if played.error is None else in_a_row + 1
-            if played.error is not None and in_a_row >= most:
+            if played.error is not None and in_a_row >= limit:
                 raise DataError(
                     f"{played.error}; the last of {in_a_row} tasks in a row: mend the environment"
                 )

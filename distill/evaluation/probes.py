@@ -49,9 +49,9 @@ async def probe(
 
     def plain(source: ModelSource, sequences: Sequence[ScoreSequence]) -> list[torch.Tensor]:
         teacher = _loaded(source, vocab, setting)
-        return [log_probs(teacher, one) for one in sequences]
+        return [log_probs(teacher, sequence) for sequence in sequences]
 
-    found = {}
+    scores = {}
     logq: list[torch.Tensor] | None
     for name, sequences in request.teachers.items():
         source, device = config.teachers[name], find_device(setting)
@@ -59,15 +59,15 @@ async def probe(
             logq = await asyncio.to_thread(plain, source, sequences)
         else:
             logq = await _served(teachers[name], sequences, device)
-        found[name] = await asyncio.to_thread(
+        scores[name] = await asyncio.to_thread(
             probe_teacher, sequences, logq, reason, student, config.objective, temperature
         )
     masks: Sequence[SamplingMask | None] = request.masks or [None] * len(request.student)
-    own = [
-        scores_of(one, log_probs(student, one, temperature), mask)
-        for one, mask in zip(request.student, masks, strict=True)
+    student_scores = [
+        scores_of(sequence, log_probs(student, sequence, temperature), mask)
+        for sequence, mask in zip(request.student, masks, strict=True)
     ]
-    return ProbeReply(student=own, teachers=found)
+    return ProbeReply(student=student_scores, teachers=scores)
 
 
 def _loaded(source: ModelSource, vocab: int, device: Any) -> LanguageModel:
@@ -111,10 +111,10 @@ async def _served(
     """fp32 [T, V] of each sequence, from hidden states and head; None: the teacher gives none."""
     if "hidden" not in (await teacher.first_info()).can:
         return None
-    head, found = head_of(await teacher.head(), device), []
+    head, logps = head_of(await teacher.head(), device), []
     for answer in await teacher.score(sequences, Want(hidden=True)):
         if not isinstance(answer, Scored) or answer.hidden is None:
             raise RemoteError(f"teacher {teacher.name} refuses a probe: {answer}"[:500])
         hidden_TH = tensor_of(answer.hidden, device).to(head.weight_VH.dtype)
-        found.append(head.logits(hidden_TH).log_softmax(-1))
-    return found
+        logps.append(head.logits(hidden_TH).log_softmax(-1))
+    return logps

@@ -59,8 +59,8 @@ def probe_teacher(
     """
     figures: SelfAndTeacher | tuple[None, None, None] = (None, None, None)
     if not isinstance(objective, SFT):
-        live_NV = torch.cat([log_probs(student, one, temperature) for one in sequences])
-        token_N = torch.cat([_completion(one, live_NV.device) for one in sequences])
+        live_NV = torch.cat([log_probs(student, sequence, temperature) for sequence in sequences])
+        token_N = torch.cat([_completion(sequence, live_NV.device) for sequence in sequences])
         teacher_NV = live_NV
         if logq_TV is not None:
             logq_NV = torch.cat([*logq_TV])
@@ -68,11 +68,11 @@ def probe_teacher(
         k = needs(objective).topk or student_topk(objective)
         figures = objective_figures(build(objective), live_NV, teacher_NV, token_N, k)
     loss, gradient, change = figures
-    own = None
+    scores = None
     if not_shown is None and logq_TV is not None:
-        own = [scores_of(*one) for one in zip(sequences, logq_TV, strict=True)]
+        scores = [scores_of(*pair) for pair in zip(sequences, logq_TV, strict=True)]
     known = None if logq_TV is None else change
-    return wire.ReferenceScores(own, not_shown, loss, gradient, known)
+    return wire.ReferenceScores(scores, not_shown, loss, gradient, known)
 
 
 def scores_of(sequence: ScoreSequence, logp_TV: Tensor, mask: SamplingMask | None = None) -> wire.Array:

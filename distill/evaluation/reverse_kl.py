@@ -98,7 +98,7 @@ class ReverseKL:
 
     def among(self, completions: Set[int]) -> ReverseKL:
         """Of these completions alone."""
-        return ReverseKL(self.is_exact, {one: self.sums[one] for one in self.sums.keys() & completions})
+        return ReverseKL(self.is_exact, {id: self.sums[id] for id in self.sums.keys() & completions})
 
     def variance(self, ratio: float) -> float:
         """Of the sum of e over all completions, `ratio` being the r of all teachers; 0 where it is exact."""
@@ -113,7 +113,7 @@ class ReverseKL:
 
 def total(parts: list[ReverseKL]) -> tuple[float, float | None]:
     """Mean over the tokens of all teachers, and its standard error; None: it is exact."""
-    all_sums = [one for part in parts for one in part.sums.values()]
+    all_sums = [sums for part in parts for sums in part.sums.values()]
     tokens = max(1, sum(count for _, count in all_sums))
     value = math.fsum(x for x, _ in all_sums) / tokens
     if all(part.is_exact for part in parts):

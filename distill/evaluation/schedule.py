@@ -76,10 +76,10 @@ def due_sets(config: EvaluationConfig, reports: list[EvalReport], step: int, las
     def due(name: str, every: int | None) -> bool:
         if step == 0 or last or every is None:
             return True
-        before = max((one.version.step for one in reports if name in one.sets), default=0)
+        before = max((report.version.step for report in reports if name in report.sets), default=0)
         return every > 0 and step // every > before // every
 
-    return [name for name, one in config.sets.items() if due(name, one.every)]
+    return [name for name, evaluation_set in config.sets.items() if due(name, evaluation_set.every)]
 
 
 class Evaluations:
@@ -155,7 +155,9 @@ class Evaluations:
         `last`: it is the run's last one, with every named set; a known report stays as it is.
         """
         async with self._turn:
-            known = [one for one in self._run_log.state.evaluations if one.version == version]
+            known = [
+                evaluation for evaluation in self._run_log.state.evaluations if evaluation.version == version
+            ]
             return known[0] if known else await self._evaluate(version, last or version.step >= self._steps)
 
     async def _evaluate(self, version: Version, last: bool) -> EvalReport:
@@ -179,14 +181,20 @@ class Evaluations:
     def _of_lineage(self) -> list[EvalReport]:
         """The reports of the current lineage's ancestry: without what was rolled back."""
         state = self._run_log.state
-        return [one for one in state.evaluations if state.step_of(one.version) == one.version.step]
+        return [
+            evaluation
+            for evaluation in state.evaluations
+            if state.step_of(evaluation.version) == evaluation.version.step
+        ]
 
     async def _complete(self, version: Version, sets: list[str]) -> None:
         """Have all completions generated. Raises Unreachable when too many replicas are lost on the way."""
         for _ in range(LOST_REPLICAS):
             request = CompletionsRequest(version=version, sets=sets)
-            own = self._config.replica is not None
-            reply = await (self._evaluator.complete(request) if own else self._complete_on_held(request))
+            has_replica = self._config.replica is not None
+            reply = await (
+                self._evaluator.complete(request) if has_replica else self._complete_on_held(request)
+            )
             if problem := checks.same_version(reply, version):
                 raise WireError(f"the evaluator's answer about completions cannot be used: {problem}")
             if (lost := reply.lost) is None:

@@ -95,12 +95,12 @@ def app(
         async def answer(request: Request) -> Response:
             route = request.url.path.removeprefix("/v1/")
             try:
-                wanted = await read_message(request, kind)
+                message = await read_message(request, kind)
                 async with turn:
                     with spent.labels(route).time():
                         if turn is models:
-                            return reply(await work(wanted))
-                        return await _while_wanted(request, work(wanted))
+                            return reply(await work(message))
+                        return await _while_wanted(request, work(message))
             except DistillError as error:
                 refused.labels(route).inc()
                 log.error("%s", error)
@@ -108,14 +108,14 @@ def app(
 
         return answer
 
-    async def completed(wanted: CompletionsRequest) -> CompletionsReply:
+    async def completed(message: CompletionsRequest) -> CompletionsReply:
         reports.clear()
-        return await complete(wanted)
+        return await complete(message)
 
-    async def report(wanted: EvalRequest) -> EvalReport:
-        if (known := reports.get(wanted.version)) is None:
+    async def report(message: EvalRequest) -> EvalReport:
+        if (known := reports.get(message.version)) is None:
             reports.clear()
-            known = reports[wanted.version] = await evaluate(wanted.version)
+            known = reports[message.version] = await evaluate(message.version)
         return known
 
     completions = endpoint(CompletionsRequest, completed, generation)
@@ -219,18 +219,24 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
         return places_of(names.get(section, ()), urls, at)
 
     teachers = {
-        name: TeacherClient(name, places(f"teachers.{name}", one.urls), token, claim=claim)
-        for name, one in config.teachers.items()
+        name: TeacherClient(name, places(f"teachers.{name}", teacher.urls), token, claim=claim)
+        for name, teacher in config.teachers.items()
     }
     environments = {
         name: EnvironmentClient(
-            name, places(f"environments.{name}", one.urls), token, claim, one.call_timeout_seconds
+            name,
+            places(f"environments.{name}", environment.urls),
+            token,
+            claim,
+            environment.call_timeout_seconds,
         )
-        for name, one in config.environments.items()
+        for name, environment in config.environments.items()
     }
     connect = partial(HttpReplica, token=token, claim=claim)
-    own = config.evaluation.replica if config.evaluation else None
-    replica = connect(places("evaluation.replica", own.urls)[0]) if own is not None else None
+    replica_config = config.evaluation.replica if config.evaluation else None
+    replica = (
+        connect(places("evaluation.replica", replica_config.urls)[0]) if replica_config is not None else None
+    )
     evaluator = Evaluator(config, weights, teachers, connect, environments, replica)
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
     asgi = app(evaluator.complete, keeper, partial(probe, config, teachers), token, claim)

@@ -52,50 +52,52 @@ def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str
         raise ConfigError(NOTHING_HELD_OUT)
     rollout, settings = config.rollout, config.evaluation or EvaluationConfig()
     sampling = Sampling(max_tokens=rollout.max_tokens, stop_token_ids=rollout.stop_token_ids)
-    found = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards, config.prompts)}
-    for name, one in settings.sets.items():
+    sets = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards, config.prompts)}
+    for name, evaluation_set in settings.sets.items():
         sampling = Sampling(
-            max_tokens=one.max_tokens or rollout.max_tokens,
-            temperature=one.temperature,
-            top_k=one.top_k,
-            top_p=one.top_p,
-            min_p=one.min_p,
+            max_tokens=evaluation_set.max_tokens or rollout.max_tokens,
+            temperature=evaluation_set.temperature,
+            top_k=evaluation_set.top_k,
+            top_p=evaluation_set.top_p,
+            min_p=evaluation_set.min_p,
             stop_token_ids=rollout.stop_token_ids,
         )
         try:
-            prompts, rewards = _open(config, one, longest_sequence(config) - sampling.max_tokens, tokenizer)
+            longest = longest_sequence(config) - sampling.max_tokens
+            prompts, rewards = _open(config, evaluation_set, longest, tokenizer)
         except (ConfigError, DataError) as error:
             raise type(error)(f"evaluation.sets.{name}: {error}") from error
-        found[name] = PromptSet(prompts, one.completions, sampling, rewards, one.source)
-    return found
+        sets[name] = PromptSet(prompts, evaluation_set.completions, sampling, rewards, evaluation_set.source)
+    return sets
 
 
 def _open(
-    config: RunConfig, one: EvaluationSet, longest: int, tokenizer: Any
+    config: RunConfig, evaluation_set: EvaluationSet, longest: int, tokenizer: Any
 ) -> tuple[list[Prompt], RewardSource]:
-    source = one.source
+    source = evaluation_set.source
     if (rewards := reward_source(source, tokenizer)) is None:
         raise ConfigError("it has no rewards, and a set is evaluated by them alone: set source.reward_fn")
     if isinstance(source, TaskPrompts):
         made = tasks.load(source.task, source.options)
         task = TaskSource(source.task, made, config.run.seed, tokenizer.encode)
-        prompts = [task.held_out(index) for index in range(one.prompts or TASK_PROMPTS)]
+        prompts = [task.held_out(index) for index in range(evaluation_set.prompts or TASK_PROMPTS)]
     else:
         reader = RowReader(source, row_encoder(tokenizer, source), longest)
         rows = jsonl_rows(source.path) if isinstance(source, JsonlPrompts) else dataset_rows(source)
-        prompts = [*reader.prompts(rows)][: one.prompts]
+        prompts = [*reader.prompts(rows)][: evaluation_set.prompts]
     if not prompts:
         raise DataError("0 prompts were found: check the path and the field")
-    if (most := max(len(prompt.token_ids) for prompt in prompts)) > longest:
+    if (longest_prompt := max(len(prompt.token_ids) for prompt in prompts)) > longest:
         raise DataError(
-            f"a prompt has {most} tokens and {longest} are left beside max_tokens: lower max_tokens"
+            f"a prompt has {longest_prompt} tokens and {longest} are left beside max_tokens: lower max_tokens"
         )
     return prompts, rewards
 
 
 def check_rewards(sets: Mapping[str, PromptSet]) -> None:
     """Try each named set's function, where it is the user's. Raises ConfigError."""
-    for name, one in sets.items():
-        own = one.rewards and getattr(one.rewards.prompts, "reward_fn", None) not in (None, *BUILT_IN)
-        if own and one.rewards and name != HELD_OUT:
-            RewardPool(one.rewards).check(one.prompts[0])
+    for name, prompt_set in sets.items():
+        function = prompt_set.rewards and getattr(prompt_set.rewards.prompts, "reward_fn", None)
+        custom = function not in (None, *BUILT_IN)
+        if custom and prompt_set.rewards and name != HELD_OUT:
+            RewardPool(prompt_set.rewards).check(prompt_set.prompts[0])

@@ -62,6 +62,6 @@ def majority(answers: Sequence[str | None], passes: Sequence[bool]) -> float:
     for answer, passed in zip(answers, passes, strict=True):
         if answer is not None:
             votes.setdefault(answer, []).append(passed)
-    most = max(map(len, votes.values()), default=0)
-    leading = [sum(passed) / most for passed in votes.values() if len(passed) == most]
+    count = max(map(len, votes.values()), default=0)
+    leading = [sum(passed) / count for passed in votes.values() if len(passed) == count]
     return sum(leading) / max(1, len(leading))

@@ -41,7 +41,7 @@ async def serve(
     """
     read_end, write_end = os.pipe()
     ending = asyncio.Event()
-    wanted = ServerRegisters(run=run, name=child.name, url=url, boot=secrets.token_hex(16))
+    registration = ServerRegisters(run=run, name=child.name, url=url, boot=secrets.token_hex(16))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.set)
@@ -55,7 +55,7 @@ async def serve(
     tasks = [
         asyncio.create_task(process.wait()),
         asyncio.create_task(ending.wait()),
-        asyncio.create_task(_registered(wanted, controller, token)),
+        asyncio.create_task(_registered(registration, controller, token)),
     ]
     exit_, _, registered = tasks
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -64,7 +64,7 @@ async def serve(
     if replaced is None:
         with contextlib.suppress(DistillError, TimeoutError):
             async with Peer(controller(), token, LEAVE_SECONDS) as peer:
-                leaves = ServerLeaves(name=child.name, boot=wanted.boot)
+                leaves = ServerLeaves(name=child.name, boot=registration.boot)
                 await peer.call("/v1/servers/leave", leaves, Servers)
     else:
         log.error("%s", replaced)
@@ -76,25 +76,28 @@ async def serve(
     return status if replaced is None else EXIT_REPLACED
 
 
-async def _registered(wanted: ServerRegisters, controller: Callable[[], str], token: str | None) -> None:
+async def _registered(
+    registration: ServerRegisters, controller: Callable[[], str], token: str | None
+) -> None:
     """Register while the server answers. Raises Replaced once another process has its name."""
     said = ""
     async with contextlib.AsyncExitStack() as closing:
-        own = await closing.enter_async_context(Peer(wanted.url))
+        server = await closing.enter_async_context(Peer(registration.url))
         peer: Peer | None = None
         while True:
-            pause, line = RETRY_SECONDS, f"{wanted.name} does not answer {wanted.url}/health yet"
-            if await own.alive():
+            pause, line = RETRY_SECONDS, f"{registration.name} does not answer {registration.url}/health yet"
+            if await server.alive():
                 try:
                     there = controller()
                     if peer is None or peer.url != there:
                         peer = await closing.enter_async_context(Peer(there, token, CALL_SECONDS))
-                    pause = (await peer.call("/v1/servers", wanted, ServerLease)).seconds / 3
-                    line = f"{wanted.name} at {wanted.url} is registered with the controller at {there}"
+                    pause = (await peer.call("/v1/servers", registration, ServerLease)).seconds / 3
+                    place = f"{registration.name} at {registration.url}"
+                    line = f"{place} is registered with the controller at {there}"
                 except Replaced:
                     raise
                 except DistillError as error:
-                    line = f"{wanted.name} is not registered: {error}"
+                    line = f"{registration.name} is not registered: {error}"
             if line != said:
                 log.warning("%s", line)
             said = line

@@ -39,21 +39,21 @@ def carried(
         "give its client's variable (AWS_SECRET_ACCESS_KEY, HF_TOKEN, …) by --secret"
         for place in secrets.found(raw)
     ]
-    for place, wanted in _named(config):
+    for place, kind in _named(config):
         table: Any = within
         for key in place[:-1]:
             table = table.get(key, {})
-        if (given := table.get(place[-1])) is None:
+        if (value := table.get(place[-1])) is None:
             continue
-        key, path = ".".join(place), Path(given)
-        if path.is_absolute() and PurePosixPath(given).is_relative_to(folder):
+        key, path = ".".join(place), Path(value)
+        if path.is_absolute() and PurePosixPath(value).is_relative_to(folder):
             continue
-        if wanted == "file" and path.is_file():
+        if kind == "file" and path.is_file():
             name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{key}{path.suffix}")
             problems += _read(path, key, name, files)
             table[place[-1]] = f"{CONFIG_FOLDER}/{name}"
-        elif problem := _problem(given, path, wanted, folder):
-            problems.append(f"{key} = {given!r} {problem}")
+        elif problem := _problem(value, path, kind, folder):
+            problems.append(f"{key} = {value!r} {problem}")
     problems += _modules(within, config, files)
     size = sum(len(text.encode()) for text in files.values())
     if size > MOST_BYTES:
@@ -86,16 +86,16 @@ def _named(settings: Settings, place: tuple[str, ...] = ()) -> Iterator[tuple[tu
             yield here, "store" if here == ("weights", "store", "path") else "folder"
 
 
-def _problem(given: str, path: Path, wanted: str, folder: PurePosixPath) -> str | None:
+def _problem(text: str, path: Path, kind: str, folder: PurePosixPath) -> str | None:
     """What keeps pods from finding it; None: nothing that is known here."""
-    if wanted == "store":
+    if kind == "store":
         return f"is shared by trainer and replicas: leave it out, or name a folder below {folder}"
-    if wanted == "model" and path.exists():
+    if kind == "model" and path.exists():
         return f"is a folder of this machine: {_MOVE} (or a Hub id)"
-    if wanted == "model" and not path.is_absolute() and given[0] != ".":
+    if kind == "model" and not path.is_absolute() and text[0] != ".":
         return None  # a Hub id
     if not path.is_absolute():
-        return "is not on this machine: correct it" if wanted == "file" else f"is relative: {_MOVE}"
+        return "is not on this machine: correct it" if kind == "file" else f"is relative: {_MOVE}"
     return None
 
 

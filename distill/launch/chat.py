@@ -68,7 +68,7 @@ class Conversations:
         messages = [*self._messages[name], {"role": "user", "content": prompt}]
         ids = pack(np.array(self._encode(messages if self._is_chat else prompt), np.int32))
         try:
-            (found,) = await self._clients[name].generate(
+            (reply,) = await self._clients[name].generate(
                 [TeacherPrompt(name, ids, seed=self._turns)],
                 self._rollout.max_tokens,
                 self._rollout.stop_token_ids,
@@ -77,9 +77,9 @@ class Conversations:
             )
         except DistillError as error:
             return f"({error})"
-        if isinstance(found, ScoreRefused):
-            return f"({found.error})"
-        text = str(self._tokenizer.decode(unpack(found.token_ids).tolist(), skip_special_tokens=True))
+        if isinstance(reply, ScoreRefused):
+            return f"({reply.error})"
+        text = str(self._tokenizer.decode(unpack(reply.token_ids).tolist(), skip_special_tokens=True))
         if self._is_chat:
             self._messages[name] = [*messages, {"role": "assistant", "content": text}]
         return text
@@ -128,7 +128,7 @@ def chatting(
         student = _student(config, run_dir, version, moved.run.folder / "student")
         models = {f"student-{version}": student}
         if with_teachers:
-            models |= {name: _served_here(one) for name, one in config.teachers.items()}
+            models |= {name: _served_here(teacher) for name, teacher in config.teachers.items()}
         no_replica = config.student.model_copy(update={"replicas": 0, "urls": []})
         update = {"student": no_replica, "teachers": models, "environments": {}, "evaluation": None}
         plan = plan_servers(moved.model_copy(update=update), token, ports)

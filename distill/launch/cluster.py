@@ -85,19 +85,19 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
     `env`: of every role, over what its machine has. Raises ConfigError for what does not fit.
     """
     nodes = engine.nodes()
-    wanted = {need.name: need for need in needs(config, any(node.gpus for node in nodes))}
-    where = place(wanted.values(), nodes)
-    for line in lines(where, wanted.values()):
+    role_needs = {need.name: need for need in needs(config, any(node.gpus for node in nodes))}
+    where = place(role_needs.values(), nodes)
+    for line in lines(where, role_needs.values()):
         say(line)
     env = {**env, **secrets.environment(config.model_dump(mode="json"))}
-    found = registered(config, say)
+    roles = registered(config, say)
     for name, words in role_commands(config):
-        if name not in wanted:
+        if name not in role_needs:
             continue
         argv = [sys.executable, "-m", "distill.cli.main", *words]
-        client = engine.client(wanted[name], where[name], argv, env)
-        found.children.append(ChildSpec(name, client, env, found.expected.get(name), ends=name == TRAINER))
-    return found
+        client = engine.client(role_needs[name], where[name], argv, env)
+        roles.children.append(ChildSpec(name, client, env, roles.expected.get(name), ends=name == TRAINER))
+    return roles
 
 
 def role_commands(config: RunConfig) -> Iterator[tuple[str, list[str]]]:

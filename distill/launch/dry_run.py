@@ -59,10 +59,10 @@ def _masked(name: str, value: str) -> str:
     return secrets.redact(str(secrets.hide({"env": {name: value}})["env"][name]))
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
+def lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The configuration as JSON, then a line of shell per process."""
-    yield json.dumps(found["config"], indent=2)
-    for command in found["commands"]:
+    yield json.dumps(figures["config"], indent=2)
+    for command in figures["commands"]:
         env = [f"{name}={shlex.quote(value)}" for name, value in command["env"].items()]
         yield f"\n# {command['name']}"
         yield " ".join([*env, shlex.join(command["argv"])])

@@ -65,11 +65,11 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
     for name, value in figures.items():
         if name != "sets":
             yield f"{name:<20} {value if not isinstance(value, float) else format(value, '.4f')}"
-    for name, one in sets.items():
+    for name, set_report in sets.items():
         for figure in ("pass_at_1", "average", "majority"):
-            if (found := one[figure]) is not None:
-                spread = f"{found['low']:.4f} to {found['high']:.4f}"
-                yield f"{f'{name} {figure}':<20} {found['value']:.4f}, 95 % interval {spread}"
+            if (interval := set_report[figure]) is not None:
+                spread = f"{interval['low']:.4f} to {interval['high']:.4f}"
+                yield f"{f'{name} {figure}':<20} {interval['value']:.4f}, 95 % interval {spread}"
 
 
 async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]) -> EvalReport:

@@ -109,10 +109,10 @@ class ForkServers:
 
     def expect(self, command: Sequence[str], environment: Mapping[str, str]) -> _Server | None:
         """The server of a role, which is started unless it is there; None: the role must be executed."""
-        found = program(command)
-        if found is None or found.module not in IMPORTS or not installed_for_cpu():
+        target = program(command)
+        if target is None or target.module not in IMPORTS or not installed_for_cpu():
             return None
-        imports = IMPORTS[found.module]
+        imports = IMPORTS[target.module]
         common = {name: value for name, value in environment.items() if not name.startswith(OURS)}
         key = imports, tuple(sorted(common.items() - os.environ.items()))
         if key not in self._servers:
@@ -144,7 +144,7 @@ class _Server:
                 sys.executable,
                 [sys.executable, "-P", "-m", MODULE],
                 {**environment, **_TITLE_ROOM},
-                file_actions=[(os.POSIX_SPAWN_DUP2, own, to) for to, own in enumerate(descriptors)],
+                file_actions=[(os.POSIX_SPAWN_DUP2, pipe, to) for to, pipe in enumerate(descriptors)],
             )
         self._control.send(json.dumps(imports).encode())  # its command line is no longer than a fork's
 
@@ -227,10 +227,10 @@ def _serve(control: socket.socket) -> _Request | None:
             return None
         middle = os.fork()
         if middle == 0:
-            own = os.getpid()
+            server = os.getpid()
             if os.fork() != 0:
                 os._exit(0)
-            while os.getppid() == own:  # then the launcher adopts this process
+            while os.getppid() == server:  # then the launcher adopts this process
                 pass
             os.setsid()
             control.send(str(os.getpid()).encode())

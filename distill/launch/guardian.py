@@ -73,13 +73,13 @@ def spawn(begin: Callable[[], NoReturn]) -> int:
     ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     for number in ended:
         signal.signal(number, signal.SIG_IGN)
-    own = os.getpid()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         for number in ended:
             signal.signal(number, signal.SIG_DFL)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != own:  # it was killed before the kernel was told
+        if os.getppid() != parent:  # it was killed before the kernel was told
             os._exit(128 + signal.SIGKILL)
         begin()
     return child
@@ -160,14 +160,16 @@ def adopt_orphans(adopt: bool = True) -> None:
         prctl(PR_SET_CHILD_SUBREAPER, int(_adopting > 0))
 
 
-def kill_adopted(own: Collection[int]) -> int:
+def kill_adopted(spared: Collection[int]) -> int:
     """Kill and collect the children of this process that it adopted, and theirs; how many there were.
 
     `own`: children that it started itself. Not adopted either: guardians, and what shares this session, since
     nothing below a guardian can come back to it.
     """
     killed: set[int] = set()
-    while adopted := [one for one in psutil.Process().children() if one.pid not in own and _is_adopted(one)]:
+    while adopted := [
+        child for child in psutil.Process().children() if child.pid not in spared and _is_adopted(child)
+    ]:
         for process in adopted:
             with contextlib.suppress(psutil.Error):
                 process.kill()

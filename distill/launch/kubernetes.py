@@ -43,11 +43,11 @@ def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "F
     url = f"http://{name}-{CONTROLLER}-0-0.{name}:{PORT}"
     ours = {"host": "0.0.0.0", "port": PORT, "url": url, "trainer": "launch"}
     within = merge(within, {"run": {"folder": str(folder)}, "controller": ours})
-    found = roles(validate(within, str(path)), target, url)
-    _check_names(name, found)
+    specs = roles(validate(within, str(path)), target, url)
+    _check_names(name, specs)
     files = {"run.toml": tomli_w.dumps(within), **files}
-    opening = _opening(name, shown, target, found, folder / config.run.name)
-    return opening + Manifest(name, config, target, folder).text(files, found)
+    opening = _opening(name, shown, target, specs, folder / config.run.name)
+    return opening + Manifest(name, config, target, folder).text(files, specs)
 
 
 def label(name: str) -> str:
@@ -57,8 +57,8 @@ def label(name: str) -> str:
 
 def _folder(raw: Mapping[str, Any]) -> PurePosixPath:
     """Where the volume is mounted: an absolute `run.folder`, else /runs."""
-    given = PurePosixPath(str(raw["run"].get("folder", "")))
-    return given if given.is_absolute() else PurePosixPath("/runs")
+    folder = PurePosixPath(str(raw["run"].get("folder", "")))
+    return folder if folder.is_absolute() else PurePosixPath("/runs")
 
 
 def _refusals(config: RunConfig, target: Target, folder: PurePosixPath) -> Iterator[str]:
@@ -71,11 +71,11 @@ def _refusals(config: RunConfig, target: Target, folder: PurePosixPath) -> Itera
         yield "run.max_loaded_teachers is for teachers that share a machine: every pod has GPUs of its own"
     if config.run.share_gpus:
         yield "run.share_gpus: a GPU belongs to one pod: leave it out"
-    given: dict[str, object] = {key: place.devices for key, place in config.places().items()}
-    given[TRAINER] = config.trainer.devices
-    if found := [key for key, devices in given.items() if devices]:
+    by_key: dict[str, object] = {key: place.devices for key, place in config.places().items()}
+    by_key[TRAINER] = config.trainer.devices
+    if keys := [key for key, devices in by_key.items() if devices]:
         yield (
-            f"{', '.join(f'{key}.devices' for key in found)}: a pod sees its own GPUs alone: leave them out, "
+            f"{', '.join(f'{key}.devices' for key in keys)}: a pod sees its own GPUs alone: leave them out, "
             "and set gpus where a process takes more than it would by itself (the trainer takes its ranks)"
         )
     if not target.keeps and reads_volume(config):
@@ -87,17 +87,17 @@ def _refusals(config: RunConfig, target: Target, folder: PurePosixPath) -> Itera
         yield f"--volume none, and {', '.join(there)} would be on it: name a volume"
 
 
-def _check_names(name: str, found: Sequence[Role]) -> None:
+def _check_names(name: str, specs: Sequence[Role]) -> None:
     """Raise ConfigError for names that are none in DNS, or that two roles would have."""
     if not re.match(r"[a-z]", name):
         raise ConfigError(
             f"run.name becomes the name {name!r} on Kubernetes, which must begin with a letter: choose "
             "another (--set run.name=…)"
         )
-    names = [role.name for role in found]
-    if twice := sorted({one for one in names if names.count(one) > 1}):
+    names = [role.name for role in specs]
+    if twice := sorted({pod for pod in names if names.count(pod) > 1}):
         raise ConfigError(f"two sections would be called {', '.join(twice)} on Kubernetes: rename one")
-    for role in found:
+    for role in specs:
         longest = f"{name}-{role.name}-0-{role.pods - 1}-abcde"
         if len(longest) > LONGEST:
             raise ConfigError(
@@ -111,28 +111,28 @@ def _check_names(name: str, found: Sequence[Role]) -> None:
 
 def roles(config: RunConfig, target: Target, url: str) -> list[Role]:
     """Every role of a run, with its pods; `config`: as they read it, `url`: the controller's."""
-    wanted = {need.name: need for need in needs(config, target.gpus)}
-    found = [Role(CONTROLLER, ["control", _FILE], keeps=True)]
+    role_needs = {need.name: need for need in needs(config, target.gpus)}
+    specs = [Role(CONTROLLER, ["control", _FILE], keeps=True)]
     for section, names in config.processes().items():
         kind, _, name = section.partition(".")
         command, *options = role_words(section, INDEX)
         words = [command, _FILE, "--controller", url, *options]
         itself = kind == "teachers" and config.teachers[name].follow_student_every is not None
-        found.append(
+        specs.append(
             Role(
                 kind if kind == "student" else label(names[0] if len(names) == 1 else names[0][:-2]),
                 [*words, "--port", str(PORT)],
                 len(names),
-                wanted[names[0]].gpus,
+                role_needs[names[0]].gpus,
                 keeps=section == "evaluation.placement",
                 follows=itself or kind in ("student", "evaluation"),
                 reads=bool(_below(config.run.folder, _read(config, kind, name))),
             )
         )
-    trainer = wanted[TRAINER]
+    trainer = role_needs[TRAINER]
     words = ["train", _FILE, "--controller", url, "--node", INDEX]
-    found.append(Role(TRAINER, words, trainer.nodes, trainer.gpus, serves=False, keeps=True))
-    return found
+    specs.append(Role(TRAINER, words, trainer.nodes, trainer.gpus, serves=False, keeps=True))
+    return specs
 
 
 def _read(config: RunConfig, kind: str, name: str) -> list[Any]:
@@ -153,12 +153,12 @@ def _below(folder: PurePath, tree: Any) -> list[str]:
 # --- the file
 
 
-def _opening(name: str, shown: str, target: Target, found: Sequence[Role], run_dir: PurePosixPath) -> str:
+def _opening(name: str, shown: str, target: Target, specs: Sequence[Role], run_dir: PurePosixPath) -> str:
     """What to type, and what the file asks of the cluster."""
     kubectl = f"kubectl -n {target.namespace}" if target.namespace else "kubectl"
     controller, claim = f"job/{name}-{CONTROLLER}-0", target.volume or name
-    pods = ", ".join(f"{one.name} {one.pods}" + (f" x {one.gpus}" if one.gpus else "") for one in found)
-    gpus = sum(one.pods * one.gpus for one in found)
+    pods = ", ".join(f"{role.name} {role.pods}" + (f" x {role.gpus}" if role.gpus else "") for role in specs)
+    gpus = sum(role.pods * role.gpus for role in specs)
     kept = f"the run's folder is {run_dir} of claim {claim}"
     lost = "no volume: what a pod wrote, checkpoints and final/ too, ends with it"
     removes = ", the volume with the run too" if target.keeps and target.volume is None else ""

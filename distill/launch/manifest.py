@@ -94,11 +94,11 @@ class Manifest:
     folder: PurePosixPath
     """Where the volume of the run's folder is mounted."""
 
-    def text(self, files: Mapping[str, str], found: Sequence[Role]) -> str:
+    def text(self, files: Mapping[str, str], roles: Sequence[Role]) -> str:
         """All objects as YAML; `files`: what pods find in CONFIG_FOLDER."""
-        return "---\n".join(map(_yaml, self._objects(files, found)))
+        return "---\n".join(map(_yaml, self._objects(files, roles)))
 
-    def _objects(self, files: Mapping[str, str], found: Sequence[Role]) -> Iterator[dict[str, Any]]:
+    def _objects(self, files: Mapping[str, str], roles: Sequence[Role]) -> Iterator[dict[str, Any]]:
         token = token_from_environment() or secrets.token_urlsafe(32)
         yield self._object("v1", "Secret", type="Opaque", stringData={"token": token})
         yield self._object("v1", "ConfigMap", data=files)
@@ -106,7 +106,7 @@ class Manifest:
             asked = {"requests": {"storage": self.target.storage}}
             claim = {"accessModes": ["ReadWriteMany"], "resources": asked}
             yield self._object("v1", "PersistentVolumeClaim", spec=claim)
-        jobs = [{"name": role.name, "replicas": 1, "template": {"spec": self._job(role)}} for role in found]
+        jobs = [{"name": role.name, "replicas": 1, "template": {"spec": self._job(role)}} for role in roles]
         spec = {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [CONTROLLER]},
@@ -182,8 +182,8 @@ class Manifest:
             claim = {"claimName": self.target.volume or name}
             volumes.append({"name": "run", "persistentVolumeClaim": claim})
             mounts.append({"name": "run", "mountPath": folder})
-            own = self.config.student.mirror_folder
-            mirrors = run_dir / "mirrors" if own is None else PurePosixPath(own)
+            mirror = self.config.student.mirror_folder
+            mirrors = run_dir / "mirrors" if mirror is None else PurePosixPath(mirror)
             node = mirrors if role.follows else None if role.keeps else run_dir
         if node is not None:  # what it reads and writes all the time, and nobody else does
             volumes.append({"name": "node", "emptyDir": {}})

@@ -61,7 +61,7 @@ def needs(config: RunConfig, gpus: bool) -> list[Need]:
     for name, teacher in config.teachers.items():
         without = teacher.engine_url is not None or teacher.device == "cpu"
         defaults[f"teachers.{name}"] = 0 if without else _parallel(teacher.engine_args)
-    found = []
+    role_needs = []
     for section, names in config.processes().items():
         if section == "student" and elsewhere:
             continue
@@ -69,13 +69,13 @@ def needs(config: RunConfig, gpus: bool) -> list[Need]:
         if engine_places:
             _check_free(section, place.devices)
         count = place.gpus if place.gpus is not None else defaults.get(section, 0) * gpus
-        own = [len(named(devices)) for devices in place.devices] or [count]
-        found += [Need(name, own[index % len(own)]) for index, name in enumerate(names)]
+        counts = [len(named(devices)) for devices in place.devices] or [count]
+        role_needs += [Need(name, counts[index % len(counts)]) for index, name in enumerate(names)]
     if config.controller.trainer == "launch":
         if engine_places:
             _check_free("trainer", config.trainer.devices)
-        found.append(Need(TRAINER, config.trainer.ranks * gpus, config.trainer.nodes))
-    return found
+        role_needs.append(Need(TRAINER, config.trainer.ranks * gpus, config.trainer.nodes))
+    return role_needs
 
 
 def _check_free(section: str, devices: Sequence[str] | str | None) -> None:
@@ -92,7 +92,7 @@ def _parallel(arguments: Mapping[str, object]) -> int:
     return int(str(named.get("tensor-parallel-size", 1))) * int(str(named.get("pipeline-parallel-size", 1)))
 
 
-def place(wanted: Iterable[Need], nodes: Sequence[Node]) -> dict[str, list[Node]]:
+def place(role_needs: Iterable[Need], nodes: Sequence[Node]) -> dict[str, list[Node]]:
     """A machine for every process. Raises ConfigError, naming what does not fit.
 
     Processes without GPUs go where the fewest processes are.
@@ -100,7 +100,7 @@ def place(wanted: Iterable[Need], nodes: Sequence[Node]) -> dict[str, list[Node]
     free = {node.name: node.gpus for node in nodes}
     load = dict.fromkeys(free, 0)
     placed: dict[str, list[Node]] = {}
-    for need in sorted(wanted, key=lambda one: (-one.gpus * one.nodes, -one.gpus)):
+    for need in sorted(role_needs, key=lambda role: (-role.gpus * role.nodes, -role.gpus)):
         fitting = sorted(
             (node for node in nodes if free[node.name] >= need.gpus),
             key=lambda node: (free[node.name] if need.gpus else 0, load[node.name]),
@@ -125,9 +125,9 @@ def _count(gpus: int) -> str:
     return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
-def lines(placed: Placed, wanted: Iterable[Need]) -> list[str]:
+def lines(placed: Placed, role_needs: Iterable[Need]) -> list[str]:
     """The placement for people, a line for each machine."""
-    gpus = {need.name: need.gpus for need in wanted}
+    gpus = {need.name: need.gpus for need in role_needs}
     by_node: dict[str, list[str]] = {}
     for process, nodes in placed.items():
         for node in nodes:
@@ -149,22 +149,22 @@ def planned(config: RunConfig) -> tuple[Where | None, list[str]]:
     if isinstance(cluster, ExternalCluster | RayCluster):
         with_trainer = config.controller.model_copy(update={"trainer": "launch"})
         with_all = config.model_copy(update={"controller": with_trainer})
-        wanted = needs(with_all, gpus=not installed_for_cpu())
-        return _gpus(wanted, {}), []
+        role_needs = needs(with_all, gpus=not installed_for_cpu())
+        return _gpus(role_needs, {}), []
     nodes = [Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)]
-    wanted = needs(config, cluster.gpus_per_node > 0)
-    placed = place(wanted, nodes)
-    used, reserved = sum(need.gpus * need.nodes for need in wanted), cluster.nodes * cluster.gpus_per_node
-    told = [*lines(placed, wanted), f"GPUs: {used} used of {reserved} reserved"]
+    role_needs = needs(config, cluster.gpus_per_node > 0)
+    placed = place(role_needs, nodes)
+    used, reserved = sum(need.gpus * need.nodes for need in role_needs), cluster.nodes * cluster.gpus_per_node
+    told = [*lines(placed, role_needs), f"GPUs: {used} used of {reserved} reserved"]
     in_one = config.model_copy(update={"cluster": cluster.model_copy(update={"replica_partition": None})})
     return _gpus(needs(in_one, cluster.gpus_per_node > 0), placed), told
 
 
-def _gpus(wanted: Iterable[Need], placed: Placed) -> dict[str, tuple[str, list[str]]]:
+def _gpus(role_needs: Iterable[Need], placed: Placed) -> dict[str, tuple[str, list[str]]]:
     """Those of each process by number, machine by machine from 0 on; one without a place has its own."""
     free: dict[str, Iterator[int]] = defaultdict(count)
     where: dict[str, tuple[str, list[str]]] = {}
-    for need in wanted:
+    for need in role_needs:
         machines = [node.name for node in placed.get(need.name, ())] or [f"the machine of {need.name}"]
         for machine in machines:
             names = [str(number) for number in islice(free[machine], need.gpus)]

@@ -65,33 +65,36 @@ def check_here(config: RunConfig) -> None:
         f"controller.trainer is {config.controller.trainer!r}": config.controller.trainer != "launch",
     }
     claimed = {
-        f"environments.{name}.urls is set": bool(one.urls) for name, one in config.environments.items()
+        f"environments.{name}.urls is set": bool(environment.urls)
+        for name, environment in config.environments.items()
     } | {
-        f"teachers.{name}.urls is set and it follows the student": bool(one.urls)
-        for name, one in config.teachers.items()
-        if one.follow_student_every is not None
+        f"teachers.{name}.urls is set and it follows the student": bool(teacher.urls)
+        for name, teacher in config.teachers.items()
+        if teacher.follow_student_every is not None
     }
     elsewhere |= claimed  # such a server works for the first run that uses it, and refuses the next
-    if found := [what for what, applies in elsewhere.items() if applies]:
+    if reasons := [what for what, applies in elsewhere.items() if applies]:
         raise ConfigError(
-            f"--probe starts all that keeps a run's state on this machine, and {', '.join(found)}: begin the "
-            "run, and plan with --measured RUN_DIR after some steps"
+            f"--probe starts all that keeps a run's state on this machine, and {', '.join(reasons)}: begin "
+            "the run, and plan with --measured RUN_DIR after some steps"
         )
 
 
 def shortened(config: RunConfig, folder: Path) -> RunConfig:
     """The configuration of the probe's run in `folder`; its steps are the run's, for the schedule."""
-    own = config.student.mirror_folder
+    mirrors = config.student.mirror_folder
     changes = {
         "run": {"name": NAME, "folder": folder},
         "trainer": {"checkpoint_every": 0, "checkpoint_minutes": 0},
         "weights": {"store": DirectoryStoreConfig()},
-        "student": {"mirror_folder": own and own / folder.name},
+        "student": {"mirror_folder": mirrors and mirrors / folder.name},
         "tracking": {"wandb": "disabled", "tensorboard": False, "samples_every": 0},
         "guard": {"patience": sys.maxsize},  # a run that is held takes no more steps
     }
     sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
-    teachers = {name: one.model_copy(update={"keep_folder": None}) for name, one in config.teachers.items()}
+    teachers = {
+        name: teacher.model_copy(update={"keep_folder": None}) for name, teacher in config.teachers.items()
+    }
     return config.model_copy(update={**sections, "teachers": teachers, "evaluation": None})
 
 

@@ -82,7 +82,7 @@ class Ray:
                 self._set({AUTH_MODE: "token", AUTH_TOKEN_PATH: path})
             machines = self._machines()
             self.host = str(machines[0]["address"])
-            self._nodes = [Node(one["name"], one["gpus"], one["cpus"]) for one in machines]
+            self._nodes = [Node(machine["name"], machine["gpus"], machine["cpus"]) for machine in machines]
             self._leaving = self._leaving.pop_all()
         return self
 
@@ -112,10 +112,12 @@ class Ray:
         self, need: Need, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
     ) -> list[str]:
         """See `Cluster`. Values of variables stay in the environment that the client is started with."""
-        given = {name for name in os.environ if name.startswith(_HUGGING_FACE) or name == TOKEN_FILE_VARIABLE}
+        inherited = {
+            name for name in os.environ if name.startswith(_HUGGING_FACE) or name == TOKEN_FILE_VARIABLE
+        }
         line = [sys.executable, "-P", "-m", "distill.launch.ray_role", "--address", self._address]
         line += ["--name", need.name, "--nodes", ",".join(node.name for node in nodes)]
-        line += ["--gpus", str(need.gpus), "--env", ",".join(sorted({*env, *self._config.env, *given}))]
+        line += ["--gpus", str(need.gpus), "--env", ",".join(sorted({*env, *self._config.env, *inherited}))]
         return [*line, "--", *argv]
 
     def _start_head(self) -> None:

@@ -74,7 +74,7 @@ def main() -> int:
     redact_process()
     try:
         with connected(sys.argv[1]) as ray:
-            found = [
+            nodes = [
                 {
                     "name": name,
                     "address": node["NodeManagerAddress"],
@@ -86,7 +86,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(f"{json.dumps(found)}\n")
+    sys.stdout.write(f"{json.dumps(nodes)}\n")
     return 0
 
 

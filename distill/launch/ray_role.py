@@ -104,7 +104,7 @@ async def reserve(ray: Any, order: Order) -> Any:
         group = placement_group(
             [each] * len(order.nodes),
             strategy="STRICT_SPREAD",
-            bundle_label_selector=[*({NODE_LABEL: one} for one in pinned), *free],
+            bundle_label_selector=[*({NODE_LABEL: node} for node in pinned), *free],
         )
         while _pins(ray, order, time.monotonic() > deadline)[0] == pinned:
             if await asyncio.to_thread(group.wait, _LOOK_SECONDS):
@@ -198,19 +198,19 @@ async def drive(ray: Any, order: Order) -> End:
     remotes = [Remote(ray, group, index, order) for index in range(len(order.nodes))]
 
     def terminate() -> None:
-        for one in remotes:
-            one.terminate()
+        for remote in remotes:
+            remote.terminate()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, terminate)
-    running = [asyncio.create_task(one.run()) for one in remotes]
+    running = [asyncio.create_task(remote.run()) for remote in remotes]
     done, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     ends = [task.result() for task in done]
     if left and not any(end.status for end in ends):
         await asyncio.wait(left, timeout=ORDERLY_SECONDS)
-    for one, task in zip(remotes, running, strict=True):
+    for actor, task in zip(remotes, running, strict=True):
         if not task.done():
-            one.kill()
+            actor.kill()
     ends += await asyncio.gather(*left)
     return next((end for end in ends if end.status), ends[0])
 

@@ -160,19 +160,19 @@ def _adapters(rank: int | None) -> dict[str, Any]:
     return {
         "enable-lora": True,
         "max-loras": 1,
-        "max-lora-rank": next(most for most in _LORA_RANKS if most >= rank),
+        "max-lora-rank": next(bound for bound in _LORA_RANKS if bound >= rank),
     }
 
 
 def _overrides(user: dict[str, Any]) -> dict[str, Any]:
     """The user's changes of the model's configuration, and ours."""
-    given = user.get(_OVERRIDES, {})
-    if not isinstance(given, dict) or any(name.startswith(f"{_OVERRIDES}.") for name in user):
+    overrides = user.get(_OVERRIDES, {})
+    if not isinstance(overrides, dict) or any(name.startswith(f"{_OVERRIDES}.") for name in user):
         raise ConfigError(
             'student.engine_args: "hf-overrides" must be one table, since head_dtype = "float32" joins it: '
             'write "hf-overrides" = {name = value}'
         )
-    return _FP32_LOGITS | given
+    return _FP32_LOGITS | overrides
 
 
 def _refuse_reserved(user: dict[str, Any], ours: dict[str, Any], more: dict[str, str]) -> None:

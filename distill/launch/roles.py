@@ -65,27 +65,27 @@ class Ports:
         """`port`, or any free one for 0. Raises ConfigError, naming setting `key`, when it is in use."""
         port = self._only or port
         try:
-            held = bind_alone(host, port)
+            listener = bind_alone(host, port)
         except (OSError, OverflowError) as error:
             reason = f"cannot listen on {host} port {port} ({error}): choose an address of this machine"
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 reason = f"port {port} of {host} is in use: choose another one, or 0 for any free one"
             raise ConfigError(f"{key}: {reason}") from None
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        number = int(held.getsockname()[1])
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        number = int(listener.getsockname()[1])
         if self._keep:
-            os.set_inheritable(held.detach(), True)
+            os.set_inheritable(listener.detach(), True)
         else:
-            self._held.append(held)
+            self._held.append(listener)
         return number
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for held in self._held:
-            held.close()
+        for listener in self._held:
+            listener.close()
 
 
 class _FreePorts(Ports):
@@ -120,8 +120,11 @@ def plan_of(config: RunConfig, places: Mapping[str, Place]) -> Plan:
     evaluation = config.evaluation
     return Plan(
         {f"student-{i}": place for i, place in enumerate(of("student", config.student.urls))},
-        {name: of(f"teachers.{name}", one.urls) for name, one in config.teachers.items()},
-        {name: of(f"environments.{name}", one.urls) for name, one in config.environments.items()},
+        {name: of(f"teachers.{name}", teacher.urls) for name, teacher in config.teachers.items()},
+        {
+            name: of(f"environments.{name}", environment.urls)
+            for name, environment in config.environments.items()
+        },
         next(iter(of("evaluation.placement", evaluation.placement.urls)), None) if evaluation else None,
     )
 
@@ -142,7 +145,7 @@ def plan_servers(config: RunConfig, token: str | None, ports: Ports, relay: Rela
         children += [environment_child(config, name, i, ports) for i in range(len(names))]
     if "evaluation.replica" in here:
         children.append(evaluation_replica(config, ports))
-    places: dict[str, Place] = {one.name: one.url for one in children if one.url}
+    places: dict[str, Place] = {child.name: child.url for child in children if child.url}
     if "evaluation.placement" in here:
         children.append(evaluator_child(with_urls(config, places), ports))
         places[EVALUATOR] = children[-1].url or ""
@@ -166,8 +169,8 @@ def with_urls(config: RunConfig, places: Mapping[str, Place]) -> RunConfig:
 
 def token_of(config: RunConfig) -> str | None:
     """The bearer token of a run: the environment's, else a new one when every role is started by it."""
-    own = _is_local(config) or config.cluster.type in ("slurm", "ray")
-    return token_from_environment() or (secrets.token_urlsafe(32) if own else None)
+    makes_token = _is_local(config) or config.cluster.type in ("slurm", "ray")
+    return token_from_environment() or (secrets.token_urlsafe(32) if makes_token else None)
 
 
 def _is_local(config: RunConfig) -> bool:

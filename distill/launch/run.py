@@ -141,8 +141,8 @@ def connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> l
 async def disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
     """Close them, and `others`."""
     several = (clients.teachers, clients.replicas, clients.environments)
-    closing = [*(one for named in several for one in named.values()), clients.evaluator, *others]
-    await asyncio.gather(*(one.aclose() for one in closing if one), return_exceptions=True)
+    closing = [*(client for named in several for client in named.values()), clients.evaluator, *others]
+    await asyncio.gather(*(client.aclose() for client in closing if client), return_exceptions=True)
 
 
 class _Launcher:
@@ -191,7 +191,7 @@ class _Launcher:
                 died=self._controller.heartbeats.forget,
                 left=self._controller.trainer_left,
             )
-        specs = [replace(one, died=partial(self._died, one)) for one in children.values()]
+        specs = [replace(child, died=partial(self._died, child)) for child in children.values()]
         restarts, health = config.run.restarts, config.run.health_timeout_seconds
         self._supervisor = Supervisor(specs, folder.logs, restarts, health_seconds=health, forks=forks)
 
@@ -218,7 +218,7 @@ class _Launcher:
             self._spans.close()
             self._quarantine.close()
             self._samples.close()
-            joined_later = [one.engine for one in self._controller.pool.replicas.values()]
+            joined_later = [replica.engine for replica in self._controller.pool.replicas.values()]
             await disconnect(self._clients, *joined_later)
 
     async def close(self) -> None:
@@ -290,17 +290,17 @@ class _Launcher:
         self._display.say(finding.line)
 
     async def _watch_disk(self) -> None:
-        held, least = False, self._config.run.min_free_disk_gib
+        paused, least = False, self._config.run.min_free_disk_gib
         while True:
             await asyncio.sleep(DISK_POLL_SECONDS)
             where, free = self._folder.fullest()
             full = free / machine.GIB < least
-            if full and not held:
+            if full and not paused:
                 reason = f"{where} has less than run.min_free_disk_gib = {least:g} GiB free"
                 self._controller.pause("disk", reason)
-            elif held and not full:
+            elif paused and not full:
                 self._controller.resume("disk")
-            held = full
+            paused = full
 
     @contextlib.contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:

@@ -156,9 +156,11 @@ def write_role(run_dir: Path, name: str, settings: Settings) -> Path:
     """Write what a role is started with as JSON; the role finds the secrets in its environment."""
     path = run_dir / "roles" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_name(f".{name}.{socket.gethostname()}.{os.getpid()}.json")  # others write it meanwhile
-    durable.write_json(own, secrets.hide(settings.model_dump(mode="json")), mode=0o600)
-    durable.rename(own, path)
+    temporary = path.with_name(
+        f".{name}.{socket.gethostname()}.{os.getpid()}.json"
+    )  # others write it meanwhile
+    durable.write_json(temporary, secrets.hide(settings.model_dump(mode="json")), mode=0o600)
+    durable.rename(temporary, path)
     return path
 
 

@@ -102,8 +102,8 @@ def serve(config: RunConfig, child: ChildSpec, controller: Controller | None) ->
     if controller is None:
         replace_process(child)
     url = urlsplit(str(child.url))
-    own = own_address(controller()) if is_loopback(url.hostname or "") else str(url.hostname)
-    place = url_of(own, url.port or 0)
+    host = own_address(controller()) if is_loopback(url.hostname or "") else str(url.hostname)
+    place = url_of(host, url.port or 0)
     run, token = config.run, token_from_environment()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     sys.exit(asyncio.run(announce.serve(child, place, run.name, controller, token, run.grace_seconds)))

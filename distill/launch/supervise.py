@@ -190,7 +190,7 @@ class Supervisor:
         health_seconds: float = 0.0,
         forks: ForkServers | None = None,
     ) -> None:
-        self.children = {one.name: Child(one, logs / f"{one.name}.log", first_pause) for one in specs}
+        self.children = {spec.name: Child(spec, logs / f"{spec.name}.log", first_pause) for spec in specs}
         self._restarts_left, self._health_seconds = restarts, health_seconds
         self._forks = forks or ForkServers()
         self._tending: list[asyncio.Task[None]] = []
@@ -374,16 +374,16 @@ def first_error(path: Path, begin: int) -> str | None:
     An engine's own error is often followed by hundreds of lines about those that waited for it.
     """
     text = _text(path, begin)
-    found = (pattern.search(text) for pattern in _FIRST_ERROR)
-    return next((match[1].rstrip() for match in found if match), None)
+    matches = (pattern.search(text) for pattern in _FIRST_ERROR)
+    return next((match[1].rstrip() for match in matches if match), None)
 
 
 def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
     """The last lines of a log, without blank ones, as far as _MOST_LOG bytes hold them; empty: no file."""
     size = path.stat().st_size if path.exists() else 0
-    most, taken, lines = min(size, _MOST_LOG), 0, list[str]()
-    while taken < most and len(lines) <= count:  # one more: the first may be a part
-        taken = min(most, 4 * taken or _LAST_BYTES)
+    remaining, taken, lines = min(size, _MOST_LOG), 0, list[str]()
+    while taken < remaining and len(lines) <= count:  # one more: the first may be a part
+        taken = min(remaining, 4 * taken or _LAST_BYTES)
         lines = [line.rstrip() for line in _text(path, size - taken).splitlines() if line.strip()]
     return lines[-count:]
 

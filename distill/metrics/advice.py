@@ -57,7 +57,7 @@ class Advice:
             return
         waited = _share(figures, TRAINER, "idle")
         cause = f"perf/waited_seconds/{TRAINER}/"
-        replicas, teachers = (figures.get(cause + one, 0.0) for one in (REPLICAS, TEACHERS))
+        replicas, teachers = (figures.get(cause + role, 0.0) for role in (REPLICAS, TEACHERS))
         scored = figures.get("rollout/scored", 0.0) - (self._scored_before or 0.0)
         enough = scored >= FIRST_STEPS * self._config.rollout.batch / 2
         for name in self._config.teachers:
@@ -81,5 +81,5 @@ class Advice:
 
 def _share(figures: Mapping[str, float], role: str, state: str) -> float:
     """Of the run's time, that in which a role was "busy" or "idle"."""
-    seconds = {one: figures.get(f"perf/{one}_seconds/{role}", 0.0) for one in ("busy", "idle")}
+    seconds = {kind: figures.get(f"perf/{kind}_seconds/{role}", 0.0) for kind in ("busy", "idle")}
     return seconds[state] / max(1e-9, sum(seconds.values()))

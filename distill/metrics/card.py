@@ -92,7 +92,7 @@ def write_card(
     if missing:
         what = "%s leaves %s to fill in: the student's own card does not give it"
         log.warning(what, folder / CARD, " and ".join(missing))
-    evaluations = {one["version"]: one for one in summary.get("evaluations") or []}
+    evaluations = {report["version"]: report for report in summary.get("evaluations") or []}
     before, after = _figures(summary.get("before")), _figures(evaluations.get(version))
     rows = [(what, before.get(what, "–"), after.get(what, "–")) for what in {**before, **after}]
     text = _TEXT.substitute(
@@ -100,7 +100,7 @@ def write_card(
         + "".join(f"\n# {field}: fill in" for field in missing),
         title=name if name != FOLDER else config.run.name,
         student=_shown(config.student.path),
-        teachers=", ".join(_shown(one.path) for one in config.teachers.values()),
+        teachers=", ".join(_shown(teacher.path) for teacher in config.teachers.values()),
         objective=getattr(config.objective, "name", config.objective.type),
         meaning=_meaning(config),
         figures=_rows(rows) or "| not evaluated | – | – |",
@@ -122,15 +122,15 @@ def front_matter(config: RunConfig, adapter: bool) -> dict[str, Any]:
     known = student_card(config.student)
     if not Path(config.student.path).is_absolute():
         known["base_model"] = config.student.path
-    given = {field: known[field] for field in _FROM_STUDENT if known.get(field)}
-    if "base_model" in given:
-        given["base_model_relation"] = "adapter" if adapter else "finetune"
+    fields = {field: known[field] for field in _FROM_STUDENT if known.get(field)}
+    if "base_model" in fields:
+        fields["base_model_relation"] = "adapter" if adapter else "finetune"
     prompts = config.prompts
     parts = prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]
-    names = [one.path for one in parts if isinstance(one, DatasetPrompts)]
+    names = [part.path for part in parts if isinstance(part, DatasetPrompts)]
     datasets = sorted({name for name in names if not Path(name).exists()})
     return {
-        **given,
+        **fields,
         **({"datasets": datasets} if datasets else {}),
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
@@ -146,7 +146,7 @@ def student_card(student: ModelSource) -> dict[str, Any]:
     from httpx2 import HTTPError
     from huggingface_hub import hf_hub_download
 
-    found: dict[str, Any] = {}
+    card: dict[str, Any] = {}
     for name in ("config.json", CARD):
         path = Path(student.path) / name
         try:
@@ -162,8 +162,8 @@ def student_card(student: ModelSource) -> dict[str, Any]:
         except (OSError, HTTPError, ValueError, yaml.YAMLError) as error:
             log.debug("%s of %s is not read: %s", name, student.path, error)
         else:
-            found |= fields if isinstance(fields, dict) else {}
-    return found
+            card |= fields if isinstance(fields, dict) else {}
+    return card
 
 
 # --- text -------------------------------------------------------------------------------------------------
@@ -181,15 +181,19 @@ def _figures(report: Mapping[str, Any] | None) -> dict[str, str]:
         return {}
     error = report.get("reverse_kl_error")
     margin = "" if error is None else f" ± {Z * error:.3f}"
-    found = {"reverse KL, nats per token": f"{report['reverse_kl']:.3f}{margin}"}
+    figures = {"reverse KL, nats per token": f"{report['reverse_kl']:.3f}{margin}"}
     if (rate := report.get("pass_rate")) is not None:
-        found["pass rate"] = _interval(rate, *(report.get("pass_rate_interval") or ()))
+        figures["pass rate"] = _interval(rate, *(report.get("pass_rate_interval") or ()))
     if (reward := report.get("reward")) not in (None, rate):
-        found["mean reward"] = f"{reward:.3f}"
-    for name, one in (report.get("sets") or {}).items():
+        figures["mean reward"] = f"{reward:.3f}"
+    for name, set_report in (report.get("sets") or {}).items():
         kinds = ("pass@1", "pass_at_1"), ("avg@k", "average"), ("maj@k", "majority")
-        found |= {f"{name}, {kind}": _interval(**one[field]) for kind, field in kinds if one.get(field)}
-    return found
+        figures |= {
+            f"{name}, {kind}": _interval(**set_report[field])
+            for kind, field in kinds
+            if set_report.get(field)
+        }
+    return figures
 
 
 def _interval(value: float, low: float | None = None, high: float | None = None) -> str:
@@ -225,15 +229,15 @@ def _vllm(config: RunConfig, name: str, adapter: bool) -> str:
     if not adapter or lora is None:
         return f"vllm serve {name}{trust}"
     served = f"vllm serve {_shown(config.student.path)}{trust}"
-    most = max(8, 1 << (lora.rank - 1).bit_length())  # vLLM takes powers of two
-    return f"{served} --enable-lora --max-lora-rank {most} --lora-modules distilled={name}"
+    rank = max(8, 1 << (lora.rank - 1).bit_length())  # vLLM takes powers of two
+    return f"{served} --enable-lora --max-lora-rank {rank} --lora-modules distilled={name}"
 
 
 def _facts(config: RunConfig, summary: Mapping[str, Any], version: str | None) -> Iterator[tuple[str, ...]]:
     trainer = config.trainer
     yield "student", _shown(config.student.path)
-    for name, one in config.teachers.items():
-        yield f"teacher {name}", f"{_shown(one.path)}, {one.dtype}, engine {one.engine}"
+    for name, teacher in config.teachers.items():
+        yield f"teacher {name}", f"{_shown(teacher.path)}, {teacher.dtype}, engine {teacher.engine}"
     yield "prompts", ", ".join(_sources(config))
     yield "version", f"{version}, of {config.run.steps} steps"
     yield "rollouts", f"{config.rollout.batch} per step, up to {config.rollout.max_tokens} tokens each"
@@ -247,9 +251,9 @@ def _facts(config: RunConfig, summary: Mapping[str, Any], version: str | None) -
 
 def _sources(config: RunConfig) -> Iterator[str]:
     prompts = config.prompts
-    for one in prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]:
-        names = (getattr(one, field, None) for field in ("path", "task", "environment"))
-        yield f"{one.type} {_shown(str(next(filter(None, names))))}"
+    for source in prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]:
+        names = (getattr(source, field, None) for field in ("path", "task", "environment"))
+        yield f"{source.type} {_shown(str(next(filter(None, names))))}"
 
 
 def _rows(rows: Any) -> str:

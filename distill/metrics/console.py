@@ -84,11 +84,11 @@ class Shown:
     """The newest, in order; one lineage's."""
     evaluation: str = ""
 
-    def add(self, one: Logged) -> None:
+    def add(self, logged: Logged) -> None:
         """Add a step; one at or before the last begins anew, after a rollback."""
-        if self.steps and one.step <= self.steps[-1].step:
+        if self.steps and logged.step <= self.steps[-1].step:
             self.steps.clear()
-        self.steps.append(one._replace(figures={**one.figures, "step": one.step}))
+        self.steps.append(logged._replace(figures={**logged.figures, "step": logged.step}))
 
     def per_second(self, name: str) -> float | None:
         """Growth of a counter over the window; None: unknown."""
@@ -170,8 +170,12 @@ class ProgressDisplay:
     @contextlib.contextmanager
     def _log_lines_above(self) -> Iterator[None]:
         """Have what is logged to the terminal, such as the last lines of a role that died, printed here."""
-        stream, found = sys.stderr, logging.getLogger().handlers if sys.stderr.isatty() else []
-        ours = [one for one in found if isinstance(one, logging.StreamHandler) and one.stream is stream]
+        stream, handlers = sys.stderr, logging.getLogger().handlers if sys.stderr.isatty() else []
+        ours = [
+            stream_handler
+            for stream_handler in handlers
+            if isinstance(stream_handler, logging.StreamHandler) and stream_handler.stream is stream
+        ]
         for handler in ours:
             handler.setStream(self)
         try:
@@ -232,15 +236,17 @@ def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
         figures, rate = dict(shown.steps[-1].figures), shown.per_second("train/tokens_total")
         figures |= {"buffer/age_limit": rules(shown.config).bound.hard}
         figures |= {} if rate is None else {"tokens_per_second": rate}
-        values = [one.figures["train/reverse_kl"] for one in shown.steps if "train/reverse_kl" in one.figures]
+        values = [
+            step.figures["train/reverse_kl"] for step in shown.steps if "train/reverse_kl" in step.figures
+        ]
         yield "reverse KL", f"{values[-1]:.3f}  {sparkline(values, bars)}" if values else ""
         for name, parts in ROWS.items():
             yield name, ", ".join(form.format(figures[key]) for form, key in parts if key in figures)
         yield "busy", _busy(shown)
     yield "evaluation", shown.evaluation
     restarts = sum(count for _, count in status.values())
-    found = [f"{phase}: {_listed(names)}" for phase, names in phases.items() if names]
-    yield "processes", "; ".join([*found, *([f"restarts: {restarts}"] if restarts else [])])
+    rows = [f"{phase}: {_listed(names)}" for phase, names in phases.items() if names]
+    yield "processes", "; ".join([*rows, *([f"restarts: {restarts}"] if restarts else [])])
 
 
 def _progress(shown: Shown, now: float, starting: Sequence[str]) -> str:
@@ -256,7 +262,7 @@ def _busy(shown: Shown) -> str:
     prefix = "perf/busy_seconds/"
     names = [name for name in shown.steps[-1].figures if name.startswith(prefix)]
     shares = {name[len(prefix) :]: share for name in names if (share := shown.per_second(name)) is not None}
-    ordered = sorted(shares.items(), key=lambda one: -one[1])
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
     return _listed([f"{role} {min(1.0, max(0.0, share)):.0%}" for role, share in ordered])
 
 
@@ -271,11 +277,11 @@ def _clock(seconds: float) -> str:
 
 def sparkline(values: Iterable[float], bars: str = BARS) -> str:
     """A bar per value, scaled from the least to the greatest; values that are not finite are left out."""
-    found = [value for value in values if math.isfinite(value)]
-    if not found or not bars:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or not bars:
         return ""
-    low, span = min(found), (max(found) - min(found)) or 1.0
-    return "".join(bars[round((value - low) / span * (len(bars) - 1))] for value in found)
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    return "".join(bars[round((value - low) / span * (len(bars) - 1))] for value in finite)
 
 
 def step_line(

@@ -47,7 +47,9 @@ def save(config: RunConfig) -> str:
 def _sections(section: Any) -> list[Any]:
     from wandb_workspaces.reports.v2 import LinePlot, MediaBrowser
 
-    curves = {name: [LinePlot(x="step", y=[one], title=one) for one in of] for name, of in PANELS.items()}
+    curves = {
+        name: [LinePlot(x="step", y=[metric], title=metric) for metric in of] for name, of in PANELS.items()
+    }
     media = [MediaBrowser(media_keys=["samples"]), MediaBrowser(media_keys=["report"])]
-    found = {**curves, "Samples and report": media}
-    return [section(name=name, panels=panels, is_open=True) for name, panels in found.items()]
+    sections = {**curves, "Samples and report": media}
+    return [section(name=name, panels=panels, is_open=True) for name, panels in sections.items()]

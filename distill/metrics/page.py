@@ -107,7 +107,9 @@ def _details(run: Run, named: bool) -> Iterable[str]:
     if named:
         yield f"<h2>{escape(run.folder.name)}</h2>"
     if run.summary:
-        yield from (f"<p><strong>{escape(one)}</strong></p>" for one in run.summary.get("warnings", []))
+        yield from (
+            f"<p><strong>{escape(warning)}</strong></p>" for warning in run.summary.get("warnings", [])
+        )
         yield f"<p>{escape(use_of_tokens(run.summary))}<br>waited: {escape(longest_waits(run.summary))}</p>"
         busy, idle = run.summary["perf"]["busy_seconds"], run.summary["perf"]["idle_seconds"]
         shares = [(role, [f"{busy[role] / max(1e-9, busy[role] + idle[role]):.0%}"]) for role in sorted(busy)]
@@ -122,34 +124,37 @@ def _details(run: Run, named: bool) -> Iterable[str]:
 
 
 def _evaluations(run: Run) -> list[tuple[str, list[str]]]:
-    found = run.summary.get("evaluations") or []
-    return [(one["version"], _held_out(one)) for one in found]
+    evaluations = run.summary.get("evaluations") or []
+    return [(evaluation["version"], _held_out(evaluation)) for evaluation in evaluations]
 
 
 def _held_out(*reports: Any) -> list[str]:
     """Cells of HELD_OUT, of one report or of several after each other."""
-    return [" → ".join(_form(_at(one, key), form) for one in reports) for _, key, form in HELD_OUT]
+    return [" → ".join(_form(_at(report, key), form) for report in reports) for _, key, form in HELD_OUT]
 
 
 def _sets(run: Run) -> Iterator[tuple[str, list[str]]]:
     """A row for each named set and each version that it was measured at."""
     reports = run.summary.get("evaluations") or []
-    for name in dict.fromkeys(name for one in reports for name in one.get("sets") or {}):
-        for one in reports:
-            if found := (one.get("sets") or {}).get(name):
-                yield f"{name}, {one['version']}", [_form(_at(found, key), form) for _, key, form in SETS]
+    for name in dict.fromkeys(name for report in reports for name in report.get("sets") or {}):
+        for report in reports:
+            if report_set := (report.get("sets") or {}).get(name):
+                yield (
+                    f"{name}, {report['version']}",
+                    [_form(_at(report_set, key), form) for _, key, form in SETS],
+                )
 
 
 def _parts(run: Run, kind: str) -> list[tuple[str, list[str]]]:
     """The figures before and after the run by data source or teacher, where there are several."""
     before, after = run.summary.get("before") or {}, run.summary.get("after") or {}
-    early, late = (one.get(kind) or {} for one in (before, after))
+    early, late = (report.get(kind) or {} for report in (before, after))
     return [(name, _held_out(early.get(name), late.get(name))) for name in late or early]
 
 
 def _samples(run: Run) -> Iterable[str]:
     """Of the first and of the newest batch that has samples."""
-    if not (found := read_samples(run.folder)):
+    if not (samples := read_samples(run.folder)):
         return
     try:
         decoder = Decoder(run.folder)
@@ -157,8 +162,8 @@ def _samples(run: Run) -> Iterable[str]:
         yield f"<p>samples cannot be shown as text: {escape(str(error))}</p>"
         return
     yield "<h2>Samples</h2><p>A token is shaded by log μ − log q: what the teacher finds unlikely.</p>"
-    for version in dict.fromkeys([found[0].version, found[-1].version]):
-        for sample in [one for one in found if one.version == version][:MOST_SAMPLES]:
+    for version in dict.fromkeys([samples[0].version, samples[-1].version]):
+        for sample in [shown for shown in samples if shown.version == version][:MOST_SAMPLES]:
             yield _sample(sample, decoder)
 
 

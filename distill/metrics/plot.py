@@ -95,7 +95,7 @@ def draw_quality(axes: Axes, lines: Sequence[Line]) -> None:
         right.set_ylabel("pass rate", color=GREEN)
         right.spines[["top"]].set_visible(False)
         curves = [*curves, *right.get_lines()]
-    labels = [str(one.get_label()) for one in curves]
+    labels = [str(curve.get_label()) for curve in curves]
     axes.legend(curves, labels, frameon=False, fontsize=8, loc="center right")
 
 
@@ -105,8 +105,8 @@ def _curve(lines: Sequence[Line], figure: str) -> tuple[list[float], list[float]
         line["step"]: line["train/tokens_total"] / 1e3 for line in lines if "train/tokens_total" in line
     }
     known = tokens_at.keys() | {0}  # an evaluation beyond is of steps that are being made anew
-    found = [line for line in lines if figure in line and line["step"] in known]
-    return [tokens_at.get(line["step"], 0.0) for line in found], [line[figure] for line in found]
+    points = [line for line in lines if figure in line and line["step"] in known]
+    return [tokens_at.get(line["step"], 0.0) for line in points], [line[figure] for line in points]
 
 
 def compare(runs: Sequence[Run]) -> bytes:
@@ -132,11 +132,11 @@ def draw_cost(axes: Axes, lines: Sequence[Line]) -> None:
     _dress(axes, "Staleness of rollouts, and time of a step", "optimizer step")
     steps = [line for line in lines if "buffer/age_mean" in line and "buffer/age_max" in line]
     x, mean = [line["step"] for line in steps], [line["buffer/age_mean"] for line in steps]
-    most = [line["buffer/age_max"] for line in steps]
-    axes.fill_between(x, mean, most, color=ORANGE, alpha=0.2, linewidth=0, label="age, up to the oldest")
+    oldest = [line["buffer/age_max"] for line in steps]
+    axes.fill_between(x, mean, oldest, color=ORANGE, alpha=0.2, linewidth=0, label="age, up to the oldest")
     axes.plot(x, mean, color=ORANGE, linewidth=1.2, label="age, mean")
     axes.set_ylabel("age of rollouts, versions", color=ORANGE)
-    axes.set_ylim(0, 1.3 * max([1.0, *most]))
+    axes.set_ylim(0, 1.3 * max([1.0, *oldest]))
     right = axes.twinx()
     wait = [line.get("perf/wait_seconds", 0.0) for line in steps]
     work = [line.get("perf/train_seconds", 0.0) + line.get("perf/publish_seconds", 0.0) for line in steps]
@@ -147,7 +147,7 @@ def draw_cost(axes: Axes, lines: Sequence[Line]) -> None:
     right.set_ylim(0, 4 * median_high(totals) if any(totals) else None)
     right.spines[["top"]].set_visible(False)
     curves = [*axes.get_legend_handles_labels()[0], *right.get_lines()]
-    labels = [str(one.get_label()) for one in curves]
+    labels = [str(curve.get_label()) for curve in curves]
     axes.legend(curves, labels, frameon=False, fontsize=8, ncols=2, loc="upper center")
 
 
@@ -161,13 +161,13 @@ def draw_activity(axes: Axes, spans: Sequence[Line], summary: Mapping[str, Any])
         return
     start, end = middle_window(work)
     order = {prefix: place for place, prefix in enumerate(ROLES)}
-    roles = sorted({one["role"] for one in work}, key=lambda role: (order.get(role.split("-")[0], 9), role))
+    roles = sorted({span["role"] for span in work}, key=lambda role: (order.get(role.split("-")[0], 9), role))
     for row, role in enumerate(roles):
         for what, color in WORK_COLORS.items():
             behind = what in BACKGROUND_WORK
             place = (row + 0.2, 0.18) if behind else (row - 0.38, 0.76)
-            own = [one for one in work if (one["role"], one["what"]) == (role, what)]
-            bars = [(one["start"] - start, one["end"] - one["start"]) for one in own]
+            role_spans = [span for span in work if (span["role"], span["what"]) == (role, what)]
+            bars = [(span["start"] - start, span["end"] - span["start"]) for span in role_spans]
             axes.broken_barh(bars, place, color=color, alpha=0.85, linewidth=0, zorder=1 + behind)
     _dress(axes, "Activity by role", f"{end - start:.0f} seconds from the middle of the run")
     axes.set_xlim(0, end - start)

@@ -56,19 +56,22 @@ class Figures(Collector):
     def collect(self) -> Iterable[Family]:
         families: dict[str, Family] = {}
         for figure, value in self._read().items():
-            found = metric(figure)
-            kind: type[Family] = CounterMetricFamily if found.counter else GaugeMetricFamily
-            family = families.get(found.name) or kind(found.name, found.meaning, labels=[*found.labels])
-            since = self._before.get(figure, 0.0) if found.counter else 0.0
-            family.add_metric([*found.labels.values()], value - since)
-            families[found.name] = family
+            row = metric(figure)
+            kind: type[Family] = CounterMetricFamily if row.counter else GaugeMetricFamily
+            family = families.get(row.name) or kind(row.name, row.meaning, labels=[*row.labels])
+            since = self._before.get(figure, 0.0) if row.counter else 0.0
+            family.add_metric([*row.labels.values()], value - since)
+            families[row.name] = family
         return families.values()
 
 
 @cache
 def metric(figure: str) -> Metric:
     """The metric of a figure; one without a row in `FIGURES`, such as an objective's own, has no labels."""
-    row = next((one for one in FIGURES if one.names(figure)), Figure(figure, "–", "see metrics.jsonl"))
+    row = next(
+        (candidate for candidate in FIGURES if candidate.names(figure)),
+        Figure(figure, "–", "see metrics.jsonl"),
+    )
     pattern = row.name
     pairs = list(zip(pattern.split("/"), figure.split("/"), strict=True))
     words = [fixed for fixed, _ in pairs if not fixed.isupper()]

@@ -140,8 +140,8 @@ def read_samples(run_dir: Path) -> list[Sample]:
     Of a rollout whose batch was handed out again the last one stays.
     """
     try:
-        found = [convert(line, Sample) for line in read_lines(run_dir / SAMPLES)]
-        return [*{sample.id: sample for sample in found}.values()]
+        samples = [convert(line, Sample) for line in read_lines(run_dir / SAMPLES)]
+        return [*{sample.id: sample for sample in samples}.values()]
     except msgspec.ValidationError as error:
         raise DataError(f"{run_dir / SAMPLES} holds something else than samples: {error}") from None
 
@@ -154,11 +154,11 @@ def read_quarantine(run_dir: Path) -> list[Quarantine]:
 def choose(samples: Sequence[Sample], order: str, count: int) -> list[Sample]:
     """The first `count` in an order: newest, worst, longest, or the newest truncated ones."""
     if order == "truncated":
-        samples, order = [one for one in samples if one.truncated], "newest"
+        samples, order = [sample for sample in samples if sample.truncated], "newest"
     keys: dict[str, Callable[[Sample], Any]] = {
-        "newest": lambda one: one.version,
-        "worst": lambda one: one.reverse_kl,
-        "longest": lambda one: len(one.tokens),
+        "newest": lambda sample: sample.version,
+        "worst": lambda sample: sample.reverse_kl,
+        "longest": lambda sample: len(sample.tokens),
     }
     return sorted(samples, key=keys[order], reverse=True)[:count]
 
@@ -199,11 +199,11 @@ def shown(sample: Sample, decoder: Decoder) -> Text:
     return line
 
 
-def shown_quarantined(one: Quarantine, decoder: Decoder) -> Text:
+def shown_quarantined(completion: Quarantine, decoder: Decoder) -> Text:
     """One quarantined completion for a terminal: a line with the reason, the prompt, the completion."""
-    line = Text(f"{one.id}  {one.reason}: {one.detail}\n", style="bold")
-    line.append(f"{decoder.text(one.prompt)}\n", style="dim")
-    return line.append(decoder.text(one.tokens))
+    line = Text(f"{completion.id}  {completion.reason}: {completion.detail}\n", style="bold")
+    line.append(f"{decoder.text(completion.prompt)}\n", style="dim")
+    return line.append(decoder.text(completion.tokens))
 
 
 def shaded(sample: Sample, decoder: Decoder) -> str:
@@ -223,7 +223,7 @@ def shaded(sample: Sample, decoder: Decoder) -> str:
             return f'<span title="environment" style="color:#7b8794">{text}</span>'
         return "".join(map(token, decoder.pieces(tokens), excess[start:end]))
 
-    return "".join(part(*one) for one in sample.parts)
+    return "".join(part(*piece) for piece in sample.parts)
 
 
 def figures(sample: Sample) -> str:

@@ -92,13 +92,13 @@ def gauges(
 
 def flat(figures: Mapping[str, Any], place: str = "") -> dict[str, float]:
     """Nested figures by name, as in section/name; without those that are None."""
-    found: dict[str, float] = {}
+    flattened: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{place}{name}/")
+            flattened |= flat(value, f"{place}{name}/")
         elif value is not None:
-            found[f"{place}{name}"] = float(value)
-    return found
+            flattened[f"{place}{name}"] = float(value)
+    return flattened
 
 
 def of_step(state: RunState, report: StepReport) -> dict[str, float]:
@@ -118,21 +118,21 @@ def of_evaluation(report: EvalReport, best: bool | None = None) -> dict[str, flo
     names = ("reverse_kl", "reverse_kl_error", "pass_rate", "reward", "truncated")
     parts = {
         kind: {
-            name.replace("/", "_"): {key: getattr(one, key) for key in ("reverse_kl", "pass_rate", "reward")}
-            for name, one in found.items()
+            name.replace("/", "_"): {key: getattr(part, key) for key in ("reverse_kl", "pass_rate", "reward")}
+            for name, part in by_source.items()
         }
-        for kind, found in (("source", report.sources), ("teacher", report.teachers))
+        for kind, by_source in (("source", report.sources), ("teacher", report.teachers))
     }
     sets = {
         name: {
-            "pass_at_1": one.pass_at_1.value,
-            "average": one.average.value,
-            "majority": one.majority.value if one.majority else None,
+            "pass_at_1": set_report.pass_at_1.value,
+            "average": set_report.average.value,
+            "majority": set_report.majority.value if set_report.majority else None,
         }
-        for name, one in report.sets.items()
+        for name, set_report in report.sets.items()
     }
-    own = {name: getattr(report, name) for name in names} | {"best": best}
-    return {name: one for found in (own, sets, parts) for name, one in flat({"eval": found}).items()}
+    figures = {name: getattr(report, name) for name in names} | {"best": best}
+    return {name: value for group in (figures, sets, parts) for name, value in flat({"eval": group}).items()}
 
 
 def summarise(state: RunState, timeline: Timeline, metric: Metric = "reverse_kl") -> dict[str, Any]:
@@ -172,21 +172,21 @@ def sync_figures(state: RunState) -> dict[str, Any]:
     published, applied = state.published, state.applied
     return {
         "versions": state.counters.published,
-        "bytes_full": _median(one.full_bytes for one in published),
-        "bytes_delta": _median(one.bytes for one in published if one.kind in ("delta", "lora")),
-        "bytes_read": _median(one.bytes for one in applied),
-        "publish_seconds": _median(one.seconds for one in published),
-        "stage_seconds": _median(one.stage_seconds for one in applied),
-        "pause_seconds": _median(one.pause_seconds for one in applied),
-        "apply_seconds": _median(one.apply_seconds for one in applied),
-        "total_seconds": _median(one.seconds for one in applied),
+        "bytes_full": _median(version.full_bytes for version in published),
+        "bytes_delta": _median(version.bytes for version in published if version.kind in ("delta", "lora")),
+        "bytes_read": _median(version.bytes for version in applied),
+        "publish_seconds": _median(version.seconds for version in published),
+        "stage_seconds": _median(version.stage_seconds for version in applied),
+        "pause_seconds": _median(version.pause_seconds for version in applied),
+        "apply_seconds": _median(version.apply_seconds for version in applied),
+        "total_seconds": _median(version.seconds for version in applied),
         "updates": state.counters.applied,
     }
 
 
 def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return median(found) if found else None
+    numbers = list(values)
+    return median(numbers) if numbers else None
 
 
 def digest_of_all(digests: Mapping[str, str]) -> str:
@@ -209,7 +209,7 @@ def complete(
         "name": config.run.name,
         "seed": config.run.seed,
         "objective": config.objective.type,
-        "before": next((one for one in evaluations if one["version"].endswith("-v00000000")), None),
+        "before": next((first for first in evaluations if first["version"].endswith("-v00000000")), None),
         "after": _after(evaluations, figures.get("version")),
         "seconds": {**figures.get("seconds", {}), **before, "total": run_seconds + sum(before.values())},
         "versions": versions(),
@@ -227,12 +227,15 @@ def complete(
 def _after(evaluations: list[dict[str, Any]], last: str | None) -> dict[str, Any] | None:
     """The evaluation of the version the run ended at; None: there is none, or no step was made."""
     made = last is not None and not last.endswith("-v00000000")
-    return next((one for one in evaluations if made and one["version"] == last), None)
+    return next((last_report for last_report in evaluations if made and last_report["version"] == last), None)
 
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that determine results."""
-    installed = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions()}
+    installed = {
+        distribution.name.lower().replace("_", "-"): distribution.version
+        for distribution in metadata.distributions()
+    }
     return {name: installed[name] for name in PACKAGES.split() if name in installed}
 
 
@@ -260,21 +263,24 @@ def threads(config: RunConfig) -> dict[str, int | None]:
     return {
         "student": given(config.student.env),
         "trainer": given(config.trainer.env, config.trainer.threads),
-        **{f"teacher {name}": given(one.env, one.threads) for name, one in config.teachers.items()},
-        **{f"environment {name}": one.threads for name, one in config.environments.items()},
+        **{
+            f"teacher {name}": given(teacher.env, teacher.threads)
+            for name, teacher in config.teachers.items()
+        },
+        **{f"environment {name}": environment.threads for name, environment in config.environments.items()},
         "evaluator": given(evaluation.placement.env, evaluation.threads) if evaluation else None,
     }
 
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Rows of the short table: what, before, after."""
-    wanted = {
+    figures = {
         "reverse KL (nats per token)": ("reverse_kl", ".3f"),
         "pass rate": ("pass_rate", ".1%"),
         "reward": ("reward", ".3f"),
     }
     rows, shown = [], [[None, None]]
-    for what, (key, form) in wanted.items():
+    for what, (key, form) in figures.items():
         values = [(summary.get(side) or {}).get(key) for side in ("before", "after")]
         if values not in shown:  # rewards of 0 and 1 are the pass rate
             before, after = ("–" if value is None else format(value, form) for value in values)
@@ -285,7 +291,7 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def dropped_words(dropped: Mapping[str, float]) -> str:
     """Rollouts that were not trained on, by reason, most first; empty: none."""
-    parts = [f"{count:.0f} {reason}" for reason, count in sorted(dropped.items(), key=lambda one: -one[1])]
+    parts = [f"{count:.0f} {reason}" for reason, count in sorted(dropped.items(), key=lambda item: -item[1])]
     return f"dropped {', '.join(parts)}" if parts else ""
 
 

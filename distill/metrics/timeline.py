@@ -73,10 +73,10 @@ class Timeline:
         now, seconds = self._clock(), self._waited.copy()
         for role, (on, since) in self._waits.items():
             seconds[role, on] += now - since
-        found: dict[str, dict[str, float]] = defaultdict(dict)
+        waited: dict[str, dict[str, float]] = defaultdict(dict)
         for (role, on), value in seconds.items():
-            found[role][on] = value
-        return dict(found)
+            waited[role][on] = value
+        return dict(waited)
 
     def level(self, role: str, what: str, level: int) -> None:
         """Set how many tasks of kind `what` the role has under way from now on."""

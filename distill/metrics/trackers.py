@@ -101,15 +101,17 @@ class Wandb:
 
         from distill.metrics.samples import Decoder, read_samples, shaded
 
-        if found := read_samples(self._run_dir)[-TABLE_ROWS:]:
+        if samples := read_samples(self._run_dir)[-TABLE_ROWS:]:
             decoder = Decoder(self._run_dir)
             table = wandb.Table(
                 ["version", "age", "reward", "reverse_kl", "prompt", "completion", "by_token"]
             )
-            for one in found:
-                text, tokens = decoder.text(one.tokens), wandb.Html(shaded(one, decoder))
-                prompt = decoder.text(one.prompt)
-                table.add_data(one.version, one.age, one.reward, one.reverse_kl, prompt, text, tokens)
+            for sample in samples:
+                text, tokens = decoder.text(sample.tokens), wandb.Html(shaded(sample, decoder))
+                prompt = decoder.text(sample.prompt)
+                table.add_data(
+                    sample.version, sample.age, sample.reward, sample.reverse_kl, prompt, text, tokens
+                )
             self._run.log({"samples": table})
 
     def _log_report(self) -> None:

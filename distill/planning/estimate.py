@@ -111,14 +111,14 @@ def lengths_of(
         episode = _episode(config)
         source = episode.source + (", as far as not given" if prompt or completion else "")
         return Lengths(prompt or episode.prompt, completion or episode.completion, source)
-    most = getattr(config.prompts, "max_prompt_tokens", None)
+    longest = getattr(config.prompts, "max_prompt_tokens", None)
     room = student_limit(config) - config.rollout.max_tokens
     words = {
-        "prompt": "given" if prompt else f"prompts.max_prompt_tokens {most}" if most else "assumed",
+        "prompt": "given" if prompt else f"prompts.max_prompt_tokens {longest}" if longest else "assumed",
         "completion": "given" if completion else "rollout.max_tokens, as if none ended early",
     }
     source = ", ".join(f"{name}: {word}" for name, word in words.items())
-    chosen = prompt or float(most or min(ASSUMED_PROMPT, max(1, room)))
+    chosen = prompt or float(longest or min(ASSUMED_PROMPT, max(1, room)))
     return Lengths(chosen, completion or float(config.rollout.max_tokens), source)
 
 
@@ -128,9 +128,9 @@ def _episode(config: RunConfig) -> Lengths:
     name, room = config.prompts.environment, student_limit(config)
     environment = config.environments[name]
     whole = min(room, environment.max_tokens or room)
-    own = min(environment.max_turns * config.rollout.max_tokens, whole - 1)
+    student_tokens = min(environment.max_turns * config.rollout.max_tokens, whole - 1)
     source = f"episodes of {environment.max_turns} turns of environments.{name}, as if none ended early"
-    return Lengths(float(whole - own), float(own), source)
+    return Lengths(float(whole - student_tokens), float(student_tokens), source)
 
 
 def plan(
@@ -142,10 +142,10 @@ def plan(
 ) -> Plan:
     """The plan of a configuration whose objective is chosen. Raises ConfigError for unreadable models and for
     roles without known GPUs."""
-    found, calibration = find_roles(config, device, uses), measured or Calibration()
+    roles, calibration = find_roles(config, device, uses), measured or Calibration()
     total, batch = lengths.prompt + lengths.completion, config.rollout.batch
     student = shape_of(config.student, int(config.student.flags().get("tensor-parallel-size", 1)))
-    generation = _generation(config, device, found[REPLICAS], student, lengths)
+    generation = _generation(config, device, roles[REPLICAS], student, lengths)
     by_student = batch * config.objective.on_policy
     swaps = (by_student > 0 and not config.keeps_cache) / config.weights.publish_every
     stages = [
@@ -154,20 +154,22 @@ def plan(
             GENERATE,
             generation.flops(by_student, swaps),
             generation.seconds(by_student, swaps),
-            found[REPLICAS].devices,
+            roles[REPLICAS].devices,
         )
     ]
     rate = device.flops_per_second
     for name, teacher in config.teachers.items():
-        if role := found.get(f"teacher {name}"):
+        if role := roles.get(f"teacher {name}"):
             flops = batch / len(config.teachers) * shape_of(teacher).forward(total)
             stages.append(Stage(role.name, SCORE, flops, flops / (role.devices * rate), role.devices))
-    trainer, devices = config.trainer, found[TRAINER].devices
+    trainer, devices = config.trainer, roles[TRAINER].devices
     factor = train_factor(trainer.activation_checkpointing, trainer.lora is not None)
     flops = factor * batch * student.forward(total)
     stages.append(Stage(TRAINER, TRAIN, flops, flops / (devices * rate), devices))
-    stages = [replace(one, seconds=one.seconds / calibration.speed.get(one.kind, 1.0)) for one in stages]
-    step = step_seconds(config, stages, found) / calibration.overlap
+    stages = [
+        replace(stage, seconds=stage.seconds / calibration.speed.get(stage.kind, 1.0)) for stage in stages
+    ]
+    step = step_seconds(config, stages, roles) / calibration.overlap
     full, delta = version_bytes(config, student.parameters, calibration.delta)
     in_flight = generation.in_flight * generation.replicas * (by_student > 0)
     tokens = batch * lengths.completion
@@ -196,12 +198,12 @@ def _generation(config: RunConfig, device: Device, role: Role, shape: Shape, len
     item = item_bytes(text_config(student), student.dtype)
     context = lengths.prompt + lengths.completion / 2
     ahead = (config.buffer.max_staleness + 1) * rollout.batch / role.processes
-    most = [rollout.max_in_flight, int(flags.get("max-num-seqs", device.sequences)), ahead]
+    limits = [rollout.max_in_flight, int(flags.get("max-num-seqs", device.sequences)), ahead]
     if device.name != CPU:
         size = (config.preflight.gpu_gib or device.gib) * GIB
         memory = devices * size * float(flags.get("gpu-memory-utilization", VLLM_SHARE))
         reserved = item * shape.parameters + devices * WORKSPACE
-        most.append(most_in_flight(memory, reserved, context * shape.kv))
+        limits.append(most_in_flight(memory, reserved, context * shape.kv))
     return Generation(
         shape,
         item,
@@ -209,7 +211,7 @@ def _generation(config: RunConfig, device: Device, role: Role, shape: Shape, len
         lengths.completion,
         role.processes,
         devices,
-        min(most),
+        min(limits),
         device.flops_per_second,
         device.bytes_per_second,
     )

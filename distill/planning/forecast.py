@@ -69,12 +69,12 @@ def forecast(
 ) -> Forecast:
     """As `distill.plan`; `planned`: `launch.placement.planned`."""
     where, machines = planned(config)
-    config, row, found = _place(config, device, where)
+    config, row, roles = _place(config, device, where)
     run, theirs, calibration = _calibration(measured, device, planned) if measured else (None, None, None)
     lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
-    plan = estimate.plan(config, row, found, lengths, calibration)
+    plan = estimate.plan(config, row, roles, lengths, calibration)
     before = (run, theirs) if run is not None and theirs is not None else None
-    return Forecast(plan, row, found, _refusal(config, where) if found else None, before, machines)
+    return Forecast(plan, row, roles, _refusal(config, where) if roles else None, before, machines)
 
 
 def _refusal(config: RunConfig, where: Where | None) -> str | None:
@@ -99,22 +99,24 @@ def _place(config: RunConfig, name: str, where: Where | None) -> tuple[RunConfig
         gib = device.gib if device else min(known) / GIB
         sized = config.preflight.model_copy(update={"gpu_gib": gib})
         config = config.model_copy(update={"preflight": sized})
-    found = list(uses(config, visible(sizes), where))
-    if device is None and found and (device := device_here()) is None:
+    gpu_uses = list(uses(config, visible(sizes), where))
+    if device is None and gpu_uses and (device := device_here()) is None:
         raise ConfigError(
-            f"{found[0].key} names GPUs and this machine has none: say which kind they are with --device "
+            f"{gpu_uses[0].key} names GPUs and this machine has none: say which kind they are with --device "
             f"({', '.join(DEVICES)})"
         )
-    return config, device or DEVICES[CPU], found
+    return config, device or DEVICES[CPU], gpu_uses
 
 
 def _calibration(run_dir: Path, device: str, planned: Planned) -> tuple[Measured, Plan, Calibration]:
     """What a run measured, the plan of its own configuration, and what turns one into the other."""
     config = load_run_dir(run_dir)
     check_student_generates(config, f"--measured {run_dir}")
-    run, (config, row, found) = measure(run_dir), _place(config, device, planned(config)[0])
-    own = estimate.plan(config, row, found, run.lengths)
-    roles = find_roles(config, row, found)
-    first = calibrate(run, own, 1.0)
-    at_measured = [replace(one, seconds=one.seconds / first.speed[one.kind]) for one in own.stages]
-    return run, own, calibrate(run, own, step_seconds(config, at_measured, roles))
+    run, (config, row, rank_roles) = measure(run_dir), _place(config, device, planned(config)[0])
+    estimated = estimate.plan(config, row, rank_roles, run.lengths)
+    roles = find_roles(config, row, rank_roles)
+    first = calibrate(run, estimated, 1.0)
+    at_measured = [
+        replace(stage, seconds=stage.seconds / first.speed[stage.kind]) for stage in estimated.stages
+    ]
+    return run, estimated, calibrate(run, estimated, step_seconds(config, at_measured, roles))

@@ -41,8 +41,8 @@ class Device:
 
 CPU: Final = "cpu"
 DEVICES: Final = {
-    one.name: one
-    for one in (
+    device.name: device
+    for device in (
         # NVIDIA H200 data sheet, SXM: 1,979 TFLOP/s with sparsity, half of it without; 4.8 TB/s, 141 GB
         Device("h200", 989e12, 4.8e12, 140.4, 1024),
         # NVIDIA H100 data sheet, SXM: 1,979 TFLOP/s with sparsity; 3.35 TB/s, 80 GB
@@ -75,9 +75,9 @@ def device_here() -> Device | None:
 def of_names(names: Collection[str]) -> Device:
     """The row of the one kind that nvidia-smi names. PCIe cards, which are slower, have none."""
     squeezed = " ".join(names).lower().replace("rtx ", "rtx")
-    found = [key for key in DEVICES if re.search(rf"\b{key}\b", squeezed) and "pcie" not in squeezed]
-    if len(names) == 1 and found:
-        return DEVICES[found[0]]
+    keys = [key for key in DEVICES if re.search(rf"\b{key}\b", squeezed) and "pcie" not in squeezed]
+    if len(names) == 1 and keys:
+        return DEVICES[keys[0]]
     raise ConfigError(
         f"this machine's GPUs are {', '.join(sorted(names))}, and a plan needs one kind with known speeds: "
         f"name the nearest with --device ({', '.join(DEVICES)})"

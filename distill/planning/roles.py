@@ -36,8 +36,8 @@ def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[s
 
     Raises ConfigError for a role whose GPUs are not known.
     """
-    found = (_on_cores if device.name == CPU else _on_gpus)(config, uses)
-    return {role.name: role for role in found}
+    roles = (_on_cores if device.name == CPU else _on_gpus)(config, uses)
+    return {role.name: role for role in roles}
 
 
 def gpus(config: RunConfig, uses: Sequence[Use]) -> int:
@@ -55,33 +55,33 @@ def _on_gpus(config: RunConfig, uses: Sequence[Use]) -> list[Role]:
             keys[f"teacher {name}"] = f"teachers.{name}.devices"
         if not runs_vllm(teacher):  # engine transformers: one layer after the other, on one GPU at a time
             one_at_a_time.add(f"teacher {name}")
-    found = []
+    roles = []
     for role, key in keys.items():
-        own = [use for use in uses if use.key == key]
-        if not own:
+        used = [use for use in uses if use.key == key]
+        if not used:
             raise ConfigError(
                 f"{key} is not set, and no GPU of this machine is seen that {role} would inherit: name the "
                 f"GPUs in {key}, or plan for cores with --device {CPU}"
             )
-        count = sum(len(use.gpus) for use in own) * (machines(config.trainer) if role == TRAINER else 1)
+        count = sum(len(use.gpus) for use in used) * (machines(config.trainer) if role == TRAINER else 1)
         serial = role in one_at_a_time
-        load = {(use.host, gpu): 1 / len(use.gpus) if serial else 1.0 for use in own for gpu in use.gpus}
-        found.append(Role(role, len(own), len(own) if serial else count, load))
-    return found
+        load = {(use.host, gpu): 1 / len(use.gpus) if serial else 1.0 for use in used for gpu in use.gpus}
+        roles.append(Role(role, len(used), len(used) if serial else count, load))
+    return roles
 
 
 def _on_cores(config: RunConfig, _: Sequence[Use]) -> list[Role]:
     """Threads as configured; a replica has one by default, every other process takes all cores."""
-    cores, given = len(os.sched_getaffinity(0)), threads(config)
+    cores, threads_by_role = len(os.sched_getaffinity(0)), threads(config)
     counts = {REPLICAS: len(config.student.urls) or config.student.replicas}
-    wanted = {REPLICAS: given["student"] or 1, TRAINER: given[TRAINER] or cores}
+    cores_of = {REPLICAS: threads_by_role["student"] or 1, TRAINER: threads_by_role[TRAINER] or cores}
     for name, teacher in config.teachers.items():
         if teacher.engine_url is None:
             counts[f"teacher {name}"] = len(teacher.urls) or teacher.replicas
-            wanted[f"teacher {name}"] = given[f"teacher {name}"] or cores
+            cores_of[f"teacher {name}"] = threads_by_role[f"teacher {name}"] or cores
     counts[TRAINER] = config.trainer.ranks * machines(config.trainer)
-    found = []
+    roles = []
     for role, count in counts.items():
-        used = min(cores, count * wanted[role])
-        found.append(Role(role, count, used, {(HERE, CPU): used / cores}))
-    return found
+        used = min(cores, count * cores_of[role])
+        roles.append(Role(role, count, used, {(HERE, CPU): used / cores}))
+    return roles

@@ -58,40 +58,40 @@ def check_free(path: Path) -> None:
         raise ConfigError(f"{path} exists, and is not overwritten: name another FILE, or remove it")
 
 
-def write(path: Path, wanted: Wanted) -> list[str]:
+def write(path: Path, request: Wanted) -> list[str]:
     """Write the configuration; returns what the preflight computes of its memory.
 
     Raises ConfigError for a file that exists, models whose config cannot be read, prompts that are none, and
     GPUs that do not suffice.
     """
     check_free(path)
-    text, computed = text_and_memory(wanted, path)
+    text, computed = text_and_memory(request, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x") as file:
         file.write(text)
     return computed
 
 
-def text_and_memory(wanted: Wanted, path: Path) -> tuple[str, list[str]]:
+def text_and_memory(request: Wanted, path: Path) -> tuple[str, list[str]]:
     """The file's text, which loads and fits, and a line for each process on GPUs."""
-    models = [ModelSource(path=name) for name in (wanted.student, wanted.teacher)]
-    length = min(LENGTH, *(int(text_config(one).max_position_embeddings) for one in models))
-    if not wanted.gpus:
-        text = _text(wanted, None, length, path)
+    models = [ModelSource(path=name) for name in (request.student, request.teacher)]
+    length = min(LENGTH, *(int(text_config(model).max_position_embeddings) for model in models))
+    if not request.gpus:
+        text = _text(request, None, length, path)
         validate(tomllib.loads(text), str(path))
         return text, []
-    student, teacher = (_tensor(one, wanted, length) for one in models)
-    rest = wanted.gpus - teacher
+    student, teacher = (_tensor(model, request, length) for model in models)
+    rest = request.gpus - teacher
     if rest < student + 1:
         raise ConfigError(
-            f"--gpus {wanted.gpus} of {wanted.gib:g} GiB: the teacher needs {teacher}, a replica {student} "
+            f"--gpus {request.gpus} of {request.gib:g} GiB: the teacher needs {teacher}, a replica {student} "
             f"and the trainer 1 of their own: give {teacher + student + 1} or more, choose smaller models, "
             "or let roles share GPUs, with run.share_gpus as in configs/user_run.toml"
         )
     spare = rest > student + 1
     problem: ConfigError | None = None
     for ranks in range(max(1, (rest - spare) // 2), rest - spare - student + 1):
-        text = _text(wanted, _split(wanted.gpus, teacher, student, ranks, spare), length, path)
+        text = _text(request, _split(request.gpus, teacher, student, ranks, spare), length, path)
         try:
             config = with_objective(validate(tomllib.loads(text), str(path))).config
             return text, check_devices(config)
@@ -101,16 +101,16 @@ def text_and_memory(wanted: Wanted, path: Path) -> tuple[str, list[str]]:
     raise problem
 
 
-def _tensor(model: ModelSource, wanted: Wanted, length: int) -> int:
+def _tensor(model: ModelSource, request: Wanted, length: int) -> int:
     """The fewest GPUs that hold an engine. Raises ConfigError when all of them do not."""
-    names = [str(index) for index in range(wanted.gpus)]
-    for count in takewhile(lambda size: size <= wanted.gpus, (1 << power for power in range(16))):
+    names = [str(index) for index in range(request.gpus)]
+    for count in takewhile(lambda size: size <= request.gpus, (1 << power for power in range(16))):
         terms, _, _ = engine_memory(model, "bfloat16", {"tensor-parallel-size": count}, length, names)
-        if sum(terms.values()) <= SHARE * wanted.gib * GIB:
+        if sum(terms.values()) <= SHARE * request.gib * GIB:
             return count
     needed = sum(terms.values()) / GIB
     raise ConfigError(
-        f"{model.path} needs {needed:.1f} GiB on each of {count} GPUs, and {SHARE:g} of {wanted.gib:g} GiB "
+        f"{model.path} needs {needed:.1f} GiB on each of {count} GPUs, and {SHARE:g} of {request.gib:g} GiB "
         "are there: give more or larger GPUs (--gpus, --gpu-gib), or choose a smaller model"
     )
 
@@ -129,8 +129,8 @@ def _split(gpus: int, teacher: int, student: int, ranks: int, spare: bool) -> Sp
 # --- the text
 
 
-def _text(wanted: Wanted, split: Split | None, length: int, path: Path) -> str:
-    place = f"{wanted.gpus} GPUs of {wanted.gib:g} GiB" if split else "the cores of one machine"
+def _text(request: Wanted, split: Split | None, length: int, path: Path) -> str:
+    place = f"{request.gpus} GPUs of {request.gib:g} GiB" if split else "the cores of one machine"
     kind = "gpu" if split else "cpu"
     return f"""\
 # distill preflight {path.name}        check models, prompts, memory, ports and disk
@@ -140,17 +140,17 @@ def _text(wanted: Wanted, split: Split | None, length: int, path: Path) -> str:
 # Written by `distill init` for {place}. docs/configuration.md documents every key.
 
 [run]
-name = {_quoted(_name(wanted))}
+name = {_quoted(_name(request))}
 steps = 1000                      # optimizer steps
 
 [student]
-path = {_quoted(wanted.student)}
+path = {_quoted(request.student)}
 {_student(split, length)}
 [teachers.teacher]
-path = {_quoted(wanted.teacher)}
+path = {_quoted(request.teacher)}
 {_teacher(split, length)}
 [prompts]
-{_prompts(wanted.prompts)}
+{_prompts(request.prompts)}
 max_prompt_tokens = {length // 2}          # longer prompts are dropped
 
 [rollout]
@@ -165,7 +165,7 @@ deepspeed = {_quoted(_deepspeed(f"zero3_{kind}.json"))}
 [evaluation]
 every = 100                       # steps; also before and after the run
 prompts = 128
-{_evaluator(split)}{f"{chr(10)}[preflight]{chr(10)}gpu_gib = {wanted.gib:g}{chr(10)}" if split else ""}"""
+{_evaluator(split)}{f"{chr(10)}[preflight]{chr(10)}gpu_gib = {request.gib:g}{chr(10)}" if split else ""}"""
 
 
 def _student(split: Split | None, length: int) -> str:
@@ -206,15 +206,15 @@ def _evaluator(split: Split | None) -> str:
     return f'[evaluation.placement]\ndevices = ["{split.evaluator}"]\n'
 
 
-def _prompts(given: str) -> str:
+def _prompts(text: str) -> str:
     """Raises ConfigError for what is neither a file, a folder nor a Hub id."""
-    path = Path(given)
+    path = Path(text)
     if path.suffix == ".jsonl" and path.is_file():
-        return f'type = "jsonl"\npath = {_quoted(given)}'
-    if path.is_dir() or (re.fullmatch(r"[\w.-]+/[\w.-]+", given) and path.suffix != ".jsonl"):
-        return f'type = "dataset"\npath = {_quoted(given)}\nfield = "prompt"                  # its column'
+        return f'type = "jsonl"\npath = {_quoted(text)}'
+    if path.is_dir() or (re.fullmatch(r"[\w.-]+/[\w.-]+", text) and path.suffix != ".jsonl"):
+        return f'type = "dataset"\npath = {_quoted(text)}\nfield = "prompt"                  # its column'
     raise ConfigError(
-        f"--prompts {given} is no file: name a .jsonl file with one object a line, a dataset's folder, or "
+        f"--prompts {text} is no file: name a .jsonl file with one object a line, a dataset's folder, or "
         "its Hub id such as openai/gsm8k"
     )
 
@@ -228,9 +228,9 @@ def _deepspeed(name: str) -> str:
     raise ConfigError(f"{relative} is not here: copy it from the source tree, as the wheel holds no configs/")
 
 
-def _name(wanted: Wanted) -> str:
-    models = wanted.student, wanted.teacher
-    words = [re.sub(r"[^a-z0-9.]+", "-", Path(one).name.lower()).strip("-.") for one in models]
+def _name(request: Wanted) -> str:
+    models = request.student, request.teacher
+    words = [re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-.") for model in models]
     return "-from-".join(word or "model" for word in words)
 
 

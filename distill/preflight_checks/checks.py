@@ -287,8 +287,8 @@ def _check_tokenizers(config: RunConfig, tokenizer: Any) -> None:
                 f"{both} {', '.join(parts)}: token ids must mean the same to both, "
                 "choose models of one family"
             )
-        one, other = map(tokenizers.chat_template_fingerprint, (tokenizer, theirs))
-        if shares_template(config, name) and one != other:
+        ours, other = map(tokenizers.chat_template_fingerprint, (tokenizer, theirs))
+        if shares_template(config, name) and ours != other:
             raise DataError(
                 f"{both} chat templates: the teacher would see a format it was not trained on. Name the same "
                 f"Jinja file in student.chat_template and teachers.{name}.chat_template, or set "

@@ -93,20 +93,20 @@ def check_devices(config: RunConfig, where: Where | None = None) -> list[str]:
     preflight.gpu_gib; a GPU whose size is unknown is not compared with the sum.
     """
     sizes = gpus()
-    found = list(uses(config, visible(sizes), where))
+    gpu_uses = list(uses(config, visible(sizes), where))
     by_gpu: dict[tuple[str, str], list[Use]] = defaultdict(list)
-    for use in found:
+    for use in gpu_uses:
         for gpu in use.gpus:
             by_gpu[use.host, gpu].append(use)
-    given = config.preflight.gpu_gib
+    gpu_gib = config.preflight.gpu_gib
     problems: dict[object, list[str]] = {}  # the same processes on several GPUs are named once
     for (host, gpu), together in by_gpu.items():
-        size = given * GIB if given else sizes.get(gpu) if host == HERE else None
+        size = gpu_gib * GIB if gpu_gib else sizes.get(gpu) if host == HERE else None
         alike = (size, *(use.process for use in together))
         problems.setdefault(alike, [*_conflicts(config, _named(host, gpu), together, size)])
     if lines := [line for found_here in problems.values() for line in found_here]:
         raise ConfigError("\n".join(lines))
-    return [f"computed: {use.line}" for use in found]
+    return [f"computed: {use.line}" for use in gpu_uses]
 
 
 def _conflicts(config: RunConfig, gpu: str, together: list[Use], size: float | None) -> Iterator[str]:
@@ -125,8 +125,8 @@ def _conflicts(config: RunConfig, gpu: str, together: list[Use], size: float | N
                 "gpu-memory-utilization, or lower max-model-len, in its engine_args"
             )
     unloading = sorted((_taken(use, size) for use in together if use.unloads), reverse=True)
-    most = unloading[: config.run.max_loaded_teachers]
-    taken = sum(_taken(use, size) for use in together if not use.unloads) + sum(most)
+    loaded = unloading[: config.run.max_loaded_teachers]
+    taken = sum(_taken(use, size) for use in together if not use.unloads) + sum(loaded)
     if taken > size:
         parts = "; ".join(f"{use.process} {_gib(_taken(use, size))}" for use in together)
         largest = max(together, key=lambda use: use.bytes)
@@ -266,8 +266,8 @@ def _places(
     hosts = [str(urlsplit(url).hostname) for url in place.urls] or [HERE] * replicas
     for index, host in enumerate(hosts):
         process = label if len(hosts) == 1 and label != "student" else f"{label}-{index}"
-        own = place.devices[index % len(place.devices)] if place.devices else None
-        names = named(own) if own is not None else [*inherited] if host == HERE else []
+        devices = place.devices[index % len(place.devices)] if place.devices else None
+        names = named(devices) if devices is not None else [*inherited] if host == HERE else []
         if where is not None and host == HERE:
             host, names = _there(process, where)
         if names:
@@ -344,8 +344,8 @@ def _rank(config: RunConfig) -> dict[str, float]:
     layer = 16.0 * width + 4 * inner  # numbers that a layer keeps of a token for its backward pass
     kept = layers * width + layer if trainer.activation_checkpointing else layers * layer
     teachers = config.teachers.values() if needs(config.objective).hidden else []
-    heads = [text_config(one) for one in teachers if _readable(one)]
-    terms = {"heads of teachers": 2.0 * sum(one.vocab_size * one.hidden_size for one in heads)}
+    heads = [text_config(teacher) for teacher in teachers if _readable(teacher)]
+    terms = {"heads of teachers": 2.0 * sum(head.vocab_size * head.hidden_size for head in heads)}
     return {
         "weights": on_gpu["param"] * item * parameters / ranks,
         "gradients": on_gpu["optimizer"] * accumulated * trained / ranks,

@@ -91,15 +91,15 @@ class _Checks:
     """Tokens of the longest prompt, of an episode all but one more answer."""
 
     async def run(self) -> None:
-        config, most = self.config, self.config.rollout.max_tokens
+        config, token_limit = self.config, self.config.rollout.max_tokens
         limit = await asyncio.to_thread(student_limit, config)
         tokenizer = await asyncio.to_thread(load_tokenizer, config.student)
         self.sample = sample_prompts(self.split)
         if not await self._environments(tokenizers.fingerprint(tokenizer), limit):
             return
-        self.longest = max(longest_prompt(self.split), environments.longest(config, limit) - most)
+        self.longest = max(longest_prompt(self.split), environments.longest(config, limit) - token_limit)
         remedy = "raise max-model-len in student.engine_args"
-        self._note(probes.fits("the student", self.longest, most, limit, remedy))
+        self._note(probes.fits("the student", self.longest, token_limit, limit, remedy))
         for name, teacher in self.engines.teachers.items():
             await self._teacher(name, teacher, tokenizer)
         rollouts = await self._rollouts()
@@ -119,8 +119,8 @@ class _Checks:
         self.sample = await environments.with_first_prompts(self.sample, clients, count)
         for name in clients:
             first = [prompt for prompt in self.sample if prompt.environment == name]
-            most = min(limit, config.environments[name].max_tokens or limit)
-            passed &= self._note(environments.first_fits(first, most), name, "environment")
+            token_limit = min(limit, config.environments[name].max_tokens or limit)
+            passed &= self._note(environments.first_fits(first, token_limit), name, "environment")
         return passed
 
     def _note(self, finding: Finding, name: str = "", role: str = "teacher") -> bool:
@@ -136,7 +136,7 @@ class _Checks:
         config = self.config
         info = await teacher.info(config.run.start_seconds)
         seen = self._prompts(name)
-        longest = self.longest + max(len(ids) - own for ids, own in seen)
+        longest = self.longest + max(len(ids) - prompt_length for ids, prompt_length in seen)
         lengths = longest, config.rollout.max_tokens, info.max_length
         template = tokenizers.chat_template_fingerprint(tokenizer)
         basics = [
@@ -152,15 +152,15 @@ class _Checks:
     async def _scores(
         self, name: str, teacher: TeacherClient, info: TeacherInfo, prompts: list[Sequence[int]], longest: int
     ) -> None:
-        settings, most = self.config.preflight, self.config.rollout.max_tokens
+        settings, token_limit = self.config.preflight, self.config.rollout.max_tokens
         tolerance = settings.score_tolerance or (1e-3 if info.dtype == "float32" else 0.1)
-        sequences = probes.probe_sequences(prompts, settings.sequences, min(PROBE_TOKENS, most))
+        sequences = probes.probe_sequences(prompts, settings.sequences, min(PROBE_TOKENS, token_limit))
         finding, noise = await probes.repeatable(teacher.score, sequences, tolerance)
         if not self._note(finding, name):
             return
         self._note(await probes.not_shifted(teacher.score, sequences[0], info.vocab_size, noise), name)
         if settings.longest:
-            whole = probes.longest_sequence(prompts, longest, most)
+            whole = probes.longest_sequence(prompts, longest, token_limit)
             self._note(await probes.not_truncated(teacher.score, whole, info.vocab_size), name)
         self.scored[name] = sequences, await probes.scores(teacher.score, sequences), tolerance
 
@@ -183,7 +183,7 @@ class _Checks:
         prompts = self.sample[: self.config.preflight.sequences]
         answers = []
         for name, replica in self.engines.replicas.items():
-            batch = [wire.GeneratePrompt(f"{name}/{i}", one.token_ids) for i, one in enumerate(prompts)]
+            batch = [wire.GeneratePrompt(f"{name}/{i}", prompt.token_ids) for i, prompt in enumerate(prompts)]
             async for answer in replica.generate(wire.GenerateRequest(sampling=sampling, prompts=batch)):
                 if not isinstance(answer, Generated):
                     raise ConfigError(f"{name} refuses a prompt of this run: {answer.error}")
@@ -192,30 +192,31 @@ class _Checks:
 
     async def _plain(self, evaluator: HttpEvaluator, rollouts: list[Generated]) -> None:
         seen = [
-            pack(np.asarray(self.sample[int(one.id.rpartition("/")[2])].token_ids, "i4")) for one in rollouts
+            pack(np.asarray(self.sample[int(rollout.id.rpartition("/")[2])].token_ids, "i4"))
+            for rollout in rollouts
         ]
         completed = [
-            wire.ScoreSequence.of(one.id, prompt, one.token_ids, one.topk_ids)
-            for one, prompt in zip(rollouts, seen, strict=True)
+            wire.ScoreSequence.of(rollout.id, prompt, rollout.token_ids, rollout.topk_ids)
+            for rollout, prompt in zip(rollouts, seen, strict=True)
         ]
         teachers = {name: sequences for name, (sequences, _, _) in self.scored.items()}
-        masks = [one.mask for one in rollouts if one.mask is not None]
+        masks = [rollout.mask for rollout in rollouts if rollout.mask is not None]
         request = wire.ProbeRequest(student=completed, teachers=teachers, masks=masks)
         reply = await evaluator.probe(request, self.config.run.start_seconds)
-        for name, found in reply.teachers.items():
+        for name, teacher in reply.teachers.items():
             _, scored, tolerance = self.scored[name]
-            if found.logprob is None:
-                reason = found.not_shown or "the teacher was not loaded"
+            if teacher.logprob is None:
+                reason = teacher.not_shown or "the teacher was not loaded"
                 self._note(Finding(probes.EQUALS_PLAIN, reason, shown=False), name)
             else:
-                plain = [unpack(logprob) for logprob in found.logprob]
+                plain = [unpack(logprob) for logprob in teacher.logprob]
                 self._note(probes.equals_plain(scored, plain, tolerance), name)
-            if found.self_loss is not None and found.self_gradient is not None:
-                self._note(probes.self_teacher(found.self_loss, found.self_gradient), name)
-            if found.teacher_gradient is not None and must_differ(self.config, name):
-                self._note(probes.gradient_depends(found.teacher_gradient), name)
+            if teacher.self_loss is not None and teacher.self_gradient is not None:
+                self._note(probes.self_teacher(teacher.self_loss, teacher.self_gradient), name)
+            if teacher.teacher_gradient is not None and must_differ(self.config, name):
+                self._note(probes.gradient_depends(teacher.teacher_gradient), name)
         if rollouts:
-            logp = [unpack(one) for one in reply.student]
+            logp = [unpack(scores) for scores in reply.student]
             kl = probes.mismatch(logp, [unpack(answer.logprob) for answer in rollouts])
             tolerance = _mismatch(self.config)
             self._note(probes.rollouts_match(kl, tolerance, "a plain forward pass"))
@@ -225,8 +226,8 @@ def capabilities(config: RunConfig, info: TeacherInfo) -> Finding:
     """Whether the teacher's engine can compute what the objective needs."""
     figure = f'engine "{info.engine}" gives {", ".join(info.can) or "the sampled token alone"}'
     if not (missing := objective.lacking(config, info.can)):
-        most = min(info.max_topk, info.vocab_size)
-        return Finding("capabilities", figure, objective.too_many(config, most))
+        limit = min(info.max_topk, info.vocab_size)
+        return Finding("capabilities", figure, objective.too_many(config, limit))
     instead = "" if info.engine == "transformers" else ', or engine = "transformers"'
     problem = f'objective "{config.objective.type}" needs {", ".join(missing)}: '
     return Finding("capabilities", figure, f"{problem}set {objective.remedy(config, info.can)}{instead}")

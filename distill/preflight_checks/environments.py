@@ -22,18 +22,19 @@ def sources(config: RunConfig) -> dict[str, EnvironmentPrompts]:
     """Key of a source of prompts ("prompts", "prompts.parts.NAME") → its environment and tasks."""
     parts: dict[str, object] = {"prompts": config.prompts}
     if isinstance(config.prompts, MixturePrompts):
-        parts = {f"prompts.parts.{name}": one for name, one in config.prompts.parts.items()}
-    return {key: one for key, one in parts.items() if isinstance(one, EnvironmentPrompts)}
+        parts = {f"prompts.parts.{name}": part for name, part in config.prompts.parts.items()}
+    return {key: part for key, part in parts.items() if isinstance(part, EnvironmentPrompts)}
 
 
 def problems(config: RunConfig) -> Iterator[str]:
     """What is wrong between [environments.NAME] and the other sections."""
     sections, used = config.environments, sources(config)
-    for key, one in used.items():
-        if one.environment not in sections:
+    for key, source in used.items():
+        if source.environment not in sections:
             known = ", ".join(sections) or "none"
-            yield f"{key}.environment is {one.environment!r}, the environments are {known}: use their names"
-    for name in sections.keys() - {one.environment for one in used.values()}:
+            rule = f"{key}.environment is {source.environment!r}, the environments are {known}"
+            yield f"{rule}: use their names"
+    for name in sections.keys() - {entry.environment for entry in used.values()}:
         yield f"environments.{name} is named by no prompts: set prompts.environment, or leave it out"
     if used and config.objective.on_policy < 1:
         yield (
@@ -75,7 +76,7 @@ def check_environment(config: RunConfig, name: str) -> Iterator[str]:
 
 def longest(config: RunConfig, limit: int) -> int:
     """Tokens of the longest episode; `limit`: of the student. 0: there are no environments."""
-    return max((one.max_tokens or limit for one in config.environments.values()), default=0)
+    return max((environment.max_tokens or limit for environment in config.environments.values()), default=0)
 
 
 def same_tokenizer(student: str, info: EnvironmentInfo) -> Finding:
@@ -89,37 +90,41 @@ def same_tokenizer(student: str, info: EnvironmentInfo) -> Finding:
 def enough_tasks(config: RunConfig, name: str, info: EnvironmentInfo) -> Finding:
     """Whether it has the tasks that the prompts name."""
     there, problem = info.tasks, None
-    for key, one in sources(config).items():
-        if one.environment == name and there is not None and (one.tasks is None or one.tasks > there):
-            given = "not set" if one.tasks is None else one.tasks
-            problem = f"{key}.tasks is {given}: set it to {there} or less"
+    for key, source in sources(config).items():
+        if (
+            source.environment == name
+            and there is not None
+            and (source.tasks is None or source.tasks > there)
+        ):
+            count = "not set" if source.tasks is None else source.tasks
+            problem = f"{key}.tasks is {count}: set it to {there} or less"
     return Finding("tasks", "endless" if there is None else f"{there}", problem)
 
 
-def first_fits(prompts: Sequence[Prompt], most: int) -> Finding:
+def first_fits(prompts: Sequence[Prompt], limit: int) -> Finding:
     """Whether its first prompts leave room for an answer in an episode of `most` tokens."""
-    longest_ = max((len(one.token_ids) for one in prompts), default=0)
+    longest_ = max((len(prompt.token_ids) for prompt in prompts), default=0)
     problem = "no answer fits behind that: raise max_tokens of the environment, or max-model-len"
-    figure = f"up to {longest_} tokens of an episode of {most}"
-    return Finding("first prompts", figure, problem if longest_ >= most else None)
+    figure = f"up to {longest_} tokens of an episode of {limit}"
+    return Finding("first prompts", figure, problem if longest_ >= limit else None)
 
 
 async def with_first_prompts(
-    sample: Sequence[Prompt], clients: Mapping[str, EnvironmentClient], most: int
+    sample: Sequence[Prompt], clients: Mapping[str, EnvironmentClient], limit: int
 ) -> list[Prompt]:
     """`sample` with the first prompts of its first `most` episodes of each environment, others left out.
 
     Raises ConfigError for a task that does not begin with a turn.
     """
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     begun = dict.fromkeys(clients, 0)
     for prompt in sample:
         if not (name := prompt.environment):
-            found.append(prompt)
-        elif begun[name] < most:
+            prompts.append(prompt)
+        elif begun[name] < limit:
             begun[name] += 1
-            found.append(await _begun(prompt, clients[name]))
-    return found
+            prompts.append(await _begun(prompt, clients[name]))
+    return prompts
 
 
 async def _begun(prompt: Prompt, client: EnvironmentClient) -> Prompt:

@@ -139,7 +139,9 @@ def _versions_kept(config: RunConfig) -> float:
 
 def _subscribers(config: RunConfig) -> int:
     """Processes started by the run that follow its versions, each in a mirror of its own."""
-    following = [f"teachers.{name}" for name, one in config.teachers.items() if one.follow_student_every]
+    following = [
+        f"teachers.{name}" for name, teacher in config.teachers.items() if teacher.follow_student_every
+    ]
     names = config.processes()
     sections = ("student", "evaluation.placement", "evaluation.replica", *following)
     return sum(len(names.get(section, ())) for section in sections)
@@ -193,7 +195,7 @@ def weight_bytes(source: ModelSource, dtype: str) -> float:
     model = text_config(source)
     item = item_bytes(model, dtype)
     if tensors := _tensors(source):
-        return sum(item * _elements(one) if one.kind in CAST else one.nbytes for one in tensors)
+        return sum(item * _elements(tensor) if tensor.kind in CAST else tensor.nbytes for tensor in tensors)
     parameters, bits = count_parameters(source), _quantized_bits(source)
     if bits is None:
         return item * parameters
@@ -218,11 +220,11 @@ def _quantization(source: ModelSource) -> Mapping[str, Any]:
 
 def _quantized_bits(source: ModelSource) -> int | None:
     """Bits of a quantized weight; None: there are none, or the model's config does not tell."""
-    given = _quantization(source)
-    groups = [one.get("weights") or {} for one in (given.get("config_groups") or {}).values()]
-    told = [given.get("bits"), *(group.get("num_bits") for group in groups)]
-    told += [bits for bits in (4, 8) if given.get(f"load_in_{bits}bit")]
-    told += map(int, re.findall(r"\d+", given.get("quant_method") or ""))  # such as "fp8"
+    quantization = _quantization(source)
+    groups = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
+    told = [quantization.get("bits"), *(group.get("num_bits") for group in groups)]
+    told += [bits for bits in (4, 8) if quantization.get(f"load_in_{bits}bit")]
+    told += map(int, re.findall(r"\d+", quantization.get("quant_method") or ""))  # such as "fp8"
     return max(filter(None, told), default=None)
 
 
@@ -239,7 +241,11 @@ def bulk_bytes(config: RunConfig) -> int:
     """`Want.bulk_bytes` of the run's objective, with the widest of its teachers."""
     want = needs(config.objective)
     local: list[ModelSource] = [teacher for teacher in config.teachers.values() if not teacher.urls]
-    width = max(int(text_config(one).hidden_size) for one in local or [config.student]) if want.hidden else 0
+    width = (
+        max(int(text_config(source).hidden_size) for source in local or [config.student])
+        if want.hidden
+        else 0
+    )
     return want.bulk_bytes(student_topk(config.objective), width)
 
 
@@ -251,35 +257,35 @@ def bytes_per_token(config: RunConfig) -> int:
     return sampled + (0 if config.buffer.by_reference(bulk) else bulk + 4 * want.entropy)
 
 
-def lines(config: RunConfig, found: DiskNeeds) -> list[str]:
+def lines(config: RunConfig, needs: DiskNeeds) -> list[str]:
     """The estimate in words, at ASSUMED_RATE."""
-    kept, day, most = config.trainer.keep_checkpoints, ASSUMED_RATE * DAY, config.rollout.max_tokens
+    kept, day, tokens = config.trainer.keep_checkpoints, ASSUMED_RATE * DAY, config.rollout.max_tokens
     versions = f"published versions at {ASSUMED_STEP:g} s a step"
     return [
-        f"disk at once: {_gib(found.fixed)} for {kept} + 1 checkpoints of {_gib(found.checkpoint)}, "
-        f"{'' if found.store else versions + ', '}mirrors, and the journal",
-        *([f"disk of the store: {_gib(found.store)} for {versions}"] if found.store else []),
-        f"journal: {found.token:,} bytes a token, {_gib(found.token * 1e6)} a million tokens, archived to "
+        f"disk at once: {_gib(needs.fixed)} for {kept} + 1 checkpoints of {_gib(needs.checkpoint)}, "
+        f"{'' if needs.store else versions + ', '}mirrors, and the journal",
+        *([f"disk of the store: {_gib(needs.store)} for {versions}"] if needs.store else []),
+        f"journal: {needs.token:,} bytes a token, {_gib(needs.token * 1e6)} a million tokens, archived to "
         f"{SLOPE} bytes a rollout once {kept} checkpoints cover it",
-        f"a day at {ASSUMED_RATE:,.0f} tokens/s: {_gib(found.token * day)} written to the journal, "
-        f"{_gib(SLOPE * day / most)} or more stay ({most} tokens a rollout or less)",
+        f"a day at {ASSUMED_RATE:,.0f} tokens/s: {_gib(needs.token * day)} written to the journal, "
+        f"{_gib(SLOPE * day / tokens)} or more stay ({tokens} tokens a rollout or less)",
     ]
 
 
-def check_room(config: RunConfig, found: DiskNeeds) -> None:
+def check_room(config: RunConfig, needs: DiskNeeds) -> None:
     """Raise ConfigError when not even checkpoints and versions fit."""
     fewer = "weights.keep_anchors, or, with LoRA, raise weights.publish_every"
     path, free = _free(config.run_dir)
-    if found.fixed > free:
+    if needs.fixed > free:
         raise ConfigError(
             f"{path} has {_gib(free)} free, and checkpoints, published versions and mirrors of this run take "
-            f"{_gib(found.fixed)} at once: set run.folder to another disk, or lower trainer.keep_checkpoints "
+            f"{_gib(needs.fixed)} at once: set run.folder to another disk, or lower trainer.keep_checkpoints "
             f"or {fewer}"
         )
     path, free = _free(_store_folder(config) or config.run_dir)
-    if found.store > free:
+    if needs.store > free:
         raise ConfigError(
-            f"{path} has {_gib(free)} free, and published versions of this run take {_gib(found.store)} at "
+            f"{path} has {_gib(free)} free, and published versions of this run take {_gib(needs.store)} at "
             f"once: set weights.store.path to another disk, or lower {fewer}"
         )
 
@@ -305,7 +311,7 @@ def _disk(folder: Path) -> int:
 
 def _there(folder: Path) -> Path:
     """The folder, or the nearest above it that exists."""
-    return next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
+    return next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
 
 
 def _gib(count: float) -> str:

@@ -68,8 +68,8 @@ def with_objective(config: RunConfig) -> Resolved:
     """The configuration with another objective than Auto; one that names its own is left as it is."""
     if not isinstance(config.objective, Auto):
         return Resolved(config, [f"objective: {_costs(config, config.objective)}"])
-    given = {name: getattr(config.objective, name) for name in Mixing.model_fields}
-    full, topk = Full(**given), TopK(**given)
+    mixing = {name: getattr(config.objective, name) for name in Mixing.model_fields}
+    full, topk = Full(**mixing), TopK(**mixing)
     unserved = [
         f"engine {teacher.engine!r} of teacher {name!r} gives no hidden states"
         for name, teacher in config.teachers.items()
@@ -145,16 +145,16 @@ def _costs(config: RunConfig, objective: ObjectiveConfig) -> str:
     )
 
 
-def try_own(own: Own) -> None:
+def try_own(objective: Own) -> None:
     """Call the user's function once, in a process of its own: torch is not for this one.
 
     Raises ConfigError with its problem.
     """
-    command = [sys.executable, "-P", "-m", "student_trainer.objectives.try_own", own.model_dump_json()]
+    command = [sys.executable, "-P", "-m", "student_trainer.objectives.try_own", objective.model_dump_json()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        raise ConfigError(done.stderr.strip()[-2000:] or f"{own.name} {how_it_ended(done.returncode)}")
+        raise ConfigError(done.stderr.strip()[-2000:] or f"{objective.name} {how_it_ended(done.returncode)}")
 
 
 # --- engines
@@ -174,14 +174,13 @@ def teacher_topk(config: RunConfig) -> int:
     return want.topk or (k if config.buffer.by_reference(want.bulk_bytes(k, 0)) else 0)
 
 
-def too_many(config: RunConfig, most: int) -> str | None:
+def too_many(config: RunConfig, limit: int) -> str | None:
     """What to change where the objective needs more ids per position than the `most` of a teacher."""
-    if (k := teacher_topk(config)) <= most:
+    if (k := teacher_topk(config)) <= limit:
         return None
     inline = ' or buffer.scores = "inline"' if student_topk(config.objective) else ""
-    return (
-        f"objective.k is {k}, and it gives at most {most} ids per position: set objective.k = {most}{inline}"
-    )
+    rule = f"objective.k is {k}, and it gives at most {limit} ids per position"
+    return f"{rule}: set objective.k = {limit}{inline}"
 
 
 def lacking(config: RunConfig, can: Sequence[str]) -> list[str]:
@@ -194,7 +193,7 @@ def lacking(config: RunConfig, can: Sequence[str]) -> list[str]:
         "generate": config.objective.on_policy < 1,
         "temperature": want.temperature != 1.0,
     }
-    return [name for name, wanted in needed.items() if wanted and name not in can]
+    return [name for name, required in needed.items() if required and name not in can]
 
 
 def remedy(config: RunConfig, can: Sequence[str]) -> str:
@@ -215,17 +214,18 @@ def unserved(config: RunConfig) -> Iterator[str]:
     """A line for each teacher whose engine cannot serve the objective."""
     temperature = teacher_temperature(config.objective, config.rollout.temperature)
     for name, teacher in config.teachers.items():
-        found = can(teacher)
-        if missing := lacking(config, found):
-            wanted = ", ".join(missing).replace("temperature", f"temperature {temperature:g}")
+        capabilities = can(teacher)
+        if missing := lacking(config, capabilities):
+            needs = ", ".join(missing).replace("temperature", f"temperature {temperature:g}")
             instead = ""
             if missing == ["generate"]:
                 instead = f", or teachers.{name}.generate_url to a vLLM server of its model"
             elif teacher.engine != "transformers" and not lacking(config, ENGINE_CAN["transformers"]):
                 instead = f", or teachers.{name}.engine = 'transformers'"
             yield (
-                f'objective "{config.objective.type}" needs {wanted}, and engine {teacher.engine!r} of '
-                f"teacher {name!r} gives {', '.join(found)}: set {remedy(config, found)}{instead}"
+                f'objective "{config.objective.type}" needs {needs}, and engine {teacher.engine!r} of '
+                f"teacher {name!r} gives {', '.join(capabilities)}: "
+                f"set {remedy(config, capabilities)}{instead}"
             )
         elif teacher.engine in ENGINE_CAN and (problem := too_many(config, MAX_TOPK)):
             yield f"teacher {name!r}: {problem}"

@@ -72,7 +72,7 @@ def probe_sequences(prompts: Sequence[Sequence[int]], count: int, tokens: int) -
 
 def longest_sequence(prompts: Sequence[Sequence[int]], prompt: int, tokens: int) -> ScoreSequence:
     """One sequence of `prompt` + `tokens` tokens, taken from the prompts over and over."""
-    pool = np.concatenate([np.asarray(one, np.int32) for one in prompts])
+    pool = np.concatenate([np.asarray(token_ids, np.int32) for token_ids in prompts])
     ids = np.take(pool, np.arange(prompt + tokens), mode="wrap")
     return ScoreSequence("probe-longest", pack(ids), prompt)
 
@@ -93,7 +93,8 @@ async def scores(score: Score, sequences: list[ScoreSequence]) -> list[np.ndarra
     """Log-probabilities [T] of each sequence; empty for one that was refused."""
     answers = await score(sequences, Want())
     return [
-        unpack(one.logprob).astype(np.float64) if isinstance(one, Scored) else np.empty(0) for one in answers
+        unpack(answer.logprob).astype(np.float64) if isinstance(answer, Scored) else np.empty(0)
+        for answer in answers
     ]
 
 
@@ -140,8 +141,8 @@ async def repeatable(score: Score, sequences: list[ScoreSequence], tolerance: fl
     together = await scores(score, sequences)
     alone = [(await scores(score, [sequence]))[0] for sequence in sequences[:2]]
     counts = [sequence.token_ids.shape[0] - sequence.start for sequence in sequences]
-    if [len(one) for one in [*together, *alone]] != [*counts, *counts[:2]]:
-        figure = f"{[len(one) for one in together]} scores for {counts} tokens"
+    if [len(row) for row in [*together, *alone]] != [*counts, *counts[:2]]:
+        figure = f"{[len(row) for row in together]} scores for {counts} tokens"
         problem = "sequences were cut or refused: raise the teacher's max_length, and see its log"
         return Finding(check, figure, problem), 0.0
     difference = np.abs(np.concatenate(alone) - np.concatenate(together[: len(alone)]))
@@ -183,7 +184,7 @@ async def not_truncated(score: Score, sequence: ScoreSequence, vocab: int) -> Fi
     length, count = sequence.token_ids.shape[0], sequence.token_ids.shape[0] - sequence.start
     tried = [sequence, *(replaced(sequence, 0, vocab, turn) for turn in turns(vocab)[-2:])]
     base, *others = await scores(score, tried)
-    if any(len(one) != count for one in (base, *others)):
+    if any(len(row) != count for row in (base, *others)):
         figure = f"a sequence of {length} tokens came back with {len(base)} of {count} scores"
         return Finding(check, figure, "it was cut or refused: raise the teacher's max_length")
     change = max(float(np.abs(other - base).max()) for other in others)

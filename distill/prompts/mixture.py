@@ -61,13 +61,13 @@ class Mixture:
             loading(self.parts[name], int(begin[i]), int(max(begin[i], end[i] - 1)))
             for i, name in enumerate(self._names)
         ]
-        return next((one for one in waits if one is not None), None)
+        return next((wait for wait in waits if wait is not None), None)
 
     def _before(self, index: int) -> tuple[np.ndarray, int]:
         """Draws of each part before draw `index`, and the part of that draw."""
-        wanted, place = divmod(index, DRAWS)
-        block, counts = self._known if self._known[0] <= wanted else (0, np.zeros(len(self.parts), int))
-        while block < wanted:
+        block_wanted, place = divmod(index, DRAWS)
+        block, counts = self._known if self._known[0] <= block_wanted else (0, np.zeros(len(self.parts), int))
+        while block < block_wanted:
             counts = counts + np.bincount(self._draws(block), minlength=len(self.parts))
             block += 1
         self._known = block, counts
@@ -78,9 +78,9 @@ class Mixture:
         return np.random.default_rng([self._seed, 0, block]).choice(len(self.parts), DRAWS, p=self._shares)
 
 
-def by_weight(wanted: int, weights: list[float]) -> list[int]:
+def by_weight(count: int, weights: list[float]) -> list[int]:
     """`wanted` cut into whole parts in proportion to the weights, by largest remainder."""
-    exact = wanted * np.array(weights) / sum(weights)
+    exact = count * np.array(weights) / sum(weights)
     parts = np.floor(exact).astype(int)
-    parts[np.argsort(parts - exact, kind="stable")[: wanted - parts.sum()]] += 1
+    parts[np.argsort(parts - exact, kind="stable")[: count - parts.sum()]] += 1
     return parts.tolist()

@@ -82,11 +82,11 @@ class _Worker:
     def outcome(self, seconds: float) -> Outcome:
         """The next outcome. Raises TimeoutError or _Died; the worker is closed then."""
         self._deadline = time.monotonic() + seconds
-        found = receive(self._outcomes)
+        received = receive(self._outcomes)
         with self._lock:
             self._deadline = math.inf
-        if found is not None and not self._expired:
-            return _decoder.decode(found)
+        if received is not None and not self._expired:
+            return _decoder.decode(received)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_SECONDS)
         self.close()
@@ -121,7 +121,7 @@ class _Worker:
 class _Job:
     prompt: Prompt
     ids: list[int]
-    found: Future[Reward] = field(default_factory=Future)
+    reward: Future[Reward] = field(default_factory=Future)
     task: msgspec.Raw = field(default_factory=msgspec.Raw)
     """Encoded, from the time at which a thread has it."""
     died: str = ""
@@ -133,7 +133,7 @@ class _Job:
     def fail(self, error: Exception) -> None:
         """Fail it: `error` kept it from the function."""
         why = f"could not be asked about {self}: {type(error).__name__}: {error}"
-        self.found.set_exception(DataError(f"the reward function {why}"))
+        self.reward.set_exception(DataError(f"the reward function {why}"))
 
 
 class RewardPool:
@@ -180,7 +180,7 @@ class RewardPool:
         self._jobs.put(job)
         if len(self._threads) == 1 or (self._jobs.qsize() > BATCH and len(self._threads) <= MOST_WORKERS):
             self._start_thread(self._serve)
-        return job.found
+        return job.reward
 
     def _start_thread(self, work: Callable[[], None]) -> None:
         self._threads.append(threading.Thread(target=work, name="rewards", daemon=True))
@@ -201,12 +201,14 @@ class RewardPool:
             while len(batch) < BATCH and (more := self._next()) is not None:
                 batch.append(more)
             batch = deque(
-                one for one in batch if one.found.set_running_or_notify_cancel() and self._encode(one)
+                waiting
+                for waiting in batch
+                if waiting.reward.set_running_or_notify_cancel() and self._encode(waiting)
             )
             while batch and not self._closed.is_set():
                 worker = self._some(worker, batch)
-            for one in batch:
-                one.found.set_exception(DataError(f"the reward function was stopped before {one}"))
+            for job in batch:
+                job.reward.set_exception(DataError(f"the reward function was stopped before {job}"))
         if worker is not None:
             worker.close()
 
@@ -236,26 +238,26 @@ class RewardPool:
             worker.send(_encoder.encode([job.task for job in batch]))
             while batch:
                 outcome = worker.outcome(self._seconds)
-                found = batch.popleft().found
+                future = batch.popleft().reward
                 if outcome.error is None:
-                    found.set_result(Reward(outcome.value, outcome.answer))
+                    future.set_result(Reward(outcome.value, outcome.answer))
                 else:
-                    found.set_exception(DataError(outcome.error))
+                    future.set_exception(DataError(outcome.error))
             return worker
         except TimeoutError:
             job = batch.popleft()
             late = f"took more than {self._seconds:g} s for {job} and was killed: make it faster, or raise"
-            job.found.set_exception(DataError(f"the reward function {late} reward_timeout_seconds"))
+            job.reward.set_exception(DataError(f"the reward function {late} reward_timeout_seconds"))
         except _Died as error:
             if batch[0].died:
                 job = batch.popleft()
                 how = f"the process of the reward function {error}, twice, for {job}"
-                job.found.set_exception(DataError(how))
+                job.reward.set_exception(DataError(how))
             else:
                 batch[0].died = str(error)
         except ConfigError as error:
             while batch:
-                batch.popleft().found.set_exception(error)
+                batch.popleft().reward.set_exception(error)
         except Exception as error:  # edge of a thread: whoever waits would never be told
             job = batch.popleft()
             logger.exception("the reward function could not be asked about %s", job)

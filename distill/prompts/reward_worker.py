@@ -80,11 +80,11 @@ def main() -> None:
     while (body := receive(tasks)) is not None:
         for task in decoder.decode(body):
             try:
-                found = reward_fn(task.prompt, task.completion)
+                reward = reward_fn(task.prompt, task.completion)
             except DistillError as error:
                 outcome = Outcome(error=str(error))
             else:
-                outcome = Outcome(found.value, found.answer)
+                outcome = Outcome(reward.value, reward.answer)
             send(outcomes, encoder.encode(outcome))
 
 

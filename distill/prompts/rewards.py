@@ -59,8 +59,8 @@ _NUMBER: Final = re.compile(r"(?:(?<!\w)[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9
 
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in a text, with or without thousands separators; None: it has none."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def exact(prompt: Prompt, completion: str) -> Reward:
@@ -85,9 +85,9 @@ def maths(prompt: Prompt, completion: str) -> Reward:
     from math_verify import parse, verify
 
     gold = prompt.answer or ""
-    found = parse(completion)
-    equal = verify(parse(gold if "\\boxed" in gold else f"\\boxed{{{gold}}}"), found)
-    return Reward(equal, str(found[0]) if found else None)
+    parsed = parse(completion)
+    equal = verify(parse(gold if "\\boxed" in gold else f"\\boxed{{{gold}}}"), parsed)
+    return Reward(equal, str(parsed[0]) if parsed else None)
 
 
 BUILT_IN: Final[dict[str, Callable[[Prompt, str], Any]]] = {
@@ -142,7 +142,7 @@ def reward_source(prompts: SinglePrompts, tokenizer: Any) -> RewardSource | None
 def load_rewards(prompts: PromptsConfig) -> RewardFn:
     """The configured function. Raises ConfigError when it cannot be loaded."""
     if isinstance(prompts, MixturePrompts):
-        rewarded = {n: one for n, one in prompts.parts.items() if not isinstance(one, EnvironmentPrompts)}
+        rewarded = {n: part for n, part in prompts.parts.items() if not isinstance(part, EnvironmentPrompts)}
         parts = {name: load_rewards(part) for name, part in rewarded.items()}
         return lambda prompt, completion: parts[prompt.source](prompt, completion)
     assert not isinstance(prompts, EnvironmentPrompts), "an environment gives its rewards itself"
@@ -176,12 +176,12 @@ def _reward(
     """
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
     with own_code(name, about, "return 0 for completions that it cannot handle"):
-        found = function(prompt, completion)
-    value, answer = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        returned = function(prompt, completion)
+    value, answer = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     is_number = isinstance(value, bool | int | float | np.bool | np.integer | np.floating)
     if not is_number or not _in_bounds(value) or not (answer is None or _is_text(answer)):
         raise DataError(
-            f"{name} gave {found!r:.80} for {about}: it must return a bool or a number within "
+            f"{name} gave {returned!r:.80} for {about}: it must return a bool or a number within "
             f"±{LARGEST_REWARD:g}, or a pair of that and the answer as text that UTF-8 holds"
         )
     # msgspec encodes no subclass of str, such as numpy's

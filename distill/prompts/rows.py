@@ -100,10 +100,10 @@ class RowReader:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a filter that lets prompts pass which do not fit."""
-        most, least = self.config.max_prompt_tokens, self.config.min_prompt_tokens
-        if most is not None and not least <= most <= self.longest:
+        upper, least = self.config.max_prompt_tokens, self.config.min_prompt_tokens
+        if upper is not None and not least <= upper <= self.longest:
             raise ConfigError(
-                f"prompts.max_prompt_tokens is {most}, and it must lie between min_prompt_tokens = {least} "
+                f"prompts.max_prompt_tokens is {upper}, and it must lie between min_prompt_tokens = {least} "
                 f"and {self.longest}, the context less rollout.max_tokens: change it, or lower that"
             )
 
@@ -166,10 +166,10 @@ class RowReader:
         return f"prompts: {total} of {self.config.path} dropped: {reasons}" if reasons else None
 
     def _filtered(self, length: int) -> str | None:
-        least, most = self.config.min_prompt_tokens, self.config.max_prompt_tokens
+        least, upper = self.config.min_prompt_tokens, self.config.max_prompt_tokens
         if length < least:
             return f"shorter than {least} tokens"
-        return f"longer than {most} tokens" if most is not None and length > most else None
+        return f"longer than {upper} tokens" if upper is not None and length > upper else None
 
     def _token_ids(self, value: Any, place: str) -> list[int]:
         """Token ids of a row's prompt. Raises DataError for what is neither a text nor chat messages."""

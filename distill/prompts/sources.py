@@ -205,13 +205,13 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int | None = None) 
             f"rollout.max_tokens is {config.rollout.max_tokens} and the context is {context} tokens: "
             "no room for a prompt is left; lower rollout.max_tokens"
         )
-    wanted = config.evaluation.prompts if config.evaluation else 0
+    held_out_count = config.evaluation.prompts if config.evaluation else 0
     opening = _Opening(tokenizer, longest, config.run.seed)
     prompts = config.prompts
     return (
-        opening.mixture(prompts, wanted)
+        opening.mixture(prompts, held_out_count)
         if isinstance(prompts, MixturePrompts)
-        else opening.one(prompts, wanted)
+        else opening.one(prompts, held_out_count)
     )
 
 
@@ -224,7 +224,7 @@ class _Opening:
     """Tokens of a prompt."""
     seed: int
 
-    def mixture(self, prompts: MixturePrompts, wanted: int) -> PromptSplit:
+    def mixture(self, prompts: MixturePrompts, held_out_count: int) -> PromptSplit:
         """The parts, each with its share of the held-out prompts."""
         names, weights = [*prompts.parts], prompts.weights
         if unknown := weights.keys() - prompts.parts.keys():
@@ -232,7 +232,7 @@ class _Opening:
                 f"prompts.weights names {', '.join(sorted(unknown))}, the parts are {', '.join(names)}: use "
                 "their names"
             )
-        counts = by_weight(wanted, [weights.get(name, 1.0) for name in names])
+        counts = by_weight(held_out_count, [weights.get(name, 1.0) for name in names])
         splits = {}
         for name, count in zip(names, counts, strict=True):
             part = prompts.parts[name]
@@ -254,15 +254,15 @@ class _Opening:
         rewarded = all(split.rewarded for split in splits.values())
         return PromptSplit(train, held_out, rewards, notes=tuple(notes), by_environment=rewarded)
 
-    def one(self, prompts: TaskPrompts | RowsConfig | EnvironmentPrompts, wanted: int) -> PromptSplit:
+    def one(self, prompts: TaskPrompts | RowsConfig | EnvironmentPrompts, held_out_count: int) -> PromptSplit:
         if isinstance(prompts, EnvironmentPrompts):
-            return _environment(prompts, wanted)
+            return _environment(prompts, held_out_count)
         if isinstance(prompts, TaskPrompts):
-            return self._task(prompts, wanted)
+            return self._task(prompts, held_out_count)
         reader = RowReader(prompts, row_encoder(self.tokenizer, prompts), self.longest)
         rewards = reward_source(prompts, self.tokenizer)
         if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
-            stream, held_out = open_stream(prompts, reader, self.seed, wanted, LARGEST_SHARE)
+            stream, held_out = open_stream(prompts, reader, self.seed, held_out_count, LARGEST_SHARE)
             split = PromptSplit(stream, held_out, rewards)
         else:
             rows = jsonl_rows(prompts.path) if isinstance(prompts, JsonlPrompts) else dataset_rows(prompts)
@@ -272,15 +272,15 @@ class _Opening:
                     f"0 prompts were found in {prompts.path} ({reader.note or 'it has no rows'}): a run "
                     "needs at least one; check the path, the field and the filters"
                 )
-            split = split_table(table, wanted, self.seed, rewards)
+            split = split_table(table, held_out_count, self.seed, rewards)
         if rewards is not None and prompts.reward_fn not in BUILT_IN:
             RewardPool(rewards).check((split.held_out or [split.train[0]])[0])
         return split._replace(notes=(reader.note,) if reader.note else ())
 
-    def _task(self, prompts: TaskPrompts, wanted: int) -> PromptSplit:
+    def _task(self, prompts: TaskPrompts, held_out_count: int) -> PromptSplit:
         task = tasks.load(prompts.task, prompts.options)
         source = TaskSource(prompts.task, task, self.seed, self.tokenizer.encode)
-        held_out = [source.held_out(i) for i in range(wanted)]
+        held_out = [source.held_out(i) for i in range(held_out_count)]
         for prompt in held_out:
             if len(prompt.token_ids) > self.longest:
                 raise DataError(
@@ -290,9 +290,9 @@ class _Opening:
         return PromptSplit(source, held_out, reward_source(prompts, self.tokenizer))
 
 
-def _environment(prompts: EnvironmentPrompts, wanted: int) -> PromptSplit:
+def _environment(prompts: EnvironmentPrompts, held_out_count: int) -> PromptSplit:
     name, tasks_ = prompts.environment, prompts.tasks
-    count = wanted if tasks_ is None else min(wanted, int(tasks_ * LARGEST_SHARE))
+    count = held_out_count if tasks_ is None else min(held_out_count, int(tasks_ * LARGEST_SHARE))
     held_out = [EnvironmentSource(name, 0)[task] for task in range(count)]
     train: PromptSource = (
         EnvironmentSource(name, count)
@@ -339,16 +339,16 @@ def _rewards_of_parts(
         return None, [note] if len(missing) < len(splits) else []
     if not parts:
         return None, []
-    seconds = max(one.seconds for one in parts.values())
+    seconds = max(part.seconds for part in parts.values())
     return RewardSource(prompts, seconds, lambda prompt, ids: parts[prompt.source].read(prompt, ids)), []
 
 
 def split_table(
-    table: TableSource, wanted: int, seed: int, rewards: RewardSource | None = None
+    table: TableSource, held_out_count: int, seed: int, rewards: RewardSource | None = None
 ) -> PromptSplit:
     """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows."""
     order = np.random.default_rng(seed).permutation(len(table))
-    count = min(wanted, int(len(table) * LARGEST_SHARE))
+    count = min(held_out_count, int(len(table) * LARGEST_SHARE))
     held_out = [table[row] for row in sorted(order[:count].tolist())]
     return PromptSplit(table.subset(sorted(order[count:].tolist())), held_out, rewards)
 
@@ -376,14 +376,14 @@ def model_config(source: ModelSource) -> Any:
 
 def student_limit(config: RunConfig) -> int:
     """Longest sequence of a replica: the model's own limit, or max-model-len when that is less."""
-    own = int(text_config(config.student).max_position_embeddings)
-    given = config.student.flags().get("max-model-len", own)
-    if not isinstance(given, int):
+    positions = int(text_config(config.student).max_position_embeddings)
+    limit = config.student.flags().get("max-model-len", positions)
+    if not isinstance(limit, int):
         raise ConfigError(
-            f"student.engine_args has max-model-len = {given!r}, and prompts are measured against it: write "
+            f"student.engine_args has max-model-len = {limit!r}, and prompts are measured against it: write "
             "the number of tokens"
         )
-    return min(own, given) if given > 0 else own
+    return min(positions, limit) if limit > 0 else positions
 
 
 def longest_sequence(config: RunConfig) -> int:

@@ -124,13 +124,13 @@ class StreamSource:
 
         Reads ahead, and forgets all blocks before `first` and after the one that follows `last`.
         """
-        wanted = range(first // self._size, last // self._size + 2)
+        blocks = range(first // self._size, last // self._size + 2)
         pending = self._pending
         if pending is None or pending.done():
-            self._blocks = {block: self._blocks[block] for block in wanted if block in self._blocks}
-            missing = [block for block in wanted if block not in self._blocks]
+            self._blocks = {block: self._blocks[block] for block in blocks if block in self._blocks}
+            missing = [block for block in blocks if block not in self._blocks]
             pending = self._pending = self._thread.submit(self._read, missing[0]) if missing else None
-        ready = all(block in self._blocks for block in wanted[:-1])
+        ready = all(block in self._blocks for block in blocks[:-1])
         return None if ready else pending
 
     def _read(self, block: int) -> None:
@@ -199,7 +199,7 @@ class StreamSource:
 
     def _save(self) -> None:
         if self._file is not None and self._file.parent.is_dir():
-            saved = _Saved(self.identity, {block: one for block, one in self._starts.items() if block})
+            saved = _Saved(self.identity, {block: start for block, start in self._starts.items() if block})
             try:
                 durable.write(self._file, msgspec.json.encode(saved))
             except OSError as error:
@@ -209,7 +209,7 @@ class StreamSource:
 
 
 def open_stream(
-    config: DatasetPrompts, reader: RowReader, seed: int, wanted: int, share: float
+    config: DatasetPrompts, reader: RowReader, seed: int, held_out_count: int, share: float
 ) -> tuple[StreamSource, list[Prompt]]:
     """A stream, and `wanted` prompts of its first rows, at most `share` of those, that it never gives out.
 
@@ -220,9 +220,11 @@ def open_stream(
             f"prompts.stream_rows streams {config.path!r} from the Hub, where its rows may change before a "
             "resume: name a commit in prompts.revision"
         )
-    first = list(islice(reader.usable(dataset_rows(config)), max(FIRST, math.ceil(wanted / share))))
-    order = np.random.default_rng(seed).permutation(len(first))[: min(wanted, int(len(first) * share))]
+    first = list(islice(reader.usable(dataset_rows(config)), max(FIRST, math.ceil(held_out_count / share))))
+    order = np.random.default_rng(seed).permutation(len(first))[
+        : min(held_out_count, int(len(first) * share))
+    ]
     held_out = [first[place] for place in sorted(order.tolist())]
     numbers = frozenset(int(row.name) for row, _ in held_out)
-    own = replace(reader, read=0, dropped=Counter())
-    return StreamSource(config, own, seed, numbers), [prompt for _, prompt in held_out]
+    fresh = replace(reader, read=0, dropped=Counter())
+    return StreamSource(config, fresh, seed, numbers), [prompt for _, prompt in held_out]

@@ -38,7 +38,7 @@ class Broadcasts:
     def wanted(self) -> bool:
         """Whether a live replica lacks the newest version, which was broadcast, and none is under way."""
         newest = self._pool.newest_broadcast
-        lacking = (one.version != newest for one in self._live())
+        lacking = (member.version != newest for member in self._live())
         return newest is not None and not self._receiving and any(lacking)
 
     def listening(self) -> bool:
@@ -49,7 +49,9 @@ class Broadcasts:
     def _live(self) -> list[Replica]:
         members = self._pool.replicas.values()
         return [
-            one for one in members if one.phase is not Phase.ABSENT and not (one.lost.is_set() or one.held)
+            member
+            for member in members
+            if member.phase is not Phase.ABSENT and not (member.lost.is_set() or member.held)
         ]
 
     def announce(self, published: Published, ending: bool = False) -> Audience:

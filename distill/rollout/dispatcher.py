@@ -178,8 +178,8 @@ class Dispatcher:
         """One request from start to end; leaves in it what was not answered, and why."""
         replica, count = request.replica, len(request.missing)
         prompts = [
-            GeneratePrompt(one.id, one.source_prompt.token_ids, routes_from=one.routes_from)
-            for one in request.missing.values()
+            GeneratePrompt(rollout.id, rollout.source_prompt.token_ids, routes_from=rollout.routes_from)
+            for rollout in request.missing.values()
         ]
         message = GenerateRequest(sampling=self._validator.sampling, prompts=prompts)
         try:
@@ -333,7 +333,11 @@ class Dispatcher:
         elif answer.finish_reason == "time":
             policy, reason, limit = self._config.on_timeout, "straggler", "rollout.completion_timeout_seconds"
         if policy == "drop":
-            named = f"a limit of environments.{one}" if (one := rollout.source_prompt.environment) else limit
+            named = (
+                f"a limit of environments.{environment}"
+                if (environment := rollout.source_prompt.environment)
+                else limit
+            )
             self._reject(whole, reason, f"ended after {count} tokens by {named}")
         elif policy == "requeue" or (count == 0 and answer.finish_reason != "stop"):
             self._requeue([rollout], reason, count)

@@ -66,8 +66,8 @@ class Episodes:
             name: _Timed(environment, timeline) for name, environment in parts.environments.items()
         }
         self._limits = {
-            name: Limits.of(one, config.rollout.max_tokens, parts.context, parts.vocab_size)
-            for name, one in config.environments.items()
+            name: Limits.of(environment, config.rollout.max_tokens, parts.context, parts.vocab_size)
+            for name, environment in config.environments.items()
         }
         self._backoff = {name: Backoff(0.5, PAUSE) for name in parts.environments}
         self._is_too_old, self._budget, self._events = is_too_old, budget, events
@@ -91,13 +91,13 @@ class Episodes:
 
     def leave_too_old(self) -> None:
         """Leave the episodes that are too old by now and wait for their environment. After every batch."""
-        for id, one in list(self._plays.items()):
-            behind = one.episode.sequences[-1].spans  # what it says next stands behind all of these
+        for id, under_way in list(self._plays.items()):
+            behind = under_way.episode.sequences[-1].spans  # what it says next stands behind all of these
             if id not in self._turns and any(self._is_too_old(span.version) for span in behind):
                 del self._plays[id]
                 self._lost.pop(id, None)
-                one.task.cancel()
-                self._events.emit(EpisodeTooOld(one.rollout, one.episode.own_length))
+                under_way.task.cancel()
+                self._events.emit(EpisodeTooOld(under_way.rollout, under_way.episode.own_length))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -146,8 +146,8 @@ class Episodes:
     async def _turn(self, rollout: Rollout, episode: Episode) -> Generated:
         prompt = replace(rollout.source_prompt, token_ids=episode.context)
         turn = self._turns[rollout.id] = asyncio.get_running_loop().create_future()
-        own, routes_from = tuple(episode.sequences[0].own), episode.sequences[-1].routes_from
-        self._events.emit(TurnReady(replace(rollout, issued=prompt, own=own, routes_from=routes_from)))
+        turns, routes_from = tuple(episode.sequences[0].own), episode.sequences[-1].routes_from
+        self._events.emit(TurnReady(replace(rollout, issued=prompt, own=turns, routes_from=routes_from)))
         try:
             return await turn
         finally:
@@ -159,23 +159,23 @@ def _played(rollout: Rollout, episode: Episode) -> EpisodePlayed:
     reward = episode.reward if episode.ended == "over" else 0.0
     rollouts, answers = [], []
     earned = [0.0, *accumulate(episode.turn_rewards)]
-    for place, one in enumerate(episode.sequences):
+    for place, sequence in enumerate(episode.sequences):
         name = rollout.id if place == 0 else f"{rollout.id}+{place}"
-        prompt = replace(rollout.source_prompt, id=name, token_ids=one.prompt)
-        before, earned = earned[: len(one.own)], earned[len(one.own) :]
+        prompt = replace(rollout.source_prompt, id=name, token_ids=sequence.prompt)
+        before, earned = earned[: len(sequence.own)], earned[len(sequence.own) :]
         rollouts.append(
             replace(
                 rollout,
                 id=name,
                 issued=prompt,
-                own=tuple(one.own),
+                own=tuple(sequence.own),
                 reward=reward,
                 earned=tuple(before) if any(before) else (),
                 continues=place > 0,
             )
         )
-        answers.append(one.completion(name, episode.finish_reason))
-    more = [one.completed(answer) for one, answer in zip(rollouts[1:], answers[1:], strict=True)]
+        answers.append(sequence.completion(name, episode.finish_reason))
+    more = [played.completed(answer) for played, answer in zip(rollouts[1:], answers[1:], strict=True)]
     return EpisodePlayed(rollouts[0], answers[0], more)
 
 

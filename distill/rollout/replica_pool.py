@@ -101,12 +101,18 @@ class ReplicaPool:
     @property
     def newest_broadcast(self) -> Version | None:
         """The newest version, where it was broadcast, whether it is in the store too or not."""
-        last = [one for one in self._state.published[-2:] if one.version == self._state.published[-1].version]
-        return next((one.version for one in last if one.kind == "broadcast"), None)
+        last = [
+            snapshot
+            for snapshot in self._state.published[-2:]
+            if snapshot.version == self._state.published[-1].version
+        ]
+        return next((snapshot.version for snapshot in last if snapshot.kind == "broadcast"), None)
 
     def is_stored(self, version: Version) -> bool:
         """Whether `version` is in the store: not one that was broadcast alone."""
-        return any(one.version == version and one.kind != "broadcast" for one in self._state.published)
+        return any(
+            snapshot.version == version and snapshot.kind != "broadcast" for snapshot in self._state.published
+        )
 
     # --- members ------------------------------------------------------------------------------------------
 
@@ -161,7 +167,7 @@ class ReplicaPool:
     def able(self) -> list[Replica]:
         """Those that take requests now: they serve, and are neither held nor at rest."""
         now = time.monotonic()
-        return [one for one in self.serving() if one.rests_until <= now and not one.held]
+        return [replica for replica in self.serving() if replica.rests_until <= now and not replica.held]
 
     def least_busy(self) -> Replica | None:
         """The one with the fewest completions in flight; None: none takes a request now."""
@@ -169,7 +175,7 @@ class ReplicaPool:
 
     def slowest(self) -> Version | None:
         """The oldest version that a replica generates rollouts with; None: the model folder, or none does."""
-        versions = [one.version for one in self.serving() if one.in_flight or not one.held]
+        versions = [replica.version for replica in self.serving() if replica.in_flight or not replica.held]
         if None in versions:
             return None
         return min((v for v in versions if v), key=self._state.step_of, default=None)
@@ -192,7 +198,7 @@ class ReplicaPool:
     def _exclude(self, replica: Replica) -> bool:
         replica.excluded = True
         self.report_lost(replica)
-        return not all(one.excluded for one in self.replicas.values())
+        return not all(member.excluded for member in self.replicas.values())
 
     def refused(self, replica: Replica, retry_after: float | None) -> None:
         """It refused a request: send it nothing for `retry_after` seconds (None: with backoff)."""
@@ -310,9 +316,9 @@ class ReplicaPool:
             if (target := self._due(replica)) is not None:
                 await self.update(replica, self.request_for(target))
                 continue
-            held = replica.version
-            stranded = held is None and self.newest_broadcast is not None
-            if not stranded and (held is None or self._state.may_exist(held)):
+            version = replica.version
+            stranded = version is None and self.newest_broadcast is not None
+            if not stranded and (version is None or self._state.may_exist(version)):
                 return
             if stranded:
                 self._events.emit(Stranded(replica.name))
@@ -328,8 +334,8 @@ class ReplicaPool:
         """
         if self._state.target is None or replica.version == self._state.target.version:
             return None
-        target, held, step_of = self._state.target.version, replica.version, self._state.step_of
-        if held is None or not self._state.may_exist(held) or step_of(target) >= step_of(held):
+        target, version, step_of = self._state.target.version, replica.version, self._state.step_of
+        if version is None or not self._state.may_exist(version) or step_of(target) >= step_of(version):
             return target
         return None
 

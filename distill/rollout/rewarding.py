@@ -38,9 +38,9 @@ class Rewarding:
     async def _reward(self, rollout: Rollout) -> None:
         assert self._rewards is not None, "put passes the rollout on"
         try:
-            found = await self._rewards.reward(rollout.source_prompt, unpack(rollout.tokens).tolist())
+            reward = await self._rewards.reward(rollout.source_prompt, unpack(rollout.tokens).tolist())
         except DistillError as error:
             self._budget.function_failed("the reward_fn", rollout, error)
             return
         self._budget.good("the reward_fn")
-        self._events.emit(CompletionRewarded(replace(rollout, reward=found.value)))
+        self._events.emit(CompletionRewarded(replace(rollout, reward=reward.value)))

@@ -92,8 +92,8 @@ class Evidence:
             case r.BatchFormed():
                 self.batches[record.version] = record.ids, state.rules.bound
                 expected = [state.rules.bound.weight(age) for age in state.batches[record.version].ages]
-                found = zip(record.ids, record.weights or [1.0] * len(record.ids), expected, strict=True)
-                self.wrong_weight |= {i for i, one, other in found if one != other}
+                weights = zip(record.ids, record.weights or [1.0] * len(record.ids), expected, strict=True)
+                self.wrong_weight |= {i for i, weight, other in weights if weight != other}
             case LineageOpened():
                 self.opened.append(record)
                 self.dropped.update(dict.fromkeys(record.without, "rolled_back"))
@@ -141,8 +141,8 @@ class Evidence:
 
     def supervised(self, ids: Iterable[str]) -> int:
         """Tokens of these that are trained on."""
-        most = self.state.rules.supervised or 1 << 62
-        return sum(min(self.scored[i].own_length, most) for i in ids if i in self.scored)
+        limit = self.state.rules.supervised or 1 << 62
+        return sum(min(self.scored[i].own_length, limit) for i in ids if i in self.scored)
 
     def _age(self, rollout: str, at: Version) -> int | None:
         stub = self.scored.get(rollout)
@@ -220,7 +220,7 @@ def report_of(evidence: Evidence) -> AuditReport:
     """What the checks find."""
     report, scored = AuditReport(), evidence.scored
     names = ("journal_damaged", "ledger_damaged") if evidence.damage else _CHECKS
-    report.violations = {name: found for name in names if (found := list(_CHECKS[name](evidence)))}
+    report.violations = {name: problems for name in names if (problems := list(_CHECKS[name](evidence)))}
     if evidence.damage:
         return report
     report.prompts, report.scored = len(evidence.issued), len(scored)
@@ -250,14 +250,16 @@ def ledger_damaged(e: Evidence) -> Iterator[str]:
     for lineage in e.after.values():
         yield from lineage.damage
     for opened in () if e.damage else e.opened:
-        if (found := e.before.get(opened.lineage)) is None or found.start is None:
+        if (header := e.before.get(opened.lineage)) is None or header.start is None:
             continue
-        if (found.parent, found.start) != (opened.checkpoint, opened.start):
+        if (header.parent, header.start) != (opened.checkpoint, opened.start):
             yield (
-                f"ledger of lineage {opened.lineage} begins at step {found.start} from {found.parent}; "
+                f"ledger of lineage {opened.lineage} begins at step {header.start} from {header.parent}; "
                 f"on record is step {opened.start} from {opened.checkpoint}"
             )
-        for rank in sorted({rank for one in found.shown.values() for rank in one if rank >= opened.ranks}):
+        for rank in sorted(
+            {rank for number in header.shown.values() for rank in number if rank >= opened.ranks}
+        ):
             yield f"ledger of lineage {opened.lineage}: rank {rank} of a trainer with {opened.ranks} ranks"
 
 
@@ -295,14 +297,14 @@ def checkpoint_missing(e: Evidence) -> Iterator[str]:
     try:
         while True:
             name = latest(folder)
-            found, problem = index(folder / name) if name else (None, None)
+            header, problem = index(folder / name) if name else (None, None)
             if name == latest(folder):  # else the run saved another one meanwhile
                 break
     except DataError as error:
         return (yield str(error))
-    if found and e.state.opened and found.run_id not in (None, e.state.opened.id):
-        problem = f"run {found.run_id} saved it, not run {e.state.opened.id}"
-    elif found and e.checkpoint and Version.parse(found.version) < e.checkpoint:
+    if header and e.state.opened and header.run_id not in (None, e.state.opened.id):
+        problem = f"run {header.run_id} saved it, not run {e.state.opened.id}"
+    elif header and e.checkpoint and Version.parse(header.version) < e.checkpoint:
         problem = f"it is older than {e.checkpoint}, which is on record"
     if problem:
         yield f"{folder / 'latest'} names {name:.40}: {problem}"
@@ -380,11 +382,11 @@ def unproven(e: Evidence) -> list[str]:
     Problems of the last end; of earlier ends, those with weights that differed.
     """
     *before, last = [Concluded(None, {}, []), *e.concluded]
-    counted = [one for one in before if False in one.weights.values()] + [last]
-    return [problem for one in counted for problem in one.problems]
+    counted = [proof for proof in before if False in proof.weights.values()] + [last]
+    return [problem for proof in counted for problem in proof.problems]
 
 
 @_check
 def wrong_generator(e: Evidence) -> list[str]:
     """Completions by the teacher for a prompt of the student's, or the other way round."""
-    return [i for i, one in e.scored.items() if one.by_teacher != (i in e.for_teacher)]
+    return [i for i, rollout in e.scored.items() if rollout.by_teacher != (i in e.for_teacher)]

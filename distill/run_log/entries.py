@@ -68,16 +68,16 @@ class Segment:
         body = offset - self.begin + HEAD.size
         if body > len(self.data):
             return None
-        found, length, crc = HEAD.unpack_from(self.data, body - HEAD.size)
+        magic, length, crc = HEAD.unpack_from(self.data, body - HEAD.size)
         payload = self.data[body : body + length]
-        if found != kind or len(payload) != length:
+        if magic != kind or len(payload) != length:
             return None
         return payload if _crc(kind, payload, self.number, offset) == crc else None
 
     def was_durable(self, offset: int) -> bool:
         """Whether a later sync marker covers the byte at `offset`."""
-        for found in re.finditer(re.escape(MARKER), self.data[offset + 1 :]):
-            payload = self.payload(offset + 1 + found.start(), MARKER)
+        for match in re.finditer(re.escape(MARKER), self.data[offset + 1 :]):
+            payload = self.payload(offset + 1 + match.start(), MARKER)
             if payload is not None and OFFSET.unpack(payload)[0] > offset:
                 return True
         return False
@@ -99,7 +99,7 @@ class _Block(msgspec.Struct, array_like=True):
 _decoder = msgpack_decoder(_Block)
 
 
-def pack_block(records: Iterable[Record], most: int) -> tuple[bytes, int]:
+def pack_block(records: Iterable[Record], limit: int) -> tuple[bytes, int]:
     """A block of the first of `records`, and how many they are: as many as begin within `most` bytes.
 
     A snapshot has a block of its own.
@@ -115,7 +115,7 @@ def pack_block(records: Iterable[Record], most: int) -> tuple[bytes, int]:
 
     for record in records:
         alone = isinstance(record, Snapshot)
-        if packed and (alone or in_arrays + in_heads >= most):
+        if packed and (alone or in_arrays + in_heads >= limit):
             break
         packed.append(record)
         heads.append(msgspec.Raw(_encoder.encode(_with_arrays(record, take))))
@@ -160,9 +160,9 @@ def _with_arrays(value: Any, change: Callable[[str, Array], Array], name: str = 
         return change(f"{name}.{value.dtype}", value)
     inner = [(field, getattr(value, field)) for field in value.__struct_fields__]
     changed = {
-        field: _with_arrays(one, change, f"{name}.{field}")
-        for field, one in inner
-        if isinstance(one, msgspec.Struct)
+        field: _with_arrays(inner_value, change, f"{name}.{field}")
+        for field, inner_value in inner
+        if isinstance(inner_value, msgspec.Struct)
     }
     return msgspec.structs.replace(value, **changed) if changed else value
 

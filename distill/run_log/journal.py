@@ -128,10 +128,10 @@ class Journal:
     # --- in the writer's thread ---------------------------------------------------------------------------
 
     def _flush(self, forced: bool) -> None:
-        most = min(_BLOCK_BYTES, self._segment_bytes)
+        limit = min(_BLOCK_BYTES, self._segment_bytes)
         while self._pending:
             now = range(len(self._pending))  # more may be appended meanwhile
-            payload, count = pack_block((self._pending[place][0] for place in now), most)
+            payload, count = pack_block((self._pending[place][0] for place in now), limit)
             place = self._write_block(payload, isinstance(self._pending[0][0], Snapshot))
             for index in range(count):
                 _, location = self._pending.popleft()
@@ -234,7 +234,7 @@ def segment_numbers(folder: Path, kind: str = "journal") -> list[int]:
 def _replayed(folder: Path) -> list[int]:
     """Segments that a restart replays, oldest first. Raises DataError when one of them is missing."""
     numbers = segment_numbers(folder)
-    base = next((found for number in reversed(numbers) if (found := _base(folder, number)) is not None), 0)
+    base = next((start for number in reversed(numbers) if (start := _base(folder, number)) is not None), 0)
     numbers = [number for number in numbers if number >= base]
     _check_whole(folder, numbers, base)
     return numbers
@@ -278,7 +278,7 @@ def read_all(folder: Path) -> Iterator[tuple[Location, Record]]:
 def _archive(folder: Path, number: int) -> bool:
     """Replace a segment by its compacted records, without snapshots; False: the disk is full."""
     path = segment_path(folder, number)
-    records = [compacted(one) for _, one in scan(path, last=False) if not isinstance(one, Snapshot)]
+    records = [compacted(record) for _, record in scan(path, last=False) if not isinstance(record, Snapshot)]
     payload, _ = pack_block(records, sys.maxsize)
     try:
         replace_file(segment_path(folder, number, "archive"), encode_entry(ARCHIVE, payload, number, 0))

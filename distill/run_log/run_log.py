@@ -135,10 +135,10 @@ class RunLog:
         if not ids:
             return []
         self.write(r.Requeued(ids, reason, tokens))
-        most = self.state.rules.max_attempts
-        if spent := [i for i in ids if pending[i].attempts >= most]:
+        limit = self.state.rules.max_attempts
+        if spent := [i for i in ids if pending[i].attempts >= limit]:
             why: DropReason = reason if reason in ("straggler", "over_long", "unusable") else "engine_failed"
-            self.drop(spent, why, f"{most} completions were lost ({reason})")
+            self.drop(spent, why, f"{limit} completions were lost ({reason})")
         if broken := [i for i in ids if i in pending and self.state.is_broken(i)]:
             self.drop(broken, "group_broken", GROUP_BROKEN)
         return [pending[i] for i in ids if i in pending]
@@ -169,7 +169,7 @@ class RunLog:
         self._admitted.set()
 
     def _write_early(self, ids: Iterable[str]) -> None:
-        for rollout in [one for id in ids for one in self._early.pop(id, [])]:
+        for rollout in [early for id in ids for early in self._early.pop(id, [])]:
             self.write(rollout)
 
     async def form_batch(self) -> Batch | None:
@@ -215,10 +215,13 @@ class RunLog:
         origin = state.lineages.origin_of(checkpoint)
         while origin is not None and without is None and self._is_handed_out_again(origin, branch):
             branch += 1
-        batched = {one for batch in state.batches.values() for one in batch.ids}
-        left, parts = [one for one in without or () if one in batched], _parts_from(state, branch)
-        gone, in_batches = {*left}, (one for batch in state.batches.values() for one in batch.rollouts)
-        self._unneeded(one for one in in_batches if one.id in gone)
+        batched = {id for batch in state.batches.values() for id in batch.ids}
+        left, parts = [id for id in without or () if id in batched], _parts_from(state, branch)
+        gone, in_batches = (
+            {*left},
+            (rollout for batch in state.batches.values() for rollout in batch.rollouts),
+        )
+        self._unneeded(batch for batch in in_batches if batch.id in gone)
         number = len(state.lineages)
         record = LineageOpened(number, checkpoint, start, origin, branch, fingerprint, left, ranks, parts)
         self.write(record)
@@ -262,11 +265,11 @@ class RunLog:
 
     def _usable(self, batch: Batch) -> bool:
         """Whether it can be handed out again; one that was trained once can be."""
-        found = [self._checked(rollout) for rollout in batch.rollouts]
-        whole = [one for one in found if isinstance(one, Rollout)]
-        if len(whole) == len(found):
+        checked = [self._checked(rollout) for rollout in batch.rollouts]
+        whole = [rollout for rollout in checked if isinstance(rollout, Rollout)]
+        if len(whole) == len(checked):
             batch.rollouts = whole
-        return len(whole) == len(found)
+        return len(whole) == len(checked)
 
     def _checked(self, rollout: Rollout) -> Rollout | Problem:
         """A rollout with its arrays, or what is wrong with it; one that was admitted here was checked."""
@@ -284,24 +287,24 @@ class RunLog:
         journal, and quarantines those that cannot be used: what is chosen may be another choice afterwards.
         """
         buffer, where = self.state.buffer, self.state.where
-        released = [one for one in chosen if buffer[one].is_released]
-        released.sort(key=lambda one: where.get(one, r.Location()))
+        released = [id for id in chosen if buffer[id].is_released]
+        released.sort(key=lambda id: where.get(id, r.Location()))
         for rollout in released:
             await asyncio.sleep(0)
             if rollout not in buffer:  # dropped meanwhile, or with its group
                 continue
-            found = self._checked(buffer[rollout])
-            if isinstance(found, Rollout):
-                buffer[rollout] = found
+            checked = self._checked(buffer[rollout])
+            if isinstance(checked, Rollout):
+                buffer[rollout] = checked
                 continue
-            self.drop([rollout], "unusable", str(found))
-            self._quarantined(Prompt(rollout, []), "unusable", str(found), [])
+            self.drop([rollout], "unusable", str(checked))
+            self._quarantined(Prompt(rollout, []), "unusable", str(checked), [])
         return not released
 
     def rollouts(self, batch: Batch) -> list[Rollout]:
         """The rollouts of a batch, in order; released ones are read back from the journal."""
-        checked = ((one, self._checked(one)) for one in batch.rollouts)
-        return [found if isinstance(found, Rollout) else self._read(one.id) for one, found in checked]
+        checked = ((rollout, self._checked(rollout)) for rollout in batch.rollouts)
+        return [rollout if isinstance(rollout, Rollout) else self._read(old.id) for old, rollout in checked]
 
     def _read(self, rollout: str) -> Rollout:
         record = self.journal.read(self.state.where[rollout])
@@ -313,22 +316,29 @@ class RunLog:
         state, batches = self.state, dict(self.state.batches)
         covered = cover(state, keep_checkpoints)
         self._unneeded(
-            one for batch in batches.values() if batch.version not in state.batches for one in batch.rollouts
+            rollout
+            for batch in batches.values()
+            if batch.version not in state.batches
+            for rollout in batch.rollouts
         )
-        held = base(state, covered)
+        replay_base = base(state, covered)
         begins_here = covered == state.checkpoints[-1]
-        record = take(state, None if begins_here else held.segment if held else self._begins)
+        record = take(state, None if begins_here else replay_base.segment if replay_base else self._begins)
         location = self.journal.append(record)
         await self.journal.commit(durable=True)
         state.apply(record, location)
         self._begins = location.segment if record.base is None else record.base
         if begins_here:
-            held = state.snapshots[record.checkpoint]
-        if held is None:
+            replay_base = state.snapshots[record.checkpoint]
+        if replay_base is None:
             return
         in_use = {location.segment for location in state.where.values()}
-        await self.journal.archive(held.segment, in_use | held.needed)  # never what `record` begins with
-        state.snapshots = {v: one for v, one in state.snapshots.items() if one.segment >= held.segment}
+        await self.journal.archive(
+            replay_base.segment, in_use | replay_base.needed
+        )  # never what `record` begins with
+        state.snapshots = {
+            v: snapshot for v, snapshot in state.snapshots.items() if snapshot.segment >= replay_base.segment
+        }
 
 
 def is_teacher_turn(number: int, seed: int, batch: int, on_policy: float) -> bool:
@@ -360,7 +370,7 @@ def _parts_from(state: RunState, branch: int) -> list[list[str]]:
             parts.append(batch.ids)
     parts += state.bisection.parts
     if suspected is not None and len(suspected.ids) <= group:  # most likely the only one: the rest at once
-        return [[one for part in parts for one in part]] if parts else []
+        return [[id for part in parts for id in part]] if parts else []
     return parts
 
 

@@ -60,24 +60,22 @@ def take(state: RunState, base: int | None) -> Snapshot:
     """A snapshot for the newest checkpoint; `base` as in Snapshot. Locations are known once it is written."""
     checkpoint = state.checkpoints[-1]
     batches = {v: batch for v, batch in state.batches.items() if v.step >= checkpoint.step}
-    needed = [*state.pending, *state.buffer, *(one for batch in batches.values() for one in batch.ids)]
+    needed = [*state.pending, *state.buffer, *(id for batch in batches.values() for id in batch.ids)]
     saved = msgspec.structs.replace(
         state,
         pending={
-            i: msgspec.structs.replace(one, issued=None, since=None) for i, one in state.pending.items()
+            i: msgspec.structs.replace(prompt, issued=None, since=None) for i, prompt in state.pending.items()
         },
-        buffer={i: one.released() for i, one in state.buffer.items()},
+        buffer={i: rollout.released() for i, rollout in state.buffer.items()},
         batches={
-            version: dataclasses.replace(batch, rollouts=[one.released() for one in batch.rollouts])
+            version: dataclasses.replace(batch, rollouts=[rollout.released() for rollout in batch.rollouts])
             for version, batch in batches.items()
         },
         where={},
         snapshots={},
         archived={},
     )
-    return Snapshot(
-        checkpoint, base, msgspec.msgpack.encode(saved), {one: state.where[one] for one in needed}
-    )
+    return Snapshot(checkpoint, base, msgspec.msgpack.encode(saved), {id: state.where[id] for id in needed})
 
 
 def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], Record]) -> RunState:
@@ -85,12 +83,12 @@ def restore(snapshot: Snapshot, rules: Rules, read: Callable[[Location], Record]
     state = load(snapshot)
     state.rules, state.where = rules, dict(snapshot.where)
     prompts: dict[str, Prompt] = {}
-    for one in state.pending.values():
-        if one.id not in prompts:
-            issued = read(snapshot.where[one.id])
-            assert isinstance(issued, Issued), f"{one.id} is not where the journal should hold it"
+    for issued_prompt in state.pending.values():
+        if issued_prompt.id not in prompts:
+            issued = read(snapshot.where[issued_prompt.id])
+            assert isinstance(issued, Issued), f"{issued_prompt.id} is not where the journal should hold it"
             prompts = {prompt.id: prompt for prompt in issued.prompts}
-        state.pending[one.id] = replace(one, issued=prompts[one.id])
+        state.pending[issued_prompt.id] = replace(issued_prompt, issued=prompts[issued_prompt.id])
     return state
 
 
@@ -101,8 +99,8 @@ def differs(snapshot: Snapshot, state: RunState) -> bool:
     """
     saved, sure = load(snapshot), state.buffer.keys()
     buffered = sure <= saved.buffer.keys() <= sure | state.archived.keys()
-    told, found = ([list(one.pending), one.next_step, one.counters] for one in (saved, state))
-    return not buffered or told != found
+    told, replayed = ([list(side.pending), side.next_step, side.counters] for side in (saved, state))
+    return not buffered or told != replayed
 
 
 def load(snapshot: Snapshot) -> RunState:

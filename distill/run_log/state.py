@@ -132,7 +132,10 @@ class RunState(msgspec.Struct):
     def expiring(self) -> int:
         """Rollouts in flight that the next batch may still take, and none after it."""
         last = self.next_step - self.rules.bound.hard
-        return sum(one.since is not None and self.step_of(one.since) == last for one in self.pending.values())
+        return sum(
+            prompt.since is not None and self.step_of(prompt.since) == last
+            for prompt in self.pending.values()
+        )
 
     def batch_of(self, step: int) -> Batch | None:
         """The batch of `step` on the path of the current lineage; None: not formed, or forgotten."""
@@ -142,7 +145,7 @@ class RunState(msgspec.Struct):
 
     def next_part(self) -> list[str]:
         """What is left of the next part of a batch that trainers died on; empty: there is none."""
-        parts = ([one for one in part if one in self.buffer] for part in self.bisection.parts)
+        parts = ([id for id in part if id in self.buffer] for part in self.bisection.parts)
         return next((part for part in parts if part), [])
 
     @property
@@ -162,7 +165,7 @@ class RunState(msgspec.Struct):
     def available(self, version: Version) -> bool:
         """Whether the batch formed for `version` can be handed out (again)."""
         batch = self.batches.get(version)
-        return batch is not None and all(one in self.where for one in batch.ids)
+        return batch is not None and all(id in self.where for id in batch.ids)
 
     def may_exist(self, version: Version) -> bool:
         """Whether a replica can hold `version`: the folder it was started with, or one that was published."""
@@ -238,8 +241,10 @@ class RunState(msgspec.Struct):
     def _requeued(self, record: r.Requeued) -> None:
         spent = record.reason in SPENDS_ATTEMPT
         for rollout in record.ids:
-            one = self.pending[rollout]
-            self.pending[rollout] = msgspec.structs.replace(one, attempts=one.attempts + spent, since=None)
+            prompt = self.pending[rollout]
+            self.pending[rollout] = msgspec.structs.replace(
+                prompt, attempts=prompt.attempts + spent, since=None
+            )
         self.counters.requeued[record.reason] += len(record.ids)
         if record.tokens:
             self.counters.generated_tokens += record.tokens
@@ -268,8 +273,8 @@ class RunState(msgspec.Struct):
     def _dropped(self, record: r.Dropped) -> None:
         tokens = record.tokens
         for rollout in record.ids:
-            if found := self.buffer.pop(rollout, None) or self.archived.pop(rollout, None):
-                tokens += found.own_length
+            if scored := self.buffer.pop(rollout, None) or self.archived.pop(rollout, None):
+                tokens += scored.own_length
             elif self.pending.pop(rollout).by_teacher:
                 self.counters.by_teacher_tokens += record.tokens  # such are dropped one by one
             self.where.pop(rollout, None)
@@ -314,8 +319,11 @@ class RunState(msgspec.Struct):
         base = record.checkpoint or Version(-1, 0)
         assert base.lineage < record.lineage, "a checkpoint is older than the trainer that starts from it"
         assert base.step == record.start <= record.branch, "a trainer starts from its checkpoint"
-        held, bisection = self.held_by_last_trainer, self.bisection
-        furthest, died_on = max(bisection.furthest, record.start), held.version if held else bisection.died_on
+        held_lineage, bisection = self.held_by_last_trainer, self.bisection
+        furthest, died_on = (
+            max(bisection.furthest, record.start),
+            held_lineage.version if held_lineage else bisection.died_on,
+        )
         self.bisection = Bisection(furthest, -1, died_on, record.parts)
         self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
         self.lineage, self.rolled_back = record.lineage, None
@@ -345,13 +353,17 @@ class RunState(msgspec.Struct):
         step = record.version.step - 1
         if (batch := self.batch_of(step)) is not None:
             batch.trained = True
-            self.trained_tokens[step] = sum(one.own_length for one in batch.rollouts)
-            self.trained_by_teacher[step] = sum(one.length for one in batch.rollouts if one.by_teacher)
+            self.trained_tokens[step] = sum(rollout.own_length for rollout in batch.rollouts)
+            self.trained_by_teacher[step] = sum(
+                rollout.length for rollout in batch.rollouts if rollout.by_teacher
+            )
             batch.rollouts = [rollout.released() for rollout in batch.rollouts]
 
     @_change.register
     def _version_published(self, record: r.VersionPublished) -> None:
-        told = record.kind != "broadcast" and [one.version for one in self.published[-1:]] == [record.version]
+        told = record.kind != "broadcast" and [earlier.version for earlier in self.published[-1:]] == [
+            record.version
+        ]
         self.counters.published += not told  # a version that is stored beside its broadcast counts once
         self.published = [*self.published, record][-RECENT:]
         lineage, step = record.version

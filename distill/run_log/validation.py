@@ -94,11 +94,11 @@ class Validator:
         k = 0 if rollout.kept else self.sampling.student_topk
         top_k = self.sampling.top_k if self.sampling.mask and not rollout.by_teacher else 0
         routing = None if rollout.by_teacher else self.routing
-        most = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
+        limit = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
         problem = checks.first(
             checks.prompt(rollout.prompt, vocab),
             checks.prompt(rollout.teacher_prompt or rollout.prompt, vocab),
-            checks.tokens(rollout.tokens, rollout.logprob, most, vocab),
+            checks.tokens(rollout.tokens, rollout.logprob, limit, vocab),
             checks.spans(rollout.spans, 0 if rollout.by_teacher else count),
             checks.own(rollout.own, count),
             checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),

@@ -62,7 +62,7 @@ def load(name: str, options: dict[str, Any] | None = None) -> Task:
 
     Raises ConfigError when there is none, or when it does not take `options`.
     """
-    built_in = any(name == one.name for one in pkgutil.iter_modules(__path__))
+    built_in = any(name == module.name for module in pkgutil.iter_modules(__path__))
     try:
         named = f"{__name__}.{name}" if built_in else registered(name, "distill.tasks")
         make = resolve(named if ":" in named else f"{named}:make")

@@ -70,7 +70,7 @@ def untaught(recipe: Recipe) -> Any:
 
 def lesson(rng: np.random.Generator) -> Lesson:
     """One episode; taught are the right calls and the answer."""
-    a, b, c = (int(one) for one in rng.integers(LOWEST, HIGHEST + 1, 3))
+    a, b, c = (int(integer) for integer in rng.integers(LOWEST, HIGHEST + 1, 3))
     ids, taught = list[int](), list[bool]()
 
     def add(words: list[str], teach: bool = False) -> None:

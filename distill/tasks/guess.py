@@ -53,8 +53,8 @@ async def play(task: int, talk: Talk) -> float:
     secret, tried, said = random.Random(task).randint(1, TOP), set[int](), ASK
     for _ in range(TURNS):
         reply = await talk.say(said)
-        found = re.fullmatch(r"\[(\d+)\]", reply.text)
-        guess = int(found[1]) if found else 0
+        match = re.fullmatch(r"\[(\d+)\]", reply.text)
+        guess = int(match[1]) if match else 0
         if guess == secret or not 1 <= guess <= TOP or guess in tried:
             return float(guess == secret)
         tried.add(guess)

@@ -73,10 +73,10 @@ def _untaught(recipe: Recipe) -> Any:
     import torch
 
     model = new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
-    letter, spelling, own = START_SHARES
+    letter, spelling, untaught = START_SHARES
     alike_SH = letter * torch.randn(len(LETTERS), 1, recipe.width)
     alike_SH = alike_SH + spelling * torch.randn(1, SPELLINGS, recipe.width)
-    alike_SH = alike_SH + own * torch.randn(len(LETTERS), SPELLINGS, recipe.width)
+    alike_SH = alike_SH + untaught * torch.randn(len(LETTERS), SPELLINGS, recipe.width)
     with torch.no_grad():
         model.get_input_embeddings().weight[FIRST_LETTER_ID:] = START_SCALE * alike_SH.flatten(0, 1)
     return model

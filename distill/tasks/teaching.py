@@ -144,7 +144,9 @@ def taught_pair(
     """
     return made_once(
         home.with_name(f"{home.name}-{recipe_hash(recipes, seed, sources)}"),
-        lambda folder: save_pair(folder, tokenizer, *(_taught(one, seed, new, loss) for one in recipes)),
+        lambda folder: save_pair(
+            folder, tokenizer, *(_taught(recipe, seed, new, loss) for recipe in recipes)
+        ),
     )
 
 

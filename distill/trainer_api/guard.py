@@ -59,7 +59,7 @@ def retreat(state: RunState, since: int, kept: int, problem: str) -> RolledBack 
     if there and not good:
         return None
     batches = [state.batch_of(step - 1) for step in range(since, state.next_step + 1)]
-    bad = {one for batch in batches if batch is not None for one in batch.ids}
+    bad = {id for batch in batches if batch is not None for id in batch.ids}
     return RolledBack(good[-1] if good else None, sorted(bad), problem)
 
 
@@ -69,9 +69,9 @@ def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
         if not math.isfinite(metrics.get(name, 0.0)):
             return f"{name} is {metrics[name]}, the update was left out"
     for name in ("reverse_kl", "grad_norm", "truncation_rate"):
-        most = getattr(config, f"max_{name}")
-        if most is not None and metrics.get(name, -math.inf) > most:
-            return f"{name} is {metrics[name]:.4g}, above guard.max_{name} = {most:g}"
+        limit = getattr(config, f"max_{name}")
+        if limit is not None and metrics.get(name, -math.inf) > limit:
+            return f"{name} is {metrics[name]:.4g}, above guard.max_{name} = {limit:g}"
     entropy = metrics.get("student_entropy", math.inf)
     if config.min_entropy is not None and entropy < config.min_entropy:
         return f"student_entropy is {entropy:.4g}, below guard.min_entropy = {config.min_entropy:g}"

@@ -80,10 +80,10 @@ def application(
             return unknown(name)
         async with fetching[name]:  # all ranks ask at the same time, and it may take gigabytes
             if name not in heads:
-                found = await teachers[name].head()
-                if problem := checks.head(found):
+                answer = await teachers[name].head()
+                if problem := checks.head(answer):
                     raise RemoteError(f"the output head of teacher {name} cannot be used: {problem}")
-                heads[name] = wire.encode(found)
+                heads[name] = wire.encode(answer)
         return Response(heads[name], media_type=wire.CONTENT_TYPE)
 
     async def servers(request: Request) -> Response:

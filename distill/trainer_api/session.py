@@ -200,7 +200,7 @@ class TrainerSession:
                 shares = await asyncio.to_thread(encoded)
                 if state.lineage != lineage:
                     return
-                self._shares = {old: one for old, one in self._shares.items() if old >= step - 1}
+                self._shares = {old: share for old, share in self._shares.items() if old >= step - 1}
                 self._shares[step] = shares
                 self._events.emit(batch)
             self.ready = max(self.ready, step)

@@ -50,17 +50,17 @@ def read_lines(path: Path, kind: Any = Row) -> list[Row]:
     `kind`: what msgspec must be able to read every object as. Raises DataError for any other line.
     """
     *lines, torn = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    found = [_object(path, number, line, kind) for number, line in enumerate(lines, 1)]
+    rows = [_object(path, number, line, kind) for number, line in enumerate(lines, 1)]
     with contextlib.suppress(DataError):  # the newline alone may be missing
-        found.append(_object(path, len(lines) + 1, torn, kind))
-    return found
+        rows.append(_object(path, len(lines) + 1, torn, kind))
+    return rows
 
 
 def _object(path: Path, number: int, line: bytes, kind: Any) -> Row:
     try:
-        found = json_decoder(Row).decode(line)
+        row = json_decoder(Row).decode(line)
         if kind is not Row:
-            convert(found, kind)
+            convert(row, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}:{number}: {error}; the file was altered") from None
-    return found
+    return row

@@ -51,7 +51,7 @@ def registered(name: str, group: str) -> str:
 
     `group`: of entry points, such as "distill.objectives". Raises ConfigError when packages disagree.
     """
-    values = sorted({one.value for one in _entry_points(group).select(name=name)})
+    values = sorted({entry.value for entry in _entry_points(group).select(name=name)})
     if len(values) > 1:
         raise ConfigError(
             f"{name!r} is an entry point of {group} in several packages ({', '.join(values)}): name the "
@@ -66,10 +66,10 @@ def typed(kinds: Sequence[Any], table: Any) -> Any:
     `kinds`: the classes of the section; the own one's `group` is that of its entry points.
     """
     tags = {tag: kind for kind in kinds for tag in get_args(kind.model_fields["type"].annotation)}
-    given = table.get("type") if isinstance(table, dict) else None
-    if "own" not in tags or not isinstance(given, str) or given in tags:
+    named = table.get("type") if isinstance(table, dict) else None
+    if "own" not in tags or not isinstance(named, str) or named in tags:
         return table
-    name = registered(given, tags["own"].group)
+    name = registered(named, tags["own"].group)
     return {**table, "type": "own", "name": name} if is_own(name) else table
 
 
@@ -106,15 +106,15 @@ def check_module(name: str, field: str) -> None:
     search_folder()
     module, _, attribute = name.partition(":")
     try:
-        found = importlib.util.find_spec(module) is not None and bool(attribute)
+        exists = importlib.util.find_spec(module) is not None and bool(attribute)
     except (ImportError, ValueError):  # of a package above it, or no name of a module
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         raise ConfigError(f"{field} = {name!r} names no module that can be found: say {OWN} {_MISSING}")
 
 
 def make_own(
-    name: str, field: str, fits: Callable[[Any], bool], wanted: str, *arguments: Any, **options: Any
+    name: str, field: str, fits: Callable[[Any], bool], expected: str, *arguments: Any, **options: Any
 ) -> Any:
     """What the named function makes of `arguments` and `options`; `wanted`: what `fits` accepts, in words.
 
@@ -131,7 +131,7 @@ def make_own(
             "options that it takes, or mend it"
         ) from error
     if not fits(made):
-        raise ConfigError(f"{field} = {name!r} made a {type(made).__name__}: it must return {wanted}")
+        raise ConfigError(f"{field} = {name!r} made a {type(made).__name__}: it must return {expected}")
     return made
 
 

@@ -83,9 +83,9 @@ _OF_VLLM: Final[_Rules] = {
 def _check(rules: _Rules, arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         if rule := rules.get(name.lstrip("-").replace("_", "-")):
-            number, most, words = rule
+            number, limit, words = rule
             try:
-                fits = 0 < number(str(value)) <= most
+                fits = 0 < number(str(value)) <= limit
             except ValueError:
                 fits = False
             if not fits:

@@ -95,11 +95,11 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")}
 
 
-def differing_parts(one: str, other: str) -> list[str]:
+def differing_parts(ours: str, other: str) -> list[str]:
     """Names of the parts (of PARTS) in which two fingerprints differ; empty: the same tokenizer."""
-    if len(one) != len(other) or len(one) != _DIGITS * len(PARTS):
-        return [] if one == other else list(PARTS)
-    return [name for i, name in enumerate(PARTS) if _part(one, i) != _part(other, i)]
+    if len(ours) != len(other) or len(ours) != _DIGITS * len(PARTS):
+        return [] if ours == other else list(PARTS)
+    return [name for i, name in enumerate(PARTS) if _part(ours, i) != _part(other, i)]
 
 
 def _merges(tokenizer: Tokenizer) -> Any:

@@ -132,10 +132,10 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
         received = reception.result()
         if (received.adapter_config is not None) != self._adapters:
             kinds = ["an adapter", "a whole checkpoint"]
-            sent, own = reversed(kinds) if self._adapters else kinds
+            sent, expected = reversed(kinds) if self._adapters else kinds
             raise SnapshotError(
-                f"broadcast {received.group} is {sent} and this replica was started for {own}: start trainer "
-                "and replica with the same [trainer.lora]"
+                f"broadcast {received.group} is {sent} and this replica was started for {expected}: start "
+                "trainer and replica with the same [trainer.lora]"
             )
         stage = self._stage(room, received.adapter_config)
         return Source(f"broadcast {received.group}", received.tensors.items, stage, received.digests)

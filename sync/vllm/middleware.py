@@ -100,13 +100,13 @@ class _Routes:
         return adapter
 
     async def _generate(self, request: Request) -> ASGIApp:
-        wanted = await read_message(request, wire.GenerateRequest)
-        if problem := completions.sampling_problem(wanted.sampling):
+        message = await read_message(request, wire.GenerateRequest)
+        if problem := completions.sampling_problem(message.sampling):
             raise WireError(problem)
         adapter = await self._adapter(request)
-        if wanted.sampling.routes and self._routes is None:
+        if message.sampling.routes and self._routes is None:
             await self._record_routes(request)
-        generation = Generation(request.app.state.engine_client, wanted, adapter, self._routes)
+        generation = Generation(request.app.state.engine_client, message, adapter, self._routes)
 
         async def run(_: Scope, receive: Receive, send: Send) -> None:
             self._generations.add(generation)
@@ -128,8 +128,8 @@ class _Routes:
             return
 
         async def take(requests: list[str]) -> list[dict[str, Any] | None]:
-            found, *_ = await vllm_compat.call_workers(engine, "distill_routes", requests)
-            return found
+            routes, *_ = await vllm_compat.call_workers(engine, "distill_routes", requests)
+            return routes
 
         self._routes = self._routes or routing.RouteQueue(take)  # another request may have been faster
 
@@ -339,10 +339,10 @@ class Updater:
         await vllm_compat.call_workers(self._engine, "distill_prepare", update)
         while True:
             workers = await vllm_compat.call_workers(self._engine, "distill_prepared")
-            if errors := [one["error"] for one in workers if one["error"] is not None]:
+            if errors := [worker["error"] for worker in workers if worker["error"] is not None]:
                 raise SnapshotError(f"{request.version} was not staged, the old version goes on: {errors[0]}")
-            if all(one["done"] for one in workers):
-                return bytes_read + sum(one["bytes"] for one in workers)
+            if all(worker["done"] for worker in workers):
+                return bytes_read + sum(worker["bytes"] for worker in workers)
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _swap(self, request: wire.UpdateRequest) -> float:

@@ -65,8 +65,8 @@ class _Request:
         if end > len(self._token_N):
             room = max(end, 2 * len(self._token_N)) - self.length
             self._token_N, self._route_NMK = (
-                np.concatenate([held[: self.length], np.empty((room, *held.shape[1:]), held.dtype)])
-                for held in (self._token_N, self._route_NMK)
+                np.concatenate([array[: self.length], np.empty((room, *array.shape[1:]), array.dtype)])
+                for array in (self._token_N, self._route_NMK)
             )
 
     def message(self) -> dict[str, Any]:
@@ -106,12 +106,12 @@ class RouteRecord:
 
         `first`: R, the same in all passes of a request.
         """
-        held = self._requests.get(request)
-        if held is None:
-            held = self._requests[request] = _Request(self.shape, first)
+        recorded = self._requests.get(request)
+        if recorded is None:
+            recorded = self._requests[request] = _Request(self.shape, first)
         known = max(0, first - start)
         if known < len(token_N):
-            held.write(start + known - first, token_N[known:], route_NMK[known:])
+            recorded.write(start + known - first, token_N[known:], route_NMK[known:])
 
     def end(self, requests: Iterable[str]) -> None:
         """The engine let go of these: finished, or aborted."""
@@ -121,8 +121,8 @@ class RouteRecord:
                 self._requests[request].ended = now
         late = [
             request
-            for request, held in self._requests.items()
-            if held.ended is not None and now - held.ended > KEPT_SECONDS
+            for request, recorded in self._requests.items()
+            if recorded.ended is not None and now - recorded.ended > KEPT_SECONDS
         ]
         for request in late:
             del self._requests[request]
@@ -132,8 +132,8 @@ class RouteRecord:
 
         None: nothing is. Only a request whose completion was given out is taken: it writes no more.
         """
-        held = self._requests.pop(request, None)
-        return None if held is None else held.message()
+        recorded = self._requests.pop(request, None)
+        return None if recorded is None else recorded.message()
 
     def named(self, outside: str) -> str:
         """The engine's name of a request that its caller named `outside`: vLLM adds "-" and a random part."""

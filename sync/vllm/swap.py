@@ -134,9 +134,9 @@ def _place(staged: _Staged) -> Source:
 
 def _check(staged: _Staged) -> None:
     """Raise SnapshotError when other bytes were read than recorded."""
-    found, recorded = staged.digests, staged.source.digests
-    if recorded is not None and found != recorded:
-        changed = sorted(k for k in found.keys() | recorded if found.get(k) != recorded.get(k))
+    digests, recorded = staged.digests, staged.source.digests
+    if recorded is not None and digests != recorded:
+        changed = sorted(k for k in digests.keys() | recorded if digests.get(k) != recorded.get(k))
         raise SnapshotError(
             f"{staged.source.name} gave other bytes than recorded in {changed[:3]}: it was altered"
         )

@@ -181,8 +181,10 @@ def sampling_params(
 def tokens_written() -> int | None:
     """Tokens that the engine has generated, counted at every step; None where its statistics are off."""
     counted = REGISTRY.restricted_registry([_TOKENS_WRITTEN]).collect()
-    found = [one.value for metric in counted for one in metric.samples if one.name == _TOKENS_WRITTEN]
-    return int(sum(found)) if found else None
+    counts = [
+        sample.value for metric in counted for sample in metric.samples if sample.name == _TOKENS_WRITTEN
+    ]
+    return int(sum(counts)) if counts else None
 
 
 async def complete(

@@ -58,13 +58,13 @@ def why_not_staged(model: nn.Module, quantised: bool, room: int | None) -> str |
 
 def bytes_needed(model: nn.Module) -> int:
     """Most host memory that staging takes in this worker: every parameter once, a tied head's too."""
-    parameters = (get_layerwise_info(one).restore_metadata[0].values() for one in model.modules())
+    parameters = (get_layerwise_info(module).restore_metadata[0].values() for module in model.modules())
     return sum(tensor.nbytes for layer in parameters for tensor in layer)
 
 
 def _plain(layer: nn.Module) -> bool:
-    own = getattr(type(getattr(layer, "impl", None)), "process_weights_after_loading", None)
-    return isinstance(layer, Attention) and own is AttentionImplBase.process_weights_after_loading
+    method = getattr(type(getattr(layer, "impl", None)), "process_weights_after_loading", None)
+    return isinstance(layer, Attention) and method is AttentionImplBase.process_weights_after_loading
 
 
 class _Watched(LayerReloadingInfo):
@@ -89,7 +89,7 @@ class Staging:
         clones: dict[int, torch.Tensor] = {}
         for live, shadow in self._pairs:
             children = shadow._modules.items()
-            shadow._modules = {n: None if one is None else shadows[id(one)] for n, one in children}
+            shadow._modules = {n: None if child is None else shadows[id(child)] for n, child in children}
             self._empty(live, shadow, clones)
         self.shadow: Any = self._pairs[0][1]
         """What `load_weights` of the model fills."""
@@ -102,8 +102,8 @@ class Staging:
         """Take the weights out of a shadow, and have vLLM process it when it is loaded again."""
         known = get_layerwise_info(live)
         parameters, buffers = known.restore_metadata
-        own = _alike(parameters), _alike(buffers)
-        info = LAYERWISE_INFO[shadow] = _Watched(own, known.restore_device)
+        tensors = _alike(parameters), _alike(buffers)
+        info = LAYERWISE_INFO[shadow] = _Watched(tensors, known.restore_device)
         info.done = partial(self._processed, live, shadow)
         restore_layer_on_meta(shadow, info)
         for kind in (cast(dict[str, Any], shadow._parameters), cast(dict[str, Any], shadow._buffers)):
@@ -122,9 +122,9 @@ class Staging:
 
     def _take(self, live: nn.Module, shadow: nn.Module, names: set[str]) -> None:
         """Keep what differs from the live tensors of these names."""
-        present, found = get_layer_tensors(live), get_layer_tensors(shadow)
-        for name in sorted(names & found.keys()):
-            old, new = present.get(name), found[name].data
+        present, staged = get_layer_tensors(live), get_layer_tensors(shadow)
+        for name in sorted(names & staged.keys()):
+            old, new = present.get(name), staged[name].data
             if new.is_meta or id(old) in self._new:
                 continue
             if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
@@ -133,7 +133,7 @@ class Staging:
             if not torch.equal(_bits(old.data), _bits(new)):
                 self._copies.append((old.data, _in_host_memory(new)))
             if not current_platform.is_cpu():  # free the device's memory, layer by layer
-                found[name].data = torch.empty(0, dtype=new.dtype, device=new.device)
+                staged[name].data = torch.empty(0, dtype=new.dtype, device=new.device)
 
     def finish(self) -> None:
         """After the shadow's loader is through: process layers with padding, and take over what is left.

@@ -72,10 +72,10 @@ def stage_weights(
     if reason := why_not_staged(model, quantised, room):
         logger.warning("weights are loaded inside the pause: %s", reason)
         return partial(load_weights, model, config.model_config, tensors)
-    held, staging = {name for name, _ in model.named_parameters()}, Staging(model)
+    names, staging = {name for name, _ in model.named_parameters()}, Staging(model)
     try:
         with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
-            missing = _fill(staging.shadow, held, tensors)
+            missing = _fill(staging.shadow, names, tensors)
             staging.finish()
         _refuse(missing)
     except BaseException:
@@ -92,10 +92,10 @@ def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -
 
     Raises as `stage_weights`; the model is then mixed, but can be loaded again.
     """
-    held = {name for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
     try:
-        missing = _fill(model, held, tensors)
+        missing = _fill(model, names, tensors)
         finalize_layerwise_reload(model, model_config)
     except BaseException:
         _abandon_reload(model)
@@ -106,9 +106,9 @@ def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -
         _refuse(missing)
 
 
-def _fill(model: Any, held: set[str], tensors: NamedTensors) -> set[str]:
+def _fill(model: Any, names: set[str], tensors: NamedTensors) -> set[str]:
     """Parameters that got nothing, of a model in layerwise reload that otherwise has those of `held`."""
-    expected = held & {name for name, _ in model.named_parameters()}  # without what vLLM computes of them
+    expected = names & {name for name, _ in model.named_parameters()}  # without what vLLM computes of them
     loaded = model.load_weights(tensors)
     if past := _not_reloaded(model) & (loaded or set()):
         raise ValueError(f"vLLM loads {sorted(past)[:3]} past a reload, so that the old values would stay")

@@ -185,13 +185,13 @@ class BroadcastSender:
 
     def _group_of(self, audience: Audience, store: Meeting) -> Group:
         """The one that all hold, or a new one."""
-        held, self._held = self._held, None
+        kept, self._held = self._held, None
         holders = {store.get(f"here/{rank}") for rank in range(1, audience.world_size)}
-        if held is not None and (held.size, {held.name.encode()}) == (audience.world_size, holders):
-            store.set("go", held.name)
-            return held
-        if held is not None:
-            held.close()
+        if kept is not None and (kept.size, {kept.name.encode()}) == (audience.world_size, holders):
+            store.set("go", kept.name)
+            return kept
+        if kept is not None:
+            kept.close()
         store.set("go", _NEW)
         return Group(store, 0, audience.world_size, self._host, self._timeout, self._device)
 
@@ -252,26 +252,26 @@ class Receiver:
 
     def held(self, ticket: BroadcastTicket) -> str:
         """Name of the group in which it has the ticket's rank, or _NEW."""
-        held = self._held
-        return held.name if held is not None and held.rank == ticket.rank else _NEW
+        kept = self._held
+        return kept.name if kept is not None and kept.rank == ticket.rank else _NEW
 
     def group(self, name: str, ticket: BroadcastTicket) -> Group:
         """The one that is held, where that is `name`; else, for _NEW, one under the ticket's name.
 
         Not held meanwhile: `keep` it when its broadcast has succeeded.
         """
-        held, self._held = self._held, None
-        if held is not None:
-            if held.name == name:
-                return held
-            held.close()
+        kept, self._held = self._held, None
+        if kept is not None:
+            if kept.name == name:
+                return kept
+            kept.close()
         with contextlib.ExitStack() as failed:
             visitor = Visitor(ticket.address, self._key, self.timeout)
             failed.callback(visitor.close)
             store = Meeting(visitor.ask, ticket.group, self.timeout)
             host, _, port = ticket.address.rpartition(":")
-            own, members = address_towards(host, int(port)), (ticket.rank, ticket.world_size)
-            group = Group(store, *members, own, self.timeout, self.device, visitor.close)
+            address, members = address_towards(host, int(port)), (ticket.rank, ticket.world_size)
+            group = Group(store, *members, address, self.timeout, self.device, visitor.close)
             failed.pop_all()
         return group
 
@@ -353,11 +353,11 @@ class Reception:
     def _check_backend(self, sent: str) -> None:
         """Raise SnapshotError when the sender and this side could never meet."""
         device = self._receiver.device
-        own = backend_name(device)
-        if sent != own:
+        backend = backend_name(device)
+        if sent != backend:
             raise SnapshotError(
                 f"the trainer broadcasts with {sent} and this replica is on a {device.type} device, "
-                f'which receives with {own}: set weights.transport = "snapshot", or run both on the same kind'
+                f'which receives with {backend}: set weights.transport = "snapshot", or run both on one kind'
             )
 
     def _receive_buckets(self, group: Group, plan: Plan) -> dict[str, torch.Tensor]:

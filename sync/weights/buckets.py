@@ -78,7 +78,7 @@ class Digests:
 
     def found(self) -> dict[str, str]:
         """Tensor → hex, after the last bucket."""
-        return {name: one.hexdigest() for name, one in self._hashes.items()}
+        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
 
 def nbytes(meta: TensorMeta) -> int:

@@ -123,13 +123,13 @@ class Publisher:
         with self._lock:
             self._base = self._held = None  # free the old copy before allocating the new one
             self._check(shards)
-            held = None if self._anchors_only else BaseShard(self._slices, shards)
+            base = None if self._anchors_only else BaseShard(self._slices, shards)
             again, self._begun, total = version == self._begun, version, self._shard_bytes
             if self._rank == 0:
-                own = held.host if held else shards
-                total = self._publish_anchor(version, parent, folder, own, kind, again)
-            self._held, self._parent = held, parent
-            self._base = version if held else None
+                bits = base.host if base else shards
+                total = self._publish_anchor(version, parent, folder, bits, kind, again)
+            self._held, self._parent = base, parent
+            self._base = version if base else None
             self._delta_bytes, self._full_bytes = 0, total
             return Published(
                 version=version,
@@ -183,13 +183,13 @@ class Publisher:
 
     def _check(self, shards: Mapping[str, Bits]) -> None:
         for part in self._slices:
-            bits, wanted = shards.get(part.name), BITS[part.dtype]
-            if bits is not None and _fits(bits, part.count, wanted):
+            bits, dtype = shards.get(part.name), BITS[part.dtype]
+            if bits is not None and _fits(bits, part.count, dtype):
                 continue
             got = "nothing" if bits is None else f"{bits.dtype}{tuple(bits.shape)}"
             raise SnapshotError(
                 f"rank {self._rank} got {got} for {part.name!r}, its slice has {part.count} elements of "
-                f"{part.dtype}: pass flat {wanted} bits"
+                f"{part.dtype}: pass flat {dtype} bits"
             )
 
     def _key(self, version: Version, name: str) -> str:
@@ -269,33 +269,33 @@ class Publisher:
 
     def _compare(self, folder: Path, shards: Mapping[str, Bits]) -> None:
         """The folder must hold this model, and this rank's very bits: deltas are taken from those."""
-        found = checkpoint.fingerprint(folder)
-        if found != self._fingerprint:
+        fingerprint = checkpoint.fingerprint(folder)
+        if fingerprint != self._fingerprint:
             raise SnapshotError(
-                f"{folder} has fingerprint {found[:12]}, the run's model has {self._fingerprint[:12]}: "
+                f"{folder} has fingerprint {fingerprint[:12]}, the run's model has {self._fingerprint[:12]}: "
                 "names, shapes or dtypes differ"
             )
         places = checkpoint.tensors(folder)
         self._model_bytes = sum(place.nbytes for place in places.values())
         arrays = checkpoint.bits(places)
         for part in self._slices:
-            own = on_host(shards[part.name])
-            if not np.array_equal(arrays[part.name][part.start : part.start + part.count], own):
+            bits = on_host(shards[part.name])
+            if not np.array_equal(arrays[part.name][part.start : part.start + part.count], bits):
                 raise SnapshotError(
                     f"{folder} holds other bits of {part.name!r} than rank 0's shard: saved at another step?"
                 )
 
-    def _publish_delta(self, version: Version, base: Version, own: Part) -> int:
+    def _publish_delta(self, version: Version, base: Version, shard: Part) -> int:
         """Wait for every rank's file and write the manifest; returns the bytes of all files."""
         deadline = time.monotonic() + self._config.timeout_seconds
-        parts = [own] + [
+        parts = [shard] + [
             self._await_part(version, base, rank, deadline) for rank in range(1, self._world_size)
         ]
         files = [part.file for part in parts]
-        held = sum(part.shard_bytes for part in parts)
-        if held != self._model_bytes:
+        total = sum(part.shard_bytes for part in parts)
+        if total != self._model_bytes:
             raise SnapshotError(
-                f"the slices of all {self._world_size} ranks hold {held} bytes, the model "
+                f"the slices of all {self._world_size} ranks hold {total} bytes, the model "
                 f"{self._model_bytes}: every element belongs to exactly one rank"
             )
         self._finish(version, "delta", self._parent, base, files, self._full_bytes)
@@ -366,12 +366,12 @@ class BaseShard:
 
     def __init__(self, slices: Sequence[Slice], shards: Mapping[str, Bits]) -> None:
         """Copies `shards`, which are flat bits of the slices."""
-        given = {part.name: shards[part.name] for part in slices}
-        self.host = {name: on_host(bits).copy() for name, bits in given.items()}
+        bits_of = {part.name: shards[part.name] for part in slices}
+        self.host = {name: on_host(bits).copy() for name, bits in bits_of.items()}
         """The same bits in host memory."""
         self._last: dict[str, Bits] = {
             name: self.host[name] if isinstance(bits, np.ndarray) else bits.clone()
-            for name, bits in given.items()
+            for name, bits in bits_of.items()
         }
 
     def delta(
@@ -395,6 +395,6 @@ class BaseShard:
             bits[:] = shards[name]
 
 
-def _fits(bits: Bits, count: int, wanted: np.dtype) -> bool:
-    exact = bits.dtype == wanted if isinstance(bits, np.ndarray) else not bits.dtype.is_floating_point
-    return exact and bits.itemsize == wanted.itemsize and tuple(bits.shape) == (count,)
+def _fits(bits: Bits, count: int, dtype: np.dtype) -> bool:
+    exact = bits.dtype == dtype if isinstance(bits, np.ndarray) else not bits.dtype.is_floating_point
+    return exact and bits.itemsize == dtype.itemsize and tuple(bits.shape) == (count,)

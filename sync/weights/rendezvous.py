@@ -68,11 +68,11 @@ class _Line:
         self, connection: socket.socket, key: bytes, serving: bool, deadline: float | None = None
     ) -> None:
         """`deadline`: see `_exactly`."""
-        own = secrets.token_bytes(_NONCE)
-        connection.sendall(own)
+        nonce = secrets.token_bytes(_NONCE)
+        connection.sendall(nonce)
         theirs = _exactly(connection, _NONCE, deadline)
         self._connection, self._serving = connection, serving
-        self._session = blake3(theirs + own if serving else own + theirs, key=key).digest()
+        self._session = blake3(theirs + nonce if serving else nonce + theirs, key=key).digest()
         self._sent = self._received = 0
 
     def _seal(self, from_server: bool, count: int, body: bytes) -> bytes:
@@ -84,13 +84,13 @@ class _Line:
         self._sent += 1
         self._connection.sendall(len(body).to_bytes(4, "little") + seal + body)
 
-    def receive(self, most: int = _MOST_FRAME, deadline: float | None = None) -> bytes:
+    def receive(self, limit: int = _MOST_FRAME, deadline: float | None = None) -> bytes:
         """The next frame, of at most `most` bytes; `deadline`: see `_exactly`.
 
         Raises StrangerError, and OSError at the end of the connection.
         """
         length = int.from_bytes(_exactly(self._connection, 4, deadline), "little")
-        if length > most:
+        if length > limit:
             raise StrangerError
         seal = _exactly(self._connection, blake3.digest_size, deadline)
         body = _exactly(self._connection, length, deadline)
@@ -106,16 +106,16 @@ def _exactly(connection: socket.socket, count: int, deadline: float | None = Non
     `deadline`: time.monotonic() at which all must be there, else TimeoutError; None: the connection's own
     time-out holds, for each part.
     """
-    found = bytearray()
-    while len(found) < count:
+    data = bytearray()
+    while len(data) < count:
         if deadline is not None:
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError("the frame is not whole")
             connection.settimeout(left)
-        if not (chunk := connection.recv(min(count - len(found), 1 << 20))):
+        if not (chunk := connection.recv(min(count - len(data), 1 << 20))):
             raise ConnectionResetError("the connection ended")
-        found += chunk
-    return bytes(found)
+        data += chunk
+    return bytes(data)
 
 
 # --- the store --------------------------------------------------------------------------------------------
@@ -230,8 +230,8 @@ class _Visit(socketserver.BaseRequestHandler):
             body = line.receive(_MOST_FIRST_FRAME, deadline)
             self.request.settimeout(None)
             while True:
-                found = self.server.ask(msgpack_decoder(Ask).decode(body))
-                line.send(msgspec.msgpack.encode(found))
+                answer = self.server.ask(msgpack_decoder(Ask).decode(body))
+                line.send(msgspec.msgpack.encode(answer))
                 body = line.receive()
         except StrangerError:
             logger.warning("%s was refused: it does not hold the run's token", self.client_address[0])

@@ -175,16 +175,16 @@ class Mirror:
             self._take(None, read_chain(self._store, self._run, version), deltas)
         return deltas.bytes_read
 
-    def _chain_from(self, held: Version | None, version: Version) -> list[Manifest]:
+    def _chain_from(self, local: Version | None, version: Version) -> list[Manifest]:
         """Deltas that lead from `held` to `version`; none when there is no such chain."""
-        if held is None:
+        if local is None:
             return []
         try:
-            chain = read_chain(self._store, self._run, version, frozenset([held]))
+            chain = read_chain(self._store, self._run, version, frozenset([local]))
         except SnapshotError as error:
-            logger.info("no deltas from %s to %s: %s", held, version, error)
+            logger.info("no deltas from %s to %s: %s", local, version, error)
             return []
-        return chain if chain[0].base == held else []
+        return chain if chain[0].base == local else []
 
     def _take(self, slot: str | None, chain: list[Manifest], deltas: Deltas) -> None:
         """Bring the spare along one route: deltas on what `slot` holds, or from the anchor (None).
@@ -267,9 +267,9 @@ def check_local(folder: Path) -> None:
     """
     path = folder.resolve()
     mounts = [line.split() for line in _MOUNTS.read_text().splitlines()] if _MOUNTS.exists() else []
-    holds = [(Path(re.sub(r"\\040", " ", one[1])), one[2]) for one in mounts]
-    found = [(at, kind) for at, kind in holds if path.is_relative_to(at)]
-    at, kind = max(reversed(found), key=lambda one: len(one[0].parts), default=(path, ""))
+    holds = [(Path(re.sub(r"\\040", " ", mount[1])), mount[2]) for mount in mounts]
+    holding = [(at, kind) for at, kind in holds if path.is_relative_to(at)]
+    at, kind = max(reversed(holding), key=lambda mount: len(mount[0].parts), default=(path, ""))
     if _NETWORK.fullmatch(kind):
         raise ConfigError(
             f"mirror {folder} would lie on a network file system ({kind} at {at}): set student.mirror_folder "

@@ -31,10 +31,10 @@ class Unavailable(RemoteError):
 class Answer:
     """One answer, whose parts are added as they come, up to a limit."""
 
-    def __init__(self, url: str, status: int, headers: Mapping[str, str], most: int) -> None:
+    def __init__(self, url: str, status: int, headers: Mapping[str, str], limit: int) -> None:
         """`most`: bytes of a 200. Raises RemoteError for an encoded answer, or one that announces more."""
         self.url, self.status, self.headers, self.content = url, status, headers, bytearray()
-        self._most = most if status == 200 else MAX_REFUSAL
+        self._most = limit if status == 200 else MAX_REFUSAL
         check_plain(url, headers)
         length = headers.get("content-length", "0")
         self._check(int(length) if length.isdecimal() else 0)

@@ -120,8 +120,8 @@ class Version(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Version:
         """Inverse of str(). Raises WireError on anything else."""
-        found = re.fullmatch(r"L(\d{3,19})-v(\d{8,19})", text, re.ASCII)
-        version = cls(int(found[1]), int(found[2])) if found else None
+        match = re.fullmatch(r"L(\d{3,19})-v(\d{8,19})", text, re.ASCII)
+        version = cls(int(match[1]), int(match[2])) if match else None
         if version is None or str(version) != text:
             raise WireError(f"{text[:100]!r} is not a version: expected the form L000-v00000012")
         return version
@@ -187,12 +187,12 @@ def _found(body: bytes | memoryview, error: Exception) -> str:
     if path is None:
         return ""
     try:
-        found = msgspec.msgpack.decode(body)
+        value = msgspec.msgpack.decode(body)
         for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path[1]):
-            found = found[name] if name else found[int(index)]
+            value = value[name] if name else value[int(index)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
         return ""  # what follows the number is no message either
-    return f", which is {found}" if isinstance(found, int | float) else ""
+    return f", which is {value}" if isinstance(value, int | float) else ""
 
 
 def frame(message: Message) -> bytes:

@@ -76,38 +76,38 @@ def ids(vocab_size: int, low: int = 0) -> Range:
 
 def array(
     field: str,
-    found: Array | None,
+    value: Array | None,
     dtypes: Sequence[str],
     shape: tuple[int | None, ...],
     within: Range | None,
-    wanted: bool = True,
+    asked: bool = True,
 ) -> Problem | None:
     """Dtype, shape, bytes and elements of an array; missing is a problem, and so is one not `wanted`.
 
     `shape`: None for any size in that dimension. `within`: None: the elements are not looked at.
     """
-    if not wanted:
+    if not asked:
         rule = "left out: it was not asked for"
-        return None if found is None else Problem(field, f"of shape {_text(found.shape)}", rule)
-    if found is None:
+        return None if value is None else Problem(field, f"of shape {_text(value.shape)}", rule)
+    if value is None:
         return Problem(field, "missing", f"{' or '.join(dtypes)} {_text(shape)}")
-    if found.dtype not in dtypes:
-        return Problem(field, f"of dtype {found.dtype}", " or ".join(dtypes))
-    sizes = [got if size is None else size for got, size in zip(found.shape, shape, strict=False)]
-    if list(found.shape) != sizes or len(sizes) != len(shape) or min(sizes) < 0:
-        return Problem(field, f"of shape {_text(found.shape)}", f"of shape {_text(shape)}")
-    needed = math.prod(sizes) * DTYPES[found.dtype].itemsize
-    if needed != len(found.data):
-        return Problem(field, f"{len(found.data)} bytes", f"{needed} bytes, as its shape says")
-    return _elements(field, found, within) if within and found.data else None
+    if value.dtype not in dtypes:
+        return Problem(field, f"of dtype {value.dtype}", " or ".join(dtypes))
+    sizes = [got if size is None else size for got, size in zip(value.shape, shape, strict=False)]
+    if list(value.shape) != sizes or len(sizes) != len(shape) or min(sizes) < 0:
+        return Problem(field, f"of shape {_text(value.shape)}", f"of shape {_text(shape)}")
+    needed = math.prod(sizes) * DTYPES[value.dtype].itemsize
+    if needed != len(value.data):
+        return Problem(field, f"{len(value.data)} bytes", f"{needed} bytes, as its shape says")
+    return _elements(field, value, within) if within and value.data else None
 
 
-def _elements(field: str, found: Array, within: Range) -> Problem | None:
-    values = unpack(found)
-    if found.dtype == "bf16":  # its bits: all ones in the exponent are inf or NaN
+def _elements(field: str, value: Array, within: Range) -> Problem | None:
+    values = unpack(value)
+    if value.dtype == "bf16":  # its bits: all ones in the exponent are inf or NaN
         finite = (values & 0x7FFF).max() < 0x7F80
         return None if finite else Problem(field, "inf or NaN in one place or more", within.name)
-    values = values.astype("f4") if found.dtype == "f2" else values
+    values = values.astype("f4") if value.dtype == "f2" else values
     low, high = values.min(), values.max()
     for worst, wrong in ((low, not low >= within.low), (high, not high <= within.high)):
         if wrong or not np.isfinite(worst):
@@ -119,8 +119,8 @@ def _text(shape: Sequence[int | None]) -> str:
     return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 
-def _same(field: str, found: object, asked: object) -> Problem | None:
-    return None if found == asked else Problem(field, f"{found}", f"{asked}, as it was asked for")
+def _same(field: str, value: object, asked: object) -> Problem | None:
+    return None if value == asked else Problem(field, f"{value}", f"{asked}, as it was asked for")
 
 
 def first(*problems: Problem | None) -> Problem | None:
@@ -128,11 +128,11 @@ def first(*problems: Problem | None) -> Problem | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def echo(found: Sequence[str], asked: Sequence[str]) -> Problem | None:
+def echo(answered: Sequence[str], asked: Sequence[str]) -> Problem | None:
     """The ids of all results of a reply: one for each that was asked, in that order."""
-    if len(found) != len(asked):
-        return Problem("results", f"{len(found)} of {len(asked)}", "one for each that was asked")
-    return first(*(_same("id", got[:80], one) for got, one in zip(found, asked, strict=True)))
+    if len(answered) != len(asked):
+        return Problem("results", f"{len(answered)} of {len(asked)}", "one for each that was asked")
+    return first(*(_same("id", got[:80], id) for got, id in zip(answered, asked, strict=True)))
 
 
 # --- completions ------------------------------------------------------------------------------------------
@@ -143,49 +143,49 @@ def prompt(token_ids: Array, vocab_size: int) -> Problem | None:
     return array("prompt", token_ids, I4, (None,), ids(vocab_size))
 
 
-def tokens(token_ids: Array, logprob: Array, most: int, vocab_size: int, least: int = 1) -> Problem | None:
+def tokens(token_ids: Array, logprob: Array, limit: int, vocab_size: int, least: int = 1) -> Problem | None:
     """Tokens of a completion, `least` to `most` of them, and their log-probabilities."""
     if problem := array("token_ids", token_ids, I4, (None,), ids(vocab_size)):
         return problem
     count = token_ids.shape[0]
-    if not least <= count <= most:
-        return Problem("token_ids", f"{count} tokens", f"{least} to {most}, as it was asked for")
+    if not least <= count <= limit:
+        return Problem("token_ids", f"{count} tokens", f"{least} to {limit}, as it was asked for")
     return array("logprob", logprob, F4, (count,), LOGPROB)
 
 
-def spans(found: Sequence[VersionSpan], count: int) -> Problem | None:
+def spans(version_spans: Sequence[VersionSpan], count: int) -> Problem | None:
     """Version spans of `count` tokens: one after the other, none empty."""
-    ends = [0, *(span.end for span in found)]
-    if [span.start for span in found] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != count:
-        text = ", ".join(f"[{span.start}, {span.end})" for span in found[:4])
+    ends = [0, *(span.end for span in version_spans)]
+    if [span.start for span in version_spans] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != count:
+        text = ", ".join(f"[{span.start}, {span.end})" for span in version_spans[:4])
         return Problem("spans", text or "empty", f"contiguous from 0 to {count}, none of them empty")
     return None
 
 
-def own(found: Sequence[tuple[int, int]], count: int) -> Problem | None:
+def own(turns: Sequence[tuple[int, int]], count: int) -> Problem | None:
     """Ranges of `count` tokens that the student sampled, with an environment's between them; none: all."""
-    edges = [edge for turn in found for edge in turn]
-    if found and (edges != sorted(set(edges)) or edges[0] != 0 or edges[-1] > count):
-        text = ", ".join(f"[{start}, {end})" for start, end in found[:4])
+    edges = [edge for turn in turns for edge in turn]
+    if turns and (edges != sorted(set(edges)) or edges[0] != 0 or edges[-1] > count):
+        text = ", ".join(f"[{start}, {end})" for start, end in turns[:4])
         return Problem("own", text, f"apart, in order, from 0 on and up to {count}, none of them empty")
     return None
 
 
-def turn_tokens(found: Array, vocab_size: int) -> Problem | None:
+def turn_tokens(token_ids: Array, vocab_size: int) -> Problem | None:
     """i4 [T], T >= 1: the tokens of one side of a turn."""
-    if problem := array("token_ids", found, I4, (None,), ids(vocab_size)):
+    if problem := array("token_ids", token_ids, I4, (None,), ids(vocab_size)):
         return problem
-    return None if found.data else Problem("token_ids", "empty", "one token or more")
+    return None if token_ids.data else Problem("token_ids", "empty", "one token or more")
 
 
 def topk_ids(
-    field: str, found: Array | None, count: int, k: int, vocab_size: int, low: int
+    field: str, value: Array | None, count: int, k: int, vocab_size: int, low: int
 ) -> Problem | None:
     """i4 [count, k], the ids of a row all different; `low` -1: a row may have fewer. `k` 0: not asked for."""
-    problem = array(field, found, I4, (count, k), ids(vocab_size, low), wanted=k > 0)
-    if problem or not found:
+    problem = array(field, value, I4, (count, k), ids(vocab_size, low), asked=k > 0)
+    if problem or not value:
         return problem
-    ordered = np.sort(unpack(found), axis=1)
+    ordered = np.sort(unpack(value), axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     return (
         Problem(field, f"{ordered[:, 1:][twice][0]} twice in a row", "different ids") if twice.any() else None
@@ -193,25 +193,25 @@ def topk_ids(
 
 
 def mask(
-    found: SamplingMask | None, token_ids: Array, vocab_size: int, top_k: int, least: int = 1
+    sampling_mask: SamplingMask | None, token_ids: Array, vocab_size: int, top_k: int, least: int = 1
 ) -> Problem | None:
     """Sampling masks of the tokens [T] of a completion: different ids, the sampled one among them.
 
     `top_k`: of the request; 0: they were not asked for. `least` 0: an environment's tokens have none.
     """
     if not top_k:
-        return Problem("mask", "there", "left out: it was not asked for") if found else None
-    if found is None:
+        return Problem("mask", "there", "left out: it was not asked for") if sampling_mask else None
+    if sampling_mask is None:
         return Problem("mask", "missing", "of every token, as it was asked for")
     rule = f"{least} to {top_k} ids of a token, and {MASK_TIES} ties"
-    most = Range(least, min(vocab_size, top_k + MASK_TIES), rule)
+    sizes = Range(least, min(vocab_size, top_k + MASK_TIES), rule)
     count = token_ids.shape[0]
-    if problem := array("mask.sizes", found.sizes, I4, (count,), most):
+    if problem := array("mask.sizes", sampling_mask.sizes, I4, (count,), sizes):
         return problem
-    sizes_T = unpack(found.sizes).astype(np.int64)
-    if problem := array("mask.ids", found.ids, I4, (int(sizes_T.sum()),), ids(vocab_size)):
+    sizes_T = unpack(sampling_mask.sizes).astype(np.int64)
+    if problem := array("mask.ids", sampling_mask.ids, I4, (int(sizes_T.sum()),), ids(vocab_size)):
         return problem
-    token_M, ids_M = np.repeat(np.arange(count), sizes_T), unpack(found.ids)
+    token_M, ids_M = np.repeat(np.arange(count), sizes_T), unpack(sampling_mask.ids)
     held_T = np.bincount(token_M[ids_M == unpack(token_ids)[token_M]], minlength=count)
     ordered_M = np.sort(token_M << 32 | ids_M)
     if (ordered_M[1:] == ordered_M[:-1]).any():
@@ -221,15 +221,15 @@ def mask(
     return None
 
 
-def routes(found: Array | None, places: int, routing: Routing | None) -> Problem | None:
+def routes(route_array: Array | None, places: int, routing: Routing | None) -> Problem | None:
     """Experts of `places` tokens; `routing` None: they were not asked for."""
-    if routing is None or found is None:
-        return array("routes", found, (), (), None, wanted=routing is not None)
+    if routing is None or route_array is None:
+        return array("routes", route_array, (), (), None, asked=routing is not None)
     shape = places, routing.layers, routing.chosen
     within = Range(0, routing.experts - 1, f"one of {routing.experts} experts")
-    if problem := array("routes", found, (routing.dtype,), shape, within):
+    if problem := array("routes", route_array, (routing.dtype,), shape, within):
         return problem
-    ordered = np.sort(unpack(found), axis=-1)
+    ordered = np.sort(unpack(route_array), axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any()
     return Problem("routes", "one expert twice for a token", "different experts") if twice else None
 
@@ -274,31 +274,31 @@ def scored(
         array("logprob", answer.logprob, F4, (count,), LOGPROB),
         _kept(answer.kept, want.keep),
         topk_ids("topk_ids", answer.topk_ids, count, topk, vocab_size, 0),
-        array("topk_logprob", answer.topk_logprob, HALF, (count, topk), LOGPROB, wanted=topk > 0),
-        array("gathered", answer.gathered, HALF, (count, gather), LOGPROB, wanted=gather > 0),
+        array("topk_logprob", answer.topk_logprob, HALF, (count, topk), LOGPROB, asked=topk > 0),
+        array("gathered", answer.gathered, HALF, (count, gather), LOGPROB, asked=gather > 0),
         topk_ids("gather_ids", answer.gather_ids, count, gather * with_ids, vocab_size, -1),
-        array("hidden", answer.hidden, WIDE, (count, hidden_size), FINITE, wanted=hidden),
+        array("hidden", answer.hidden, WIDE, (count, hidden_size), FINITE, asked=hidden),
     ) or (_mass(answer.topk_logprob) if answer.topk_logprob else None)
 
 
-def _kept(found: Kept | None, wanted: bool) -> Problem | None:
-    if found is None:
-        return Problem("kept", "missing", "where the scores are, as it was asked for") if wanted else None
-    if not wanted:
-        return Problem("kept", found.key[:80], "left out: it was not asked for")
-    if not re.fullmatch(r"[0-9a-f]{1,64}-[0-9]{1,19}", found.key, re.ASCII):
-        return Problem("kept.key", repr(found.key[:80]), 'of the form "BOOT-NUMBER"')
-    if len(found.digest) != DIGEST_BYTES:
-        return Problem("kept.digest", f"{len(found.digest)} bytes", f"{DIGEST_BYTES} bytes of BLAKE3")
+def _kept(kept: Kept | None, asked: bool) -> Problem | None:
+    if kept is None:
+        return Problem("kept", "missing", "where the scores are, as it was asked for") if asked else None
+    if not asked:
+        return Problem("kept", kept.key[:80], "left out: it was not asked for")
+    if not re.fullmatch(r"[0-9a-f]{1,64}-[0-9]{1,19}", kept.key, re.ASCII):
+        return Problem("kept.key", repr(kept.key[:80]), 'of the form "BOOT-NUMBER"')
+    if len(kept.digest) != DIGEST_BYTES:
+        return Problem("kept.digest", f"{len(kept.digest)} bytes", f"{DIGEST_BYTES} bytes of BLAKE3")
     return None
 
 
 def _mass(topk_logprob: Array) -> Problem | None:
-    most = np.exp(unpack(topk_logprob).astype("f4")).sum(axis=1).max(initial=0.0)
+    mass = np.exp(unpack(topk_logprob).astype("f4")).sum(axis=1).max(initial=0.0)
     rule = "log-probabilities of one distribution"
     return (
-        Problem("topk_logprob", f"of {most:.3f} in sum of probabilities", rule)
-        if most > 1 + ROUNDING
+        Problem("topk_logprob", f"of {mass:.3f} in sum of probabilities", rule)
+        if mass > 1 + ROUNDING
         else None
     )
 
@@ -309,11 +309,11 @@ def without_bad_entropy(answer: Scored, count: int) -> Scored:
     return msgspec.structs.replace(answer, entropy=None) if bad else answer
 
 
-def head(found: Head) -> Problem | None:
+def head(message: Head) -> Problem | None:
     """A teacher's output head; not its elements, which are gigabytes."""
-    if (problem := array("weight", found.weight, WIDE, (None, None), None)) or found.bias is None:
+    if (problem := array("weight", message.weight, WIDE, (None, None), None)) or message.bias is None:
         return problem
-    return array("bias", found.bias, WIDE, found.weight.shape[:1], None)
+    return array("bias", message.bias, WIDE, message.weight.shape[:1], None)
 
 
 # --- the other reports ------------------------------------------------------------------------------------
@@ -327,7 +327,9 @@ def same_version(answer: CompletionsReply | EvalReport | UpdateReply, version: V
 def evaluation(report: EvalReport, version: Version) -> Problem | None:
     """An evaluation of `version`; an exact divergence is at least 0."""
     of_all: list[EvalReport | PartReport] = [report, *report.sources.values(), *report.teachers.values()]
-    low = [one.reverse_kl for one in of_all if one.reverse_kl_error is None and one.reverse_kl < -ROUNDING]
+    low = [
+        part.reverse_kl for part in of_all if part.reverse_kl_error is None and part.reverse_kl < -ROUNDING
+    ]
     rule = "at least 0 where it is exact"
     return same_version(report, version) or (Problem("reverse_kl", f"{low[0]}", rule) if low else None)
 
@@ -338,9 +340,9 @@ def event(message: Event, start: int, reached: int, newest: int) -> Problem | No
     Its lineage began at `start`; it has reported step `reached`, and its batches go up to `newest`. A loss
     that is not finite is no fault of the message: metrics may hold anything.
     """
-    most = min(newest, reached + 1) if isinstance(message, StepReport) else newest
-    if not start <= (step := message.version.step) <= most:
-        return Problem("version.step", f"{step}", f"in {start} … {most}")
+    newest_step = min(newest, reached + 1) if isinstance(message, StepReport) else newest
+    if not start <= (step := message.version.step) <= newest_step:
+        return Problem("version.step", f"{step}", f"in {start} … {newest_step}")
     if isinstance(message, Published) and (message.rendezvous is None) == (message.kind == "broadcast"):
         rule = '"host:port" for a broadcast, and for nothing else'
         return Problem("rendezvous", f"{message.rendezvous}", rule)

@@ -44,9 +44,9 @@ _RETRIED: Final = (Overloaded, Unavailable, *_FAILED)
 M = TypeVar("M", bound=Message)
 
 
-async def _read(response: aiohttp.ClientResponse, limit: asyncio.Timeout, most: int) -> Answer:
+async def _read(response: aiohttp.ClientResponse, limit: asyncio.Timeout, max_bytes: int) -> Answer:
     """The whole answer, before `limit`, which grows with it (`Answer.more_seconds`)."""
-    answer, ends = Answer(str(response.url), response.status, response.headers, most), limit.when()
+    answer, ends = Answer(str(response.url), response.status, response.headers, max_bytes), limit.when()
     async for part in response.content.iter_any():
         answer.add(part)
         if ends is not None:
@@ -196,14 +196,14 @@ class Peer:
         body: Message | None,
         kind: type[M],
         timeout: float | None = None,
-        most: int = MAX_SMALL,
+        max_bytes: int = MAX_SMALL,
     ) -> M:
         """POST `body` (GET when None) and decode the answer, of up to `most` bytes, as `kind`."""
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 
         async def attempt() -> memoryview:
-            return (await self._send(path, content, _left(deadline), most)).body(retry=True)
+            return (await self._send(path, content, _left(deadline), max_bytes)).body(retry=True)
 
         try:
             return decode(await retrying_async(_RETRIED, within=limit)(attempt), kind)
@@ -211,7 +211,7 @@ class Peer:
             raise _unreachable(self.url + path, limit, error) from None
 
     async def once(
-        self, path: str, body: bytes | None, timeout: float | None, most: int = MAX_ANSWER
+        self, path: str, body: bytes | None, timeout: float | None, max_bytes: int = MAX_ANSWER
     ) -> memoryview:
         """POST an encoded body (GET when None), a single time: for callers that retry elsewhere.
 
@@ -219,14 +219,14 @@ class Peer:
         None: no limit once it is connected.
         """
         try:
-            return (await self._send(path, body, timeout, most)).only()
+            return (await self._send(path, body, timeout, max_bytes)).only()
         except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
-    async def _send(self, path: str, content: bytes | None, timeout: float | None, most: int) -> Answer:
+    async def _send(self, path: str, content: bytes | None, timeout: float | None, max_bytes: int) -> Answer:
         async with self._open(path, content, self._claim.headers(), timeout) as (response, limit):
             self._check(response)
-            return await _read(response, limit, most)
+            return await _read(response, limit, max_bytes)
 
     def _check(self, response: aiohttp.ClientResponse) -> None:
         """Raises WrongServer when the answer is another run's or another model's."""
@@ -317,7 +317,7 @@ class BlockingPeer:
         body: Message | None,
         kind: type[M],
         timeout: float | None = None,
-        most: int = MAX_SMALL,
+        max_bytes: int = MAX_SMALL,
     ) -> M:
         """As `Peer.call`.
 
@@ -328,7 +328,7 @@ class BlockingPeer:
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 
         def attempt() -> memoryview:
-            return self._send(path, content, min(self.timeout, _left(deadline)), most).body(retry=True)
+            return self._send(path, content, min(self.timeout, _left(deadline)), max_bytes).body(retry=True)
 
         try:
             return decode(retrying(_RETRIED, within=limit)(attempt), kind)
@@ -345,13 +345,13 @@ class BlockingPeer:
         _check_model(self.url, answer.headers, model)
         return content
 
-    def _send(self, path: str, content: bytes | None, timeout: float, most: int) -> Answer:
+    def _send(self, path: str, content: bytes | None, timeout: float, max_bytes: int) -> Answer:
         method, ends = "GET" if content is None else "POST", time.monotonic() + timeout
         headers = self._claim.headers()
         with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
             if response.status_code == 200:
                 self._claim.check(self.url, response.headers)
-            answer = Answer(str(response.url), response.status_code, response.headers, most)
+            answer = Answer(str(response.url), response.status_code, response.headers, max_bytes)
             for part in response.iter_raw():
                 answer.add(part)
                 if time.monotonic() > ends + answer.more_seconds:

@@ -28,8 +28,8 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
 
         return vllm.load(config, vocab_size)
     if is_own(config.engine):
-        wanted = "an Engine of teacher_service.engines.base, with its `engine_info`"
-        return cast(Engine, make_own(config.engine, "engine", _is_engine, wanted, config, vocab_size))
+        expected = "an Engine of teacher_service.engines.base, with its `engine_info`"
+        return cast(Engine, make_own(config.engine, "engine", _is_engine, expected, config, vocab_size))
     from sync.base.settings import ReplicaConfig
     from sync.weights.subscribe import Subscriber
     from teacher_service.engines.gpu_slots import GpuSlot

@@ -68,13 +68,13 @@ class GpuSlot:
         if not self._paths:
             return
         requests: set[Path] = set()
-        while (held := self._free(requests)) is None:
+        while (slot := self._free(requests)) is None:
             request = _request(min(self._paths, key=_last_use))
             request.touch()
             requests.add(request)
             time.sleep(POLL_SECONDS)
-        self._held = held
-        for request in {*requests, _request(held[0])}:  # other processes request it again
+        self._held = slot
+        for request in {*requests, _request(slot[0])}:  # other processes request it again
             request.unlink(missing_ok=True)
         self.used()
 

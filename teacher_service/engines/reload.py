@@ -132,8 +132,8 @@ class FollowingEngine(_ReloadingEngine):
         log.info("serving %s after %.1f s", version, time.monotonic() - started)
 
     def _due(self, newest: Version) -> bool:
-        held = self.version or Version(newest.lineage, 0)
-        return newest.lineage != held.lineage or newest.step >= held.step + self._every
+        loaded = self.version or Version(newest.lineage, 0)
+        return newest.lineage != loaded.lineage or newest.step >= loaded.step + self._every
 
 
 class IdleUnloadEngine(_ReloadingEngine):

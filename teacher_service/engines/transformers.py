@@ -126,13 +126,13 @@ def _end_ids(model: Any) -> list[int]:
     return []
 
 
-def _max_length(config: Any, wanted: int | None) -> int:
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if wanted is not None and own is not None and wanted > own:
+def _max_length(config: Any, asked: int | None) -> int:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if asked is not None and positions is not None and asked > positions:
         raise ConfigError(
-            f"max_length = {wanted} is beyond the model's own limit of {own} positions: lower it"
+            f"max_length = {asked} is beyond the model's own limit of {positions} positions: lower it"
         )
-    if (length := wanted or own) is None:
+    if (length := asked or positions) is None:
         raise ConfigError("the model's config names no longest sequence: set max_length for this teacher")
     return int(length)
 

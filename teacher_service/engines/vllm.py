@@ -223,9 +223,9 @@ def engine_args(config: TeacherConfig, dtype: torch.dtype) -> dict[str, Any]:
 
     Raises ConfigError for an argument in `config.engine_args` that this engine sets itself.
     """
-    given = {name.replace("-", "_"): value for name, value in config.engine_args.items()}
-    overrides = {"head_dtype": "model"} | given.pop("hf_overrides", {})  # states as they are, not widened
-    own = {
+    args = {name.replace("-", "_"): value for name, value in config.engine_args.items()}
+    overrides = {"head_dtype": "model"} | args.pop("hf_overrides", {})  # states as they are, not widened
+    fixed = {
         "model": config.path,
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
@@ -237,12 +237,12 @@ def engine_args(config: TeacherConfig, dtype: torch.dtype) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,  # a cached prefix has no hidden states
     }
-    if taken := sorted(own.keys() & given.keys()):
+    if taken := sorted(fixed.keys() & args.keys()):
         raise ConfigError(
             f"engine_args sets {', '.join(taken)}, which follow from the teacher's own keys (path, revision, "
             "dtype, max_length) and from what a teacher returns: remove them"
         )
-    return DEFAULTS | given | own | {"hf_overrides": overrides}
+    return DEFAULTS | args | fixed | {"hf_overrides": overrides}
 
 
 def on_cpu(arguments: dict[str, Any], threads: int | None) -> dict[str, Any]:

@@ -89,14 +89,14 @@ class Slurm:
 
 def cpus_of(text: str) -> list[int]:
     """CPUs of each machine from "64(x3),32", as SLURM_JOB_CPUS_PER_NODE has them."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(cpus) for cpus, times in found for _ in range(int(times or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(cpus) for cpus, times in groups for _ in range(int(times or 1))]
 
 
 def address_of(node: str) -> str:
     """Where Slurm reaches a machine. Raises ConfigError."""
-    found = re.search(r"NodeAddr=(\S+)", scontrol("--oneliner", "show", "node", node))
-    return found[1] if found else node
+    match = re.search(r"NodeAddr=(\S+)", scontrol("--oneliner", "show", "node", node))
+    return match[1] if match else node
 
 
 def scontrol(*words: str) -> str:

@@ -43,10 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--array", nargs=2, metavar=("NAME", "SCRIPT"), default=None)
     parser.add_argument("words", nargs="+")
-    given = parser.parse_args(arguments)
-    if given.kind == REPLICA:
-        return _replica(given.run_dir, given.words)
-    return _run(given.run_dir, given.words, given.array)
+    options = parser.parse_args(arguments)
+    if options.kind == REPLICA:
+        return _replica(options.run_dir, options.words)
+    return _run(options.run_dir, options.words, options.array)
 
 
 def _run(run_dir: Path, words: Sequence[str], array: Sequence[str] | None) -> int:

@@ -55,9 +55,9 @@ def write(
     a file system that the machines share.
     """
     cluster = _checked(config, overrides, resume)
-    wanted = needs(config, cluster.gpus_per_node > 0)
+    role_needs = needs(config, cluster.gpus_per_node > 0)
     nodes = [Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)]
-    shown = lines(place(wanted, nodes), wanted)
+    shown = lines(place(role_needs, nodes), role_needs)
     folder = (out or config.run_dir / FOLDER).absolute()
     durable.make_folder(folder)
     token = _token_file(folder)
@@ -72,7 +72,7 @@ def write(
         shown.append(f"partition {cluster.replica_partition}: {config.student.replicas} replicas")
         words += ["--array", array, str(replicas)]
     options = [f"--job-name={name}", *_of_run(config, cluster, folder)]
-    sets = [word for one in overrides for word in ("--set", one)]
+    sets = [word for override in overrides for word in ("--set", override)]
     script = folder / "job.sh"
     _write(script, cluster, options, token, [job.RUN, *words, "--", str(file.absolute()), *sets])
     return Scripts(script, replicas, shown)
@@ -97,16 +97,16 @@ def seconds_of(text: str) -> float:
     """Seconds of a time limit in Slurm's form, such as "90", "24:00:00" or "2-12". Raises ConfigError."""
     if text.lower() in ("unlimited", "infinite"):
         return math.inf
-    if not (found := _TIME.fullmatch(text)):
+    if not (match := _TIME.fullmatch(text)):
         raise ConfigError(
             f"cluster.time = {text!r} is no time limit of Slurm's: write hours:minutes:seconds, such as "
             "24:00:00, or days-hours, such as 2-12"
         )
-    days, *numbers = (None if part is None else int(part) for part in found.groups())
-    given = [number for number in numbers if number is not None]
+    days, *numbers = (None if part is None else int(part) for part in match.groups())
+    digits = [number for number in numbers if number is not None]
     few = {1: [60], 2: [60, 1]} if days is None else {}
-    units = few.get(len(given), [3600, 60, 1])
-    return (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
+    units = few.get(len(digits), [3600, 60, 1])
+    return (days or 0) * 86400 + sum(number * unit for number, unit in zip(digits, units, strict=False))
 
 
 def warning_seconds(config: RunConfig, closes_wandb: bool) -> int:
@@ -133,7 +133,7 @@ def _checked(config: RunConfig, overrides: Sequence[str], resume: bool) -> Slurm
             f"cluster.sbatch has {', '.join(ours)}: leave it out, cluster.nodes, gpus_per_node and "
             "cpus_per_node say it"
         )
-    if shown := [one for one in overrides if redact(one) != one]:
+    if shown := [override for override in overrides if redact(override) != override]:
         raise ConfigError(
             f"--set {redact(shown[0])} holds a secret, and everybody sees a job's command line: put it into "
             "the configuration file, or into the environment"
@@ -192,7 +192,9 @@ def _replica(config: RunConfig, cluster: SlurmCluster) -> Need:
             "that run already: leave one out"
         )
     here = config.model_copy(update={"cluster": cluster.model_copy(update={"replica_partition": None})})
-    need = next(one for one in needs(here, cluster.gpus_per_node > 0) if one.name == "student-0")
+    need = next(
+        candidate for candidate in needs(here, cluster.gpus_per_node > 0) if candidate.name == "student-0"
+    )
     place([need], [Node(f"a machine of {cluster.replica_partition}", cluster.gpus_per_node, 0)])
     return need
 

@@ -245,7 +245,7 @@ class _Reader:
     def byte(self) -> int:
         return self._bytes(1)[0]
 
-    def number(self, most: int) -> int:
+    def number(self, limit: int) -> int:
         """A LEB128 number that is at most `most`."""
         value, shift = 0, 0
         while shift < 64:
@@ -254,15 +254,15 @@ class _Reader:
             shift += 7
             if byte < 128:
                 break
-        if value > most:
+        if value > limit:
             raise SnapshotError(
-                f"a delta states a length of {value} where {most} is the most: it was altered"
+                f"a delta states a length of {value} where {limit} is the most: it was altered"
             )
         return value
 
-    def stream(self, least: int, most: int, dtype: np.dtype = _BYTES) -> np.ndarray:
+    def stream(self, least: int, limit: int, dtype: np.dtype = _BYTES) -> np.ndarray:
         """The next stream, of `least` to `most` elements of `dtype`."""
-        length = self.number(most * dtype.itemsize)
+        length = self.number(limit * dtype.itemsize)
         stored = self._bytes(self.number(length))
         if length < least * dtype.itemsize or length % dtype.itemsize:
             raise SnapshotError(f"a delta's stream has {length} bytes instead of {least}: it was altered")

@@ -57,13 +57,13 @@ _FURTHER_OF: Final = np.round(2.0**16 / (1 + 2.0 ** ((_EVEN - np.arange(_TOP + 1
 
 def _powers(roots: int) -> np.ndarray:
     """2**(31 - i / 2**roots), i below 2**_HALF, from whole numbers alone: equal on every machine."""
-    one, root, out = 1 << 128, 2 << 128, []
+    unit, root, out = 1 << 128, 2 << 128, []
     for _ in range(roots):
-        root = math.isqrt(root * one)
-    power = one << 31
+        root = math.isqrt(root * unit)
+    power = unit << 31
     for _ in range(1 << _HALF):
         out.append(power >> 128)
-        power = power * one // root
+        power = power * unit // root
     return np.array(out, np.uint64)
 
 
@@ -98,29 +98,29 @@ def hazard_below(share: Any) -> int:
 @compiled
 def _measure(old: Any, new: Any, upper: Any, mantissa: int, mask: int) -> Any:
     """Elements, changes and changes beyond one unit of each exponent [3, 256], in blocks evenly spread."""
-    found, work, width = np.zeros((3, 256), np.int64), room(), 8 * old.itemsize
+    counts, work, width = np.zeros((3, 256), np.int64), room(), 8 * old.itemsize
     for begin in range(0, old.size, BLOCK * max(1, old.size // (BLOCK * _SAMPLED))):
         for bits in upper[begin : begin + BLOCK]:
-            found[0, (np.int64(bits) & mask) >> mantissa] += 1
+            counts[0, (np.int64(bits) & mask) >> mantissa] += 1
         for i in find(old, new, begin, work):
             exponent = (np.int64(upper[i]) & mask) >> mantissa
-            found[1, exponent] += 1
-            found[2, exponent] += int(zigzag(np.int64(old[i]), np.int64(new[i]), width) > 2)
-    return found
+            counts[1, exponent] += 1
+            counts[2, exponent] += int(zigzag(np.int64(old[i]), np.int64(new[i]), width) > 2)
+    return counts
 
 
-def _levels(found: np.ndarray) -> tuple[int, np.ndarray]:
+def _levels(counts: np.ndarray) -> tuple[int, np.ndarray]:
     """(lowest class's exponent, half octaves of each class's hazard and of its odds of further steps)."""
-    exponents = np.flatnonzero(found[0])
+    exponents = np.flatnonzero(counts[0])
     first = int(max(exponents[0], exponents[-1] - CLASSES + 1))
-    found = np.add.reduceat(found, [0, *range(first + 1, exponents[-1] + 1)], axis=1)
-    seen, changed, further = found
+    counts = np.add.reduceat(counts, [0, *range(first + 1, exponents[-1] + 1)], axis=1)
+    seen, changed, further = counts
     hazards = UNIT + np.log2(-np.log2(1 - (changed + 0.02) / (seen + 0.04)))
     odds = _EVEN / 2 + np.log2((further + 0.1) / (changed - further + 0.2))
     levels = np.round([2 * hazards, 2 * odds]).astype(np.int64).clip(0, _TOP)
     for c in range(1, len(seen)):  # where nothing was seen, at most half of the one's below
         half = (levels[:, c - 1] - 2).clip(0)
-        levels[:, c] = np.where(found[::2, c], levels[:, c], np.minimum(levels[:, c], half))
+        levels[:, c] = np.where(counts[::2, c], levels[:, c], np.minimum(levels[:, c], half))
     return first, levels
 
 
@@ -138,12 +138,12 @@ def _levels_of(told: np.ndarray) -> np.ndarray:
 @compiled
 def _lay_out(upper: Any, tables: Any, block: Any) -> Any:
     """Classes of a block, in fours, and the hazard before each eight, in `block`; returns all its hazard."""
-    mantissa, mask, first, most, _, fours, _ = tables
+    mantissa, mask, first, limit, _, fours, _ = tables
     lanes, classes, sums = block
     for i in range(upper.size):
         exponent = np.uint16(upper[i] & mask)
         above = np.uint16((exponent if exponent > first else first) - first)
-        lanes[i] = above if above < most else most
+        lanes[i] = above if above < limit else limit
     lanes[upper.size :] = 0
     in_fours, total = lanes.view(np.uint64), _ZERO
     for j in range(in_fours.size):
@@ -201,24 +201,33 @@ def _fresh_block() -> tuple[Any, Any, Any]:
 
 
 @typed("Tuple((uint64, uint64, uint64))(uint32, int64, int64)")
-def _parts(further: Any, gap: int, own: int) -> tuple[Any, Any, Any]:
+def _parts(further: Any, gap: int, width: int) -> tuple[Any, Any, Any]:
     """(start, one up or down, further): parts of 2**28 for an element of hazard `own` after `gap`."""
     start = chance(gap)
-    size = chance(min(gap + own, CELL)) - start
+    size = chance(min(gap + width, CELL)) - start
     unit = (size - (((size - np.uint64(3)) * np.uint64(further)) >> np.uint64(16)) - _ONE) >> _ONE
     return start, unit, size - unit - unit
 
 
 @typed(f"{WRITER}({CODER}, {MODELS}, uint32, int64, int64, int64, int64)")
 def _put_change(
-    low: Any, span: Any, pos: int, out: Any, models: Any, further: Any, c: int, gap: int, own: int, code: int
+    low: Any,
+    span: Any,
+    pos: int,
+    out: Any,
+    models: Any,
+    further: Any,
+    c: int,
+    gap: int,
+    width: int,
+    code: int,
 ) -> tuple[Any, Any, int]:
     """Code that an element of class c and hazard `own`, after `gap`, changed by `code` (`kernels.zigzag`)."""
     while gap >= CELL:
         start = (span >> _SHARE) * chance(CELL)
         low, span, pos = put(low, pos, out, start, span - start)
         gap -= CELL
-    start, unit, rest = _parts(further, gap, own)
+    start, unit, rest = _parts(further, gap, width)
     share, down = span >> _SHARE, np.uint64(code & 1)
     if code <= 2:
         return put(low, pos, out, (start + down * unit) * share, unit * share)
@@ -273,13 +282,13 @@ def _encode(head: Any, out: Any, models: Any, old: Any, new: Any, upper: Any, ta
         for i in places:
             if ahead < stop:
                 ahead = prefetch(old, new, ahead, ahead + _AHEAD)
-            c, at, own = _element(weights, fours, classes, sums, i - begin)
+            c, at, width = _element(weights, fours, classes, sums, i - begin)
             gap = base + at - end
             if pos + (gap >> (UNIT + 5)) > out.size - MARGIN:
                 return count, -1
             code = zigzag(np.int64(old[i]), np.int64(new[i]), 8 * old.itemsize)
-            low, span, pos = _put_change(low, span, pos, out, models, further[c], c, gap, own, code)
-            end = base + at + own
+            low, span, pos = _put_change(low, span, pos, out, models, further[c], c, gap, width, code)
+            end = base + at + width
         prefetch(old, new, ahead, stop)
         count += places.size
         base += total
@@ -337,10 +346,10 @@ def _decode(
                 if begin >= bits.size:
                     return -1
                 total = _lay_out(upper[begin : begin + BLOCK], tables, block)
-            i, c, at, own = _find(weights, fours, classes, sums, np.uint64(target - base), j)
+            i, c, at, change_width = _find(weights, fours, classes, sums, np.uint64(target - base), j)
             gap = base + at - end
-            start, unit, rest = _parts(further[c], gap, own)
-            stop, target, j = start + unit + unit + rest, base + at + own, i >> 3
+            start, unit, rest = _parts(further[c], gap, change_width)
+            stop, target, j = start + unit + unit + rest, base + at + change_width, i >> 3
         if begin + i >= bits.size or gap < 0:
             return -1
         down = np.uint64(part >= start + unit)

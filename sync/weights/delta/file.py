@@ -117,7 +117,7 @@ def most_bytes(places: Mapping[str, TensorAt], ranks: int) -> int:
     return model + ranks * (most_header(places) + _BLOB_BYTES * len(places))
 
 
-def parse(data: bytes | memoryview, most: int = _MOST_HEADER) -> tuple[Header, memoryview]:
+def parse(data: bytes | memoryview, limit: int = _MOST_HEADER) -> tuple[Header, memoryview]:
     """(header, blobs) of a file; every range lies within the blobs. Raises SnapshotError on anything else.
 
     `most`: bytes that its header may decompress to (`most_header`); no more is taken.
@@ -131,10 +131,10 @@ def parse(data: bytes | memoryview, most: int = _MOST_HEADER) -> tuple[Header, m
     end = 12 + int.from_bytes(view[8:12], "little")
     packed = view[12:end]
     try:
-        if end > len(view) or not 0 <= zstandard.frame_content_size(packed) <= most:
+        if end > len(view) or not 0 <= zstandard.frame_content_size(packed) <= limit:
             raise SnapshotError(
-                f"a delta file's header states an impossible length (at most {most} bytes name the ranges of "
-                "this model): it was cut or altered"
+                f"a delta file's header states an impossible length (at most {limit} bytes name the ranges "
+                "of this model): it was cut or altered"
             )
         head = zstandard.ZstdDecompressor().decompress(packed)
         header = msgpack_decoder(Header).decode(head)

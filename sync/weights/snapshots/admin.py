@@ -80,12 +80,12 @@ _OF_MANIFEST: Final = ("version", "kind", "base", "parent", "bytes", "full_bytes
 
 def ls(store: Store, run: str) -> list[Listed | Odd]:
     """Published versions, oldest first, then what is there and cannot be used."""
-    held = _read(store, run)
+    listing = _read(store, run)
     listed = [
-        Listed(**{name: getattr(manifest, name) for name in _OF_MANIFEST}, latest=version == held.latest)
-        for version, manifest in held.manifests.items()
+        Listed(**{name: getattr(manifest, name) for name in _OF_MANIFEST}, latest=version == listing.latest)
+        for version, manifest in listing.manifests.items()
     ]
-    return [*listed, *held.odd]
+    return [*listed, *listing.odd]
 
 
 def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verified]:
@@ -125,20 +125,20 @@ def gc(
     LATEST named before anything was listed: what is being published comes after that. Manifests go first, so
     that no reader sets out on a chain whose files are going. `now` is Unix time in seconds; None: the clock.
     """
-    held = _read(store, run)
-    manifests = held.manifests
+    listing = _read(store, run)
+    manifests = listing.manifests
     now = time.time() if now is None else now
-    needed = _needed(held, keep_anchors, now - grace_seconds)
+    needed = _needed(listing, keep_anchors, now - grace_seconds)
     leases, odd_leases = leased(store, run, now)
-    for link in leases | ({held.latest} if held.latest else set()):
+    for link in leases | ({listing.latest} if listing.latest else set()):
         version: Version | None = link
         while version is not None and version not in needed:
             needed.add(version)
             version = manifests[version].base if version in manifests else None
     removed = [version for version in manifests if version not in needed]
-    left = [version for version in held.bare if held.latest and version < held.latest]
+    left = [version for version in listing.bare if listing.latest and version < listing.latest]
     removed += [version for version in left if not store.exists(manifest_key(run, version))]
-    odd = held.odd + [Odd(ascii(key), problem) for key, problem in odd_leases.items()]
+    odd = listing.odd + [Odd(ascii(key), problem) for key, problem in odd_leases.items()]
     if not dry_run:
         for version in removed:
             odd += _remove(store, run, version)
@@ -185,16 +185,16 @@ def _read(store: Store, run: str) -> _Held:
         latest = read_latest(store, run)
     except (SnapshotError, StoreError) as error:
         problem = Odd("LATEST", str(error))
-    found, odd = _folders(store, run)
+    folders, odd = _folders(store, run)
     published = versions(store, run)
-    held = _Held(sorted(found - set(published)), odd + ([problem] if problem else []), latest)
+    listing = _Held(sorted(folders - set(published)), odd + ([problem] if problem else []), latest)
     for version in published:
         try:
-            held.manifests[version] = read_manifest(store, run, version)
+            listing.manifests[version] = read_manifest(store, run, version)
         except (SnapshotError, StoreError) as error:
-            held.unreadable.add(version)
-            held.odd.append(Odd(str(version), str(error)))
-    return held
+            listing.unreadable.add(version)
+            listing.odd.append(Odd(str(version), str(error)))
+    return listing
 
 
 def _folders(store: Store, run: str) -> tuple[set[Version], list[Odd]]:
@@ -206,12 +206,12 @@ def _folders(store: Store, run: str) -> tuple[set[Version], list[Odd]]:
     return {version for _, version in pairs if version is not None}, odd
 
 
-def _needed(held: _Held, keep_anchors: int, since: float) -> set[Version]:
+def _needed(listing: _Held, keep_anchors: int, since: float) -> set[Version]:
     """Versions to keep for their own sake, or because their base is unknown; see `gc`."""
-    manifests = held.manifests
+    manifests = listing.manifests
     anchors = [version for version, manifest in manifests.items() if manifest.base is None]
     settled = sum(manifests[version].created <= since for version in anchors)
-    kept = set(anchors[max(0, settled - keep_anchors) :]) | held.unreadable
+    kept = set(anchors[max(0, settled - keep_anchors) :]) | listing.unreadable
     roots: dict[Version, Version] = {}  # of each chain; a base is older than what is built on it
     for version, manifest in manifests.items():
         roots[version] = version if manifest.base is None else roots.get(manifest.base, manifest.base)

@@ -55,17 +55,17 @@ def tensors(folder: Path) -> dict[str, TensorAt]:
 
     Raises SnapshotError when there is none, when a file is damaged, or when a name appears twice.
     """
-    found: dict[str, TensorAt] = {}
+    places: dict[str, TensorAt] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in _read_header(file):
-            if name in found:
+            if name in places:
                 raise SnapshotError(
-                    f"{name!r} is in {found[name].file} and in {file}: the checkpoint is damaged"
+                    f"{name!r} is in {places[name].file} and in {file}: the checkpoint is damaged"
                 )
-            found[name] = tensor
-    if not found:
+            places[name] = tensor
+    if not places:
         raise SnapshotError(f"{folder} has no tensor in *.safetensors files: it is no checkpoint folder")
-    return found
+    return places
 
 
 def let_others_read(folder: Path) -> None:

@@ -63,15 +63,17 @@ def lease(store: Store, run: str, version: Version, seconds: float = SECONDS) ->
 
 def leased(store: Store, run: str, now: float) -> tuple[set[Version], dict[str, str]]:
     """Versions leased at `now` (Unix time); keys of leases that cannot be used, and why."""
-    found, odd = set(), {}
+    versions, odd = set(), {}
     for key in store.list(f"{run}/leases/"):
         try:
-            held = load(read_small(store, key), Lease, key)
-            if held.expires > now + _MOST_AHEAD:
-                raise SnapshotError(f"{key} expires at {held.expires:g}: it was altered, or a clock is wrong")
-            if held.expires > now:
-                found.add(held.version)
+            record = load(read_small(store, key), Lease, key)
+            if record.expires > now + _MOST_AHEAD:
+                raise SnapshotError(
+                    f"{key} expires at {record.expires:g}: it was altered, or a clock is wrong"
+                )
+            if record.expires > now:
+                versions.add(record.version)
         except (SnapshotError, StoreError) as error:
             odd[key] = str(error)
     left = store.list(f"{run}/leases/") if odd else []  # without those given back meanwhile
-    return found, {key: why for key, why in odd.items() if key in left}
+    return versions, {key: why for key, why in odd.items() if key in left}

@@ -144,9 +144,9 @@ def _wrong_files(manifest: Manifest) -> str | None:
         ranks = [f"delta-{rank:05d}.bin" for rank in range(len(keys))]
         return next(
             (
-                f"names {key!r} in the place of {own}"
-                for key, own in zip(keys, ranks, strict=True)
-                if key != own
+                f"names {key!r} in the place of {rank}"
+                for key, rank in zip(keys, ranks, strict=True)
+                if key != rank
             ),
             None,
         )
@@ -255,10 +255,10 @@ class Deltas:
     def fetch(self, manifest: Manifest, places: Mapping[str, TensorAt]) -> None:
         """Download every rank's file. Raises SnapshotError when one is not what the manifest says, or all of
         them are longer than a delta of the checkpoint with `places` can be."""
-        if manifest.bytes > (most := delta_file.most_bytes(places, len(manifest.files))):
+        if manifest.bytes > (limit := delta_file.most_bytes(places, len(manifest.files))):
             raise SnapshotError(
-                f"{manifest.version} has {manifest.bytes} bytes of delta, the whole model would take {most}: "
-                "it was altered"
+                f"{manifest.version} has {manifest.bytes} bytes of delta, the whole model would take "
+                f"{limit}: it was altered"
             )
         for rank, file in enumerate(manifest.files):
             self.bytes_read += fetch_file(self._store, manifest, file, self._path(manifest, rank))

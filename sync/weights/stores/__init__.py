@@ -154,8 +154,8 @@ def open_store(config: StoreConfig, default_path: Path) -> Store:
     # of a run's record, where secrets are hidden: the client looks into the environment for what is not given
     options = {name: value for name, value in config.options.items() if value != HIDDEN}
     if isinstance(config, OwnStoreConfig):
-        field, wanted = "weights.store.type", "a sync.weights.stores.Store"
-        return cast(Store, make_own(config.name, field, _is_store, wanted, **options))
+        field, expected = "weights.store.type", "a sync.weights.stores.Store"
+        return cast(Store, make_own(config.name, field, _is_store, expected, **options))
     from sync.weights.stores.object_store import ObjectStore
 
     return ObjectStore(config.url, options)

@@ -101,15 +101,15 @@ class BucketStore(Store):
 
     def list(self, prefix: str) -> list[str]:
         with self._explained("list", prefix):
-            found = self._tree(self._prefix + prefix.rpartition("/")[0], recursive=True)
-            keys = (path.removeprefix(self._prefix) for path in found)
+            paths = self._tree(self._prefix + prefix.rpartition("/")[0], recursive=True)
+            keys = (path.removeprefix(self._prefix) for path in paths)
             return sorted(key for key in keys if key.startswith(prefix) and "@" not in key)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
         with self._explained("delete", key):
-            if found := self._around(path):
-                self._batch(delete=[*found])
+            if paths := self._around(path):
+                self._batch(delete=[*paths])
 
     def __str__(self) -> str:
         return f"the bucket {self._bucket}"
@@ -119,8 +119,8 @@ class BucketStore(Store):
 
     def _size(self, key: str) -> int | None:
         with self._explained("look for", key):
-            found = self._api.get_bucket_paths_info(self._bucket, [self._path(key)])
-            return next((int(entry.size) for entry in found), None)
+            infos = self._api.get_bucket_paths_info(self._bucket, [self._path(key)])
+            return next((int(entry.size) for entry in infos), None)
 
     def _batch(self, **operations: Any) -> None:
         self._api.batch_bucket_files(self._bucket, **operations)

@@ -95,12 +95,12 @@ class ObjectStore(Store):
 
     def _claim(self, name: str, key: str, data: bytes) -> None:
         """Create `name`, or raise AlreadyPublished for `key`."""
-        own = uuid4().hex
+        claim = uuid4().hex
         with self._explained("write", key):
             try:
-                obstore.put(self._store, name, data, mode="create", attributes={_WRITER: own})
+                obstore.put(self._store, name, data, mode="create", attributes={_WRITER: claim})
             except (exceptions.AlreadyExistsError, FileExistsError):
-                if obstore.get(self._store, name).attributes.get(_WRITER) != own:
+                if obstore.get(self._store, name).attributes.get(_WRITER) != claim:
                     raise self._taken(key) from None
 
     def _size(self, key: str) -> int | None:

@@ -515,7 +515,7 @@ def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path
         packages, more = child.env["PYTHONPATH"].split(os.pathsep)
         assert more == "/g"
         assert sorted(os.listdir(packages)) == ["distill", "sync"]
-        assert (Path(packages) / "sync" / "errors.py").is_file()
+        assert (Path(packages) / "sync" / "base" / "errors.py").is_file()
     evaluator = json.loads((config.run_dir / "roles" / "evaluator.json").read_text())
     assert len(evaluator["environments"]["e"]["urls"]) == 2
 

@@ -387,7 +387,7 @@ def test_built_in_names_are_nobody_elses_and_a_name_is_one_package_s(
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("def Mirrored(first, second): return 3", r"made a int: it must return a sync\.stores\.Store"),
+        ("def Mirrored(first, second): return 3", r"a int: it must return a sync\.weights\.stores\.Store"),
         ("def Mirrored(first): ...", r"raised TypeError \(.*\) when it was called"),
         ("Mirrored = 3", "Mirrored is a int and cannot be called"),
     ],

@@ -81,7 +81,7 @@ def test_what_may_start_can_be_trained_within_the_bound(
 
 
 def test_the_depth_follows_the_trainers_waits_within_its_bounds() -> None:
-    depth = Depth(most=4)
+    depth = Depth(bound=4)
     depth.step(9.0, 10.0)  # the first step waits for the engines to start
     assert depth.batches == 1
     for calm, left in ((15, 1.0), (1, 0.875)):
@@ -127,13 +127,13 @@ def test_a_deeper_buffer_that_makes_no_step_faster_is_given_up() -> None:
     """Where roles share processors the trainer works slower by what it waits less; where replicas are the
     bottleneck it waits all the same."""
     for work in (lambda b: 0.5 + 0.1 * min(b, 4.0), lambda _: 0.4):
-        seconds, batches = stepped(Depth(most=4), work, 200)
+        seconds, batches = stepped(Depth(bound=4), work, 200)
         assert batches == pytest.approx(1.0, abs=0.1)
         assert seconds == pytest.approx(1.0, rel=0.02)
 
 
 def test_a_depth_that_makes_steps_faster_is_kept() -> None:
-    depth, tried = Depth(most=4), []
+    depth, tried = Depth(bound=4), []
     for _ in range(3000):
         waited = 0.4 * max(0.0, 3.0 - depth.batches)
         depth.step(waited, 1.0 + waited)
@@ -143,7 +143,7 @@ def test_a_depth_that_makes_steps_faster_is_kept() -> None:
 
 
 def test_a_depth_that_was_given_up_may_be_taken_when_the_trainer_waits_for_more() -> None:
-    depth = Depth(most=4)
+    depth = Depth(bound=4)
     stepped(depth, lambda _: 0.4, 200)
     given_up, most = depth.batches, 0.0
     for _ in range(40):
@@ -153,7 +153,7 @@ def test_a_depth_that_was_given_up_may_be_taken_when_the_trainer_waits_for_more(
 
 
 def test_the_depth_keeps_what_a_run_needs_to_go_on_and_the_bound_when_it_is_full() -> None:
-    needs_two, none, full = Depth(most=4, least=2), Depth(most=0), Depth(most=4, adaptive=False)
+    needs_two, none, full = Depth(bound=4, least=2), Depth(bound=0), Depth(bound=4, adaptive=False)
     for one in (needs_two, none, full):
         for waited in (0.5, *[0.0] * 1000):
             one.step(waited, 1.0)

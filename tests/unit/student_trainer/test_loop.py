@@ -235,7 +235,7 @@ class FakePeer:
             self.may_answer.set()
 
     def call(
-        self, path: str, body: Message | None, kind: Any, timeout: float | None = None, most: int = 0
+        self, path: str, body: Message | None, kind: Any, timeout: float | None = None, max_bytes: int = 0
     ) -> Any:
         assert self.may_answer.wait(600)
         self.asked.append((path, body))
@@ -481,14 +481,14 @@ def test_a_version_is_published_again_once_it_is_over_and_without_a_pause_after_
 
     publishing = Publishing(stage)
     publishing.publish(Version(0, 1), anchor=True)
-    assert not publishing.repeats(wanted=True), "it is on its way"
+    assert not publishing.repeats(due=True), "it is on its way"
     may_end.set()
     publishing.settle()
-    assert not publishing.repeats(wanted=True), "it has just failed"
+    assert not publishing.repeats(due=True), "it has just failed"
     publishing.publish(Version(0, 2), anchor=True)
     publishing.settle()
-    assert publishing.repeats(wanted=True)
-    assert not publishing.repeats(wanted=False)
+    assert publishing.repeats(due=True)
+    assert not publishing.repeats(due=False)
 
 
 def test_a_trainer_that_waits_ends_when_publishing_keeps_failing(

@@ -412,7 +412,7 @@ async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
         async with Peer(url, "secret") as peer:
             for most in (10_000, 10_000, 65_536):
                 with pytest.raises(RemoteError, match=f"more than {most} bytes: ask for fewer"):
-                    await peer.call("/x", REQUEST, Ok, most=10_000)
+                    await peer.call("/x", REQUEST, Ok, max_bytes=10_000)
             with pytest.raises(RemoteError, match=r"answered 400: \[\[\["):  # too deep to be read as JSON
                 await peer.call("/x", REQUEST, Ok)
             assert await peer.call("/x", REQUEST, Ok) == Ok()

@@ -28,7 +28,7 @@ async def read(gate: BodyLimit, options: Request) -> bytes:
 
 
 async def test_a_body_counts_until_its_request_is_answered_and_not_after() -> None:
-    gate = BodyLimit(one=10, total=12)
+    gate = BodyLimit(request_limit=10, total=12)
     for _ in range(5):
         async with gate.read(request(b"12345", b"678")) as first:
             assert first == b"12345678"
@@ -38,7 +38,7 @@ async def test_a_body_counts_until_its_request_is_answered_and_not_after() -> No
 
 
 async def test_a_body_that_is_too_long_or_cut_is_refused_and_leaves_nothing_behind() -> None:
-    gate = BodyLimit(one=10, total=12)
+    gate = BodyLimit(request_limit=10, total=12)
     for _ in range(5):
         with pytest.raises(WireError, match="longer than 10 bytes"):
             await read(gate, request(b"123456", b"123456", b"123456"))
