@@ -46,6 +46,7 @@ from student_trainer.config import TrainerConfig, TrainerSettings
 from sync.base import secrets
 from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
 from sync.base.errors import ConfigError, DistillError
+from sync.base.memory import ALLOCATOR, allocator
 from sync.base.own_code import CODE_VARIABLE
 from sync.base.settings import read_settings
 from sync.forking import become, is_fork, program
@@ -64,6 +65,7 @@ GANG: Final = "--gang"
 _ENVIRONMENT_FILE: Final = "DS_ENV_FILE"  # of the deepspeed launcher: variables for the ranks
 _INHERITED: Final = (
     "OMP_WAIT_POLICY",
+    *ALLOCATOR,
     "HF_HOME",
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
@@ -99,7 +101,7 @@ def command(config: TrainerConfig, path: Path, node: int = 0) -> tuple[list[str]
     argv += ["--module", "student_trainer", "--config", str(path)]
     secret_env = secrets.environment(config.model_dump(mode="json"))
     on_loopback = ON_LOOPBACK if settings.hostfile is None and settings.nodes == 1 else {}
-    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _fixed(settings) | on_loopback
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | allocator() | os.environ | _fixed(settings) | on_loopback
     environment |= settings.env | secret_env
     if settings.hostfile is not None:
         check_reach(settings.hostfile, config.controller_url, environment)

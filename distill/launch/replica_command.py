@@ -10,6 +10,7 @@ from distill.config import StudentConfig
 from distill.preflight_checks.machine import runs_on_cpu
 from sync.base.address import is_loopback, token_from_environment
 from sync.base.errors import ConfigError
+from sync.base.memory import allocator
 from sync.base.settings import Placement, ReplicaConfig
 from sync.wire.server import ON_LOOPBACK, check_bind
 
@@ -115,6 +116,7 @@ def command(
     return [sys.executable, "-m", "sync.vllm.plugin", *words], {
         **(ON_LOOPBACK if is_loopback(host) else {}),
         **_ENVIRONMENT,
+        **allocator(),
         **(_CPU_ENVIRONMENT if cpu else {}),
         **(_EAGER if cpu and arguments["enforce-eager"] is True else {}),
         **runner,

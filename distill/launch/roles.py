@@ -31,6 +31,7 @@ from student_trainer.config import TrainerConfig
 from sync.base import secrets as hidden
 from sync.base.address import TOKEN_VARIABLE, Address, Place, is_loopback, token_from_environment
 from sync.base.errors import ConfigError, DistillError
+from sync.base.memory import allocator
 from sync.base.settings import ModelSource, Placement, Settings
 from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
 from teacher_service.engines.gpu_slots import GpuSlotsConfig
@@ -321,6 +322,7 @@ def _server(
     env = {
         "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **allocator(),
         **(ON_LOOPBACK if is_loopback(place.host) else {}),
         **place.env,
         **replica_command.visible_devices(place, index, label),

@@ -231,6 +231,7 @@ def test_a_hostfile_goes_to_the_launcher_with_the_variables_of_all_ranks(
     assert env["DS_ENV_FILE"] == str(tmp_path / "trainer.env")
     told = (tmp_path / "trainer.env").read_text().splitlines()
     assert {"OMP_NUM_THREADS=2", "OMP_WAIT_POLICY=PASSIVE", "PYTHONSAFEPATH=1", "A=b"} <= set(told)
+    assert "MALLOC_MMAP_MAX_=0" in told, "ranks on other machines keep their memory too"
 
 
 def test_ranks_of_several_machines_meet_at_another_port_after_every_start(
