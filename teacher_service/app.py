@@ -33,6 +33,7 @@ from sync.wire import (
 )
 from sync.wire.checks import Problem
 from sync.wire.claims import Claim
+from sync.wire.peers import Role
 from sync.wire.server import application, refuse, reply
 from teacher_service import messages
 from teacher_service.batching import STALLED_SECONDS, Batcher, Metrics, Outcome, Work
@@ -87,7 +88,7 @@ class TeacherService:
         ]
         claiming, registry = ("/v1/score", "/v1/generate"), self.metrics.registry
         model = info.fingerprint
-        self.app = application(routes, registry, token, claim, claiming, model, self._lifespan)
+        self.app = application(Role.TEACHER, routes, registry, token, claim, claiming, model, self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:

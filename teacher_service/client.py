@@ -26,6 +26,7 @@ from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, Teache
 from sync.wire.answers import MAX_SMALL
 from sync.wire.claims import Claim
 from sync.wire.client import Peer, Processes
+from sync.wire.peers import Role
 
 log = logging.getLogger(__name__)
 W = TypeVar("W", ScoreSequence, TeacherPrompt)
@@ -93,7 +94,7 @@ class TeacherClient(Processes):
         claim: Claim | None = None,
         request_tokens: int = 65536,
     ) -> None:
-        super().__init__(f"teacher {name!r}", urls, token, TIMEOUT_SECONDS, claim)
+        super().__init__(f"teacher {name!r}", Role.TEACHER, urls, token, TIMEOUT_SECONDS, claim)
         self.name, self.counters = name, Counters()
         self._replicas = [_Replica(peer) for peer in self._peers]
         self._request_tokens = request_tokens

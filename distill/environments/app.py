@@ -43,6 +43,7 @@ from sync.wire import (
 )
 from sync.wire.checks import Problem, turn_tokens
 from sync.wire.claims import Claim
+from sync.wire.peers import Role
 from sync.wire.server import application, process_registry, read_message, refuse, reply
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,16 @@ class Service:
             Route("/v1/info", self.get_info),
         ]
         claiming = ("/v1/begin", "/v1/continue")
-        self.app = application(routes, registry, token, claim, claiming, lifespan=self._lifespan, statuses={})
+        self.app = application(
+            Role.ENVIRONMENT,
+            routes,
+            registry,
+            token,
+            claim,
+            claiming,
+            lifespan=self._lifespan,
+            statuses={},
+        )
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:

@@ -33,6 +33,7 @@ from sync.wire import (
 from sync.wire.answers import MAX_SMALL
 from sync.wire.claims import Claim
 from sync.wire.client import Peer, Processes
+from sync.wire.peers import Role
 
 log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 10.0
@@ -71,7 +72,7 @@ class EnvironmentClient(Processes):
         timeout: float = 60.0,
     ) -> None:
         self.name, self._limit = name, timeout + MARGIN_SECONDS
-        super().__init__(f"environment {name!r}", urls, token, self._limit, claim)
+        super().__init__(f"environment {name!r}", Role.ENVIRONMENT, urls, token, self._limit, claim)
         self._processes = [_Process(peer) for peer in self._peers]
         self._places: dict[str, _Process] = {}
         """Episode → its process, until it is over or `end` is called."""

@@ -53,6 +53,7 @@ from sync.wire import (
     Version,
 )
 from sync.wire.claims import Claim
+from sync.wire.peers import Role
 from sync.wire.server import (
     application,
     check_bind,
@@ -125,7 +126,8 @@ def app(
         Route("/v1/evaluate", evaluated, methods=["POST"]),
         Route("/v1/probe", endpoint(ProbeRequest, probe, models), methods=["POST"]),
     ]
-    return application(routes, registry, token, claim, claiming=("/v1/completions", "/v1/evaluate"))
+    claiming = ("/v1/completions", "/v1/evaluate")
+    return application(Role.EVALUATOR, routes, registry, token, claim, claiming)
 
 
 async def _while_wanted(request: Request, work: Awaitable[Message]) -> Response:

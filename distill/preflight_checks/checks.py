@@ -38,6 +38,7 @@ from sync.base.errors import ConfigError, DataError
 from sync.base.own_code import check_module, is_own, use_folder
 from sync.base.settings import ModelSource, OwnStoreConfig
 from sync.base.tokenizers import load_tokenizer
+from sync.wire.peers import Role, wrong_among
 from teacher_service.router import Router
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def check(config: RunConfig, where: Where | None = None) -> Checked:
     rules(config)
     sections = environments.problems(config)
     model = [*_packing(config), *experts.problems(config)]
+    refuse(wrong_among(_peers(config)))
     refuse([*_teachers(config), *_reach(config), *sections, *_others(config), *model])
     _warn_of_temperature(config)
     router = Router(config.teachers)
@@ -195,6 +197,23 @@ def _reach(config: RunConfig) -> Iterator[str]:
                 f"them: set teachers.{name}.{'urls' if teacher.urls else 'host'} to an address that they "
                 'reach, or buffer.scores = "inline"'
             )
+
+
+def _peers(config: RunConfig) -> Iterator[tuple[str, str, Role]]:
+    """Key, URL and role of every server that runs already."""
+    roles = {
+        "student": Role.STUDENT,
+        "evaluation.replica": Role.STUDENT,
+        "evaluation.placement": Role.EVALUATOR,
+    }
+    for section, place in config.places().items():
+        kind = Role.TEACHER if section.startswith("teachers.") else Role.ENVIRONMENT
+        for url in place.urls:
+            yield f"{section}.urls", url, roles.get(section, kind)
+    for name, teacher in config.teachers.items():
+        for key in ("engine_url", "generate_url"):
+            if not teacher.urls and (url := getattr(teacher, key)) is not None:
+                yield f"teachers.{name}.{key}", url, Role.VLLM
 
 
 def _others(config: RunConfig) -> Iterator[str]:

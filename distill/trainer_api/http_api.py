@@ -30,6 +30,7 @@ from sync.base.errors import (
 from sync.wire import Message, checks, server
 from sync.wire.answers import GONE
 from sync.wire.claims import MISDIRECTED
+from sync.wire.peers import Role
 from sync.wire.server import (
     KEEP_ALIVE_SECONDS,
     bind_alone,
@@ -99,7 +100,7 @@ def application(
         Route("/v1/teachers/{name}", servers),
         *_server_routes(registry, gangs),
     ]
-    return server.application(routes, metrics, token or "", parts.claim, statuses=_STATUSES)
+    return server.application(Role.CONTROLLER, routes, metrics, token or "", parts.claim, statuses=_STATUSES)
 
 
 def _server_routes(registry: Registry, gangs: Gangs) -> list[Route]:

@@ -24,6 +24,7 @@ from sync.vllm import completions, metrics, routing, vllm_compat
 from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror, check_local
 from sync.wire.claims import Claim
+from sync.wire.peers import Role
 from sync.wire.server import RunGuard, TokenGuard, read_message, refuse, reply
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class ReplicaMiddleware:
         check_local(config.mirror)
         claim = Claim(wire.RunIdentity(config.run))
         claiming = (PREFIX + "generate", PREFIX + "update")
-        self._guarded = TokenGuard(RunGuard(_Routes(app, config, claim), claim, claiming))
+        self._guarded = TokenGuard(RunGuard(_Routes(app, config, claim), claim, claiming, role=Role.STUDENT))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # the guard reads HTTP headers only

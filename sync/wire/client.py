@@ -22,11 +22,12 @@ import aiohttp
 import httpx
 
 from sync.base.address import Address, Place, checked_url
-from sync.base.errors import ConfigError, Overloaded, Unreachable, WireError, WrongServer
+from sync.base.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.base.retry import retrying, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 from sync.wire.answers import MAX_ANSWER, MAX_REFUSAL, MAX_SMALL, Answer, Unavailable, check_plain
 from sync.wire.claims import MODEL_HEADER, Claim
+from sync.wire.peers import Role, refuse_wrong
 
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
@@ -264,12 +265,19 @@ class Processes:
     """Clients of all processes of one server. Use inside `async with`, or call `aclose()`."""
 
     def __init__(
-        self, what: str, places: Sequence[Place], token: str | None, timeout: float, claim: Claim | None
+        self,
+        what: str,
+        role: Role,
+        places: Sequence[Place],
+        token: str | None,
+        timeout: float,
+        claim: Claim | None,
     ) -> None:
         """`what`: the server in words. Raises ConfigError when it has no process."""
         if not places:
             raise ConfigError(f"{what} has no urls: give at least one")
-        self._what, self._peers = what, [Peer(place, token, timeout, claim) for place in places]
+        self._what, self._role = what, role
+        self._peers = [Peer(place, token, timeout, claim) for place in places]
 
     async def __aenter__(self) -> Self:
         return self
@@ -285,7 +293,18 @@ class Processes:
         return self._same(await self._answers(path, kind, timeout))
 
     async def _answers(self, path: str, kind: type[M], timeout: float | None) -> list[M]:
-        return await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
+        """What each of them says of itself. Raises WrongServer for a process of another role."""
+        try:
+            return await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
+        except (RemoteError, WireError):
+            await self._refuse_strangers()
+            raise
+
+    async def _refuse_strangers(self) -> None:
+        """Raise WrongServer with what a process is that has another role."""
+        for peer in self._peers:
+            if peer.placed:
+                await asyncio.to_thread(refuse_wrong, peer.url, self._role)
 
     def _same(self, answers: Sequence[M]) -> M:
         """Their one answer. Raises ConfigError when they differ."""

@@ -31,6 +31,7 @@ from sync.base.errors import ConfigError, DistillError, Overloaded, WireError, W
 from sync.base.secrets import redact_process
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 from sync.wire.claims import MISDIRECTED, MODEL_HEADER, RUN_HEADER, Claim, parse
+from sync.wire.peers import ROLE_HEADER, Role
 
 MAX_BODY: Final = 1 << 30
 """Bytes of a request."""
@@ -97,12 +98,19 @@ class RunGuard:
     """
 
     def __init__(
-        self, app: ASGIApp, claim: Claim | None, claiming: Collection[str] = (), model: str | None = None
+        self,
+        app: ASGIApp,
+        claim: Claim | None,
+        claiming: Collection[str] = (),
+        model: str | None = None,
+        role: Role | None = None,
     ) -> None:
-        """`claim`: None for a server that may serve many runs; `model`: what it scores with, if it does."""
+        """`claim`: None for a server that may serve many runs; `model`: what it scores with, if it does;
+        `role`: named in every answer."""
         self.app = app
         self._claim, self._claiming = claim, claiming
-        self._model = {} if model is None else {MODEL_HEADER: model}
+        names = {MODEL_HEADER: model, ROLE_HEADER: role}
+        self._names = {header: name for header, name in names.items() if name is not None}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +121,7 @@ class RunGuard:
             if message["type"] == "http.response.start":
                 served = self._claim.headers() if self._claim else {}
                 message.setdefault("headers", [])
-                MutableHeaders(scope=message).update({**self._model, **served})
+                MutableHeaders(scope=message).update({**self._names, **served})
             await send(message)
 
         try:
@@ -169,6 +177,7 @@ def process_registry() -> CollectorRegistry:
 
 
 def application(
+    role: Role,
     routes: Sequence[Route],
     registry: CollectorRegistry,
     token: str | None,
@@ -196,7 +205,7 @@ def application(
 
     guards = [
         Middleware(TokenGuard, token=token),
-        Middleware(RunGuard, claim=claim, claiming=claiming, model=model),
+        Middleware(RunGuard, claim=claim, claiming=claiming, model=model, role=role),
     ]
     every = [*routes, Route("/health", health), Route("/metrics", metrics)]
     handlers: Any = {} if statuses is None else {DistillError: refused}

@@ -1,0 +1,137 @@
+"""What answers at a URL is named: roles, vLLM, servers of the OpenAI protocol, others; silence is none."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from sync.base.errors import WrongServer
+from sync.wire.peers import Answerer, Role, identify, wrong, wrong_among
+from sync.wire.server import application
+from teacher_service.client import TeacherClient
+from tests.support.ports import served
+
+
+@contextmanager
+def serving_in_thread(app: Any) -> Iterator[str]:
+    """URL of a role's application."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        running = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none"))
+        thread = threading.Thread(target=running.run, args=([bound],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            running.should_exit = True
+            thread.join()
+
+
+OPENAI = {"/health": {}, "/v1/models": {"object": "list", "data": [{"id": "m", "object": "model"}]}}
+VLLM = {"/v1/models": {"data": [{"id": "m", "owned_by": "vllm"}]}, "/version": {"version": "0.32.0"}}
+
+
+@contextmanager
+def plain_server(answers: Mapping[str, Any]) -> Iterator[str]:
+    """URL of a server with these JSON answers; 404 elsewhere."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = json.dumps(answers.get(self.path, {"detail": "Not Found"})).encode()
+            self.send_response(200 if self.path in answers else 404)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with served(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
+
+
+@pytest.mark.parametrize("role", [role for role in Role if role is not Role.VLLM])
+def test_every_role_names_itself_at_health_without_a_token(role: Role) -> None:
+    with serving_in_thread(application(role, [], CollectorRegistry(), "secret", None)) as url:
+        found = identify(url)
+        assert found is not None
+        assert found.role is role
+        assert wrong(url, role) is None
+
+
+def test_a_role_in_the_place_of_another_is_refused_with_both_names() -> None:
+    with serving_in_thread(application(Role.EVALUATOR, [], CollectorRegistry(), "", None)) as url:
+        problem = wrong(url, Role.TEACHER)
+        assert problem is not None
+        assert (
+            "is an evaluator of this project, and a teacher service of this project was expected" in problem
+        )
+        assert "distill teacher" in problem
+
+
+def test_a_plain_vllm_server_and_one_of_the_openai_protocol_are_told_apart() -> None:
+    with plain_server(VLLM) as url:
+        assert identify(url) == Answerer(Role.VLLM, "a plain vLLM server that serves 'm'")
+        assert wrong(url, Role.VLLM) is None
+    with plain_server(OPENAI) as url:
+        assert identify(url) == Answerer(None, "a server of the OpenAI protocol that serves 'm'")
+        assert identify(f"{url}/v1") == identify(url)
+
+
+def test_a_path_behind_a_role_is_named_with_the_url_to_write() -> None:
+    with serving_in_thread(application(Role.TEACHER, [], CollectorRegistry(), "", None)) as url:
+        problem = wrong(f"{url}/v1", Role.TEACHER)
+        assert problem is not None
+        assert f"a path of a teacher service of this project: write {url} for it" in problem
+
+
+def test_another_web_server_is_named_by_what_it_answers() -> None:
+    with plain_server({}) as url:
+        found = identify(url)
+        assert found is not None
+        assert "answers 404 at /health" in found.what
+
+
+def test_what_speaks_no_http_is_said_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            connection.recv(1 << 16)
+            connection.sendall(b"-ERR unknown command\r\n\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        found = identify(f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+    assert found is not None
+    assert "speaks no HTTP" in found.what
+
+
+def test_nothing_is_said_of_a_port_where_nobody_listens_or_of_a_gateway() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    assert identify(closed) is None
+    assert wrong_among([("teachers.t.urls", closed, Role.TEACHER)]) == []
+
+
+def test_the_teachers_client_says_at_once_what_it_met() -> None:
+    async def ask(url: str) -> None:
+        async with TeacherClient("t", [url]) as client:
+            await client.info()
+
+    with (
+        plain_server(OPENAI) as url,
+        pytest.raises(WrongServer, match="OpenAI protocol that serves 'm', and a"),
+    ):
+        asyncio.run(ask(url))
