@@ -17,7 +17,6 @@ from distill.prompts.sources import text_config
 from student_trainer.objectives.config import (
     Auto,
     Full,
-    Mixing,
     ObjectiveConfig,
     Own,
     TopK,
@@ -68,7 +67,7 @@ def with_objective(config: RunConfig) -> Resolved:
     """The configuration with another objective than Auto; one that names its own is left as it is."""
     if not isinstance(config.objective, Auto):
         return Resolved(config, [f"objective: {_costs(config, config.objective)}"])
-    mixing = {name: getattr(config.objective, name) for name in Mixing.model_fields}
+    mixing = {name: getattr(config.objective, name) for name in Auto.model_fields if name != "type"}
     full, topk = Full(**mixing), TopK(**mixing)
     unserved = [
         f"engine {teacher.engine!r} of teacher {name!r} gives no hidden states"

@@ -56,7 +56,15 @@ class Mixing(Settings):
     count. None: all."""
 
 
-class Auto(Mixing):
+class ForwardTerm(Mixing):
+    """Fields of reverse divergences that a forward KL may be added to."""
+
+    forward: float = Field(0.0, ge=0)
+    """φ: weight of a forward KL(q‖p) beside the reverse one. Its gradient, p − q, does not vanish where the
+    student has nearly lost a token that the teacher keeps, such as the one that ends a completion."""
+
+
+class Auto(ForwardTerm):
     """`full` where every teacher's engine gives hidden states and a step of them is small, else `topk`.
 
     Resolved before anything starts; the choice is printed with its arithmetic.
@@ -83,7 +91,7 @@ class Sampled(PolicyGradientTerms):
     type: Literal["sampled"] = "sampled"
 
 
-class TopK(PolicyGradientTerms):
+class TopK(PolicyGradientTerms, ForwardTerm):
     """Unbiased hybrid: exact on the teacher's top-k, policy gradient outside."""
 
     type: Literal["topk"] = "topk"
@@ -107,7 +115,7 @@ class ForwardTopK(Mixing):
     """Ids per position that the teacher returns."""
 
 
-class Full(Mixing):
+class Full(ForwardTerm):
     """Exact reverse KL over the full vocabulary, from the teacher's hidden states and head."""
 
     type: Literal["full"] = "full"

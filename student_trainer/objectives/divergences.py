@@ -250,6 +250,16 @@ def full(logp_NV: Tensor, targets: Targets) -> Terms:
     return kl_N, {"reverse_kl": kl_N.detach()}
 
 
+def forward(logp_NV: Tensor, targets: Targets) -> Tensor:
+    """Exact forward KL over the full vocabulary [N].
+
+    loss_t = Σ_v q(v) (log q(v) − log p(v));     gradient in the logits: p − q
+    """
+    assert targets.teacher_logp_NV is not None
+    logq_NV = targets.teacher_logp_NV
+    return (logq_NV.exp() * (logq_NV - logp_NV)).sum(1)
+
+
 def jsd(logp_NV: Tensor, targets: Targets, beta: float) -> Terms:
     """Generalised Jensen-Shannon divergence over the full vocabulary.
 
@@ -279,6 +289,20 @@ def skew(logp_NV: Tensor, targets: Targets, alpha: float) -> Terms:
         logm_NV = torch.logaddexp(logm_NV + math.log1p(-alpha), logp_NV + math.log(alpha))
     loss_N = (logp_NV.exp() * (logp_NV - logm_NV)).sum(1)
     return loss_N, full(logp_NV.detach(), targets)[1]
+
+
+def both_ways(logp_NV: Tensor, targets: Targets, reverse: Objective, weight: float) -> Terms:
+    """A reverse divergence and φ times the forward KL: over the full vocabulary, else bucketed on S.
+
+        loss_t = reverse_t + φ·KL(q‖p)
+
+    The reverse KL's gradient in the logit of v is p(v)·(d(v) − KL): where p(v) is small it says nothing,
+    whatever q(v) is. The forward term adds φ·(p(v) − q(v)). The statistics are the reverse divergence's.
+    """
+    loss_N, stats = reverse(logp_NV, targets)
+    dense = targets.teacher_logp_NV is not None
+    forward_N = forward(logp_NV, targets) if dense else forward_topk(logp_NV, targets)[0]
+    return loss_N + weight * forward_N, stats
 
 
 # --- what is minimised --------------------------------------------------------------------------------------
@@ -323,12 +347,22 @@ def _weighted(divergence: Callable[..., Terms]) -> Callable[[Any], Objective]:
     return lambda c: partial(divergence, rho_cap=c.rho_cap, drop_rho_outside=c.drop_rho_outside)
 
 
+def _reverse(divergence: Callable[[Any], Objective]) -> Callable[[Any], Objective]:
+    """With the forward term that its configuration asks for."""
+
+    def of(c: Any) -> Objective:
+        reverse = divergence(c)
+        return partial(both_ways, reverse=reverse, weight=c.forward) if c.forward else reverse
+
+    return of
+
+
 DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {
     config.Sampled: _weighted(sampled),
-    config.TopK: _weighted(hybrid),
+    config.TopK: _reverse(_weighted(hybrid)),
     config.StudentTopK: _weighted(hybrid),
     config.ForwardTopK: lambda _: forward_topk,
-    config.Full: lambda _: full,
+    config.Full: _reverse(lambda _: full),
     config.JSD: lambda c: partial(jsd, beta=c.beta),
     config.SkewReverse: lambda c: partial(skew, alpha=c.alpha),
     config.SFT: _weighted(sampled),  # samples of the teacher are learned by `sft`: see `mixture`

@@ -22,7 +22,7 @@ from student_trainer import head, step
 from student_trainer.engine import Head
 from student_trainer.head import HeadShape, Loss
 from student_trainer.objectives import divergences, token_statistics
-from student_trainer.objectives.config import Sampled
+from student_trainer.objectives.config import Full, Sampled, TopK
 from student_trainer.objectives.divergences import Discount, Targets, build
 from student_trainer.ranks import Ranks
 from sync.wire import Rows, TrainBatch, Version, pack
@@ -322,6 +322,27 @@ def skew_and_jsd_have_their_closed_form_gradients(lib: Any) -> None:
         same(reverse, kl_of())
 
 
+def a_forward_term_adds_p_minus_q_whatever_the_student_has_lost(lib: Any) -> None:
+    p, q = THETA.softmax(0), TEACHER.exp()
+    goal = targets(lib, TEACHER, STALE, [0, 2, 5])
+    for weight in (0.1, 1.0):
+        loss = lib.build(Full(forward=weight))
+        value, gradient, reverse = expected(loss, goal, STALE)
+        same(value, kl_of() + weight * (q * (TEACHER - THETA.log_softmax(0))).sum())
+        same(gradient, through_softmax(d_of()) + weight * (p - q))
+        same(reverse, kl_of())
+        bucketed = replace(goal, teacher_logp_NV=None)
+        value, gradient, reverse = expected(lib.build(TopK(forward=weight, rho_cap=None)), bucketed, STALE)
+        alone = [expected(one, bucketed, STALE) for one in (lib.build(TopK(rho_cap=None)), lib.forward_topk)]
+        same(value, alone[0][0] + weight * alone[1][0])
+        same(gradient, alone[0][1] + weight * alone[1][1])
+        same(reverse, alone[0][2])
+    lost = torch.where(torch.arange(V) == 3, THETA - 20.0, THETA)  # p(3) ~ 1e-9 of what the teacher keeps
+    pull = [expected(lib.build(Full(forward=w)), goal, STALE, lost)[1][3] for w in (0.0, 0.1)]
+    assert abs(float(pull[0])) < 1e-6 * float(q[3])
+    assert abs(float(pull[1]) + 0.1 * float(q[3])) < 1e-6
+
+
 def forward_topk_is_the_bucketed_forward_kl(lib: Any) -> None:
     p, q = THETA.softmax(0), TEACHER.exp()
     for support in ([0, 2, 5], [1], list(range(V))):
@@ -558,6 +579,7 @@ def offered(lib: Any) -> dict[str, Callable]:
         "hybrid": lambda p, t: lib.hybrid(p, t, 5.0, None),
         "forward_topk": lib.forward_topk,
         "full": lib.full,
+        "both ways": lib.build(Full(forward=0.1)),
         "jsd": lambda p, t: lib.jsd(p, t, 0.5),
         "skew": lambda p, t: lib.skew(p, t, 0.1),
         "sft": lib.sft,
@@ -576,6 +598,7 @@ CHECKS = (
     a_later_tokens_factor_is_capped_dropped_and_never_the_teachers,
     full_is_the_exact_reverse_kl,
     skew_and_jsd_have_their_closed_form_gradients,
+    a_forward_term_adds_p_minus_q_whatever_the_student_has_lost,
     forward_topk_is_the_bucketed_forward_kl,
     a_tail_that_is_rounding_costs_nothing_where_the_teacher_sent_everything,
     sft_is_the_forward_kl_on_teacher_samples,
