@@ -28,7 +28,6 @@ import json
 import logging
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,8 +35,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import psutil
@@ -49,7 +47,6 @@ from sync.base.errors import ConfigError, DistillError
 from sync.base.memory import ALLOCATOR, allocator
 from sync.base.own_code import CODE_VARIABLE
 from sync.base.settings import read_settings
-from sync.forking import become, is_fork, program
 from sync.wire.server import ON_LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -347,36 +344,8 @@ def _launch(arguments: list[str]) -> None:
     """On this machine. Raises SystemExit when a rank ends otherwise than with 0: its status, or -signal."""
     from deepspeed.launcher import launch
 
-    if is_fork():
-        launch.subprocess = SimpleNamespace(Popen=_start)
     sys.argv[1:] = arguments
     launch.main()
-
-
-def _start(command: list[str], env: Mapping[str, str], **log: Any) -> ForkedRank | subprocess.Popen[bytes]:
-    """A rank, as the deepspeed launcher starts it. `log`: stdout and stderr, if they are of its own."""
-    if program(command) is None:  # bound to cores by numactl
-        return subprocess.Popen(command, env=env, **log)
-    return ForkedRank(command, env, **log)
-
-
-class ForkedRank:
-    """A rank that has this process's imports; what the deepspeed launcher uses of Popen."""
-
-    def __init__(self, command: list[str], env: Mapping[str, str], **log: IO[str]) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            for number, name in enumerate(("stdout", "stderr"), 1):
-                if name in log:
-                    os.dup2(log[name].fileno(), number)
-            become(command, env)
-
-    def poll(self) -> int | None:
-        """Its exit status, or minus the signal that ended it; None: it runs."""
-        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.returncode = os.waitstatus_to_exitcode(ended[1])
-        return self.returncode
 
 
 if __name__ == "__main__":

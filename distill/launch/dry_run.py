@@ -10,16 +10,26 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 
 from distill.config import RunConfig
 from distill.launch.cluster import role_commands
-from distill.launch.roles import rehearsed
+from distill.launch.roles import Ports, plan_servers, temporary, token_of, trainer_child, url_of
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import check_secrets
 from distill.preflight_checks.objective import resolve
 from sync.base import secrets
+
+_ANY: Final = 65535
+"""Stands for the controller's port in the file of a trainer that is not started."""
+
+
+class _FreePorts(Ports):
+    """Takes no port: 0 stays 0."""
+
+    def take(self, host: str, port: int, key: str) -> int:
+        return port
 
 
 def dry_run(config: RunConfig) -> dict[str, Any]:
@@ -34,9 +44,21 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         roles = role_commands(config)
         commands = [{"name": name, "env": {}, "argv": ["distill", *words]} for name, words in roles]
         return {"config": shown, "commands": commands}
-    with rehearsed(config) as (folder, children):
+    with _rehearsed(config) as (folder, children):
         commands = [_shown(child, folder, str(config.run.folder)) for child in children]
     return {"config": shown, "commands": commands}
+
+
+@contextmanager
+def _rehearsed(config: RunConfig) -> Iterator[tuple[str, list[ChildSpec]]]:
+    """The folder that stands in for the run's, and the processes that a run would start on this machine."""
+    token, place = token_of(config), config.controller
+    with temporary(config) as moved, _FreePorts() as ports:
+        children = plan_servers(moved, token, ports).children
+        if place.trainer == "launch":
+            url = place.url or url_of(place.host, place.port or _ANY)
+            children.append(trainer_child(moved, url, token))
+        yield str(moved.run.folder), children
 
 
 def _shown(child: ChildSpec, written: str, real: str) -> dict[str, Any]:

@@ -28,8 +28,7 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from typing import Final, NoReturn
 
 import psutil
@@ -54,18 +53,13 @@ def main() -> int:
     pipe, kill = int(sys.argv[2]), sys.argv[3] == KILL
     command = sys.argv[4:] if kill else sys.argv[3:]
     os.set_inheritable(pipe, False)
-    return guard(partial(execute, command), pipe, kill)
-
-
-def guard(begin: Callable[[], NoReturn], pipe: int, kill: bool = False) -> int:
-    """Guard what `begin` does in a process of its own; its exit status."""
-    status = _watch(spawn(begin), pipe, kill)
+    status = _watch(spawn(command), pipe, kill)
     kill_descendants()
     return status
 
 
-def spawn(begin: Callable[[], NoReturn]) -> int:
-    """Start a process that is killed with this one, which adopts its orphans; its process id.
+def spawn(command: list[str]) -> int:
+    """Execute `command` in a process that is killed with this one, which adopts its orphans; its process id.
 
     Signals to end are for that process from now on: this one ignores them.
     """
@@ -81,7 +75,7 @@ def spawn(begin: Callable[[], NoReturn]) -> int:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was killed before the kernel was told
             os._exit(128 + signal.SIGKILL)
-        begin()
+        execute(command)
     return child
 
 

@@ -16,13 +16,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from distill.aio import look_seconds
 from distill.config import RunConfig, StudentConfig, places_of
 from distill.environments.config import EnvironmentService
 from distill.launch import replica_command
-from distill.launch.fork_server import ForkServers
 from distill.launch.placement import TRAINER
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
@@ -30,7 +29,7 @@ from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync.base import secrets as hidden
 from sync.base.address import TOKEN_VARIABLE, Address, Place, is_loopback, token_from_environment
-from sync.base.errors import ConfigError, DistillError
+from sync.base.errors import ConfigError
 from sync.base.memory import allocator
 from sync.base.settings import ModelSource, Placement, Settings
 from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
@@ -38,8 +37,6 @@ from teacher_service.engines.gpu_slots import GpuSlotsConfig
 
 EVALUATOR, EVALUATION_REPLICA = "evaluator", "evaluation-replica"
 CONTROLLER = "controller"
-_ANY: Final = 65535
-"""Stands for the controller's port in the file of a trainer that is not started."""
 Relay = Callable[[str, str], str]
 """(role, its URL) → the URL through which its clients reach it."""
 
@@ -87,13 +84,6 @@ class Ports:
     def __exit__(self, *_: object) -> None:
         for listener in self._held:
             listener.close()
-
-
-class _FreePorts(Ports):
-    """Takes no port: 0 stays 0."""
-
-    def take(self, host: str, port: int, key: str) -> int:
-        return port
 
 
 @dataclass
@@ -195,29 +185,6 @@ def temporary(config: RunConfig) -> Iterator[RunConfig]:
         moved = config.run.model_copy(update={"folder": Path(root)})
         student = config.student.model_copy(update={"mirror_folder": None})
         yield config.model_copy(update={"run": moved, "student": student})
-
-
-@contextlib.contextmanager
-def rehearsed(config: RunConfig) -> Iterator[tuple[str, list[ChildSpec]]]:
-    """The processes that a run would start on this machine, and the folder that stands in for the run's."""
-    token, place = token_of(config), config.controller
-    with temporary(config) as moved, _FreePorts() as ports:
-        children = plan_servers(moved, token, ports).children
-        if place.trainer == "launch":
-            url = place.url or url_of(place.host, place.port or _ANY)
-            children.append(trainer_child(moved, url, token))
-        yield str(moved.run.folder), children
-
-
-@contextlib.contextmanager
-def fork_servers(config: RunConfig) -> Iterator[ForkServers]:
-    """Those of a run on this machine alone. They begin to import; what is wrong with a role is said later."""
-    with ForkServers() as forks:
-        if config.cluster.type == "local":
-            with contextlib.suppress(DistillError, OSError), rehearsed(config) as (_, children):
-                for child in children:
-                    forks.expect(child.argv, {**os.environ, **child.env})
-        yield forks
 
 
 # --- one process

@@ -31,9 +31,8 @@ from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
 from distill.launch import cluster, outcome, roles
-from distill.launch.fork_server import ForkServers
 from distill.launch.placement import TRAINER, planned
-from distill.launch.roles import Plan, Ports, fork_servers, plan_servers, token_of, trainer_child
+from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, content
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.console import ProgressDisplay
@@ -90,7 +89,6 @@ async def run(
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
     with contextlib.ExitStack() as opened:
-        forks = opened.enter_context(fork_servers(config))  # which import while the configuration is checked
         config, split, lines = checks.check(config, planned(config)[0])
         for line in lines:
             say(line)
@@ -112,7 +110,7 @@ async def run(
             plan = cluster.registered(config, say)
         else:
             plan = plan_servers(config, token, ports, relay)
-        launcher = _Launcher(config, folder, plan, split, token, console, relay, forks)
+        launcher = _Launcher(config, folder, plan, split, token, console, relay)
         try:
             figures = await launcher.run(opened)
             summary = complete(config, figures, time.monotonic() - began, seconds or {})
@@ -157,7 +155,6 @@ class _Launcher:
         token: str | None,
         console: Console,
         relay: roles.Relay,
-        forks: ForkServers,
     ) -> None:
         self._config, self._folder, self._token, self._split = config, folder, token, split
         self._expected = plan.expected
@@ -193,7 +190,7 @@ class _Launcher:
             )
         specs = [replace(child, died=partial(self._died, child)) for child in children.values()]
         restarts, health = config.run.restarts, config.run.health_timeout_seconds
-        self._supervisor = Supervisor(specs, folder.logs, restarts, health_seconds=health, forks=forks)
+        self._supervisor = Supervisor(specs, folder.logs, restarts, health_seconds=health)
 
     async def run(self, signals: contextlib.ExitStack) -> dict[str, Any]:
         """The controller's figures. `signals`: until it is left, a signal does not end the process."""

@@ -9,8 +9,7 @@
     not healthy in start_seconds  the run fails while it starts; later: killed, so restarted
     /health silent                killed, so restarted
 
-A guardian (`distill.launch.guardian`) wraps every process, forked where imports are shared
-(`distill.launch.fork_server`). Order of calls: `start`, `ready`, `watch` beside
+A guardian (`distill.launch.guardian`) wraps every process. Order of calls: `start`, `ready`, `watch` beside
 the work, `stop`. This process adopts what a killed guardian leaves behind, and kills it before a restart.
 """
 
@@ -33,7 +32,6 @@ from pathlib import Path
 import psutil
 
 from distill.aio import cancel, until_stalled
-from distill.launch.fork_server import Forked, ForkServers
 from distill.launch.guardian import MODULE, adopt_orphans, kill_adopted
 from sync.base.address import Place
 from sync.base.errors import DistillError, how_it_ended
@@ -108,19 +106,17 @@ class Child:
         self.restarts = 0
         self.pauses = Backoff(first_pause, LONGEST_PAUSE_SECONDS)
         self.started = self.ready_since = math.inf
-        self.process: asyncio.subprocess.Process | Forked | None = None
+        self.process: asyncio.subprocess.Process | None = None
         self._log_begins = 0
         """Byte of the log at which its last start begins."""
 
-    async def start(self, pipe: int, forks: ForkServers) -> None:
+    async def start(self, pipe: int) -> None:
         self.spec.prepare()
         self.started = time.monotonic()
         name, argv, environment = self.spec.name, self.spec.argv, {**os.environ, **self.spec.env}
         with self.log_path.open("ab") as output:
             self._log_begins = output.tell()
-            forked = await forks.fork(name, argv, environment, output.fileno(), pipe)
-            self.started = time.monotonic()
-            self.process = forked or await asyncio.create_subprocess_exec(
+            self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", MODULE, name, str(pipe), *argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -177,8 +173,7 @@ class Supervisor:
 
     `restarts`: most restarts, all children together. `first_pause`: seconds between a child's first
     death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS. `health_seconds`:
-    /health without an answer for so long means that a server that answered before hangs; 0: never. `forks`:
-    started before; closed with this.
+    /health without an answer for so long means that a server that answered before hangs; 0: never.
     """
 
     def __init__(
@@ -188,11 +183,9 @@ class Supervisor:
         restarts: int,
         first_pause: float = 1.0,
         health_seconds: float = 0.0,
-        forks: ForkServers | None = None,
     ) -> None:
         self.children = {spec.name: Child(spec, logs / f"{spec.name}.log", first_pause) for spec in specs}
         self._restarts_left, self._health_seconds = restarts, health_seconds
-        self._forks = forks or ForkServers()
         self._tending: list[asyncio.Task[None]] = []
         self._start_seconds = math.inf
         self._deadline: float | None = math.inf
@@ -205,9 +198,7 @@ class Supervisor:
     async def start(self) -> None:
         self._own = {child.pid for child in psutil.Process().children()}
         adopt_orphans()
-        starts = [
-            asyncio.create_task(child.start(self._read_end, self._forks)) for child in self.children.values()
-        ]
+        starts = [asyncio.create_task(child.start(self._read_end)) for child in self.children.values()]
         try:
             await asyncio.gather(*starts)
         finally:
@@ -247,7 +238,6 @@ class Supervisor:
             if child.status is None:
                 log.warning("%s did not end within %.0f s: killed", child.spec.name, grace)
         self.kill()
-        self._forks.close()
         await _ended(alive, GUARDIAN_SECONDS)
         for child in alive:
             child.signal(signal.SIGKILL)
@@ -358,7 +348,7 @@ class Supervisor:
         log.warning("%s\nrestarted in %.0f s", child.describe_end(), pause)
         await asyncio.sleep(pause)
         if not child.over:
-            await child.start(self._read_end, self._forks)
+            await child.start(self._read_end)
 
 
 async def _ended(children: Sequence[Child], seconds: float | None) -> None:

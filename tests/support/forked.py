@@ -1,7 +1,8 @@
 """Start servers, trainers and commands of tests as forks of a process that has imported their libraries.
 
-`distill.launch.fork_server` does so for the roles of a run. Here is no guardian, and the server says how a
-fork ended: `start` gives what Popen would.
+Importing vLLM takes 8 s of processor time, DeepSpeed with transformers 5 s; a fork has them, and so have the
+ranks that a forked trainer starts. The roles of a run are executed, as always. `start` gives what Popen
+would. A process may fork like this only while it has one thread and uses no accelerator.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -21,24 +23,40 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from types import SimpleNamespace
+from typing import IO, Any, Final, NamedTuple, NoReturn
 
-from distill.launch import fork_server
-from distill.launch.fork_server import OURS
-from sync.forking import become, program
+from setproctitle import setproctitle
 
-VLLM = fork_server.IMPORTS["sync.vllm.plugin"]
+_OURS = ("DISTILL_", "STUDENT_TRAINER_")
+"""Prefixes of variables that only our own code reads, when it runs."""
+VLLM = ("sync.vllm.middleware", "sync.vllm.engine", "vllm.entrypoints.openai.api_server")
+_TORCH = (  # what these import late is named too
+    *("distill.evaluation.service", "distill.evaluation.evaluator", "uvicorn.protocols.http.httptools_impl"),
+    *("teacher_service.app", "teacher_service.engines.transformers", "student_trainer.loop"),
+    *("deepspeed.launcher.launch", "transformers.models.auto.modeling_auto", "torch._inductor.compile_fx"),
+    "sync.weights.delta.codec",
+)
 _DISTILL = (
     *("distill.launch.run", "distill.launch.outcome", "distill.planning.estimate"),
     *("transformers.models.auto.tokenization_auto", "deepspeed.ops", "matplotlib.pyplot"),
 )
-IMPORTS = fork_server.IMPORTS | {
+IMPORTS = {
+    "sync.vllm.plugin": VLLM,
+    "student_trainer.launch": _TORCH,
+    "teacher_service": _TORCH,
     "distill.cli.main": _DISTILL,
     "vllm.entrypoints.openai.api_server": VLLM,
 }
 """Module → what its server imports; `VLLM` instead for a teacher of that engine."""
 _servers: dict[object, Server] = {}
 """By imports and by what is added to the environment of the tests."""
+_HANDLERS: Final[dict[int, Any]] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+"""What a new interpreter has."""
 
 
 def start(
@@ -56,7 +74,7 @@ def start(
         return subprocess.Popen(
             command, env=env, stdout=log, stderr=log, start_new_session=new_session, cwd=cwd
         )
-    late = (*OURS, "PYTHONPATH")
+    late = (*_OURS, "PYTHONPATH")
     common = {name: value for name, value in env.items() if not name.startswith(late)}
     key = imports, tuple(sorted(common.items() - os.environ.items()))
     if key not in _servers:
@@ -184,6 +202,8 @@ def serve(control: socket.socket) -> None:
                 os.close(descriptors[0])
                 os.chdir(folder)
                 _search([place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place])
+                if deepspeed := sys.modules.get("deepspeed.launcher.launch"):
+                    deepspeed.subprocess = SimpleNamespace(Popen=start_rank)  # type: ignore[attr-defined]
                 become(command, environment)
             os.close(descriptors[0])
             control.send(json.dumps([pid, None]).encode())
@@ -206,6 +226,99 @@ def _tell_ended(control: socket.socket) -> None:
         if pid == 0:
             return
         control.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+
+
+# --- in a fork
+
+
+class Program(NamedTuple):
+    """`python [flags] -m MODULE WORDS …`"""
+
+    module: str
+    words: list[str]
+
+
+def program(command: Sequence[str]) -> Program | None:
+    """The program of a command line; None when it is none of this interpreter, or no module."""
+    if not command or command[0] != sys.executable or "-m" not in command[:-1]:
+        return None
+    at = command.index("-m")
+    if any(not word.startswith("-") for word in command[1:at]):
+        return None
+    return Program(command[at + 1], list(command[at + 2 :]))
+
+
+def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run the program of `command` in this fork as a new interpreter would; leave with its exit status.
+
+    Functions of `atexit` are not called: libraries registered theirs for the process that imported them.
+    """
+    global _forked
+    target, _forked = program(command), True
+    assert target is not None, "only a program can run in a fork"
+    setproctitle(" ".join(command))  # which looks for its place by the first environment
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, handler in _HANDLERS.items():
+        signal.signal(number, handler)
+    sys.argv = ["", *target.words]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # its log has all that it printed
+    sys.modules.pop(target.module, None)  # else runpy warns of a module that runs twice
+    _reseed()
+    try:
+        runpy.run_module(target.module, run_name="__main__", alter_sys=True)
+    finally:
+        os._exit(_leave(sys.exception()))
+
+
+def _reseed() -> None:
+    """Give this fork random numbers of its own; `random` sees to itself."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.seed()
+
+
+def _leave(error: BaseException | None) -> int:
+    """Wait for threads, flush and report as an interpreter at its end; the exit status."""
+    status = 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if status and not isinstance(error.code, int):
+            sys.stderr.write(f"{error.code}\n")
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return status & 0xFF
+
+
+def start_rank(command: list[str], env: Mapping[str, str], **log: Any) -> Rank | subprocess.Popen[bytes]:
+    """A rank, as the deepspeed launcher starts it. `log`: stdout and stderr, if they are of its own."""
+    if program(command) is None:  # bound to cores by numactl
+        return subprocess.Popen(command, env=env, **log)
+    return Rank(command, env, **log)
+
+
+class Rank:
+    """A rank that has this process's imports; what the deepspeed launcher uses of Popen."""
+
+    def __init__(self, command: list[str], env: Mapping[str, str], **log: IO[str]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            for number, name in enumerate(("stdout", "stderr"), 1):
+                if name in log:
+                    os.dup2(log[name].fileno(), number)
+            become(command, env)
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal that ended it; None: it runs."""
+        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
 
 
 if __name__ == "__main__":

@@ -25,10 +25,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Final
 
-from distill.launch.guardian import POLL_SECONDS, execute, kill_descendants, reap, spawn
+from distill.launch.guardian import POLL_SECONDS, kill_descendants, reap, spawn
 
 MODULE: Final = "distill.launch.slurm.step"
 LAUNCH, GUARD = "launch", "guard"
@@ -111,7 +110,7 @@ def guard(command: list[str], environment: Mapping[str, str] = os.environ) -> in
         link.setsockopt(socket.IPPROTO_TCP, option, value)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    status = _watch(spawn(partial(execute, command)), link)
+    status = _watch(spawn(command), link)
     kill_descendants()
     return status
 

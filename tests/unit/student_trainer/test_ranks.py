@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -47,14 +49,14 @@ def test_a_single_rank_needs_no_group() -> None:
 
 FORKS = """
 import os, sys, time
-from student_trainer.launch import ForkedRank
+from forked import Rank
 
 SAYS = "import os, signal, sys; print(os.environ['RANK'], *sys.argv[1:]); "
 
 def start(end):
     open("rank.py", "w").write(SAYS + end)
     with open("rank.log", "a") as log:
-        return ForkedRank([sys.executable, "-u", "-m", "rank", "--local_rank=1"], {"RANK": "3"}, stdout=log)
+        return Rank([sys.executable, "-u", "-m", "rank", "--local_rank=1"], {"RANK": "3"}, stdout=log)
 
 def end(rank):
     while rank.poll() is None:
@@ -68,6 +70,8 @@ print("RANK" in os.environ, open("rank.log").read().split("\\n"))
 
 
 def test_a_forked_rank_is_what_the_deepspeed_launcher_would_start(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], cwd=tmp_path, capture_output=True, text=True)
-    line = "3 --local_rank=1"
-    assert done.stdout.splitlines() == ["0 9 -9", f"False {[line, line, line, '']}"], done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(Path(forked.__file__).parent)}
+    line = [sys.executable, "-c", FORKS]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    said = "3 --local_rank=1"
+    assert done.stdout.splitlines() == ["0 9 -9", f"False {[said, said, said, '']}"], done.stderr
