@@ -33,7 +33,8 @@ class RowPrompts(_Rewarded):
     """Prompts in rows of a file or dataset."""
 
     field: str = "prompt"
-    """Field (column) of the prompt: a text, or a list of chat messages."""
+    """Field (column) of the prompt: a text, or a list of chat messages (role and content, or ShareGPT's from
+    and value; also as JSON text)."""
     source_field: str | None = None
     """Field that names the data source, by which prompts are routed to teachers; None: "default" for all."""
     answer_field: str | None = None
@@ -57,6 +58,9 @@ class RowPrompts(_Rewarded):
     """System message of prompts that begin with none."""
     prompt_suffix: str = ""
     """Text after each prompt, inside the user's last message."""
+    drop_answer: bool = False
+    """Leave the assistant's turn out that ends a list of messages; else such a row is refused, for its answer
+    would be in the prompt."""
     min_prompt_tokens: int = Field(1, ge=1)
     """Shorter prompts, template included, are dropped and counted."""
     max_prompt_tokens: int | None = Field(None, ge=1)

@@ -14,8 +14,10 @@ from typing import Any, Final, NamedTuple
 from jinja2 import TemplateError
 
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
+from distill.prompts.messages import INSTRUCTING, checked, listed
 from distill.prompts.rewards import answer_problem
 from distill.prompts.stream import Prompt
+from distill.prompts.template import check_ids, check_not_rendered, control_tokens, render
 from sync.base.errors import ConfigError, DataError
 from sync.base.hub import check_reachable
 
@@ -43,34 +45,52 @@ class Row(NamedTuple):
 def row_encoder(tokenizer: Any, config: RowsConfig) -> Encode:
     """Encode with a transformers tokenizer; chat: its template, once, up to the assistant's turn.
 
-    Raises DataError when the tokenizer has no chat template, ConfigError for settings it does not read.
+    What it returns raises DataError, without the row's place, for a prompt that cannot be used. Raises
+    DataError when the tokenizer has no chat template, ConfigError for settings it does not read.
     """
     system, suffix, kwargs = config.system_prompt, config.prompt_suffix, config.chat_template_kwargs
+    control = control_tokens(tokenizer)
     if config.template == "plain":
-        if system is not None or kwargs:
+        if system is not None or kwargs or config.drop_answer:
             raise ConfigError(
-                "prompts.system_prompt and chat_template_kwargs go through a chat template, and "
+                "prompts.system_prompt, chat_template_kwargs and drop_answer go through a chat template, and "
                 'prompts.template is "plain": set template = "chat", or leave them out'
             )
-        return lambda text: tokenizer.encode(text + suffix)
+        return lambda text: _plain(tokenizer, text + suffix)
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             'prompts.template is "chat" and the student\'s tokenizer has no chat template: '
             'set prompts.template = "plain", or name a Jinja file in student.chat_template'
         )
-    _check_kwargs(str(tokenizer.chat_template), kwargs)
+    template = str(tokenizer.chat_template)
+    _check_kwargs(template, kwargs)
 
-    def chat(prompt: str | list[dict[str, Any]]) -> Sequence[int]:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-        if suffix:
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + suffix}
-        if system is not None and messages[0]["role"] != "system":
+    def chat(prompt: str | list[Any]) -> Sequence[int]:
+        prompt = listed(prompt)
+        if isinstance(prompt, str):
+            check_not_rendered(prompt, control)
+            prompt = [{"role": "user", "content": prompt}]
+        messages = checked(prompt, template, config.drop_answer)
+        if suffix and messages[-1]["role"] != "user":
+            raise DataError(
+                "prompts.prompt_suffix is appended to the last message, which must be the user's, and this "
+                f"is {messages[-1]!r:.80}: change the row, or leave the suffix out"
+            )
+        messages[-1]["content"] += suffix
+        if system is not None and messages[0]["role"] not in INSTRUCTING:
             messages.insert(0, {"role": "system", "content": system})
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, **kwargs
-        )
+        return render(tokenizer, messages, kwargs)
 
     return chat
+
+
+def _plain(tokenizer: Any, text: str) -> Sequence[int]:
+    """Ids of a text as it is: one that begins with the token of a beginning is given no second one."""
+    begin = getattr(tokenizer, "bos_token", None)
+    begun = begin is not None and text.startswith(begin)
+    ids = tokenizer.encode(text, add_special_tokens=False) if begun else tokenizer.encode(text)
+    check_ids(tokenizer, ids)
+    return ids
 
 
 def _check_kwargs(template: str, kwargs: Mapping[str, Any]) -> None:
@@ -178,30 +198,18 @@ class RowReader:
                 f"{place}: field {self.config.field!r} is {value!r:.80}: give a text or a list of chat "
                 "messages"
             )
-        if isinstance(value, list):
-            self._check_messages(value, place)
+        if isinstance(value, list) and self.config.template == "plain":
+            raise DataError(f'{place}: a list of chat messages needs prompts.template = "chat"')
         try:
             return list(self.encode(value))
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             kind = type(error).__name__
             raise DataError(
                 f"{place}: chat template or tokenizer refuse {value!r:.80} ({kind}: {error}): "
                 "change the row, or name another template in student.chat_template"
             ) from None
-
-    def _check_messages(self, messages: list[Any], place: str) -> None:
-        if self.config.template == "plain":
-            raise DataError(f'{place}: a list of chat messages needs prompts.template = "chat"')
-        if not all(isinstance(m, dict) and m.get("role") for m in messages):
-            raise DataError(f"{place}: every chat message needs a role and a content: see {messages!r:.80}")
-        last = messages[-1]
-        if self.config.prompt_suffix and not (
-            last["role"] == "user" and isinstance(last.get("content"), str)
-        ):
-            raise DataError(
-                f"{place}: prompts.prompt_suffix is appended to the last message, which must be the user's "
-                f"and a text, this is {last!r:.80}: change the row, or leave the suffix out"
-            )
 
 
 def _text(row: Row, name: str) -> str:

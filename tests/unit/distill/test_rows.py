@@ -1,0 +1,157 @@
+"""Shapes of rows, with a real tokenizer and ChatML: made right, or refused with the rule and the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.config.prompts import JsonlPrompts
+from distill.prompts.rows import RowReader, jsonl_rows, row_encoder
+from sync.base.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USER, ANSWER, SYSTEM = (
+    {"role": role, "content": content}
+    for role, content in (("user", "What is 2+2?"), ("assistant", "4."), ("system", "Be brief."))
+)
+ASKED = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+TEXT = {"type": "text", "text": "What is 2+2?"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+def tokenizer(template: str | None = CHATML, **special: str) -> Any:
+    """A byte-level tokenizer without merges: a token is a byte or a special token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate([*names, *letters])}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, additional_special_tokens=names, eos_token="<|im_end|>", **special
+    )
+    made.chat_template = template
+    return made
+
+
+def read(path: Path, value: Any, written: str | None = CHATML, **settings: Any) -> str:
+    """The prompt of a row with that value, decoded."""
+    path.write_text(json.dumps({"prompt": value}) + "\n")
+    config, tok = JsonlPrompts(type="jsonl", path=path, **settings), tokenizer(written)
+    (prompt,) = RowReader(config, row_encoder(tok, config), 500).prompts(jsonl_rows(path))
+    return str(tok.decode(prompt.token_ids))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "What is 2+2?",
+        [USER],
+        [{**USER, "tool_calls": None, "name": None}],
+        [{"role": "user", "content": [TEXT]}],
+        [{"role": "user", "content": [{**TEXT, "image_url": None}]}],
+        [{"role": "user", "content": ["What is 2+2?"]}],
+        [{"from": "human", "value": "What is 2+2?"}],
+        json.dumps([USER]),
+    ],
+)
+def test_shapes_that_mean_one_question_are_one_prompt(tmp_path: Path, value: Any) -> None:
+    assert read(tmp_path / "p.jsonl", value) == ASKED
+
+
+def test_text_parts_are_joined_by_a_line_break_and_the_suffix_follows_them(tmp_path: Path) -> None:
+    value = [{"role": "user", "content": [TEXT, {"type": "text", "text": "Now."}]}]
+    prompt = read(tmp_path / "p.jsonl", value, prompt_suffix=" Think.")
+    assert "user\nWhat is 2+2?\nNow. Think.<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([USER, ANSWER], "the last message is the assistant's, '4.', .*set drop_answer = true"),
+        (
+            [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+            "last message is the assistant's, 'b'",
+        ),
+        ([SYSTEM], r"no message is the user's, roles are \['system'\]"),
+        ([ANSWER], "no message is the user's"),
+        ([USER, SYSTEM], "the last message has role 'system', which no assistant answers: put it first"),
+        ([{"role": "user", "content": " "}], "a user's message is empty"),
+        ("  ", "a user's message is empty"),
+        ([{"role": "user", "content": [TEXT, IMAGE]}], "only parts of type 'text' can be used"),
+        ([{"role": "user", "content": None}], r"role 'user' has no content \(missing or null\)"),
+        ([{"role": "user"}], r"role 'user' has no content \(missing or null\)"),
+        ([{"role": "user", "content": 42}], "content is 42: give a text, or a list of text parts"),
+        ([{"role": "user", "content": {"text": "hi"}}], "content is {'text': 'hi'}: give a text"),
+        (
+            [{"role": "User", "content": "hi"}],
+            "role 'User' is neither system, user, assistant nor named in the",
+        ),
+        ([{"role": "user ", "content": "hi"}], "role 'user ' is neither"),
+        ([{"role": 1, "content": "hi"}], "role 1 is neither"),
+        ([{"content": "hi"}], "a chat message has no role"),
+        (["hi"], "a chat message is 'hi': give an object with role and content"),
+        ([[USER]], "a chat message is .*: give an object with role and content"),
+        (USER, "give a text or a list of chat messages"),
+        (str([USER]), "is not JSON: write it as JSON"),
+        (
+            [USER, {"role": "assistant", "tool_calls": [{}]}, USER],
+            "tool_calls, which the chat template does not",
+        ),
+        (ASKED, "begins with the control token '<|im_start|>', .* set template = \"plain\""),
+    ],
+)
+def test_a_row_that_no_student_could_answer_is_refused_by_line(
+    tmp_path: Path, value: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=r"p\.jsonl:1: .*" + message.replace("|", r"\|")):
+        read(tmp_path / "p.jsonl", value)
+
+
+def test_the_answer_at_the_end_is_left_out_where_the_configuration_says_so(tmp_path: Path) -> None:
+    turns = [SYSTEM, USER, ANSWER, USER]
+    shown = read(tmp_path / "p.jsonl", [*turns, ANSWER], drop_answer=True)
+    assert shown == read(tmp_path / "p.jsonl", turns)
+    assert shown.count("4.") == 1
+
+
+def test_a_rendered_chat_is_taken_as_it_is_by_the_plain_template(tmp_path: Path) -> None:
+    assert read(tmp_path / "p.jsonl", ASKED, template="plain") == ASKED
+
+
+def test_calls_of_tools_are_written_once_as_json_and_null_arguments_are_dropped(tmp_path: Path) -> None:
+    for arguments in ({"a": 2, "b": None}, '{"a": 2}'):
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": arguments}}]}
+        turns = [USER, call, {"role": "tool", "content": "4"}]
+        assert '{"a": 2}<|im_end|>' in read(tmp_path / "p.jsonl", turns, WITH_TOOLS)
+
+
+def test_a_template_that_leaves_a_message_out_is_refused(tmp_path: Path) -> None:
+    template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+    with pytest.raises(DataError, match=r"leaves out what the message of role 'system' says, 'Be brief\.'"):
+        read(tmp_path / "p.jsonl", [SYSTEM, USER], template)
+
+
+def test_a_prompt_begins_once_and_does_not_end_before_the_answer(tmp_path: Path) -> None:
+    begun = tokenizer("{{ bos_token + bos_token + messages[0].content }}", bos_token="<|endoftext|>")
+    config = JsonlPrompts(type="jsonl", path=tmp_path)
+    with pytest.raises(DataError, match=r"begins with '<\|endoftext\|>' twice"):
+        row_encoder(begun, config)("hi")
+    with pytest.raises(
+        DataError, match=r"ends with the end token '<\|im_end\|>', behind which nothing follows"
+    ):
+        row_encoder(tokenizer("{{ messages[0].content }}<|im_end|>"), config)("hi")
