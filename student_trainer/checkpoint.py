@@ -6,8 +6,9 @@
 
 A checkpoint is written as `.partial-NAME` and renamed when every file is on disk, then `latest` moves, then
 older versions go. While the disk is full all ranks wait and `latest` names the one before. Every rank digests
-the files that bear its number, rank 0 all others; digests are checked before torch.load reads the files. No
-random state is saved: nothing in a step is random (`engine.without_randomness`).
+the files that bear its number, rank 0 all others; digests are checked before torch.load reads the files. When
+one was altered, the checkpoint before it is used (`checkpoint_files.choose`). No random state is saved:
+nothing in a step is random (`engine.without_randomness`).
 
 Of a checkpoint of another number of ranks, every rank cuts its shards out of the files of the old ones:
 
@@ -33,7 +34,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from student_trainer import checkpoint_files as files
@@ -122,30 +122,36 @@ def _finish(partial: Path, final: Path, index: files.Index, keep: int) -> None:
     files.retain(final.parent, keep)
 
 
-def find(folder: Path, ranks: Ranks) -> Path | None:
-    """The checkpoint that `latest` names; None when it names none.
+def find(folder: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """The checkpoint to start from, and a line for each that was altered where sizes are right. Collective.
 
-    Raises DataError on every rank when it is not there, or is not complete and unaltered; another one is then
-    named by its files' sizes, and verified when it is used. Collective.
+    Every rank reads its share of the chosen one's files; when one was altered, all choose again. Raises
+    DataError on every rank when there are checkpoints and none is whole.
     """
-    named = files.latest(folder).encode() if ranks.rank == 0 else b""
-    name = ranks.broadcast(named).decode()
-    if not name:
-        return None
-    path = folder / name
-    problems = [text.decode() for text in ranks.collect((_problem(path, ranks) or "").encode())]
-    if any(problems):
-        others = [
-            candidate.name
-            for candidate in files.saved(folder)
-            if candidate != path and not files.index(candidate)[1]
-        ]
-        remedy = f"remove it and write {others[-1]} into {folder / 'latest'}" if others else None
-        raise DataError(
-            f"checkpoint {path} cannot be used: {next(filter(None, problems))}; "
-            f"{remedy or 'no other one is whole'}"
-        )
-    return path
+    altered: dict[str, str] = {}
+    while True:
+        body = msgspec.json.encode(_chosen(folder, altered) if ranks.rank == 0 else ("", "", ""))
+        name, line, refusal = json_decoder(tuple[str, str, str]).decode(ranks.broadcast(body))
+        if refusal:
+            raise DataError(refusal)
+        if not name:
+            return None, []
+        problems = ranks.collect((_problem(folder / name, ranks) or "").encode())
+        problem = next((text.decode() for text in problems if text), None)
+        if problem is None:
+            if line and ranks.rank == 0:
+                log.warning("%s", line)
+            return folder / name, [line] if altered else []
+        altered[name] = problem
+
+
+def _chosen(folder: Path, altered: Mapping[str, str]) -> tuple[str, str, str]:
+    """Name of the chosen checkpoint (empty: none), what is said of the choice, and why there is none."""
+    try:
+        choice = files.choose(folder, altered, digested=0)
+    except DataError as error:
+        return "", "", str(error)
+    return choice.path.name if choice.path else "", choice.line, ""
 
 
 def load(engine: Any, path: Path, fingerprint: str, ranks: Ranks, expert_parallel: int = 1) -> files.Index:
@@ -178,7 +184,7 @@ def _digests(folder: Path, ranks: Ranks) -> dict[str, files.File]:
     recorded = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and _is_own(path.name, ranks)):
         durable.force(path)
-        recorded[str(path.relative_to(folder))] = files.File(path.stat().st_size, _digest(path))
+        recorded[str(path.relative_to(folder))] = files.File(path.stat().st_size, files.digest(path))
     return recorded
 
 
@@ -188,17 +194,12 @@ def _is_own(name: str, ranks: Ranks) -> bool:
     return (int(number[1]) if number else 0) % ranks.world_size == ranks.rank
 
 
-def _digest(path: Path) -> str:
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
-
-
 def _problem(path: Path, ranks: Ranks) -> str | None:
     """Why a checkpoint must not be used, as far as this rank looks at its files; None: its part is whole."""
     index, problem = files.index(path)
     if index is None:
         return problem
-    listed = ((name, file) for name, file in index.files.items() if _is_own(name, ranks))
-    return next((f"{name} was altered" for name, file in listed if _digest(path / name) != file.blake3), None)
+    return files.altered(path, {name: file for name, file in index.files.items() if _is_own(name, ranks)})
 
 
 # --- another number of ranks --------------------------------------------------------------------------------

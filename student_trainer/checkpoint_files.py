@@ -1,5 +1,6 @@
-"""The checkpoints' folder as files: which there are, whether one is whole, and which go. No torch.
+"""The checkpoints' folder as files: which there are, which one a trainer starts from, and which go. No torch.
 
+`choose` alone decides: the launcher asks it before anything loads, the trainer at every start, and the audit.
 Newer is the later lineage, and of one lineage the later step: the order in which a run saves them, whatever
 the clocks.
 """
@@ -8,17 +9,23 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
+from blake3 import blake3
 
 from sync.base.decoding import json_decoder
 from sync.base.errors import DataError
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
+CHECKPOINTS: Final = "checkpoints"
+"""Their folder in a run's."""
 INDEX: Final = "checkpoint.json"
+DIGESTED_BYTES: Final = 256 << 20
+"""Largest checkpoint that is read to compare digests before anything loads: a fraction of a second."""
 
 
 class File(msgspec.Struct):
@@ -69,6 +76,80 @@ def saved(folder: Path) -> list[Path]:
     return [path for _, path in sorted(checkpoints.items())]
 
 
+class Choice(NamedTuple):
+    """What a trainer starts from."""
+
+    path: Path | None
+    """None: there is no checkpoint, and it starts from the model folder"""
+    damaged: list[str]
+    """what is wrong with `latest` and with the checkpoints that come before `path`"""
+
+    @property
+    def line(self) -> str:
+        """What is damaged and what is used instead; empty: nothing is."""
+        return "; ".join([*self.damaged, f"checkpoint {self.path} is used"]) if self.damaged else ""
+
+
+def choose(folder: Path, altered: Mapping[str, str] | None = None, digested: int = DIGESTED_BYTES) -> Choice:
+    """The checkpoint that `latest` names, or the newest whole one before it, else after it.
+
+    `altered`: name → what its readers found wrong; `digested`: bytes up to which a checkpoint's digests are
+    compared here, else its sizes alone. Raises DataError when there are checkpoints and none is whole.
+    """
+    named, paths = latest(folder), saved(folder)[::-1]
+    names = [path.name for path in paths]
+    if not paths and not named:
+        return Choice(None, [])
+    damaged = []
+    if not named:
+        damaged.append(f"{folder / 'latest'} is {'empty' if (folder / 'latest').exists() else 'missing'}")
+    elif named not in names:
+        damaged.append(f"{folder / 'latest'} names {named:.40}: {index(folder / named)[1]}")
+    after = names.index(named) if named in names else _later(named, paths)
+    for path in [*paths[after:], *paths[:after]]:
+        problem = (altered or {}).get(path.name) or damage(path, digested)
+        if problem is None:
+            return Choice(path, damaged)
+        damaged.append(f"checkpoint {path.name} is damaged: {problem}")
+    raise DataError(
+        f"no checkpoint in {folder} is whole ({'; '.join(damaged)}): put one back from a copy, or remove "
+        "that folder to train again from the model folder, from step 0 on"
+    )
+
+
+def _later(named: str, paths: list[Path]) -> int:
+    """How many of `paths`, newest first, are newer than a name; none when it is no version."""
+    try:
+        version = Version.parse(named)
+    except ValueError:
+        return 0
+    return sum(Version.parse(path.name) > version for path in paths)
+
+
+def damage(path: Path, digested: int) -> str | None:
+    """What is wrong with a checkpoint; None: nothing that is looked at. `digested`: see `choose`."""
+    header, problem = index(path)
+    if header is None or sum(file.size for file in header.files.values()) > digested:
+        return problem
+    return altered(path, header.files)
+
+
+def altered(path: Path, files: Mapping[str, File]) -> str | None:
+    """The first of a checkpoint's `files` that is not as it was saved; reads them whole."""
+    for name, file in files.items():
+        try:
+            if digest(path / name) != file.blake3:
+                return f"{name} was altered"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def digest(path: Path) -> str:
+    """BLAKE3 of a file, in hex."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
 def index(path: Path) -> tuple[Index | None, str | None]:
     """The index of a checkpoint, and what is wrong with it or with sizes of files."""
     try:
@@ -101,9 +182,10 @@ def _size(file: Path) -> int | None:
 
 
 def retain(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and what `latest` names, and what broken saves left."""
-    named = latest(folder)
-    for path in [*saved(folder)[:-keep], *folder.glob(".partial-L*")]:
+    """Remove all but the newest `keep` whole checkpoints and what `latest` names, and broken saves."""
+    named, paths = latest(folder), saved(folder)
+    whole = [path for path in paths if index(path)[1] is None][-keep:]
+    for path in [*(path for path in paths if path not in whole), *folder.glob(".partial-L*")]:
         if path.name != named:
             shutil.rmtree(path)
             log.info("removed checkpoint %s", path.name)

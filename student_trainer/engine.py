@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from student_trainer import checkpoint, expert_parallel, sequence_parallel
-from student_trainer.checkpoint_files import Index
+from student_trainer.checkpoint_files import CHECKPOINTS, Index
 from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.expert_check import Originals, check_experts, originals
@@ -46,7 +46,7 @@ class Learner:
     """
 
     def __init__(self, config: TrainerConfig, ranks: Ranks) -> None:
-        self.ranks, self._config, self._folder = ranks, config, config.run_dir / "checkpoints"
+        self.ranks, self._config, self._folder = ranks, config, config.run_dir / CHECKPOINTS
         self.engine, student, self._tokenizer = load(config, ranks)
         self.vocab = student.head.shape.vocab
         """Ids of the student's tokenizer."""
@@ -54,7 +54,7 @@ class Learner:
         check_rows(student, self.engine, ranks.device)
         self.weights = Weights(student.model, ranks)
         self._given = hyperparameters(self.engine.optimizer.param_groups)
-        path, state = checkpoint.find(self._folder, ranks), None
+        (path, altered), state = checkpoint.find(self._folder, ranks), None
         if path is not None:
             log.info("resuming from %s", path)
             shared = config.trainer.expert_parallel
@@ -66,6 +66,7 @@ class Learner:
             run=config.run,
             run_id=None if state is None else state.run_id,
             sequence_parallel=config.trainer.sequence_parallel,
+            altered=altered,
         )
 
     def begin(self, welcome: TrainerWelcome, loss: Loss) -> None:

@@ -33,7 +33,7 @@ from distill.interfaces import Components, Hooks
 from distill.launch import cluster, outcome, roles
 from distill.launch.placement import TRAINER, planned
 from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
-from distill.launch.run_folder import RunFolder, content
+from distill.launch.run_folder import RunFolder, checkpoint_line, content
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.console import ProgressDisplay
 from distill.metrics.samples import QUARANTINE, SAMPLES, Quarantine, SampleFile
@@ -88,6 +88,8 @@ async def run(
     if resume and (done := outcome.finished(config)):
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
+    if line := checkpoint_line(config.run_dir):
+        say(line)
     with contextlib.ExitStack() as opened:
         config, split, lines = checks.check(config, planned(config)[0])
         for line in lines:
@@ -390,6 +392,6 @@ class _Launcher:
         )
 
     def _before_trainer(self) -> None:
-        self._joined = False
-        for version in self._roll_back_to:
-            self._folder.set_back(version)
+        again, self._joined = self._joined, False
+        if (line := self._folder.before_trainer(self._roll_back_to)) and again:  # at first `run` has said it
+            log.warning("%s", line)

@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -25,7 +25,7 @@ from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, sample_prompts
 from distill.prompts.stream import PromptSource
 from distill.registry import CONTROLLER_FILE
-from student_trainer.checkpoint_files import saved
+from student_trainer.checkpoint_files import CHECKPOINTS, choose, saved
 from student_trainer.deepspeed_json import deepspeed_config
 from sync.base import durable, secrets
 from sync.base.address import TOKEN_FILE_VARIABLE, WILDCARDS
@@ -118,16 +118,22 @@ class RunFolder:
 
     def fullest(self) -> tuple[Path, int]:
         """The part of the folder on the fullest disk, and the free bytes there."""
-        parts = [self.path, *(self.path / name for name in ("journal", "checkpoints", "store"))]
+        parts = [self.path, *(self.path / name for name in ("journal", CHECKPOINTS, "store"))]
         free = {part: shutil.disk_usage(part).free for part in parts if part.is_dir()}
         return min(free.items(), key=lambda item: item[1])
+
+    def before_trainer(self, set_back_to: Sequence[Version | None]) -> str:
+        """Set the checkpoints back before the next start of the trainer; `checkpoint_line` then."""
+        for version in set_back_to:
+            self.set_back(version)
+        return checkpoint_line(self.path)
 
     def set_back(self, to: Version | None) -> None:
         """Remove the checkpoints after `to` (None: all), so that the next trainer resumes there.
 
         No trainer may run meanwhile.
         """
-        folder = self.path / "checkpoints"
+        folder = self.path / CHECKPOINTS
         if to is None:
             (folder / "latest").unlink(missing_ok=True)
         else:
@@ -150,6 +156,14 @@ def holds_run(run_dir: Path) -> bool:
     """Whether there is something to resume."""
     journal = run_dir / "journal"
     return journal.is_dir() and any(journal.iterdir())
+
+
+def checkpoint_line(run_dir: Path) -> str:
+    """Which checkpoints are damaged and which one the trainer will use; empty: none is damaged.
+
+    Raises DataError when checkpoints are there and none is whole.
+    """
+    return choose(run_dir / CHECKPOINTS).line
 
 
 def write_role(run_dir: Path, name: str, settings: Settings) -> Path:

@@ -22,7 +22,7 @@ from distill.run_log.journal import read_all
 from distill.run_log.records import Concluded, LineageOpened, Location, Record, Rollout, contradictions
 from distill.run_log.snapshot import differs
 from distill.run_log.state import RunState
-from student_trainer.checkpoint_files import index, latest, saved
+from student_trainer.checkpoint_files import CHECKPOINTS, choose, index, latest
 from student_trainer.ledger import Lineage, read, repeated
 from sync.base.errors import DataError
 from sync.wire import Version
@@ -210,7 +210,7 @@ def audit(run_dir: Path) -> AuditReport:
     if not (run_dir / "journal").is_dir() and not (run_dir / "ledger").is_dir():
         raise DataError(f"{run_dir} holds neither journal nor ledger: name the folder of a run")
     before, records = read(run_dir / "ledger"), read_all(run_dir / "journal")
-    report = report_of(Evidence(records, before, lambda: read(run_dir / "ledger"), run_dir / "checkpoints"))
+    report = report_of(Evidence(records, before, lambda: read(run_dir / "ledger"), run_dir / CHECKPOINTS))
     same, other = repeated(before)
     report.again, report.differing = len(same) + len(other), [str(version) for version in other]
     return report
@@ -297,19 +297,18 @@ def checkpoint_missing(e: Evidence) -> Iterator[str]:
     try:
         while True:
             name = latest(folder)
-            header, problem = index(folder / name) if name else (None, None)
+            choice = choose(folder)
             if name == latest(folder):  # else the run saved another one meanwhile
                 break
     except DataError as error:
         return (yield str(error))
+    if choice.damaged and (name or e.checkpoint):  # before the first is on record, `latest` may be to come
+        yield choice.line
+    header = index(choice.path)[0] if choice.path else None
     if header and e.state.opened and header.run_id not in (None, e.state.opened.id):
-        problem = f"run {header.run_id} saved it, not run {e.state.opened.id}"
+        yield f"{choice.path}: run {header.run_id} saved it, not run {e.state.opened.id}"
     elif header and e.checkpoint and Version.parse(header.version) < e.checkpoint:
-        problem = f"it is older than {e.checkpoint}, which is on record"
-    if problem:
-        yield f"{folder / 'latest'} names {name:.40}: {problem}"
-    elif not name and e.checkpoint and saved(folder):
-        yield f"{folder / 'latest'} is missing, and checkpoint {e.checkpoint} is on record"
+        yield f"{choice.path} is older than {e.checkpoint}, which is on record"
 
 
 @_check

@@ -327,6 +327,8 @@ class RunState(msgspec.Struct):
         self.bisection = Bisection(furthest, -1, died_on, record.parts)
         self.lineages.add(Lineage(record.lineage, record.start, record.origin, record.branch))
         self.lineage, self.rolled_back = record.lineage, None
+        # newer ones are gone or damaged: else the trainer would have started there
+        self.checkpoints = [v for v in self.checkpoints if record.checkpoint and v <= record.checkpoint]
         self.fingerprint = record.fingerprint
         self.reached = Version(record.lineage, record.start)
         self.next_step = record.branch

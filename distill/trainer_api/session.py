@@ -78,6 +78,13 @@ class TrainerSession:
         """Open a lineage. Raises RemoteError for another run, model, or checkpoint that is not on record."""
         self._check_hello(hello)
         at, retreat = hello.checkpoint, self._retreat
+        for line in hello.altered:
+            logger.warning("%s", line)
+        if at is None and retreat is None and (saved := self._run_log.state.checkpoints):
+            logger.warning(
+                "no checkpoint is left, though %s is on record: training begins again at step 0, from the "
+                "model folder", saved[-1],
+            )  # fmt: skip
         without = None if retreat is None else retreat.without
         record = await self._run_log.open_lineage(at, hello.fingerprint, without, hello.world_size)
         self._retreat = None
@@ -116,9 +123,10 @@ class TrainerSession:
                 f"checkpoint {at} belongs to no lineage in this run's journal: remove the checkpoints, "
                 "or restore the journal they belong to"
             )
-        if self._retreat is not None and self._retreat.to != at:
+        to = at if self._retreat is None else self._retreat.to
+        if to != at and (to is None or at is None or at > to):  # an older one where that is damaged
             raise RemoteError(
-                f"the run was rolled back to {self._retreat.to or 'the model folder'} and the trainer comes "
+                f"the run was rolled back to {to or 'the model folder'} and the trainer comes "
                 f"from {at}: start it again from there"
             )
 

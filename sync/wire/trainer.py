@@ -25,6 +25,8 @@ class TrainerHello(Message, frozen=True):
     """`RunIdentity.id` of the run that saved the checkpoint; None: there is none, or it does not say."""
     sequence_parallel: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
     """Neighbouring ranks that are given the same rows; divides `world_size`."""
+    altered: list[str] = []
+    """What was found wrong with newer checkpoints when their files were read, and which one is used."""
 
 
 class TrainerWelcome(Message, frozen=True):

@@ -82,7 +82,7 @@ def saved(folder: Path, *steps: int, keep: int = 2) -> None:
 
 def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
-    engine, path = FileEngine(), checkpoint.find(tmp_path, ALONE)
+    engine, path = FileEngine(), checkpoint.find(tmp_path, ALONE)[0]
     assert path is not None
     assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
     assert engine.state == "at 4"
@@ -90,13 +90,13 @@ def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
 
 def test_a_checkpoint_names_the_run_that_saved_it(tmp_path: Path) -> None:
     checkpoint.save(FileEngine(), tmp_path, index_of(Version(0, 4), "print", "aa"), ALONE, 2)
-    path = checkpoint.find(tmp_path, ALONE)
+    path, _ = checkpoint.find(tmp_path, ALONE)
     assert path is not None
     assert checkpoint.load(FileEngine(), path, "print", ALONE).run_id == "aa"
 
 
 def test_no_checkpoint_means_a_fresh_start(tmp_path: Path) -> None:
-    assert checkpoint.find(tmp_path / "checkpoints", ALONE) is None
+    assert checkpoint.find(tmp_path / "checkpoints", ALONE) == (None, [])
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -104,37 +104,107 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000004", "L000-v00000006", "latest"]
 
 
-@pytest.mark.parametrize("harm", ["altered", "cut", "missing", "index"])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: Path, harm: str) -> None:
-    saved(tmp_path, 2, 4)
-    newest = tmp_path / str(Version(0, 4))
-    file = newest / "deepspeed/rank0.pt"
-    data = bytearray(file.read_bytes())
-    if harm == "altered":
-        data[100] ^= 1
-        file.write_bytes(data)
-    elif harm == "cut":
-        file.write_bytes(data[:-1])
-    elif harm == "missing":
-        file.unlink()
-    else:
-        (newest / "checkpoint.json").write_text('{"version": "L0')
-    with pytest.raises(DataError, match=f"remove it and write L000-v00000002 into {tmp_path}/latest"):
-        checkpoint.find(tmp_path, ALONE)
-    shutil.rmtree(newest)
-    (tmp_path / "latest").write_text("L000-v00000002\n")
-    assert checkpoint.find(tmp_path, ALONE) == tmp_path / str(Version(0, 2))
+NEWEST, BEFORE = str(Version(0, 4)), str(Version(0, 2))
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "altered": (
+        lambda folder: flip(folder / NEWEST / "deepspeed/rank0.pt"),
+        f"checkpoint {NEWEST} is damaged: deepspeed/rank0.pt was altered",
+    ),
+    "cut": (
+        lambda folder: os.truncate(folder / NEWEST / "deepspeed/rank0.pt", 100),
+        f"checkpoint {NEWEST} is damaged: deepspeed/rank0.pt is missing or cut short",
+    ),
+    "a file is missing": (
+        lambda folder: (folder / NEWEST / "deepspeed/rank0.pt").unlink(),
+        f"checkpoint {NEWEST} is damaged: deepspeed/rank0.pt is missing or cut short",
+    ),
+    "no index": (
+        lambda folder: (folder / NEWEST / "checkpoint.json").unlink(),
+        f"checkpoint {NEWEST} is damaged: it has no checkpoint.json",
+    ),
+    **{
+        f"index {index!r}": (
+            lambda folder, index=index: (folder / NEWEST / "checkpoint.json").write_bytes(index),
+            f"checkpoint {NEWEST} is damaged: its checkpoint.json is damaged",
+        )
+        for index in (
+            *(b"", b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}'),
+            *(b"{}", b"7", b'{"version": "L0'),
+        )
+    },
+    "the folder is gone": (
+        lambda folder: shutil.rmtree(folder / NEWEST),
+        f"latest names {NEWEST}: it has no checkpoint.json",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "index",
-    [b"\xff\xfe", b"[]", b'{"version": "L000-v00000004", "files": []}', b'{"version": 4}', b"{}", b"7"],
-)
-def test_an_index_of_any_other_bytes_is_refused(tmp_path: Path, index: bytes) -> None:
+def flip(path: Path) -> None:
+    """Alter one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_of_a_damaged_checkpoint_the_one_before_is_used_and_both_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
+) -> None:
     saved(tmp_path, 2, 4)
-    (tmp_path / str(Version(0, 4)) / "checkpoint.json").write_bytes(index)
-    with pytest.raises(DataError, match=r"checkpoint\.json is damaged; remove it and write L000-v00000002"):
-        checkpoint.find(tmp_path, ALONE)
+    damage, said = HARMS[harm]
+    damage(tmp_path)
+    line = files.choose(tmp_path).line
+    assert said in line
+    assert line.endswith(f"; checkpoint {tmp_path / BEFORE} is used")
+    path, altered = checkpoint.find(tmp_path, ALONE)
+    assert path == tmp_path / BEFORE
+    assert altered == ([line] if harm == "altered" else []), "sizes are the launcher's to say"
+    assert caplog.messages == [line]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n", b"../ledger", b"L000-v00000009"])
+def test_without_what_latest_should_name_the_newest_whole_checkpoint_is_used(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    saved(tmp_path, 2, 4)
+    (tmp_path / "latest").unlink()
+    if content is not None:
+        (tmp_path / "latest").write_bytes(content)
+    choice = files.choose(tmp_path)
+    assert choice.path == checkpoint.find(tmp_path, ALONE)[0] == tmp_path / NEWEST
+    assert str(tmp_path / "latest") in choice.line
+
+
+def test_what_latest_names_is_used_and_where_damaged_one_before_it_rather_than_after(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4, 6, 8, keep=4)
+    (tmp_path / "latest").write_text(f"{NEWEST}\n")  # as a rollback leaves it that was cut short
+    assert files.choose(tmp_path) == (tmp_path / NEWEST, [])
+    (tmp_path / NEWEST / "checkpoint.json").unlink()
+    assert files.choose(tmp_path).path == tmp_path / BEFORE
+    (tmp_path / BEFORE / "checkpoint.json").unlink()
+    assert files.choose(tmp_path).path == tmp_path / str(Version(0, 8))
+
+
+def test_with_checkpoints_of_which_none_is_whole_there_is_no_step_0(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    for name in (BEFORE, NEWEST):
+        flip(tmp_path / name / "deepspeed/rank0.pt")
+    for ask in (lambda: files.choose(tmp_path), lambda: checkpoint.find(tmp_path, ALONE)):
+        with pytest.raises(DataError, match=f"no checkpoint in {tmp_path} is whole .* or remove that folder"):
+            ask()
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    (tmp_path / NEWEST / "deepspeed/rank0.pt").unlink()
+    checkpoint.save(FileEngine(), tmp_path, index_of(Version(1, 4), "print"), ALONE, 2)
+    assert [path.name for path in files.saved(tmp_path)] == [BEFORE, str(Version(1, 4))]
+
+
+def test_a_large_checkpoint_is_judged_by_its_sizes_before_anything_loads(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    flip(tmp_path / NEWEST / "deepspeed/rank0.pt")
+    assert files.choose(tmp_path, digested=100).path == tmp_path / NEWEST
 
 
 class RankEngine(FileEngine):
@@ -156,13 +226,13 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digested: list[tuple[str, str]] = []
-    real = checkpoint._digest
+    real = files.digest
 
     def noting(path: Path) -> str:
         digested.append((threading.current_thread().name, path.name))
         return real(path)
 
-    monkeypatch.setattr(checkpoint, "_digest", noting)
+    monkeypatch.setattr(files, "digest", noting)
     meeting = Meeting(2)
     ranks = [Together(rank, 2, torch.device("cpu"), meeting) for rank in (0, 1)]
 
@@ -170,7 +240,7 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
         threading.current_thread().name = f"rank {one.rank}"
         index = index_of(Version(0, 2), "print", ranks=2)
         checkpoint.save(RankEngine(one.rank), tmp_path, index, one, 2)
-        return checkpoint.find(tmp_path, one)
+        return checkpoint.find(tmp_path, one)[0]
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(work, ranks)) == [tmp_path / str(Version(0, 2))] * 2
@@ -180,7 +250,7 @@ def test_every_rank_digests_its_own_files_when_saving_and_when_resuming(
         file = tmp_path / str(Version(0, 2)) / "deepspeed" / names[1]
         file.write_bytes(bytes(len(file.read_bytes())))
         for told in [threads.submit(checkpoint.find, tmp_path, one) for one in ranks]:
-            with pytest.raises(DataError, match=f"{names[1]} was altered"):
+            with pytest.raises(DataError, match=rf"is whole \(.*{names[1]} was altered"):
                 told.result()
 
 
@@ -188,14 +258,14 @@ def test_a_version_that_is_whole_on_disk_is_never_removed_to_save_it_again(tmp_p
     saved(tmp_path, 2)
     with pytest.raises(OSError, match="not empty"):
         saved(tmp_path, 2)
-    assert checkpoint.find(tmp_path, ALONE) == tmp_path / str(Version(0, 2))
+    assert checkpoint.find(tmp_path, ALONE)[0] == tmp_path / str(Version(0, 2))
 
 
 def test_a_checkpoint_that_was_never_finished_is_not_there(tmp_path: Path) -> None:
     (tmp_path / ".partial-L000-v00000004").mkdir()
-    assert checkpoint.find(tmp_path, ALONE) is None
+    assert checkpoint.find(tmp_path, ALONE) == (None, [])
     (tmp_path / "latest").write_text("L000-v00000004")
-    with pytest.raises(DataError, match=r"has no checkpoint\.json.*no other one is whole"):
+    with pytest.raises(DataError, match=r"is whole \(.* it has no checkpoint\.json\)"):
         checkpoint.find(tmp_path, ALONE)
 
 
@@ -247,13 +317,13 @@ def test_a_save_blocks_on_a_full_disk_and_latest_is_never_half_a_checkpoint(
 ) -> None:
     saved(tmp_path, 2)
     seen: list[Path | None] = []
-    found = SimpleNamespace(sleep=lambda _: seen.append(checkpoint.find(tmp_path, ALONE)))
+    found = SimpleNamespace(sleep=lambda _: seen.append(checkpoint.find(tmp_path, ALONE)[0]))
     monkeypatch.setattr(durable, "time", found)
     full_once(monkeypatch, where, name, harm)
     saved(tmp_path, 4)
     assert seen == [tmp_path / str(Version(0, 2))], "while it waits, the one before is the newest"
     assert "disk full: checkpoint L000-v00000004 waits for space" in caplog.text
-    assert checkpoint.find(tmp_path, ALONE) == tmp_path / str(Version(0, 4))
+    assert checkpoint.find(tmp_path, ALONE)[0] == tmp_path / str(Version(0, 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["L000-v00000002", "L000-v00000004", "latest"]
 
 
@@ -266,14 +336,14 @@ def test_a_checkpoint_waits_on_a_disk_that_is_really_full(
         seen: list[Path | None] = []
 
         def wait(_: float) -> None:
-            seen.append(checkpoint.find(disk, ALONE))
+            seen.append(checkpoint.find(disk, ALONE)[0])
             if len(seen) == 2:
                 free(disk)
 
         monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=wait))
         saved(disk, 4)
         assert seen == [disk / str(Version(0, 2))] * 2
-        engine, path = FileEngine(), checkpoint.find(disk, ALONE)
+        engine, path = FileEngine(), checkpoint.find(disk, ALONE)[0]
         assert path is not None
         assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
         assert engine.state == "at 4"
@@ -383,7 +453,7 @@ def test_a_clock_set_back_never_removes_what_latest_names(tmp_path: Path) -> Non
         os.utime(tmp_path / str(Version(0, step)), (10_000 - step, 10_000 - step))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["L000-v00000004", "L000-v00000006", "latest"]
-    assert checkpoint.find(tmp_path, ALONE) == tmp_path / str(Version(0, 6))
+    assert checkpoint.find(tmp_path, ALONE)[0] == tmp_path / str(Version(0, 6))
 
 
 def test_a_later_lineage_is_newer_whatever_its_step_and_what_latest_names_stays(tmp_path: Path) -> None:
