@@ -144,6 +144,8 @@ class TrainerConfig(Settings):
     """Optimizer steps of the whole run."""
     temperature: float = Field(1.0, gt=0)
     """Of the rollouts: the trainer's log-probabilities use the same."""
+    stop_token_ids: list[int] = []
+    """Ids that end a rollout beside those of the student's tokenizer and generation config."""
     seed: int = 0
     """Of new adapters."""
     heartbeat_seconds: float = Field(0.0, ge=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -50,6 +51,8 @@ class Learner:
         self.engine, student, self._tokenizer = load(config, ranks)
         self.vocab = student.head.shape.vocab
         """Ids of the student's tokenizer."""
+        self.ends = end_ids(self._tokenizer, plain(student.model).generation_config, config.stop_token_ids)
+        """Ids that end a completion."""
         check_head(student, self.engine, ranks.device)
         check_rows(student, self.engine, ranks.device)
         self.weights = Weights(student.model, ranks)
@@ -223,6 +226,13 @@ def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:
     if scale is None:
         scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return HeadShape(vocab, float(scale), getattr(config, "final_logit_softcapping", None), temperature)
+
+
+def end_ids(tokenizer: Any, generation: Any, more: Sequence[int]) -> tuple[int, ...]:
+    """Ids at which an engine stops: of tokenizer, generation config (None: there is none), and `more`."""
+    eos = getattr(generation, "eos_token_id", None)
+    ids = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos]), *more]
+    return tuple(sorted({id for id in ids if id is not None}))
 
 
 # --- loading ------------------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ class Loss:
     """How later tokens are credited; None: credit is immediate."""
     heads: tuple[HeadWeights, ...] = ()
     """Of the teachers, for objectives over the whole vocabulary; else empty."""
+    ends: tuple[int, ...] = ()
+    """Ids that end a completion, whose probability is recorded; empty: it is not."""
     teachers: tuple[str, ...] = ()
     """Names, as Rows.teacher indexes them."""
     coefficients: tuple[float, ...] = ()
@@ -166,7 +168,7 @@ def _chunk_loss(
         loss_N, terms = spec.objective(logp_NV, targets)
         total = loss_N.sum()
     (grad_NV,) = torch.autograd.grad(total, raw_NV)
-    sums = token_sums(logp_NV.detach(), targets)
+    sums = token_sums(logp_NV.detach(), targets, spec.ends)
     sums |= {name: value.sum() for name, value in terms.items()}
     if spec.tracked and "reverse_kl" in terms:
         assert targets.teacher_N is not None

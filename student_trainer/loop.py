@@ -104,7 +104,7 @@ def run(config: TrainerConfig) -> None:
     )
     client.expect(welcome.version)
     heads = teacher_heads(config, client, welcome, learner)
-    learner.begin(welcome, loss_of(config.objective, welcome.teachers, heads))
+    learner.begin(welcome, loss_of(config.objective, welcome.teachers, heads, learner.ends))
     publishing = Publishing(open_transport(config, learner, client, welcome))
     publishing.start(welcome.version)
     saved = catch_stop_signals(stopping, int(os.environ.get("LOCAL_SIZE", "1")))

@@ -31,13 +31,22 @@ from sync.base.errors import DataError
 from sync.wire import Rows, TrainBatch, unpack
 
 
-def loss_of(objective: ObjectiveConfig, teachers: Sequence[str], heads: tuple[HeadWeights, ...] = ()) -> Loss:
-    """The loss of a run; `heads`: the teachers' output heads, for full-vocabulary objectives."""
+def loss_of(
+    objective: ObjectiveConfig,
+    teachers: Sequence[str],
+    heads: tuple[HeadWeights, ...] = (),
+    ends: tuple[int, ...] = (),
+) -> Loss:
+    """The loss of a run.
+
+    `heads`: the teachers' output heads, for full-vocabulary objectives; `ends`: ids that end a completion.
+    """
     factors = [objective.coefficient * objective.teacher_coefficients.get(name, 1.0) for name in teachers]
     return Loss(
         objective=build(objective),
         discount=discount(objective),
         heads=heads,
+        ends=ends,
         teachers=tuple(teachers),
         coefficients=tuple(factors) if any(factor != 1.0 for factor in factors) else (),
         task=objective.task is not None,

@@ -320,6 +320,7 @@ def trainer_process(config: RunConfig, controller_url: str, node: int = 0) -> Ch
         keep_every=config.evaluation.every if by_broadcast and config.evaluation else None,
         steps=config.run.steps,
         temperature=config.rollout.temperature,
+        stop_token_ids=config.rollout.stop_token_ids,
         seed=config.run.seed,
         heartbeat_seconds=look_seconds(config.run.health_timeout_seconds),
     )

@@ -11,6 +11,10 @@ from distill.metrics.timeline import REPLICAS, TEACHERS, TRAINER
 
 CUT_OFF_STEPS: Final = 5
 """Consecutive steps without one completion that ended by itself."""
+END_STEPS: Final = 3
+"""Consecutive steps at which the student ends far less often than its teacher would."""
+LITTLE_END: Final = 0.2
+"""Share of the teacher's probability of ending a completion that is far less."""
 FIRST_STEPS: Final = 20
 """Before which nothing is concluded from a teacher's work."""
 LITTLE_WORK: Final = 0.1
@@ -21,7 +25,7 @@ class Advice:
     """Takes every step of a run in order; gives each warning once, with what to change."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, self._steps, self._cut_off = config, 0, 0
+        self._config, self._steps, self._cut_off, self._endless = config, 0, 0, 0
         self._given: dict[str, str] = {}
         self._worked: set[str] = set()  # teachers that had something to score
         self._scored_before: float | None = None  # rollouts, at the first step
@@ -40,6 +44,8 @@ class Advice:
             name for name in self._config.teachers if figures.get(f"perf/busy_seconds/teacher {name}")
         }
         self._cut_off = self._cut_off + 1 if figures.get("train/truncation_rate", 0.0) >= 1 else 0
+        student, teacher = (figures.get(f"train/{who}_end", 0.0) for who in ("student", "teacher"))
+        self._endless = self._endless + 1 if student < LITTLE_END * teacher else 0
         new = {about: text for about, text in self._found(figures) if about not in self._given}
         self._given |= new
         return list(new.values())
@@ -52,6 +58,15 @@ class Advice:
                 f"every completion of the last {self._cut_off} steps was cut off at rollout.max_tokens = "
                 f"{self._config.rollout.max_tokens}, so the student never learns to end one: raise it, or "
                 "check the chat template and rollout.stop_token_ids",
+            )
+        if self._endless >= END_STEPS:
+            student, teacher = (f"{figures[f'train/{who}_end']:.1e}" for who in ("student", "teacher"))
+            yield (
+                "ends",
+                "the student forgets how to end a completion: the end has a probability of "
+                f"{student} at a token, and for its teacher one of {teacher}; "
+                "a reverse divergence does not bring back what is nearly lost: set objective.forward "
+                "(of full and topk), or lower trainer.lr",
             )
         if self._steps < FIRST_STEPS:
             return

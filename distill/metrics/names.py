@@ -64,6 +64,12 @@ FIGURES: Final = tuple(
         ("train/reverse_kl/NAME", "nats per token", "over tokens that this one of several teachers scored"),
         ("train/student_entropy", "nats per token", "of the student's distribution"),
         ("train/teacher_entropy", "nats per token", "of the teacher's, if its engine sends what it takes"),
+        (
+            "train/student_end",
+            "share",
+            "the student's probability of ending a completion, mean over its tokens",
+        ),
+        ("train/teacher_end", "share", "the teacher's at the same tokens; of top-k scores what they hold"),
         ("train/student_mass", "share", "the student's probability mass on the top-k"),
         ("train/teacher_mass", "share", "the teacher's probability mass on the top-k"),
         ("train/mask_mass", "share", "the student's probability mass on what a token was sampled from"),

@@ -4,11 +4,13 @@
 fresh: tokens sampled from these very weights, where ρ should be 1
 fresh_kl = ρ − 1 − log ρ, an unbiased, never negative estimate of KL(μ‖p): the rollout engine's mismatch
 score_gap = |log q(y) of the teacher's dense scores − log q(y) as sent|: rounding, when both are right
+student_end, teacher_end: mass on the ids that end a completion; of a teacher that sends S, what of it is in S
 student_mass, teacher_mass: mass inside S;  overlap: share of S that is in the student's own top-K
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -25,6 +27,8 @@ MEANS: Final = {
     "reverse_kl": ("reverse_kl", "own_tokens"),
     "student_entropy": ("student_entropy", "tokens"),
     "teacher_entropy": ("teacher_entropy", "teacher_entropy_tokens"),
+    "student_end": ("student_end", "end_tokens"),
+    "teacher_end": ("teacher_end", "teacher_end_tokens"),
     "rho_mean": ("rho", "own_tokens"),
     "rho_squared_mean": ("rho_squared", "own_tokens"),
     "mismatch_kl": ("fresh_kl", "fresh_tokens"),
@@ -48,8 +52,11 @@ _OVERLAP_TOKENS = 64
 
 
 @torch.no_grad()
-def token_sums(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
-    """Sums (scalars) over the chunk, named as in STATS, and `rho_max`. N must not be 0."""
+def token_sums(logp_NV: Tensor, targets: Targets, ends: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Sums (scalars) over the chunk, named as in STATS, and `rho_max`. N must not be 0.
+
+    `ends`: ids that end a completion; without any, their mass is left out.
+    """
     logp_N, masked = at(logp_NV, targets.token_N), dict[str, Tensor]()
     if targets.mask_NK is not None:
         mass_N, some_N = mask_log_mass(logp_NV, targets.mask_NK), (targets.mask_NK >= 0).any(1)
@@ -78,6 +85,19 @@ def token_sums(logp_NV: Tensor, targets: Targets) -> dict[str, Tensor]:
     if entropy_N is not None:
         sums |= {"teacher_entropy": entropy_N.sum()}
         sums |= {"teacher_entropy_tokens": torch.ones_like(entropy_N).sum()}
+    return sums | (_ends(logp_NV, targets, logp_NV.new_tensor(ends, dtype=torch.int64)) if ends else {})
+
+
+def _ends(logp_NV: Tensor, targets: Targets, ends_E: Tensor) -> dict[str, Tensor]:
+    """Of the ids that end a completion: the student's mass, and the teacher's where its scores say."""
+    count = torch.ones_like(targets.token_N).sum()
+    sums = {"student_end": logp_NV[:, ends_E].exp().sum(), "end_tokens": count}
+    if targets.teacher_logp_NV is not None:
+        sums |= {"teacher_end": targets.teacher_logp_NV[:, ends_E].exp().sum(), "teacher_end_tokens": count}
+    elif targets.support_NK is not None and targets.support_logp_NK is not None:
+        ends_NK = torch.isin(targets.support_NK, ends_E)
+        sums |= {"teacher_end": torch.where(ends_NK, targets.support_logp_NK.exp(), 0.0).sum()}
+        sums |= {"teacher_end_tokens": count}
     return sums
 
 

@@ -20,7 +20,7 @@ from distill.config import GuardConfig
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
-from distill.metrics.advice import CUT_OFF_STEPS, FIRST_STEPS, Advice
+from distill.metrics.advice import CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
 from distill.run_log.journal import read_all
 from distill.run_log.records import Checkpointed, LineageOpened, RolledBack
 from distill.run_log.state import RunState
@@ -289,6 +289,18 @@ def test_completions_that_never_end_are_said_once_and_one_that_ends_begins_the_c
     assert "of the last 5 steps was cut off at rollout.max_tokens = 7" in line
     assert advice.look(cut) == []
     assert advice.given == [line]
+
+
+def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy() -> None:
+    advice = Advice(make_config())
+    lost = {"train/student_end": 4.5e-5, "train/teacher_end": 3.1e-3}
+    kept = lost | {"train/student_end": LITTLE_END * 3.1e-3}
+    said = [advice.look(figures) for figures in [*[lost] * (END_STEPS - 1), kept, *[lost] * END_STEPS]]
+    assert said[:-1] == [[]] * (2 * END_STEPS - 1)
+    (line,) = said[-1]
+    assert "of 4.5e-05 at a token, and for its teacher one of 3.1e-03" in line
+    assert "set objective.forward" in line
+    assert advice.look({"train/student_end": 0.0}) == [], "a teacher that sends no scores for it"
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,9 @@ def a_forward_term_adds_p_minus_q_whatever_the_student_has_lost(lib: Any) -> Non
         same(reverse, kl_of())
         bucketed = replace(goal, teacher_logp_NV=None)
         value, gradient, reverse = expected(lib.build(TopK(forward=weight, rho_cap=None)), bucketed, STALE)
-        alone = [expected(one, bucketed, STALE) for one in (lib.build(TopK(rho_cap=None)), lib.forward_topk)]
+        alone = [
+            expected(loss, bucketed, STALE) for loss in (lib.build(TopK(rho_cap=None)), lib.forward_topk)
+        ]
         same(value, alone[0][0] + weight * alone[1][0])
         same(gradient, alone[0][1] + weight * alone[1][1])
         same(reverse, alone[0][2])
@@ -422,6 +424,14 @@ def token_sums_are_their_definitions(lib: Any) -> None:
     assert int(sums["fresh_tokens"]) == 3
     same(sums["student_mass"], V * p[[0, 3]].sum())
     same(sums["teacher_mass"], V * TEACHER.exp()[[0, 3]].sum())
+    ends = lib.token_sums(THETA.log_softmax(0).expand(V, V), goal, (1, 3))
+    same(ends["student_end"], V * p[[1, 3]].sum())
+    same(ends["teacher_end"], V * TEACHER.exp()[[1, 3]].sum())
+    sent = replace(goal, teacher_logp_NV=None)
+    ends = lib.token_sums(THETA.log_softmax(0).expand(V, V), sent, (1, 3))
+    same(ends["teacher_end"], V * TEACHER.exp()[3].sum())  # 1 is not in S
+    assert (int(ends["end_tokens"]), int(ends["teacher_end_tokens"])) == (V, V)
+    assert "student_end" not in sums
     top = set(p.topk(3).indices.tolist())
     assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
 
