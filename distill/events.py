@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, NamedTuple, TypeVar
 
 from distill.aio import Signal
-from distill.prompts.stream import Prompt
+from distill.prompts.stream import Prompt, group_of
 from distill.run_log.records import DropReason, Rollout
 from sync.base.errors import DistillError
 from sync.wire import Generated
@@ -189,6 +189,9 @@ class ErrorBudget:
     def function_failed(
         self, function: str, rollout: Rollout, error: DistillError, reason: DropReason = "function_failed"
     ) -> None:
-        """A function of the user's raised: it costs the rollout; too often in a row it ends the run."""
+        """A function of the user's raised: it costs the rollout; too often in a row it ends the run.
+
+        Completions of one prompt count once, as of a prompt that no checker has a verdict on.
+        """
         self._events.emit(RolloutRejected(rollout, reason, str(error)))
-        self.bad(function, rollout.id, str(error), lambda: False)
+        self.bad(function, group_of(rollout.id) or rollout.id, str(error), lambda: False)

@@ -4,7 +4,8 @@
                          time limit, or its process died ─▶ killed; the rest goes to another one
 
 A worker that died by itself, by whatever hand, is replaced and its completion tried once more; one that
-exceeded the limit costs its completion.
+exceeded the limit costs its completion. A guardian stands above each: what the user's code started ends with
+the worker, in whatever session it is, and with this process.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ WATCH_SECONDS: Final = 0.25
 """Between two looks for a worker that is late."""
 EXIT_SECONDS: Final = 5.0
 """Until a worker that has closed its pipe has ended."""
+_GUARDIAN: Final = "distill.launch.guardian"
 MOST_WORKERS: Final = min(4, os.cpu_count() or 1)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgpack_decoder(Outcome)
@@ -54,7 +56,7 @@ class _Died(Exception):
 
 
 class _Worker:
-    """One process, leader of a group of its own for what it forks; used by one thread at a time."""
+    """One process below a guardian of its own; used by one thread at a time."""
 
     def __init__(self) -> None:
         environment = {
@@ -64,15 +66,25 @@ class _Worker:
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        command = [sys.executable, "-m", "distill.prompts.reward_worker"]
+        guarded, self._guard = os.pipe()
+        """Closed, or with a byte in it, it has the guardian kill everything."""
+        command = [sys.executable, "-m", _GUARDIAN, "rewards", str(guarded), "--kill"]
+        command += [sys.executable, "-m", "distill.prompts.reward_worker"]
         pipe = subprocess.PIPE
-        # in this session: a supervisor here takes a child in another one for an orphan, and kills it
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, process_group=0)
+        try:  # in this session: a supervisor here takes a child in another one for an orphan, and kills it
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, env=environment, process_group=0, pass_fds=(guarded,)
+            )
+        except OSError:
+            os.close(self._guard)
+            raise
+        finally:
+            os.close(guarded)
         self._tasks = cast(BinaryIO, self._process.stdin)
         self._outcomes = cast(BinaryIO, self._process.stdout)
         self._deadline, self._expired, self._closed = math.inf, False, False
         self._lock = threading.Lock()
-        """Of the deadline, which one thread sets and another enforces."""
+        """Of the deadline and the guard, which one thread sets and others use."""
 
     def send(self, body: bytes) -> None:
         """Write one frame; what comes of it is in the outcomes."""
@@ -97,21 +109,29 @@ class _Worker:
     def end_if_late(self) -> None:
         """Kill the process if an outcome is overdue; from any thread."""
         with self._lock:
-            if time.monotonic() > self._deadline:
-                self._expired = True
-                self.kill()
+            late = self._expired = self._expired or time.monotonic() > self._deadline
+        if late:
+            self.kill()
 
     def kill(self) -> None:
-        """End the process and what it forked from any thread, whatever they do."""
-        if not self._closed:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """End the process and all that it started, from any thread, whatever they do."""
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            if not self._closed:
+                os.write(self._guard, b"!")
 
     def close(self) -> None:
-        """End the process and what it forked; by the thread that uses it."""
+        """End the process and all that it started; by the thread that uses it, once or again."""
+        if self._closed:
+            return
         self.kill()
-        self._closed = True
-        self._process.wait()
+        with self._lock:
+            self._closed = True
+            os.close(self._guard)
+        try:
+            self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:  # something below the guardian cannot be killed
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         with contextlib.suppress(OSError):  # what could not be written is of no use
             self._tasks.close()
         self._outcomes.close()
@@ -246,8 +266,9 @@ class RewardPool:
             return worker
         except TimeoutError:
             job = batch.popleft()
-            late = f"took more than {self._seconds:g} s for {job} and was killed: make it faster, or raise"
-            job.reward.set_exception(DataError(f"the reward function {late} reward_timeout_seconds"))
+            late = f"took more than {self._seconds:g} s for {job} and was killed: raise"
+            remedy = "reward_timeout_seconds, or make a function of yours faster"
+            job.reward.set_exception(DataError(f"the reward function {late} {remedy}"))
         except _Died as error:
             if batch[0].died:
                 job = batch.popleft()

@@ -4,12 +4,11 @@
 
 Frames on stdin and stdout: 4 bytes of length, little-endian, then the body. In: a PromptsConfig as JSON, then
 lists of Tasks. Out: an Outcome for the loading of the function, then one for each Task. What user code prints
-goes to stderr. What user code forks has no part in the frames. The process ends with its parent.
+goes to stderr. What user code forks has no part in the frames. A guardian ends the process with its pool.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from typing import BinaryIO
@@ -23,8 +22,6 @@ from distill.prompts.stream import Prompt
 from sync.base.decoding import msgpack_decoder
 from sync.base.errors import DistillError
 from sync.base.secrets import redact_process
-
-PR_SET_PDEATHSIG = 1
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -59,7 +56,6 @@ def receive(file: BinaryIO) -> bytes | None:
 
 def main() -> None:
     """Serve until stdin ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     redact_process()
     tasks, outcomes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

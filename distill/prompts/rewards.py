@@ -6,10 +6,13 @@ They run in `reward_worker` processes alone, and read the completion's text with
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from functools import partial
+from itertools import product
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -81,13 +84,46 @@ def number(prompt: Prompt, completion: str) -> Reward:
 
 
 def maths(prompt: Prompt, completion: str) -> Reward:
-    """Whether math-verify finds the completion's final answer equal to the reference."""
+    """Whether math-verify finds the completion's final answer equal to the reference.
+
+    The pool's time limit alone ends a check: math-verify's own turns what it has no time for into a wrong
+    answer. Raises DataError for a reference that it reads no answer in, and where it fails without a verdict.
+    """
     from math_verify import parse, verify
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
     gold = prompt.answer or ""
-    parsed = parse(completion)
-    equal = verify(parse(gold if "\\boxed" in gold else f"\\boxed{{{gold}}}"), parsed)
-    return Reward(equal, str(parsed[0]) if parsed else None)
+    reference = parse(
+        gold if "\\boxed" in gold else f"\\boxed{{{gold}}}", parsing_timeout=None, raise_on_error=True
+    )
+    if not reference:
+        raise DataError(f"math-verify reads no answer in the reference {gold!r:.80}: correct it")
+    answer = parse(completion, parsing_timeout=None, raise_on_error=True)
+    failure: Exception | None = None
+    for pair in sorted(product(reference, answer), key=_is_symbolic):
+        try:
+            if verify(*pair, timeout_seconds=None, raise_on_error=True):
+                return Reward(True, _named(answer))
+        except Exception as error:  # noqa: BLE001 - of sympy's; another pair may be equal
+            failure = error
+    if failure is not None:
+        raise DataError(
+            f"math-verify has no verdict on {completion[-80:]!r} for the reference {gold!r:.80} "
+            f"({type(failure).__name__}: {failure!s:.80}): the completion is left out"
+        )
+    return Reward(False, _named(answer))
+
+
+def _is_symbolic(pair: tuple[Any, Any]) -> bool:
+    """Whether sympy compares a pair: two texts are compared first, and at once."""
+    return not all(isinstance(side, str) for side in pair)
+
+
+def _named(answer: Sequence[Any]) -> str | None:
+    """What math-verify read, as text; the completion's own words where Python refuses to write the number."""
+    with suppress(ValueError, RecursionError):
+        return str(answer[0]) if answer else None
+    return next((reading for reading in answer if isinstance(reading, str)), None)
 
 
 BUILT_IN: Final[dict[str, Callable[[Prompt, str], Any]]] = {
@@ -169,13 +205,15 @@ def _is_text(answer: Any) -> bool:
 def _reward(
     name: str, function: Callable[[Prompt, Any], Any], prompt: Prompt, completion: Completion
 ) -> Reward:
-    """Call the user's function on a completion.
+    """Call a function on a completion.
 
     Raises DataError with `name`, prompt and completion when it raises or returns no number within ±1e30,
     or an answer that is no text.
     """
     about = f"prompt {prompt.id}, completion {completion[:80]!r:.80}"
-    with own_code(name, about, "return 0 for completions that it cannot handle"):
+    ours = function in BUILT_IN.values()
+    remedy = "the completion is left out" if ours else "return 0 for completions that it cannot handle"
+    with own_code(name, about, remedy):
         returned = function(prompt, completion)
     value, answer = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     is_number = isinstance(value, bool | int | float | np.bool | np.integer | np.floating)

@@ -137,9 +137,14 @@ def make_own(
 
 @contextmanager
 def own_code(name: str, about: str, remedy: str) -> Iterator[None]:
-    """Around a call of the user's own code: DataError with function, input and exception when it raises."""
+    """Around a call of the user's own code: DataError with function, input and exception when it raises.
+
+    A DistillError that passes through it names its remedy itself.
+    """
     try:
         yield
+    except DistillError as error:
+        raise DataError(f"{name}, {about}: {error}") from error
     except Exception as error:
         raise DataError(f"{name} raised {type(error).__name__} ({error}) for {about}: {remedy}") from error
 

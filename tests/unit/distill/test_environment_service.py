@@ -289,7 +289,7 @@ async def test_an_unknown_episode_is_lost_and_not_failed() -> None:
         (1, r"e.environment 'odd_environments:echo' raised LookupError \(no such task\) for task 1"),
         (2, r"turn 0 of episode x took longer than call_timeout_seconds = 2"),
         (3, r"raised ValueError \(could not convert string to float: 'won'\) for task 3"),
-        (4, r"raised WireError .*reward"),
+        (4, r"environments.e, turn 0 of episode x: .*reward"),
     ],
 )
 async def test_an_environment_that_raises_hangs_or_returns_nonsense_costs_the_episode(

@@ -105,6 +105,41 @@ def test_math_verify_compares_final_answers(answer: str, right: str, wrong: str)
     assert rewarded("math", answer, right).answer != rewarded("math", answer, wrong).answer
 
 
+def test_a_check_that_math_verify_has_no_time_for_is_no_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = pytest.importorskip("math_verify.errors")
+
+    def at_once(seconds: float) -> None:
+        if seconds:
+            raise errors.TimeoutException
+
+    monkeypatch.setattr(signal, "alarm", at_once)  # every clock of math-verify's runs out
+    assert rewarded("math", "100000000!", "\\boxed{100000000!}").value == 1.0
+    assert rewarded("math", "1/2", "\\boxed{0.5}").value == 1.0
+    assert rewarded("math", "1/2", "\\boxed{0.6}").value == 0.0
+
+
+def test_a_check_without_a_verdict_costs_its_completion_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    grader = pytest.importorskip("math_verify.grader")
+
+    def fails(*_: object) -> bool:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(grader, "sympy_expr_eq", fails)
+    assert rewarded("math", "x+1", "\\boxed{x+1}").value == 1.0, "the same text needs no sympy"
+    with pytest.raises(
+        DataError, match=r"'math'.*has no verdict on '.*1\+x.*' for the reference 'x\+1' \(Over"
+    ):
+        rewarded("math", "x+1", "\\boxed{1+x}")
+
+
+def test_a_number_too_long_to_be_written_is_named_in_the_completions_words() -> None:
+    pytest.importorskip("math_verify")
+    assert rewarded("math", "10^{5000}", "\\boxed{10^{5000}+0}").value == 1.0
+    assert rewarded("math", "7" * 5000, f"\\boxed{{{'7' * 5000}}}").value == 1.0
+
+
 def test_math_without_its_package_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed: pip install 'onpolicy-distill\[math\]'"):
@@ -251,12 +286,18 @@ def reward_fn(prompt, completion):
     print("noise on stdout")
     if prompt.answer == "hang":
         time.sleep(1000)
-    if prompt.answer in ("fork", "fork and leave"):
+    if prompt.answer in ("fork", "session", "daemon", "daemon of the dead"):
         if os.fork() == 0:
-            if prompt.answer == "fork and leave":
+            if prompt.answer != "fork":
                 os.setsid()
+            if prompt.answer.startswith("daemon") and os.fork():
+                os._exit(0)
             with open(prompt.text, "w") as file:
                 file.write(str(os.getpid()))
+        elif prompt.answer == "daemon of the dead":
+            while not os.path.exists(prompt.text):
+                time.sleep(0.01)
+            os._exit(7)
         time.sleep(60)
         os._exit(0)
     if prompt.answer == "exit":
@@ -309,21 +350,24 @@ async def test_a_function_that_hangs_costs_its_completion_and_the_next_ones_go_o
     assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
 
 
-@pytest.mark.parametrize(("answer", "lives"), [("fork", False), ("fork and leave", True)])
-async def test_a_function_that_forks_has_its_time_limit_and_what_stays_in_its_group_is_killed(
-    pool: RewardPool, tmp_path: Path, answer: str, lives: bool
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("fork", "more than 5 s for prompt 7, completion of 2 tokens and was killed"),
+        ("session", "more than 5 s for prompt 7"),
+        ("daemon", "more than 5 s for prompt 7"),
+        ("daemon of the dead", "ended with status 7, twice"),
+    ],
+)
+async def test_what_a_function_starts_ends_with_its_worker_in_whatever_session_it_is(
+    pool: RewardPool, tmp_path: Path, answer: str, problem: str
 ) -> None:
     marker = tmp_path / "forked"
     began = time.monotonic()
-    with pytest.raises(DataError, match=r"more than 5 s for prompt 7, completion of 2 tokens and was killed"):
+    with pytest.raises(DataError, match=problem):
         await pool.reward(asking(answer, str(marker)), [3, EOS_ID])
-    pool.close()
     assert time.monotonic() - began < 30
-    forked = int(marker.read_text())
-    await asyncio.sleep(0.5)
-    assert (psutil.pid_exists(forked) and psutil.Process(forked).status() != psutil.STATUS_ZOMBIE) == lives
-    if lives:
-        os.kill(forked, signal.SIGKILL)
+    assert not psutil.pid_exists(int(marker.read_text())), "it is gone before its completion has failed"
 
 
 async def test_an_outcome_that_comes_as_its_worker_is_killed_is_the_late_one(
