@@ -2,7 +2,7 @@
 
 With `trainer.sequence_parallel` = n, n neighbouring ranks train on the same rows: each computes 1/n of every
 row's positions, and attention, the only layer that sees other positions, all of them for 1/n of the heads.
-`student_trainer.sequence_split` does it; `model_check.check_rows` compares it with the plain model.
+`student_trainer.sequence_split` does it; `engine.check_rows` compares it with the plain model.
 """
 
 from __future__ import annotations

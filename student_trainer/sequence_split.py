@@ -131,7 +131,7 @@ def split_rows(model: Any, attention: str) -> None:
     """Have `model` see whole rows of which a rank computes a part, with `attention` as in trainer.attention.
 
     Raises ConfigError for a model whose attention transformers cannot replace. What the configuration shows,
-    `sequence_parallel.problems` has refused; `model_check.check_rows` compares the rest.
+    `sequence_parallel.problems` has refused; `engine.check_rows` compares the rest.
     """
     if not model._can_set_attn_implementation():
         raise ConfigError(

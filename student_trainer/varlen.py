@@ -120,7 +120,7 @@ def pack_rows(model: Any, attention: str) -> None:
     """Have `model` keep packed rows apart, with `attention` as in trainer.attention.
 
     Raises ConfigError for a family whose layers see other tokens by more than attention, or by an attention
-    that transformers cannot replace. `model_check.check_rows` compares the rest with rows alone.
+    that transformers cannot replace. `engine.check_rows` compares the rest with rows alone.
     """
     if kinds := unpackable(model.config.get_text_config()):
         raise _refused(

@@ -11,6 +11,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("distill", "teacher_service", "student_trainer", "sync")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
+}
+
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 LARGER_WITH_A_REASON: dict[str, str] = {}
@@ -44,6 +48,40 @@ def test_files_and_functions_are_short() -> None:
     for path in SOURCES:
         too_long |= {name for name, lines in _functions(path) if lines > MAX_FUNCTION_LINES}
     assert too_long == set(LARGER_WITH_A_REASON), "too long without a reason, or a reason no longer needed"
+
+
+def _read(node: ast.AST) -> Iterator[ast.AST]:
+    """What an interpreter reads below a node: all but the blocks for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from _read(child)
+
+
+def _imports(module: str) -> set[str]:
+    """The modules of ours that one imports, at the top and in functions, and the packages around those.
+
+    Not the packages around itself, unless it names them.
+    """
+    names = set[str]()
+    for node in _read(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {path if path in MODULES else str(node.module) for path in paths}
+    around = {name[:end] for name in names for end in range(len(name)) if name[end] == "."}
+    around = {package for package in around if not module.startswith(f"{package}.")} - {module}
+    return (names | around) & MODULES.keys()
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    reached = {module: _imports(module) for module in MODULES}
+    for middle in MODULES:  # Warshall's closure
+        for modules in reached.values():
+            if middle in modules:
+                modules |= reached[middle]
+    assert {module for module, modules in reached.items() if module in modules} == set()
 
 
 def test_typed_decoders_are_built_under_one_lock() -> None:

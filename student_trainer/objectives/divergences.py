@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from student_trainer.objectives import config
-from student_trainer.objectives.own import own_objective
+from sync.base.errors import DataError
+from sync.base.own_code import load_function, own_code
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """Surrogate loss per token [N], with gradient, and per-token statistics [N] named in STATS, without."""
@@ -355,6 +356,32 @@ def _reverse(divergence: Callable[[Any], Objective]) -> Callable[[Any], Objectiv
         return partial(both_ways, reverse=reverse, weight=c.forward) if c.forward else reverse
 
     return of
+
+
+def own_objective(objective: config.Own) -> Objective:
+    """The function of an objective of the user's, called as function(live log p [N, V], Targets, **options).
+
+    Raises ConfigError when it cannot be loaded. What is returned raises DataError when the function fails or
+    gives something else than a loss with gradient and `reverse_kl`, both [N].
+    """
+    field = f"objective.type = {objective.name!r}"
+    function = load_function(objective.name, "objective.type")
+
+    def checked(logp_NV: Tensor, targets: Targets) -> Terms:
+        count = targets.token_N.shape[0]
+        with own_code(field, f"{count} tokens", "mend the function, or its objective.options"):
+            loss_N, stats = function(logp_NV, targets, **objective.options)
+            shapes = {"loss": tuple(loss_N.shape)} | {name: tuple(v.shape) for name, v in stats.items()}
+            follows = bool(loss_N.requires_grad)
+        if shapes != {"loss": (count,), "reverse_kl": (count,)} or not follows:
+            raise DataError(
+                f"{field} returned {shapes} for {count} tokens, the loss {'with' if follows else 'without'} "
+                'gradient: it must return (loss, {"reverse_kl": values}), both of shape [tokens], the loss '
+                "with gradient"
+            )
+        return loss_N, {"reverse_kl": stats["reverse_kl"].detach()}
+
+    return checked
 
 
 DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {

@@ -12,8 +12,7 @@ import sys
 import torch
 
 from student_trainer.objectives.config import Own
-from student_trainer.objectives.divergences import Targets
-from student_trainer.objectives.own import own_objective
+from student_trainer.objectives.divergences import Targets, own_objective
 from sync.base.errors import DataError, DistillError
 
 TOKENS = 6

@@ -24,9 +24,8 @@ from launched_trainer import rows, shares
 from plain_step import ALONE, PlainEngine
 
 from student_trainer.config import LoRAConfig, TrainerSettings
-from student_trainer.engine import Student, with_adapters
+from student_trainer.engine import Student, check_rows, with_adapters
 from student_trainer.head import HeadShape, Loss
-from student_trainer.model_check import check_rows
 from student_trainer.objectives.config import TopK
 from student_trainer.ranks import Ranks
 from student_trainer.sequence_split import SplitRows, join, split_rows

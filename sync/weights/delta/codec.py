@@ -23,6 +23,7 @@ import numpy as np
 import zstandard
 
 from sync.base.errors import SnapshotError
+from sync.weights.delta import ESCAPE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,8 +159,6 @@ def _fits(result: int) -> None:
 
 # --- tensors on a device ----------------------------------------------------------------------------------
 
-ESCAPE: Final = 255
-"""Byte that refers to the next value of the wide stream beside it."""
 _CHUNK: Final = 1 << 24
 """Elements compared at once, to bound the device memory that it takes."""
 

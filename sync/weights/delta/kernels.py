@@ -19,7 +19,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sync.weights.delta.codec import ESCAPE
+from sync.weights.delta import ESCAPE
 
 BLOCK: Final = 4096
 """Elements that are compared, and whose classes are looked up, at once."""

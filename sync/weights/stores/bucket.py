@@ -27,7 +27,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars
 
-from sync.weights.stores import Store, check_key
+from sync.weights.stores.store import Store, check_key
 
 _CLAIM_TIMEOUT: Final = 10.0
 """Seconds to wait for another writer's key before it counts as taken."""

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from sync.base.durable import force, make_folder
 from sync.base.errors import StoreError
-from sync.weights.stores import Store, check_key
+from sync.weights.stores.store import Store, check_key
 
 _PENDING: Final = ".pending"
 """Folder of files that are being written; no key starts with a dot."""

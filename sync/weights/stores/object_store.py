@@ -15,7 +15,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from sync.base.errors import ConfigError, StoreError
-from sync.weights.stores import Store, check_key, content
+from sync.weights.stores.store import Store, check_key, content
 
 try:
     import obstore

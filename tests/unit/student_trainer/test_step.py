@@ -10,9 +10,8 @@ import torch
 from plain_step import ALONE, VOCAB, PlainEngine, student
 
 from distill.metrics.names import FIGURES
-from student_trainer.engine import Student
+from student_trainer.engine import Student, check_head
 from student_trainer.head import HeadShape, HeadWeights, Loss
-from student_trainer.model_check import check_head
 from student_trainer.objectives.config import (
     SFT,
     Full,

@@ -10,8 +10,7 @@ from attention_families import FAMILIES, MIXTURE, VOCAB, model
 from torch import Tensor
 
 from student_trainer.config import LoRAConfig
-from student_trainer.engine import Student, head_shape, with_adapters
-from student_trainer.model_check import check_rows
+from student_trainer.engine import Student, check_rows, head_shape, with_adapters
 from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, pack_rows, row_attention, window_of
 from sync.base.errors import ConfigError
 

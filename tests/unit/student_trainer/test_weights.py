@@ -20,9 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from distill.bench.faults import BALLAST, free
 from student_trainer.config import LoRAConfig
-from student_trainer.engine import Student, with_adapters
+from student_trainer.engine import Student, check_head, with_adapters
 from student_trainer.head import HeadShape
-from student_trainer.model_check import check_head
 from student_trainer.ranks import Ranks
 from student_trainer.weights import Weights, copy_of
 from sync.base import durable

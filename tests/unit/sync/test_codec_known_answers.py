@@ -25,11 +25,11 @@ from blake3 import blake3
 
 import sync.weights.delta
 from sync.base.errors import SnapshotError
-from sync.weights.delta import codec, entropy, file, kernels, range_coder
+from sync.weights.delta import codec, entropy, file, kernels
 from sync.weights.snapshots.checkpoint import TensorAt
 from sync.wire import Version
 
-MODULES = ("kernels", "range_coder", "entropy", "codec", "file")
+MODULES = ("kernels", "entropy", "codec", "file")
 WRONG = (IndexError, KeyError, ValueError, OverflowError, SnapshotError, TypeError, ZeroDivisionError)
 NONE = np.empty(0, "u2")
 
@@ -213,21 +213,19 @@ def wide_steps_are_written_byte_by_byte(lib: Any) -> None:
 
 def carries_ripple(lib: Any) -> None:
     out, full = np.array([7, 0xFFFFFFFF, 0], "u4"), 2**32 - 1
-    low, size, pos = lib.range_coder.put(
-        np.uint64(2**64 - 5), 2, out, np.uint64(5 + (3 << 32)), np.uint64(full)
-    )
+    low, size, pos = lib.entropy.put(np.uint64(2**64 - 5), 2, out, np.uint64(5 + (3 << 32)), np.uint64(full))
     assert (int(low), int(size), pos, out.tolist()) == (0, full << 32, 3, [8, 0, 3])
-    models = lib.range_coder.fresh(3)
+    models = lib.entropy.fresh(3)
     out[0] = 7
-    lib.range_coder.put_bit(np.uint64(2**64 - 5), np.uint64(1 << 48), 1, out, models, 0, 0)
+    lib.entropy.put_bit(np.uint64(2**64 - 5), np.uint64(1 << 48), 1, out, models, 0, 0)
     assert out[0] == 8
 
 
 def a_bit_at_the_bound_is_a_zero(lib: Any) -> None:
     bound = ((2**64 - 1) >> 16) * 2**15
     for code, bit in ((bound, 0), (bound - 1, 1)):
-        models, none = lib.range_coder.fresh(3), np.zeros(1, "u4")
-        assert lib.range_coder.take_bit(np.uint64(code), lib.range_coder.FULL, 0, none, models, 0)[3] == bit
+        models, none = lib.entropy.fresh(3), np.zeros(1, "u4")
+        assert lib.entropy.take_bit(np.uint64(code), lib.entropy.FULL, 0, none, models, 0)[3] == bit
 
 
 def probabilities_follow_what_was_seen(lib: Any) -> None:
@@ -235,8 +233,8 @@ def probabilities_follow_what_was_seen(lib: Any) -> None:
     models = np.array([[1 << 15, 0], [1 << 15, 0]], np.int64)
     zero = 0.5
     for n in range(400):
-        lib.range_coder._learn(models, 0, 1)
-        lib.range_coder._learn(models, 1, 0)
+        lib.entropy._learn(models, 0, 1)
+        lib.entropy._learn(models, 1, 0)
         zero *= 1 - 2 / (2 * min(n, 119) + 3)
         assert abs(models[0, 0] / 65536 - (1 - zero)) < 0.002
         assert abs(models[1, 0] / 65536 - zero) < 0.002
@@ -247,17 +245,17 @@ def probabilities_follow_what_was_seen(lib: Any) -> None:
 def numbers_of_every_size_survive(lib: Any) -> None:
     """Of three kinds in turn, so that a model of one that another one used would be noticed."""
     values = [int(v) >> (int(v) % 33) for v in mixed(300, 5)] + [0, 2**32 - 2, 1, 2**31, 2**31 - 1, 0]
-    out, models = np.zeros(900, "u4"), lib.range_coder.fresh(3)
-    low, span, pos = np.uint64(0), lib.range_coder.FULL, 0
+    out, models = np.zeros(900, "u4"), lib.entropy.fresh(3)
+    low, span, pos = np.uint64(0), lib.entropy.FULL, 0
     for n, value in enumerate(values):
-        low, span, pos = lib.range_coder.put_number(
+        low, span, pos = lib.entropy.put_number(
             np.uint64(low), np.uint64(span), pos, out, models, 64 * (n % 3), value
         )
     out[pos : pos + 2] = int(low) >> 32, int(low) & 0xFFFFFFFF
-    models, span, at = lib.range_coder.fresh(3), lib.range_coder.FULL, 2
+    models, span, at = lib.entropy.fresh(3), lib.entropy.FULL, 2
     code = np.uint64(out[0]) << np.uint64(32) | np.uint64(out[1])
     for n, value in enumerate(values):
-        code, span, at, got = lib.range_coder.take_number(
+        code, span, at, got = lib.entropy.take_number(
             np.uint64(code), np.uint64(span), at, out[: pos + 2], models, 64 * (n % 3)
         )
         assert got == value
@@ -404,10 +402,10 @@ def heads_that_no_array_has_are_refused(lib: Any) -> None:
     ]
     for first, length, levels in heads:
         numbers = genuine(np.array(levels, np.int64).reshape(2, length)).ravel() if length else []
-        out, models = np.zeros(99, "u4"), lib.range_coder.fresh(17)
-        low, span, pos = np.uint64(0), lib.range_coder.FULL, 0
+        out, models = np.zeros(99, "u4"), lib.entropy.fresh(17)
+        low, span, pos = np.uint64(0), lib.entropy.FULL, 0
         for number in (first, length, *numbers):
-            low, span, pos = lib.range_coder.put_number(
+            low, span, pos = lib.entropy.put_number(
                 np.uint64(low), np.uint64(span), pos, out, models, lib.entropy._LEVELS, int(number)
             )
         out[pos : pos + 2] = int(low) >> 32, int(low) & 0xFFFFFFFF
@@ -650,4 +648,4 @@ def test_the_interpreted_sources_hold(check: Any) -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_compiled_sources_hold(check: Any) -> None:
-    check(library([kernels, range_coder, entropy, codec, file]))
+    check(library([kernels, entropy, codec, file]))
