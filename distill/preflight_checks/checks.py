@@ -20,6 +20,7 @@ from distill.preflight_checks import environments, experts, objective
 from distill.preflight_checks.devices import Where, check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import PromptSplit, all_known, data_sources, open_prompts, text_config
+from distill.prompts.understood import check_rendering, first_prompts
 from student_trainer import sequence_parallel
 from student_trainer.config import unpackable
 from student_trainer.deepspeed_json import deepspeed_config
@@ -71,6 +72,8 @@ def check(config: RunConfig, where: Where | None = None) -> Checked:
     tokenizer = load_tokenizer(config.student)
     _check_tokenizers(config, tokenizer)
     config, lines = objective.resolve(config)
+    config, rendering = check_rendering(config, tokenizer)
+    lines += rendering
     deepspeed_config(config.trainer)
     check_secrets(config)
     rules(config)
@@ -88,7 +91,7 @@ def check(config: RunConfig, where: Where | None = None) -> Checked:
     refuse([*_unrouted(config, split, router), *_rewards(config, split)])
     if config.evaluation is not None:
         check_rewards(open_sets(config, split, tokenizer))
-    return Checked(config, split, [*lines, *split.notes])
+    return Checked(config, split, [*lines, *split.notes, *first_prompts(config, split, tokenizer)])
 
 
 def _find_own_code(config: RunConfig) -> None:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -117,6 +118,10 @@ class RowReader:
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason → rows."""
+    control: re.Pattern[str] | None = None
+    """Finds control tokens, which rows are not expected to hold."""
+    noticed: Counter[str] = field(default_factory=Counter)
+    """What is odd about rows that are used → rows."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a filter that lets prompts pass which do not fit."""
@@ -158,7 +163,7 @@ class RowReader:
         try:
             value = row.fields[config.field]
             source = "default" if config.source_field is None else _text(row, config.source_field)
-            answer = None if config.answer_field is None else _text(row, config.answer_field)
+            answer = None if config.answer_field is None else _answer(row, config)
         except KeyError as missing:
             raise DataError(
                 f"{place}: no field {missing}; the row has {', '.join(sorted(row.fields))}: rename it, or "
@@ -176,7 +181,21 @@ class RowReader:
             )
         if answer is not None and (problem := answer_problem(config.reward_fn, answer)):
             raise DataError(f"{place}: {problem}: correct the row, or choose another reward_fn")
+        self._notice(row.fields, value)
         return Prompt(row.name, ids, source, answer, value if isinstance(value, str) else "")
+
+    def _notice(self, fields: Mapping[str, Any], value: Any) -> None:
+        chat = self.config.template == "chat"
+        if chat and fields.get("tools"):
+            self.noticed["have a field 'tools', which no prompt shows"] += 1
+        if chat and self.control and (token := self.control.search(_all_text(value))):
+            self.noticed[f"hold a control token in their text, such as {token.group()!r}"] += 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was dropped, and what is odd, in words."""
+        odd = [f"prompts: {rows:,} rows of {self.config.path} {what}" for what, rows in self.noticed.items()]
+        return (*([self.note] if self.note else []), *odd)
 
     @property
     def note(self) -> str | None:
@@ -212,6 +231,51 @@ class RowReader:
             ) from None
 
 
+def _all_text(value: Any) -> str:
+    """Every text within a prompt's field."""
+    if isinstance(value, list):
+        return "\n".join(map(_all_text, value))
+    if isinstance(value, dict):
+        return "\n".join(map(_all_text, value.values()))
+    return value if isinstance(value, str) else ""
+
+
+class WrittenFloat(float):
+    """A number with the text that its file has for it, such as 0.50."""
+
+    text: str
+
+    def __new__(cls, text: str) -> WrittenFloat:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _answer(row: Row, config: RowsConfig) -> str:
+    """The reference answer as its file has it.
+
+    Raises DataError for a value whose text a table no longer knows, where the reward compares texts.
+    """
+    name = config.answer_field or ""
+    value = row.fields[name]
+    if isinstance(value, float) and value != value:
+        raise DataError(f"{row.place}: field {name!r} is not a number (NaN): give one, or leave the row out")
+    no_text = isinstance(value, float) and not isinstance(value, WrittenFloat)
+    no_text = no_text or not isinstance(value, str | int | float | Decimal | None)
+    if isinstance(value, bool) and isinstance(config, DatasetPrompts):
+        no_text = True
+    if config.reward_fn in ("exact", "contains") and no_text and not isinstance(value, Collection):
+        raise DataError(
+            f"{row.place}: field {name!r} is {value!r:.40} of type {type(value).__name__}, whose text is not "
+            f"known (a column of whole numbers with gaps becomes floats), and {config.reward_fn!r} compares "
+            'texts: write the answers as texts, or compare numbers with reward_fn = "number"'
+        )
+    return _text(row, name)
+
+
 def _text(row: Row, name: str) -> str:
     """A field of a row as text. Raises DataError for null, and for a collection."""
     value = row.fields[name]
@@ -219,7 +283,7 @@ def _text(row: Row, name: str) -> str:
         raise DataError(
             f"{row.place}: field {name!r} is {value!r:.80}: give a text or a number, or leave the row out"
         )
-    text = str(value)
+    text = json.dumps(value) if isinstance(value, bool) else str(value)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -246,7 +310,7 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.strip())
+                row = json.loads(line.strip(), parse_float=WrittenFloat)
             except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
                 raise DataError(
                     f"{path}:{number}: not JSON ({error}): write one JSON object a line"
@@ -260,15 +324,25 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
 
 def open_dataset(config: DatasetPrompts) -> Any:
     """A `datasets.Dataset`, or an IterableDataset with `stream_rows`. Raises DataError that names it."""
-    from datasets import load_dataset
+    from datasets import load_dataset, load_dataset_builder
     from datasets.exceptions import DatasetsError
 
     if config.path.count("/") == 1:  # other names may be those of builders
         check_reachable(config.path, config.revision, "dataset")
     streaming = config.stream_rows is not None
     try:
+        builder = load_dataset_builder(config.path, config.name, revision=config.revision)
+        text = {name: str for name in (config.field, config.answer_field, config.source_field) if name}
+        as_text: dict[str, Any] = {}
+        if builder.name == "csv":  # else 007 is 7, and NA is null
+            as_text = {"converters": text, "keep_default_na": False, "na_values": [""]}
         return load_dataset(
-            config.path, config.name, split=config.split, revision=config.revision, streaming=streaming
+            config.path,
+            config.name,
+            split=config.split,
+            revision=config.revision,
+            streaming=streaming,
+            **as_text,
         )
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(

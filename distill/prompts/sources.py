@@ -27,6 +27,7 @@ from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
 from distill.prompts.rows import Encode, RowReader, RowsConfig, dataset_rows, jsonl_rows, row_encoder
 from distill.prompts.stream import Prompt, PromptSource
 from distill.prompts.streaming import StreamSource, open_stream
+from distill.prompts.template import check_ids, control_tokens
 from distill.tasks import Task, TaskPrompt
 from sync.base.errors import ConfigError, DataError
 from sync.base.hub import check_reachable
@@ -259,7 +260,8 @@ class _Opening:
             return _environment(prompts, held_out_count)
         if isinstance(prompts, TaskPrompts):
             return self._task(prompts, held_out_count)
-        reader = RowReader(prompts, row_encoder(self.tokenizer, prompts), self.longest)
+        control = control_tokens(self.tokenizer)
+        reader = RowReader(prompts, row_encoder(self.tokenizer, prompts), self.longest, control=control)
         rewards = reward_source(prompts, self.tokenizer)
         if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
             stream, held_out = open_stream(prompts, reader, self.seed, held_out_count, LARGEST_SHARE)
@@ -275,13 +277,17 @@ class _Opening:
             split = split_table(table, held_out_count, self.seed, rewards)
         if rewards is not None and prompts.reward_fn not in BUILT_IN:
             RewardPool(rewards).check((split.held_out or [split.train[0]])[0])
-        return split._replace(notes=(reader.note,) if reader.note else ())
+        return split._replace(notes=reader.notes)
 
     def _task(self, prompts: TaskPrompts, held_out_count: int) -> PromptSplit:
         task = tasks.load(prompts.task, prompts.options)
         source = TaskSource(prompts.task, task, self.seed, self.tokenizer.encode)
         held_out = [source.held_out(i) for i in range(held_out_count)]
         for prompt in held_out:
+            try:
+                check_ids(self.tokenizer, prompt.token_ids)
+            except DataError as error:
+                raise DataError(f"prompt {prompt.text!r:.60} of task {prompts.task}: {error}") from None
             if len(prompt.token_ids) > self.longest:
                 raise DataError(
                     f"prompt {prompt.text!r:.60} of task {prompts.task} has {len(prompt.token_ids)} tokens, "

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from distill.config.prompts import JsonlPrompts
-from distill.prompts.rows import RowReader, jsonl_rows, row_encoder
+from distill.config.prompts import DatasetPrompts, JsonlPrompts
+from distill.prompts.rows import RowReader, dataset_rows, jsonl_rows, row_encoder
+from distill.prompts.template import control_tokens
 from sync.base.errors import DataError
 
 CHATML = (
@@ -155,3 +156,72 @@ def test_a_prompt_begins_once_and_does_not_end_before_the_answer(tmp_path: Path)
         DataError, match=r"ends with the end token '<\|im_end\|>', behind which nothing follows"
     ):
         row_encoder(tokenizer("{{ messages[0].content }}<|im_end|>"), config)("hi")
+
+
+# --- answers
+
+
+def answers(folder: Path, reward: str | None = "exact") -> list[str | None]:
+    """Of the rows of a dataset in a folder, in order."""
+    config = DatasetPrompts(type="dataset", path=str(folder), answer_field="answer", reward_fn=reward)
+    reader = RowReader(config, row_encoder(tokenizer(), config), 500)
+    return [prompt.answer for prompt in reader.prompts(dataset_rows(config))]
+
+
+def test_answers_keep_the_text_that_a_csv_file_has_for_them(tmp_path: Path) -> None:
+    texts = ["NA", "007", "0.50", "true", "2026-11-01", str(10**20), "1e5", "None"]
+    lines = [f"What is {text}?,{text},{n}" for n, text in enumerate(texts)]
+    (tmp_path / "train.csv").write_text("\n".join(["prompt,answer,n", *lines]) + "\n")
+    assert answers(tmp_path) == texts
+    (tmp_path / "train.csv").write_text("prompt,answer\nWhat?,\n")
+    with pytest.raises(DataError, match=r"row 0: field 'answer' is None: give a text"):
+        answers(tmp_path)
+
+
+def test_answers_keep_the_text_that_a_jsonl_file_has_for_them(tmp_path: Path) -> None:
+    texts = ["0.50", "42.0", "1e5", "true", str(10**20), '"007"']
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f'{{"prompt": "?", "answer": {text}}}\n' for text in texts))
+    config = JsonlPrompts(type="jsonl", path=path, answer_field="answer", reward_fn="exact")
+    reader = RowReader(config, row_encoder(tokenizer(), config), 500)
+    assert [prompt.answer for prompt in reader.prompts(jsonl_rows(path))] == [
+        text.strip('"') for text in texts
+    ]
+    path.write_text('{"prompt": "?", "answer": NaN}\n')
+    with pytest.raises(DataError, match=r"p\.jsonl:1: field 'answer' is not a number"):
+        next(reader.prompts(jsonl_rows(path)))
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [True, False]])
+def test_an_answer_whose_text_a_table_has_lost_is_refused_where_texts_are_compared(
+    tmp_path: Path, values: list[Any]
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": values})
+    parquet.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(
+        DataError, match=r"row 0: field 'answer' is .*, whose text is not known .* \"number\""
+    ):
+        answers(tmp_path)
+    assert answers(tmp_path, None) == (
+        ["1.0", "2.0"] if values[0] == 1.0 and values[1] else ["true", "false"]
+    )
+
+
+def test_a_tools_column_and_control_tokens_in_data_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    rows = [
+        {"prompt": "hi"},
+        {"prompt": "hi<|im_end|>", "tools": [{"name": "add"}]},
+        {"prompt": "a", "tools": None},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, tok = JsonlPrompts(type="jsonl", path=path), tokenizer()
+    reader = RowReader(config, row_encoder(tok, config), 500, control=control_tokens(tok))
+    assert len([*reader.prompts(jsonl_rows(path))]) == 3
+    assert reader.notes == (
+        f"prompts: 1 rows of {path} have a field 'tools', which no prompt shows",
+        f"prompts: 1 rows of {path} hold a control token in their text, such as '<|im_end|>'",
+    )

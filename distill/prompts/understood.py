@@ -1,0 +1,173 @@
+"""What a run has understood of its prompts: checks of template and tokenizer in seconds, and lines to read.
+
+`check_rendering` comes before any row is read; `first_prompts` shows what came of the first ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import TemplateError
+
+from distill.config import RunConfig
+from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
+from distill.prompts.mixture import Mixture
+from distill.prompts.sources import PromptSplit, model_config
+from distill.prompts.stream import Prompt
+from distill.prompts.template import rendered
+from sync.base.errors import DataError
+from sync.base.settings import ModelSource
+
+_USER, _ANSWER, _NEXT = "What is 2+2?", "It is four.", "And 3+3?"
+_CONVERSATION: Final = (
+    {"role": "user", "content": _USER},
+    {"role": "assistant", "content": _ANSWER},
+    {"role": "user", "content": _NEXT},
+)
+"""Two turns; no template changes these texts."""
+_SAMPLE: Final = "The capital of France, on 1 line:\n  two  spaces, 12345 and a caf\u00e9."
+"""Text whose spaces, digits and accents a tokenizer must keep."""
+SHOWN: Final = 400
+"""Characters of a prompt that are shown, half of them from its end."""
+
+
+def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[str]]:
+    """Render two turns, and compare the tokenizer with its file.
+
+    Returns the configuration, in which completions also end at the token that the template writes behind an
+    assistant's turn, and what is to be known. Raises DataError for a template that does not open the
+    assistant's turn, and for a tokenizer that loses text.
+    """
+    lines = [*_tokenizer_lines(config.student, tokenizer)]
+    if tokenizer.chat_template and (variables := _variables(config)) is not None:
+        template = str(tokenizer.chat_template)
+        if "strftime_now" in template:
+            lines.append("the chat template reads the clock (strftime_now)")
+        lines += _opening_lines(tokenizer, variables)
+        end = _end_of_turn(tokenizer, variables)
+        ends = {*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids}
+        if end is not None and end not in ends:
+            stops = [*config.rollout.stop_token_ids, end]
+            rollout = config.rollout.model_copy(update={"stop_token_ids": stops})
+            config = config.model_copy(update={"rollout": rollout})
+            lines.append(
+                f"the chat template ends a turn with {_name(tokenizer, end)}, at which the model does not "
+                f"stop: rollout.stop_token_ids = {stops}"
+            )
+    return config, [f"prompts: {line}" for line in lines]
+
+
+def end_ids(source: ModelSource, tokenizer: Any) -> list[int]:
+    """Ids at which an engine ends a completion: those of the model's configurations and of its tokenizer."""
+    from transformers import GenerationConfig
+
+    configs = [model_config(source)]
+    with contextlib.suppress(OSError):  # a model without one
+        configs.append(GenerationConfig.from_pretrained(source.path, revision=source.revision))
+    ids = [tokenizer.eos_token_id, *(getattr(settings, "eos_token_id", None) for settings in configs)]
+    several = [id_ if isinstance(id_, list) else [id_] for id_ in ids]
+    return sorted({id_ for group in several for id_ in group if id_ is not None})
+
+
+def first_prompts(config: RunConfig, split: PromptSplit, tokenizer: Any) -> list[str]:
+    """The first prompt of every source with its special tokens, the first answers, and the end ids."""
+    lines = list[str]()
+    parts = split.train.parts if isinstance(split.train, Mixture) else {"": split.train}
+    for name, source in parts.items():
+        first = [source[index] for index in range(_known(source, 3))]
+        where = f" of {name}" if name else ""
+        lines += _shown(first, where, tokenizer)
+    ends = sorted({*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids})
+    named = ", ".join(_name(tokenizer, end) for end in ends) or "no token: only rollout.max_tokens ends them"
+    return [*lines, f"prompts: completions end at {named}"]
+
+
+def _known(source: Any, count: int) -> int:
+    return min(count, len(source)) if hasattr(source, "__len__") else count
+
+
+def _shown(prompts: Sequence[Prompt], where: str, tokenizer: Any) -> Iterator[str]:
+    if not prompts[0].token_ids:
+        yield f"prompts: environment {prompts[0].environment} gives those{where}"
+        return
+    text = str(tokenizer.decode(prompts[0].token_ids, skip_special_tokens=False))
+    if len(text) > SHOWN:
+        text = f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+    yield f"prompts: the first{where} is {text!r} ({len(prompts[0].token_ids)} tokens)"
+    answers = [prompt.answer for prompt in prompts if prompt.answer is not None]
+    if answers:
+        yield f"prompts: first answers{where}: {', '.join(f'{answer!r:.60}' for answer in answers)}"
+
+
+def _variables(config: RunConfig) -> Mapping[str, Any] | None:
+    """Variables of the chat template, of the first source that goes through it; None: none does."""
+    prompts = config.prompts
+    for part in prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]:
+        if isinstance(part, RowPrompts) and part.template == "chat":
+            return part.chat_template_kwargs
+        if isinstance(part, EnvironmentPrompts):
+            section = config.environments.get(part.environment)
+            return getattr(section, "chat_template_kwargs", {})
+    return None
+
+
+def _opening_lines(tokenizer: Any, variables: Mapping[str, Any]) -> Iterator[str]:
+    """Raises DataError when the prompt ends before the assistant's turn is opened."""
+    try:
+        asked = rendered(tokenizer, _CONVERSATION[:1], variables)
+        closed = rendered(tokenizer, _CONVERSATION[:1], variables, opened=False)
+        answered = rendered(tokenizer, _CONVERSATION[:2], variables, opened=False)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        yield f"the chat template takes no question and answer ({type(error).__name__}: {error})"
+        return
+    header, answer, _ = answered.removeprefix(asked).partition(_ANSWER)
+    if asked == closed and answered.startswith(asked) and answer and header.strip():
+        raise DataError(
+            f"the chat template does not open the assistant's turn: the prompt ends with {asked[-30:]!r}, "
+            f"and an answer begins with {header!r}: name a template in student.chat_template that writes it "
+            "where add_generation_prompt is true"
+        )
+
+
+def _end_of_turn(tokenizer: Any, variables: Mapping[str, Any]) -> int | None:
+    """The special token right behind an assistant's answer; None: the template writes none."""
+    try:
+        text = rendered(tokenizer, _CONVERSATION, variables)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        return None
+    behind = text.rpartition(_ANSWER)[2].lstrip()
+    added = tokenizer.added_tokens_decoder
+    special = {id_ for id_, token in added.items() if token.special} | {tokenizer.eos_token_id}
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    return int(ids[0]) if ids and ids[0] in special else None
+
+
+def _tokenizer_lines(source: ModelSource, tokenizer: Any) -> Iterator[str]:
+    """Raises DataError when the tokenizer makes ids of text that its own file does not, and loses some."""
+    path = Path(source.path) / "tokenizer.json"
+    if not path.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    raw = Tokenizer.from_file(str(path))
+    expected = raw.encode(_SAMPLE, add_special_tokens=False).ids
+    ids = list(tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"])
+    text = str(tokenizer.decode(ids, skip_special_tokens=False))
+    if raw.decode(expected, skip_special_tokens=False).strip() != _SAMPLE:
+        return  # a vocabulary that does not hold such text
+    if text.strip() != _SAMPLE:
+        raise DataError(
+            f"the tokenizer of {source.path} (class {type(tokenizer).__name__}) makes {text!r} of "
+            f"{_SAMPLE!r}, and its tokenizer.json does not: correct tokenizer_class in "
+            "tokenizer_config.json, such as PreTrainedTokenizerFast"
+        )
+    if ids != expected:
+        name = type(tokenizer).__name__
+        yield f"the tokenizer (class {name}) cuts text in other places than its tokenizer.json"
+
+
+def _name(tokenizer: Any, id_: int) -> str:
+    return f"{tokenizer.convert_ids_to_tokens(id_)!r} ({id_})"
