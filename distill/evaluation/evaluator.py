@@ -29,6 +29,7 @@ from distill.config import RunConfig
 from distill.config.evaluation import HELD_OUT, EvaluationConfig
 from distill.environments.episode import Environment
 from distill.evaluation import statistics
+from distill.evaluation.behaviour import behaviour
 from distill.evaluation.completions import (
     Completion,
     Generation,
@@ -209,6 +210,7 @@ class Evaluator:
             / len(completions),
             seconds=ended - began + generated,
             sets=sets,
+            behaviour=behaviour(completions),
             sources=_by_name(sources, compared_with, completions, passed),
             teachers=_by_name(
                 [self._route(source) for source in sources], compared_with, completions, passed

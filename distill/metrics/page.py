@@ -64,6 +64,8 @@ ROWS: Final = (
     ("pass rate after", "after.pass_rate", ".1%"),
     ("reward before", "before.reward", ".3f"),
     ("reward after", "after.reward", ".3f"),
+    ("completions that end, before", "before.behaviour.ended", ".1%"),
+    ("completions that end, after", "after.behaviour.ended", ".1%"),
     ("tokens trained on", "train.tokens_total", ","),
     ("seconds", "seconds.distill", ",.0f"),
     ("mean age, versions", "buffer.age_mean", ".2f"),
@@ -83,6 +85,14 @@ HELD_OUT: Final = (
     ("reward", "reward", ".3f"),
 )
 """Title, figure of an evaluation, form."""
+BEHAVIOUR: Final = (
+    ("end", "behaviour.ended", ".1%"),
+    ("tokens, mean", "behaviour.length_mean", ".1f"),
+    ("tokens, 90th percentile", "behaviour.length_p90", ".0f"),
+    ("repeat themselves", "behaviour.looping", ".1%"),
+    ("distinct runs of four", "behaviour.distinct", ".1%"),
+)
+"""The same, of how held-out completions read."""
 
 
 def _rows(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
@@ -114,7 +124,7 @@ def _details(run: Run, named: bool) -> Iterable[str]:
         busy, idle = run.summary["perf"]["busy_seconds"], run.summary["perf"]["idle_seconds"]
         shares = [(role, [f"{busy[role] / max(1e-9, busy[role] + idle[role]):.0%}"]) for role in sorted(busy)]
         yield _table("Roles", ["busy"], shares)
-        yield _table("Evaluations", [title for title, _, _ in HELD_OUT], _evaluations(run))
+        yield _table("Evaluations", [title for title, _, _ in (*HELD_OUT, *BEHAVIOUR)], _evaluations(run))
         yield _table("Named sets", [title for title, _, _ in SETS], _sets(run))
         for kind in ("sources", "teachers"):
             yield _table(f"Held out, by {kind[:-1]}", [title for title, _, _ in HELD_OUT], _parts(run, kind))
@@ -125,7 +135,13 @@ def _details(run: Run, named: bool) -> Iterable[str]:
 
 def _evaluations(run: Run) -> list[tuple[str, list[str]]]:
     evaluations = run.summary.get("evaluations") or []
-    return [(evaluation["version"], _held_out(evaluation)) for evaluation in evaluations]
+    return [
+        (
+            evaluation["version"],
+            [_form(_at(evaluation, key), form) for _, key, form in (*HELD_OUT, *BEHAVIOUR)],
+        )
+        for evaluation in evaluations
+    ]
 
 
 def _held_out(*reports: Any) -> list[str]:

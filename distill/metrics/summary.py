@@ -132,6 +132,8 @@ def of_evaluation(report: EvalReport, best: bool | None = None) -> dict[str, flo
         for name, set_report in report.sets.items()
     }
     figures = {name: getattr(report, name) for name in names} | {"best": best}
+    if report.behaviour is not None:
+        figures |= msgspec.structs.asdict(report.behaviour)
     return {name: value for group in (figures, sets, parts) for name, value in flat({"eval": group}).items()}
 
 

@@ -71,6 +71,20 @@ class PartReport(msgspec.Struct, frozen=True):
     reward: Number | None
 
 
+class Behaviour(msgspec.Struct, frozen=True):
+    """How held-out completions read (`distill.evaluation.behaviour`)."""
+
+    ended: Share
+    """Share that ended by themselves."""
+    length_mean: Amount
+    """Tokens."""
+    length_p90: Amount
+    looping: Share
+    """Share whose end repeats itself."""
+    distinct: Share
+    """Of the runs of four tokens, those that differ."""
+
+
 class EvalReport(Message, frozen=True):
     """Evaluator → controller: the figures of one version; they go into the journal and metrics."""
 
@@ -99,6 +113,8 @@ class EvalReport(Message, frozen=True):
     """By data source; empty: there is one."""
     teachers: dict[str, PartReport] = {}
     """By the teacher that scored them; empty: there is one."""
+    behaviour: Behaviour | None = None
+    """None: not recorded, by an earlier release."""
 
 
 class ProbeRequest(Message, frozen=True):

@@ -29,6 +29,7 @@ from sync.wire import (
     DIGEST_BYTES,
     Array,
     BatchRequest,
+    Behaviour,
     CheckpointSaved,
     CompletionsReply,
     CompletionsRequest,
@@ -358,7 +359,7 @@ class MemoryEvaluator:
         await asyncio.sleep(0)
         report = EvalReport(
             version=version, reverse_kl=self.kl(version.step), pass_rate=None, completions=1, tokens=1,
-            truncated=0.0, seconds=0.0,
+            truncated=0.0, seconds=0.0, behaviour=Behaviour(1.0, 1.0, 1.0, 0.0, 1.0),
         )  # fmt: skip
         return decode(encode(report), EvalReport)
 
