@@ -61,7 +61,7 @@ def init(
     file: Annotated[Path, typer.Argument(help="The file to write.", metavar="FILE")] = Path("run.toml"),
     teacher: Annotated[str | None, typer.Option(help="Model folder or Hub id.")] = None,
     student: Annotated[str | None, typer.Option(help="Model folder or Hub id.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="JSONL file, dataset's folder or Hub id.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="JSONL, CSV or Parquet file, folder or Hub id.")] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="Number; 0: none. Default: this machine's.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(min=1, help="Memory of each GPU.")] = None,
 ) -> None:

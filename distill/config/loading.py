@@ -217,7 +217,8 @@ def _nearest(key: str, section: type[Settings]) -> str:
     known = sorted(section.model_fields)
     if RENAMED.get(key) in known:
         return f"it is now called {RENAMED[key]!r}"
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    last = key.rpartition("_")[2]  # such as prompt_field of prompts.field
+    close = [last] if last in known else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known here are {', '.join(known)}"
 
 

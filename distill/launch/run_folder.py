@@ -224,7 +224,7 @@ _TAKES_EFFECT: Final = {
 _SAME_CONTENT: Final = {
     "student": "chat_template",
     "prompts": "type environment tasks path field source_field answer_field template name split revision "
-    "chat_template_kwargs system_prompt prompt_suffix min_prompt_tokens max_prompt_tokens",
+    "chat_template_kwargs system_prompt prompt_suffix drop_answer min_prompt_tokens max_prompt_tokens",
     "trainer": "deepspeed overrides",
     "evaluation": "prompts",
 }

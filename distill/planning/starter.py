@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from distill.config.loading import validate
+from distill.config.prompts import DatasetPrompts
 from distill.preflight_checks.devices import check_devices, engine_memory
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
+from distill.prompts.messages import listed
+from distill.prompts.rows import dataset_rows, jsonl_rows
 from distill.prompts.sources import text_config
 from sync.base.errors import ConfigError
 from sync.base.settings import ModelSource
@@ -25,6 +29,21 @@ from sync.base.settings import ModelSource
 ROOT: Final = Path(__file__).parents[2]
 LENGTH: Final = 4096
 """Tokens of prompt and completion together, half for each, where both models take as many."""
+TABLES: Final = (".csv", ".tsv", ".parquet")
+DATA: Final = (*TABLES, ".json", ".jsonl", ".arrow")
+"""Suffixes of files that are read as a dataset."""
+FIELDS: Final = (
+    "prompt",
+    "messages",
+    "conversations",
+    "question",
+    "problem",
+    "instruction",
+    "query",
+    "input",
+    "text",
+)
+"""Names under which rows hold prompts, the likeliest first."""
 SHARE: Final = 0.9
 """gpu-memory-utilization of replicas and teacher."""
 
@@ -35,7 +54,7 @@ class Wanted(NamedTuple):
     teacher: str
     student: str
     prompts: str
-    """A JSONL file, a dataset's folder or its Hub id."""
+    """A JSONL, CSV or Parquet file, a dataset's folder or its Hub id."""
     gpus: int
     """0: every role on cores."""
     gib: float
@@ -207,16 +226,58 @@ def _evaluator(split: Split | None) -> str:
 
 
 def _prompts(text: str) -> str:
-    """Raises ConfigError for what is neither a file, a folder nor a Hub id."""
+    """Lines of [prompts] for a file, folder or Hub id, with the field that its first row has.
+
+    Raises ConfigError for what is none of these, and for rows without a field that can be a prompt; DataError
+    for a file that cannot be read.
+    """
     path = Path(text)
     if path.suffix == ".jsonl" and path.is_file():
-        return f'type = "jsonl"\npath = {_quoted(text)}'
-    if path.is_dir() or (re.fullmatch(r"[\w.-]+/[\w.-]+", text) and path.suffix != ".jsonl"):
+        row = next(jsonl_rows(path), None)
+        lines = _field(text, row and row.fields)
+        return "\n".join(['type = "jsonl"', f"path = {_quoted(text)}", *lines])
+    if path.suffix in TABLES and path.is_file():
+        path = _folder_of(path)
+    if path.is_dir():
+        row = next(dataset_rows(DatasetPrompts(type="dataset", path=str(path))), None)
+        lines = _field(text, row and row.fields)
+        return "\n".join(['type = "dataset"', f"path = {_quoted(str(path))}", *lines])
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and path.suffix not in {".jsonl", *TABLES}:
         return f'type = "dataset"\npath = {_quoted(text)}\nfield = "prompt"                  # its column'
     raise ConfigError(
-        f"--prompts {text} is no file: name a .jsonl file with one object a line, a dataset's folder, or "
-        "its Hub id such as openai/gsm8k"
+        f"--prompts {text} is no file: name a .jsonl file with one object a line, a .csv or .parquet file, a "
+        "dataset's folder, or its Hub id such as openai/gsm8k"
     )
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder of a table, which holds no other. Raises ConfigError when it does."""
+    files = sorted(file.name for file in path.parent.iterdir() if file.suffix in DATA and file != path)
+    if files:
+        raise ConfigError(
+            f"--prompts {path}: its folder is read as one dataset and holds {', '.join(files[:3])} too: move "
+            "the file to a folder of its own"
+        )
+    return path.parent
+
+
+def _field(name: str, row: Mapping[str, Any] | None) -> list[str]:
+    """The lines that name the prompt's field of rows like this one."""
+    if row is None:
+        raise ConfigError(f"--prompts {name} has no rows: give at least one")
+    usable = [field for field, value in row.items() if value and isinstance(value, str | list)]
+    named = [field for field in FIELDS if field in usable] or (usable if len(usable) == 1 else [])
+    if not named:
+        raise ConfigError(
+            f"--prompts {name}: its rows have {', '.join(row) or 'no fields'}, and none of them is called "
+            f"{', '.join(FIELDS)}: rename the one that holds the prompt"
+        )
+    messages = listed(row[named[0]])
+    last = messages[-1] if isinstance(messages, list) else None
+    speaker = (last.get("role") or last.get("from")) if isinstance(last, Mapping) else None
+    answered = speaker in ("assistant", "gpt")
+    lines = [f"field = {_quoted(named[0])}"]
+    return [*lines, "drop_answer = true                # the rows end with the answer"] if answered else lines
 
 
 def _deepspeed(name: str) -> str:

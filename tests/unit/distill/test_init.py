@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
 import typer
+from pyarrow import parquet
 
 from distill.cli.main import main
 from distill.config.loading import load
+from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.planning import starter
 from distill.planning.starter import Wanted, write
 from distill.preflight_checks import devices
@@ -142,3 +146,66 @@ def left(words: list[str]) -> object:
     with pytest.raises(SystemExit) as leaving:
         main(words)
     return leaving.value.code
+
+
+ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "drops"),
+    [
+        ({"n": 1, "messages": ANSWERED[:1]}, "messages", False),
+        ({"messages": ANSWERED}, "messages", True),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            "conversations",
+            True,
+        ),
+        ({"question": "a", "answer": "b"}, "question", False),
+        ({"id": 3, "utterance": "a"}, "utterance", False),
+    ],
+)
+def test_the_field_is_the_one_that_the_rows_have(
+    model: str, row: object, field: str, drops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    write(tmp_path / "run.toml", Wanted(model, model, str(rows), 0, 0))
+    prompts = load(tmp_path / "run.toml").prompts
+    assert isinstance(prompts, JsonlPrompts)
+    assert (prompts.field, prompts.drop_answer) == (field, drops)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_is_read_as_its_folder(
+    model: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    if kind == "csv":
+        (folder / "train.csv").write_text("id,question,answer\n1,a,b\n")
+    else:
+        table = pyarrow.table({"id": [1], "question": ["a"], "answer": ["b"]})
+        parquet.write_table(table, folder / "train.parquet")
+    write(tmp_path / "run.toml", Wanted(model, model, str(folder / f"train.{kind}"), 0, 0))
+    prompts = load(tmp_path / "run.toml").prompts
+    assert isinstance(prompts, DatasetPrompts)
+    assert (prompts.path, prompts.field) == (str(folder), "question")
+    (folder / "other.csv").write_text("question\na\n")
+    with pytest.raises(ConfigError, match=r"holds other\.csv too: move the file to a folder of its own"):
+        write(tmp_path / "other.toml", Wanted(model, model, str(folder / f"train.{kind}"), 0, 0))
+
+
+def test_rows_without_a_field_that_can_be_a_prompt_are_refused(model: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": "x", "b": "y"}\n')
+    with pytest.raises(ConfigError, match=r"its rows have a, b, and none of them is called prompt, messages"):
+        write(tmp_path / "run.toml", Wanted(model, model, str(rows), 0, 0))
+
+
+def test_a_prefix_before_the_name_of_a_key_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[prompts]\ntype = "jsonl"\npath = "p"\nprompt_field = "messages"\n')
+    with pytest.raises(ConfigError, match=r"prompts\.prompt_field is not a known key: did you mean 'field'"):
+        load(tmp_path / "run.toml")
