@@ -39,7 +39,8 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
     params = config["optimizer"].get("params", {}) | {"lr": settings.lr}
     config["optimizer"] = config["optimizer"] | {"params": params}
     optimizer = config["optimizer"]["type"]
-    known, problems = _parameters(optimizer), list(_ignored(_read_by_deepspeed(config, source)))
+    problems = list(_ignored(_read_by_deepspeed(config, source)))  # first: its import is the silenced one
+    known = _parameters(optimizer)
     for name in sorted(set(params) - known):
         problems.append(f"optimizer.params.{name} is unknown to {optimizer}{_nearest(name, known)}")
     if problems:

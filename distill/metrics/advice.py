@@ -65,8 +65,9 @@ class Advice:
                 "ends",
                 "the student forgets how to end a completion: the end has a probability of "
                 f"{student} at a token, and for its teacher one of {teacher}; "
-                "a reverse divergence does not bring back what is nearly lost: set objective.forward "
-                "(of full and topk), or lower trainer.lr",
+                "a reverse divergence does not bring back what is nearly lost: try a lower trainer.lr, "
+                "rollout.max_tokens up to where the teacher ends, or completions of the teacher too "
+                "(objective.on_policy below 1)",
             )
         if self._steps < FIRST_STEPS:
             return
