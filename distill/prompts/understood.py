@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import TemplateError
 
 from distill.config import RunConfig
+from distill.config.loading import recorded
 from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
 from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, model_config
@@ -20,6 +22,7 @@ from distill.prompts.stream import Prompt
 from distill.prompts.template import rendered
 from sync.base.errors import DataError
 from sync.base.settings import ModelSource
+from sync.base.tokenizers import at_time
 
 _USER, _ANSWER, _NEXT = "What is 2+2?", "It is four.", "And 3+3?"
 _CONVERSATION: Final = (
@@ -45,7 +48,14 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
     if tokenizer.chat_template and (variables := _variables(config)) is not None:
         template = str(tokenizer.chat_template)
         if "strftime_now" in template:
-            lines.append("the chat template reads the clock (strftime_now)")
+            if (moment := config.student.template_time) is None:
+                moment = _start_of_run(config)
+                at_time(tokenizer, moment)
+                student = config.student.model_copy(update={"template_time": moment})
+                config = config.model_copy(update={"student": student})
+            lines.append(
+                f"the chat template reads the clock, which stays at {moment} (student.template_time)"
+            )
         lines += _opening_lines(tokenizer, variables)
         end = _end_of_turn(tokenizer, variables)
         ends = {*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids}
@@ -58,6 +68,15 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
                 f"stop: rollout.stop_token_ids = {stops}"
             )
     return config, [f"prompts: {line}" for line in lines]
+
+
+def _start_of_run(config: RunConfig) -> datetime:
+    """What the clock was when the run began; now, for one that begins."""
+    if (config.run_dir / "config.json").is_file():
+        before = recorded(config.run_dir).get("student")
+        if isinstance(before, dict) and before.get("template_time"):
+            return datetime.fromisoformat(str(before["template_time"]))
+    return datetime.now().replace(microsecond=0)
 
 
 def end_ids(source: ModelSource, tokenizer: Any) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
@@ -48,6 +49,9 @@ class ModelSource(Settings):
     """Run code that comes with the model."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
+    template_time: datetime | None = None
+    """What the clock of the chat template (`strftime_now`) says. None: for a student whose template reads it,
+    the start of the run; a resume keeps it."""
 
 
 class Placement(Settings):

@@ -8,6 +8,8 @@ template has a fingerprint of its own. Works on any tokenizer object of transfor
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -54,6 +56,13 @@ def load_tokenizer(source: ModelSource) -> Any:
             tokenizer.chat_template = Path(source.chat_template).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
+    return at_time(tokenizer, source.template_time)
+
+
+def at_time(tokenizer: Any, moment: datetime | None) -> Any:
+    """The tokenizer, whose chat template reads `moment` from its clock; None: the machine's clock."""
+    if moment is not None:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=moment.strftime)
     return tokenizer
 
 

@@ -91,6 +91,24 @@ def test_a_template_that_does_not_open_the_answer_is_refused(model: Path) -> Non
     assert (config.rollout.stop_token_ids, lines) == ([], []), "[/INST] opens the answer"
 
 
+def test_the_clock_of_a_template_is_the_runs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parent)
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}\n" + CHATML)
+    config, lines = check_rendering(config_of(model), load_tokenizer(ModelSource(path=str(model))))
+    moment = config.student.template_time
+    assert moment is not None
+    assert f"stays at {moment} (student.template_time)" in lines[0]
+    config.run_dir.mkdir(parents=True)
+    record = config.model_dump(mode="json")
+    record["student"]["template_time"] = "2024-07-26T10:00:00"
+    (config.run_dir / "config.json").write_text(json.dumps(record))
+    resumed, _ = check_rendering(config_of(model), load_tokenizer(ModelSource(path=str(model))))
+    text = load_tokenizer(resumed.student).apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False
+    )
+    assert text.startswith("2024-07-26\n")
+
+
 def test_a_tokenizer_class_that_loses_spaces_is_refused(model: Path) -> None:
     path = model / "tokenizer_config.json"
     settings = json.loads(path.read_text())
