@@ -96,7 +96,8 @@ def draw_quality(axes: Axes, lines: Sequence[Line]) -> None:
         right.spines[["top"]].set_visible(False)
         curves = [*curves, *right.get_lines()]
     labels = [str(curve.get_label()) for curve in curves]
-    axes.legend(curves, labels, frameon=False, fontsize=8, loc="center right")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}  # off the curves, wherever they end
+    axes.legend(curves, labels, frameon=False, fontsize=8, ncols=3, **below)
 
 
 def _curve(lines: Sequence[Line], figure: str) -> tuple[list[float], list[float]]:
