@@ -131,12 +131,16 @@ class Bound:
 
 
 def capacity(applied_step: int, depth: float, batch: int, handed_out: int, outstanding: int) -> int:
-    """Rollouts that may be started now.
+    """Rollouts that a replica may be sent now.
 
-    `applied_step`: what the slowest serving replica has applied (not what the trainer has reached: a replica
-    behind it would make rollouts that are too old). `depth`: batches beyond the one that those weights train
-    next, at most `Bound.limit`. `handed_out`: rollouts in batches on the path of the current lineage.
-    `outstanding`: in flight, being scored or buffered.
+    `applied_step`: what that replica has applied (not what the trainer has reached: a replica behind it makes
+    older rollouts). `depth`: batches beyond the one that those weights train next, at most `Bound.limit`.
+    `handed_out`: rollouts in batches on the path of the current lineage. `outstanding`: in flight, being
+    scored or buffered, and taken by batches before those that are sent now.
+
+    Replicas at different versions need no common bound. When a rollout is sent, all that were sent before it
+    with the same or older weights are among `outstanding`: so at most one batch of them reaches the limit at
+    any step, and `pick` takes those first, whatever was sent later with newer weights.
     """
     return max(0, int((applied_step + depth + 1) * batch) - handed_out - outstanding)
 

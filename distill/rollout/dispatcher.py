@@ -8,6 +8,7 @@ from collections import deque
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from typing import Literal
 
 from distill.buffer import depth
@@ -56,8 +57,9 @@ class Dispatcher:
     """Runs for the length of the run. Out: CompletionReady, RolloutRejected, Quarantined; TeacherIssued;
     EpisodeIssued, TurnGenerated, EpisodeBroken.
 
-    Bounds: `RunState.room` new prompts, `rollout.max_in_flight` completions per replica, and what the run's
-    steps need in all. `validator` holds the sampling parameters of requests and checks responses.
+    Bounds: `RunState.room` prompts for the replica that is sent them, `rollout.max_in_flight` completions per
+    replica, and what the run's steps need in all. `validator` holds the sampling parameters of requests and
+    checks responses.
 
     A turn of an episode is generated like a prompt, before new ones, by the replica that generated the turn
     before if it serves, for its KV cache. A turn that is lost is sent again; the episode goes on.
@@ -89,7 +91,7 @@ class Dispatcher:
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
-                    while (loading := self._run_log.loading(self._new())) is not None:
+                    while (loading := self._run_log.loading(self._most_new())) is not None:
                         await asyncio.wrap_future(loading)
                     await self._dispatch(group)
                     self._note_blocked()
@@ -101,13 +103,11 @@ class Dispatcher:
 
     async def _dispatch(self, group: asyncio.TaskGroup) -> None:
         """As long as there are prompts and replicas with room; other tasks run between two requests."""
-        while self._turns and not self.paused and (replica := self._pool.least_busy()):
-            replica = self._for_turn(self._turns[0], replica)
-            if replica.in_flight >= self._config.max_in_flight:
-                break
+        while self._turns and not self.paused and (replica := self._for_turn(self._turns[0])):
             self._request(group, replica, self._next_turns(replica))
             await asyncio.sleep(0)
-        while not self.paused and (replica := self._pool.least_busy()) and (count := self._count(replica)):
+        while not self.paused and (request := self._next_request()):
+            replica, count = request
             if rollouts := self._next(count):
                 self._request(group, replica, rollouts)
                 await asyncio.sleep(0)
@@ -121,36 +121,78 @@ class Dispatcher:
         replica.streams.add(task)
         task.add_done_callback(partial(self._ended, request))
 
-    def _for_turn(self, rollout: Rollout, least_busy: Replica) -> Replica:
-        """The replica of the turn before, if it takes requests and has room."""
-        last = self._last.get(rollout.id, least_busy)
-        has_room = last in self._pool.able() and last.in_flight < self._config.max_in_flight
-        return last if has_room else least_busy
+    def _for_turn(self, rollout: Rollout) -> Replica | None:
+        """Of those with room the replica of the turn before, else the least busy; None: none has room."""
+        able = [
+            replica
+            for replica in self._pool.able()
+            if replica.in_flight < self._config.max_in_flight and self._in_time(rollout, replica)
+        ]
+        last = self._last.get(rollout.id)
+        return last if last in able else next(iter(able), None)
+
+    def _in_time(self, turn: Rollout, replica: Replica) -> bool:
+        """Whether a turn by `replica` makes its episode no older than the bound allows."""
+        state = self._run_log.state
+        begun = state.pending[turn.id].since
+        if begun and state.step_of(begun) <= state.step_of(replica.version or Version(0, 0)):
+            return True
+        return state.room(replica.version, state.rules.bound.limit, self._hopeless() + 1) > 0
 
     def _next_turns(self, replica: Replica) -> list[Rollout]:
         """The first turns that are for `replica`: no more than a request and the replica take."""
         room, turns = self._config.max_in_flight - replica.in_flight, list[Rollout]()
         while self._turns and len(turns) < min(self._config.request_size, room):
-            if self._for_turn(self._turns[0], replica) is not replica:
+            if self._for_turn(self._turns[0]) is not replica:
                 break
             turns.append(self._turns.popleft())
             self._last[turns[-1].id] = replica
         return turns
 
-    def _count(self, replica: Replica) -> int:
-        """Prompts of the next request to `replica`; 0: it has no room for a whole request."""
-        config = self._config
-        size = min(config.request_size, config.max_in_flight, len(self._requeued) + self._new())
-        return size if replica.in_flight + size <= config.max_in_flight else 0
+    def _next_request(self) -> tuple[Replica, int] | None:
+        """The least busy replica that takes a whole request now, and its prompts; None: none does.
 
-    def _new(self) -> int:
+        One with room that is busier than others without, which are behind, is sent up to an even share: the
+        first to take a version does not take the work of all.
+        """
+        able, config = self._pool.able(), self._config
+        for place, replica in enumerate(able):
+            size = room = self._room(replica)
+            if place > 0:
+                share = ceil((sum(each.in_flight for each in able) + room) / len(able))
+                size = min(room, max(0, share - replica.in_flight))
+            size = min(size, config.request_size, config.max_in_flight)
+            if size and replica.in_flight + size <= config.max_in_flight:
+                return replica, size
+        return None
+
+    def _room(self, replica: Replica) -> int:
+        """Prompts that `replica` may be sent now: those that were requeued, then new ones.
+
+        A new one is bounded by the depth. One that was requeued counted when it was new, perhaps at a greater
+        depth or for a replica ahead of this one, so that the bound itself holds for it.
+        """
+        state, again = self._run_log.state, len(self._requeued)
+        if again:
+            room = state.room(replica.version, state.rules.bound.limit, self._hopeless() + again)
+            if room < again:
+                return room
+        return again + self._new(replica)
+
+    def _new(self, replica: Replica) -> int:
+        """Prompts that may be issued for `replica` now."""
+        state, hopeless = self._run_log.state, self._hopeless()
+        needed = (self._steps - state.next_step) * self._config.batch - (state.outstanding - hopeless)
+        return max(0, min(needed, state.room(replica.version, self.depth.batches, hopeless)))
+
+    def _most_new(self) -> int:
         """Prompts that may be issued now."""
-        state = self._run_log.state
-        needed = (self._steps - state.next_step) * self._config.batch - state.outstanding
-        return max(0, min(needed, self._room()))
+        return max(map(self._new, self._pool.able()), default=0)
 
-    def _room(self) -> int:
-        return self._run_log.state.room(self._pool.slowest(), self.depth.batches)
+    def _hopeless(self) -> int:
+        """Completions in flight with weights that are too old for every batch."""
+        too_old, members = self._run_log.state.is_too_old, self._pool.replicas.values()
+        return sum(each.in_flight for each in members if too_old(each.version or Version(0, 0)))
 
     def _next(self, count: int) -> list[Rollout]:
         """The next `count` rollouts, without those of teachers and environments, which are passed on."""
@@ -167,10 +209,10 @@ class Dispatcher:
         return mine
 
     def _note_blocked(self) -> None:
-        """An idle replica is blocked on the trainer when the capacity is used up, else on nothing."""
-        idle = {replica.name for replica in self._pool.serving() if replica.in_flight == 0}
-        full = not self._requeued and not self._room()
-        before, self._blocked = self._blocked, idle if full else set()
+        """An idle replica is blocked on the trainer when its room is used up, else on nothing."""
+        idle = [replica for replica in self._pool.able() if replica.in_flight == 0]
+        before = self._blocked
+        self._blocked = {replica.name for replica in idle if not self._room(replica)}
         for name in before | self._blocked:  # one that was blocked may have been removed
             self._timeline.waits(name, TRAINER if name in self._blocked else None)
 

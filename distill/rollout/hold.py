@@ -48,9 +48,9 @@ async def _choose(pool: ReplicaPool, version: Version, seconds: float) -> Replic
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while True:
-        able = [replica for replica in pool.serving() if not replica.held]
-        if able:
-            return min(able, key=lambda replica: (pool.is_ahead(replica, version), replica.in_flight))
+        willing = [replica for replica in pool.serving() if not (replica.held or replica.refuses)]
+        if willing:
+            return min(willing, key=lambda replica: (pool.is_ahead(replica, version), replica.in_flight))
         if (left := deadline - loop.time()) <= 0:
             raise Unreachable(f"no replica serves that could generate with {version}: see their logs")
         await pool.changed.wait(min(left, pool.retry_seconds))

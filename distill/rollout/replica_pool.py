@@ -2,19 +2,18 @@
 
     ABSENT ──answers /health──▶ CATCHING_UP ──holds a published version──▶ SERVING
       ▲                              │                                        │
-      └── a connection is lost, it came back with other weights, or updates fail ┘
+      └────── a connection is lost, or it came back with other weights ──────┘
 
-A serving replica is updated at its own pace while it generates. A lost one gives its unfinished prompts back
-and joins again when it answers. One that generates no token of its work is lost too; so is one that refuses
-stored versions for weights.timeout_seconds, as it bounds what all may start. One of another run is removed;
-the run ends when it has no other.
+A serving replica is updated at its own pace while it generates. One that refuses an update ends what it has
+in flight and is sent nothing until it takes one. A lost one gives its unfinished prompts back and joins again
+when it answers. One that generates no token of its work is lost too. One of another run is removed; the run
+ends when it has no other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -59,6 +58,7 @@ class Replica:
         self.rests_until = 0.0  # monotonic time before which it is sent nothing
         self.lost = asyncio.Event()
         self.held = False  # out of dispatch for an evaluation; see hold.py
+        self.refuses = False  # its newest update: it is sent nothing until it takes one
         self.excluded = False  # it gave too many bad answers: it is sent nothing any more
         self.busy = asyncio.Lock()  # held during an update
 
@@ -165,20 +165,14 @@ class ReplicaPool:
         return [replica for replica in self.replicas.values() if replica.phase is Phase.SERVING]
 
     def able(self) -> list[Replica]:
-        """Those that take requests now: they serve, and are neither held nor at rest."""
+        """Those that take requests now, the least busy first: not held, refusing updates or at rest."""
         now = time.monotonic()
-        return [replica for replica in self.serving() if replica.rests_until <= now and not replica.held]
-
-    def least_busy(self) -> Replica | None:
-        """The one with the fewest completions in flight; None: none takes a request now."""
-        return min(self.able(), key=lambda replica: replica.in_flight, default=None)
-
-    def slowest(self) -> Version | None:
-        """The oldest version that a replica generates rollouts with; None: the model folder, or none does."""
-        versions = [replica.version for replica in self.serving() if replica.in_flight or not replica.held]
-        if None in versions:
-            return None
-        return min((v for v in versions if v), key=self._state.step_of, default=None)
+        able = [
+            replica
+            for replica in self.serving()
+            if replica.rests_until <= now and not (replica.held or replica.refuses)
+        ]
+        return sorted(able, key=lambda replica: replica.in_flight)
 
     def is_ahead(self, replica: Replica, version: Version) -> bool:
         """Whether a replica holds a later version."""
@@ -297,6 +291,7 @@ class ReplicaPool:
                     state = await replica.engine.state()
                     replica.version, replica.workers = state.version, state.workers
                     replica.lost.clear()
+                    replica.refuses = False
                     replica.phase = Phase.CATCHING_UP
                     await self._catch_up(replica)
                     replica.phase = Phase.SERVING
@@ -340,27 +335,27 @@ class ReplicaPool:
         return None
 
     async def _serve(self, replica: Replica) -> None:
-        """Until the replica is lost. Raises RemoteError when it has refused updates for too long."""
-        limit, refused_at = self._weights.timeout_seconds, math.inf
+        """Until the replica is lost."""
         while not replica.lost.is_set():
             target = self._due(replica)
             if target is not None:
                 try:
                     await self.update(replica, self.request_for(target))
-                    refused_at = math.inf
                     continue
                 except WrongServer:
                     raise
                 except RemoteError as error:
-                    logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
-                    refused_at = min(refused_at, time.monotonic())
-                    if time.monotonic() - refused_at >= limit:
-                        raise RemoteError(
-                            f"it has refused updates for weights.timeout_seconds = {limit:g} s and gets no "
-                            f"prompts until it takes the newest version: see its log, or restart it; {error}"
-                        ) from error
+                    self.refused_update(replica, error)
             if not await self._published.wait(self.poll_seconds):
                 await self._check(replica)
+
+    def refused_update(self, replica: Replica, error: DistillError) -> None:
+        """It stays at its version: send it nothing until an update succeeds."""
+        if not replica.refuses:
+            replica.refuses = True
+            stays = f"stays at {replica.version or 'the model folder'}"
+            remedy = "gets no prompts until it takes the newest version: see its log, or restart it"
+            self._events.emit(Membership(replica.name, f"{stays} and {remedy}; {error}"))
 
     async def catch_up_once(self, replica: Replica) -> None:
         """Bring a replica to the version that is the newest now, if it holds another."""
@@ -392,7 +387,7 @@ class ReplicaPool:
         reply = await replica.unless_lost(replica.engine.update(request, self._weights.timeout_seconds))
         if problem := checks.same_version(reply, request.version):
             raise WireError(f"its answer to an update cannot be used: {problem}")
-        replica.version = reply.version
+        replica.version, replica.refuses = reply.version, False
         parts = reply.stage_seconds, reply.pause_seconds, reply.apply_seconds
         seconds = time.monotonic() - began
         self._events.emit(VersionApplied(replica.name, reply.version, reply.bytes_read, *parts, seconds))

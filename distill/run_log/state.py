@@ -116,10 +116,13 @@ class RunState(msgspec.Struct):
         """Whether a version lies on the path of the current lineage."""
         return self.lineage is not None and self.step_of(version) == version.step
 
-    def room(self, applied: Version | None, depth: float) -> int:
-        """Rollouts that may be started when the slowest replica holds `applied` (None: the folder)."""
+    def room(self, applied: Version | None, depth: float, without: int = 0) -> int:
+        """Rollouts that a replica which holds `applied` (None: the folder) may be sent.
+
+        `without`: outstanding ones that no batch will take before them.
+        """
         step, batch = 0 if applied is None else self.step_of(applied), self.rules.batch
-        return capacity(step, depth, batch, self.next_step * batch, self.outstanding)
+        return capacity(step, depth, batch, self.next_step * batch, self.outstanding - without)
 
     def is_broken(self, rollout: str) -> bool:
         """Whether a member of its group is gone, so that no batch will take it."""

@@ -82,6 +82,11 @@ class World:
     def serving(self) -> list[str]:
         return [replica.name for replica in self.pool.serving()]
 
+    def oldest(self) -> Version | None:
+        """The oldest version that replicas take requests with; None: the model folder, or none takes any."""
+        versions = [replica.version for replica in self.pool.able()]
+        return None if None in versions else min(versions, default=None)  # type: ignore[type-var]
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         task = asyncio.create_task(self.pool.run())
@@ -96,7 +101,7 @@ async def test_a_replica_serves_at_once_while_nothing_is_published() -> None:
     world = World(a=MemoryReplica())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
-        assert world.pool.slowest() is None
+        assert world.oldest() is None
         assert world.applied == []
 
 
@@ -156,7 +161,7 @@ async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() ->
         for step in range(1, 6):
             world.publish(newest := Version(0, step))
             await world.until(lambda newest=newest: fast.version == newest)
-        assert world.pool.slowest() == slow.version == Version(0, 0)
+        assert world.oldest() == slow.version == Version(0, 0)
         go_on.set()
         await world.until(lambda: slow.version == Version(0, 5))
         assert len(slow.updates) < len(fast.updates)
@@ -268,10 +273,10 @@ async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> N
         await world.until(lambda: len(world.serving()) == 2)
         a, b = world.pool.replicas["a"], world.pool.replicas["b"]
         a.in_flight, b.in_flight = 5, 3
-        assert world.pool.least_busy() is b
+        assert world.pool.able()[0] is b
         world.pool.refused(b, 0.02)
-        assert world.pool.least_busy() is a
-        await world.until(lambda: world.pool.least_busy() is b)
+        assert world.pool.able()[0] is a
+        await world.until(lambda: world.pool.able()[0] is b)
 
 
 async def test_a_broadcast_has_every_worker_of_the_live_replicas_as_a_member() -> None:
@@ -293,11 +298,11 @@ async def test_a_broadcast_has_every_worker_of_the_live_replicas_as_a_member() -
         await world.until(lambda: len(world.serving()) == 2)
         first = world.broadcast(1)
         assert first.world_size == 1 + 2 + 1
-        await world.until(lambda: world.pool.slowest() == Version(0, 1))
+        await world.until(lambda: world.oldest() == Version(0, 1))
         assert [one.broadcast.rank for one in requests if one.broadcast] == [1, 3]
         assert {one.broadcast.group for one in requests if one.broadcast} == {first.group}
         assert world.broadcast(2).group != first.group
-        await world.until(lambda: world.pool.slowest() == Version(0, 2))
+        await world.until(lambda: world.oldest() == Version(0, 2))
         other = world.broadcast(2, lineage=1)
         assert other.group.startswith("1-")
 
@@ -307,7 +312,7 @@ async def test_a_replica_that_is_held_for_an_evaluation_is_left_out_of_broadcast
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         world.publish(Version(0, 1))
-        await world.until(lambda: world.pool.slowest() == Version(0, 1))
+        await world.until(lambda: world.oldest() == Version(0, 1))
         announced = world.broadcast(2)  # and held before it begins to receive: it is a lost member at once
         async with hold(world.pool, Version(0, 1), 10.0) as held:
             await world.until(lambda: held.name in world.broadcasts.lost_members(announced.group))
@@ -315,7 +320,7 @@ async def test_a_replica_that_is_held_for_an_evaluation_is_left_out_of_broadcast
             assert world.broadcast(3).world_size == 2
             assert held.version == Version(0, 1)
         assert world.broadcast(4).world_size == 3
-        await world.until(lambda: world.pool.slowest() == Version(0, 4))
+        await world.until(lambda: world.oldest() == Version(0, 4))
 
 
 async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any() -> None:
@@ -396,9 +401,7 @@ async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
             world.broadcasts.lost_members("nowhere")
 
 
-async def test_a_replica_that_refuses_every_update_bounds_the_others_only_for_a_while(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_replica_that_refuses_an_update_is_sent_nothing_until_it_takes_the_newest_version() -> None:
     class Full(MemoryReplica):
         full = True
 
@@ -412,15 +415,18 @@ async def test_a_replica_that_refuses_every_update_bounds_the_others_only_for_a_
     world.publish(Version(0, 1))
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
-        world.publish(Version(0, 2))
-        await asyncio.sleep(WeightsConfig().timeout_seconds / 2)
-        assert world.pool.slowest() == Version(0, 1)
-        await asyncio.sleep(WeightsConfig().timeout_seconds)
-        assert (world.serving(), world.pool.slowest()) == (["a"], Version(0, 2))
-        assert caplog.text.count("it has refused updates for weights.timeout_seconds = 300 s") == 1
+        for step in (2, 3, 4):
+            world.publish(Version(0, step))
+            await asyncio.sleep(LONG)
+            assert [replica.name for replica in world.pool.able()] == ["a"]
+        assert full.version == Version(0, 1)
+        told = (
+            "full stays at L000-v00000001 and gets no prompts until it takes the newest version: see its log"
+        )
+        assert sum(told in said for said in world.said) == 1
         full.full = False
-        await world.until(lambda: len(world.serving()) == 2)
-        assert world.pool.slowest() == Version(0, 2)
+        await world.until(lambda: len(world.pool.able()) == 2)
+        assert world.oldest() == Version(0, 4)
 
 
 async def test_a_repeated_announcement_is_given_the_same_group() -> None:
@@ -440,7 +446,7 @@ async def test_a_version_in_the_store_is_caught_up_with_until_a_newer_one_is_bro
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         world.broadcast(1)
-        await world.until(lambda: world.pool.slowest() == Version(0, 1))
+        await world.until(lambda: world.oldest() == Version(0, 1))
         world.publish(Version(0, 1))
         for step, caught_up in ((1, True), (2, False)):
             back.die()
@@ -500,7 +506,7 @@ async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         world.broadcast(1)
-        await world.until(lambda: world.pool.slowest() == Version(0, 1))
+        await world.until(lambda: world.oldest() == Version(0, 1))
         assert not world.broadcasts.wanted()
         back.die()
         await world.until(lambda: world.serving() == ["a"])
@@ -525,15 +531,15 @@ async def test_a_live_replica_that_missed_a_broadcast_wants_it_again() -> None:
     async with world.running():
         await world.until(lambda: len(world.serving()) == 2)
         world.broadcast(1)
-        await world.until(lambda: world.pool.slowest() == Version(0, 1))
+        await world.until(lambda: world.oldest() == Version(0, 1))
         world.broadcast(2)
         await world.until(lambda: world.serving() == ["a"])
         await world.until(lambda: len(world.serving()) == 2)
-        assert world.pool.slowest() == Version(0, 1)
+        assert world.oldest() == Version(0, 1)
         await world.until(world.broadcasts.wanted)
         assert Broadcasts(world.pool).wanted(), "a controller that starts again knows it too"
         assert world.broadcast(2).world_size == 2
-        await world.until(lambda: world.pool.slowest() == Version(0, 2))
+        await world.until(lambda: world.oldest() == Version(0, 2))
         assert not world.broadcasts.wanted()
 
 
@@ -606,7 +612,7 @@ async def test_the_proof_waits_for_nothing_that_cannot_come() -> None:
     async with world.running():
         await world.until(lambda: len(world.serving()) == 3)
         world.broadcast(1)
-        await world.until(lambda: world.pool.slowest() == Version(0, 1))
+        await world.until(lambda: world.oldest() == Version(0, 1))
         lost.die()
         gone.up = False
         world.pool.report_lost(world.pool.replicas["gone"])
@@ -762,11 +768,7 @@ async def test_a_held_replica_gets_no_prompts_and_keeps_its_version_while_the_ot
             await world.until(lambda: other.version == Version(0, 2))
             await asyncio.sleep(LONG)
             assert held.version == Version(0, 1)
-            assert world.pool.least_busy() is other
-            assert world.pool.slowest() == Version(0, 2), "the capacity rule does not wait for it"
-            held.in_flight = 1
-            assert world.pool.slowest() == Version(0, 1), "but for what it still generates"
-            held.in_flight = 0
+            assert world.pool.able() == [other]
         assert held.version == Version(0, 2), "it generates nothing more with the old weights"
         assert not held.held
 
