@@ -93,8 +93,9 @@ def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     says(kill_target, "launcher.log", "has space again, the run continues")
 
     says(kill_target, "trainer.log", "disk full: checkpoint")
-    found = checkpoint.find(disks["checkpoints"], ALONE)
-    assert found is None or found.is_dir(), "what `latest` names is whole"
+    newest, altered = checkpoint.find(disks["checkpoints"], ALONE)
+    assert not altered
+    assert newest is None or newest.is_dir(), "the newest one is whole"
     fill(disks["store"])
     free(disks["checkpoints"])
     says(kill_target, "trainer.log", "has space again, training continues")
@@ -107,7 +108,7 @@ def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     comes_to_rest(kill_target)
     free(disks[""])
     kill_target.end()
-    newest = checkpoint.find(disks["checkpoints"], ALONE)
+    newest, _ = checkpoint.find(disks["checkpoints"], ALONE)
     assert newest is not None
     assert newest.name.endswith(f"{STEPS:08d}")
     return audit(kill_target.run_dir)
