@@ -17,6 +17,8 @@ from sync.base.errors import ConfigError, DataError, DistillError, Interrupted
 from sync.base.secrets import redact
 
 EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 1, 2, 130
+_BY_SIGNAL = {128 + number: number for number in (signal.SIGTERM, signal.SIGHUP)}
+"""Exit statuses of a command that a signal ended before, or beside, a run that handles it."""
 
 
 def checked_url(url: str, option: str) -> str:
@@ -95,7 +97,7 @@ def guarded(command: Callable[[], Any]) -> int:
     """Run a command and return its exit status; the one place where errors meant for people become text."""
     console = Console(stderr=True)
     try:
-        with _sigterm_raises():
+        with _signals_raise():
             command()
     except DistillError as error:
         console.print(redact(f"distill: {error}"), style="red", markup=False, highlight=False, soft_wrap=True)
@@ -112,15 +114,19 @@ def guarded(command: Callable[[], Any]) -> int:
         console.print("distill: stopped", style="red")
         return EXIT_STOPPED
     except SystemExit as leaving:
+        if leaving.code in _BY_SIGNAL:
+            console.print(f"distill: stopped by {_BY_SIGNAL[leaving.code].name}", style="red")
         return leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
     return 0
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM unwind the command as Ctrl-C does, so that it ends what it started; a second one kills it.
+def _signals_raise() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind a command as Ctrl-C does, so that it ends what it started.
 
-    A run handles the signal itself while it lasts.
+    A second one kills it; one that is ignored, as SIGHUP is under nohup, stays ignored.
+
+    A run handles them itself while it lasts.
     """
 
     def leave(number: int, _: object) -> None:
@@ -130,8 +136,10 @@ def _sigterm_raises() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    heard = [number for number in _BY_SIGNAL.values() if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

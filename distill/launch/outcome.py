@@ -10,7 +10,9 @@ from distill.config import RunConfig
 from distill.metrics.card import write_card
 from distill.metrics.page import REPORT, write_page
 from distill.metrics.results import read_summary
-from sync.base.errors import DistillError, Interrupted, RemoteError
+from student_trainer.checkpoint_files import CHECKPOINTS, choose
+from sync.base.errors import DataError, DistillError, Interrupted, RemoteError
+from sync.wire import Version
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
@@ -44,8 +46,22 @@ def check(config: RunConfig, summary: dict[str, Any], stopped_by: str) -> None:
     if summary["error"]:
         raise RemoteError(f"{summary['error']}; fix it, then go on with --resume")
     if stopped_by:
-        saved = "holds a checkpoint" if summary["steps"] else "holds no step yet"
+        saved = _saved(config, summary["steps"])
         raise Interrupted(
             f"stopped by {stopped_by} at step {summary['steps']}; "
-            + "; ".join([f"{config.run_dir} {saved}: go on with --resume", *summary["problems"]])
+            + "; ".join([f"{saved}: go on with --resume", *summary["problems"]])
         )
+
+
+def _saved(config: RunConfig, steps: int) -> str:
+    """What a resume goes on from, and which steps a trainer that was killed makes again."""
+    if config.controller.trainer != "launch" or not steps:
+        return f"{config.run_dir} holds {'the run' if steps else 'no step yet'}"
+    try:
+        path = choose(config.run_dir / CHECKPOINTS).path
+    except DataError as error:
+        return str(error)
+    step = Version.parse(path.name).step if path else 0
+    again = f"step{'s' * (steps - step > 1)} {step + 1}" + f" to {steps}" * (steps - step > 1)
+    rest = f", {again} of the trainer, which outlasted run.grace_seconds, will be made again" * (step < steps)
+    return f"{path or 'no checkpoint'} is saved{rest}"

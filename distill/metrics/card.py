@@ -22,6 +22,7 @@ from distill.evaluation.statistics import Z
 from distill.metrics.summary import versions
 from student_trainer.objectives.config import Own
 from sync.base import secrets
+from sync.base.hub import optional_file
 from sync.base.settings import ModelSource
 
 log = logging.getLogger(__name__)
@@ -141,25 +142,21 @@ def front_matter(config: RunConfig, adapter: bool) -> dict[str, Any]:
 def student_card(student: ModelSource) -> dict[str, Any]:
     """Front matter of the student's own model card, over its config.json; empty where there is neither.
 
-    A card on the Hub is read from the network or the local cache.
+    A card on the Hub is read from the local cache or asked for once.
     """
-    from httpx2 import HTTPError
-    from huggingface_hub import hf_hub_download
-
     card: dict[str, Any] = {}
     for name in ("config.json", CARD):
         path = Path(student.path) / name
         try:
             if not Path(student.path).is_dir():
-                local = name != CARD  # the configuration is in the cache since the student was loaded
-                path = Path(
-                    hf_hub_download(student.path, name, revision=student.revision, local_files_only=local)
-                )
+                if (reachable := optional_file(student.path, student.revision, name)) is None:
+                    continue
+                path = reachable
             text = path.read_text()
             if name == CARD:
                 text = text.removeprefix("---\n").partition("\n---")[0] if text.startswith("---\n") else "{}"
             fields = yaml.safe_load(text)  # JSON too
-        except (OSError, HTTPError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             log.debug("%s of %s is not read: %s", name, student.path, error)
         else:
             card |= fields if isinstance(fields, dict) else {}

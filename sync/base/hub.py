@@ -1,15 +1,26 @@
-"""Whether the Hub can be asked: once, before its libraries ask six times for every file."""
+"""What is asked of the Hub before its libraries, which ask six times for every file."""
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from sync.base.errors import ConfigError
 
+log = logging.getLogger(__name__)
+WAIT_SECONDS: Final = 900.0
+"""Longest wait for a Hub that asks to come back later; its rate limits count over five minutes."""
+_LATER: Final = (429, 503)
+
 
 def check_reachable(name: str, revision: str | None, kind: Literal["model", "dataset"]) -> None:
-    """Raise ConfigError for a Hub id of which nothing is in the cache while the Hub cannot be reached."""
+    """Wait while the Hub says when to come back for an id of which nothing is in the cache.
+
+    Raises ConfigError when it cannot be reached, or asks for more than WAIT_SECONDS in all. Any other answer
+    is read by whoever loads the id.
+    """
     import httpx2
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -18,13 +29,56 @@ def check_reachable(name: str, revision: str | None, kind: Literal["model", "dat
     if constants.HF_HUB_OFFLINE or Path(name).is_dir():
         return
     cache, file = constants.HF_HUB_CACHE, "config.json" if kind == "model" else "README.md"
-    try:
-        if not Path(cache, repo_folder_name(repo_id=name, repo_type=kind)).is_dir():
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not Path(cache, repo_folder_name(repo_id=name, repo_type=kind)).is_dir():
+        try:
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind, revision=revision))
-    except (HfHubHTTPError, HFValidationError):
-        return  # an answer, which whoever loads it reads
-    except httpx2.HTTPError as error:
-        raise ConfigError(
-            f"{kind} {name!r} is no folder here, nothing of it is in {cache}, and {constants.ENDPOINT}"
-            f" cannot be reached ({error}): correct the path, or let this machine reach it"
-        ) from None
+            return
+        except HfHubHTTPError as error:
+            pause = _told(error.response)
+            if pause is None:
+                return
+            if time.monotonic() + pause > deadline:
+                raise ConfigError(
+                    f"{kind} {name!r}: {constants.ENDPOINT} answers {error.response.status_code} and asks to "
+                    f"come back in {pause:g} s, more than the {WAIT_SECONDS:g} s that are waited: start "
+                    "again then, or log in to the Hub (HF_TOKEN), whose limits are higher"
+                ) from None
+            status = error.response.status_code
+            log.warning(
+                "%s answers %d for %s %r: asked again in %g s", constants.ENDPOINT, status, kind, name, pause
+            )
+            time.sleep(pause)
+        except HFValidationError:
+            return
+        except httpx2.HTTPError as error:
+            raise ConfigError(
+                f"{kind} {name!r} is no folder here, nothing of it is in {cache}, and {constants.ENDPOINT}"
+                f" cannot be reached ({error}): correct the path, or let this machine reach it"
+            ) from None
+
+
+def _told(response: object) -> float | None:
+    """Seconds after which a Hub asks to come back, at least 1; None: it does not."""
+    told = getattr(response, "headers", {}).get("retry-after", "").strip()
+    later = getattr(response, "status_code", 0) in _LATER
+    return max(1.0, float(told)) if later and told.isdigit() else None
+
+
+def optional_file(name: str, revision: str | None, file: str) -> Path | None:
+    """A file of a model on the Hub, from the cache or asked for once; None: there is none within reach."""
+    import httpx2
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision, local_files_only=True))
+    except (OSError, ValueError) as error:
+        log.debug("%s of %s is not in the cache: %s", file, name, error)
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file, revision=revision))
+        return Path(hf_hub_download(name, file, revision=revision))
+    except (OSError, httpx2.HTTPError, ValueError) as error:
+        log.debug("%s of %s is not read: %s", file, name, error)
+        return None

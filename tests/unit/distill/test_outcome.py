@@ -14,14 +14,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from blake3 import blake3
 from rich.console import Console
 from small_config import make_config
 
 from distill.aio import in_daemon
 from distill.cli.main import main
+from distill.cli.options import guarded
 from distill.launch import outcome
 from distill.launch import run as launched
 from distill.launch.run import STOP_SIGNALS, _Launcher
+from sync.base.errors import Interrupted
 
 
 def stoppable(over: bool = False) -> Any:
@@ -184,3 +187,40 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     (tmp_path / "trace.json").mkdir()
     status, error = refused(capsys, "trace", str(tmp_path))
     assert (status, error) == (1, f"distill: {tmp_path / 'trace.json'}: Is a directory\n")
+
+
+@pytest.mark.parametrize(
+    ("reached", "said"),
+    [
+        (4, "L000-v00000004 is saved: go on with --resume"),
+        (
+            5,
+            "L000-v00000004 is saved, step 5 of the trainer, which outlasted run.grace_seconds",
+        ),
+        (
+            7,
+            "L000-v00000004 is saved, steps 5 to 7 of the trainer, which outlasted run.grace_seconds",
+        ),
+    ],
+)
+def test_a_run_that_is_stopped_says_which_checkpoint_is_saved(
+    tmp_path: Path, reached: int, said: str
+) -> None:
+    config = make_config(run={"folder": str(tmp_path)})
+    path = config.run_dir / "checkpoints" / "L000-v00000004"
+    path.mkdir(parents=True)
+    (path / "weights").write_bytes(b"whole")
+    files = {"weights": {"size": 5, "blake3": blake3(b"whole").hexdigest()}}
+    index = {"version": path.name, "world_size": 1, "fingerprint": "model", "files": files}
+    (path / "checkpoint.json").write_text(json.dumps(index))
+    (path.parent / "latest").write_text(f"{path.name}\n")
+    with pytest.raises(Interrupted, match=f"stopped by SIGINT at step {reached}; .*{said}"):
+        outcome.check(config, {"error": "", "steps": reached, "problems": []}, "SIGINT")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_anything_listens_to_it_is_named(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert guarded(lambda: signal.raise_signal(number)) == 128 + number
+    assert f"distill: stopped by {signal.Signals(number).name}" in capsys.readouterr().err

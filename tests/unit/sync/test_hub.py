@@ -1,0 +1,81 @@
+"""What is asked of the Hub before its libraries: when it says to come back, it is asked then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+CHECK = "from sync.base.hub import check_reachable; check_reachable('owner/name', None, 'model')"
+CARD = "from sync.base.hub import optional_file; print(optional_file('owner/name', None, 'README.md'))"
+
+
+@pytest.fixture
+def hub() -> Iterator[ThreadingHTTPServer]:
+    """Answers with the statuses in `answers`, each with its Retry-After, then 404; `times` is when."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            server.times.append(time.monotonic())
+            status, told = server.answers.pop(0) if server.answers else (404, None)
+            self.send_response(status)
+            if told is not None:
+                self.send_header("Retry-After", told)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.answers, server.times = [], []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run(code: str, port: int, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process of its own: the Hub's address is read at import."""
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(cache)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_hub_that_says_when_to_come_back_is_asked_then(hub, tmp_path: Path) -> None:
+    hub.answers += [(429, "2"), (503, "1")]
+    done = run(CHECK, hub.server_port, tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second, third = hub.times
+    assert second - first >= 2
+    assert third - second >= 1
+    assert "answers 429 for model 'owner/name': asked again in 2 s" in done.stderr
+
+
+@pytest.mark.parametrize("answer", [(404, None), (401, "5"), (403, "5"), (503, None)])
+def test_an_answer_that_names_no_time_is_asked_for_once(hub, tmp_path: Path, answer) -> None:
+    hub.answers.append(answer)
+    assert run(CHECK, hub.server_port, tmp_path).returncode == 0
+    assert len(hub.times) == 1
+
+
+def test_a_hub_that_asks_for_more_than_is_waited_is_refused_with_the_time(hub, tmp_path: Path) -> None:
+    hub.answers.append((429, "3600"))
+    done = run(CHECK, hub.server_port, tmp_path)
+    assert done.returncode == 1
+    assert "answers 429 and asks to come back in 3600 s, more than the 900 s that are waited" in done.stderr
+
+
+def test_a_card_out_of_reach_is_asked_for_once(tmp_path: Path) -> None:
+    code = "import time; start = time.monotonic(); " + CARD + "; print(time.monotonic() - start < 10)"
+    assert run(code, 9, tmp_path).stdout.split() == ["None", "True"]
