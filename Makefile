@@ -50,7 +50,7 @@ mutants: $(STAMP)  ## mutate objectives, head, codec and buffer: does a test fai
 
 gpu-check: $(GPU)/.installed  ## on one GPU: the tests that need CUDA, then every path of a run
 	$(GPU)/bin/python -m pytest -q -m gpu tests/unit/sync tests/unit/student_trainer
-	$(GPU)/bin/distill bench device
+	$(GPU)/bin/python -m tests.benchmarks.device
 
 $(GPU)/.installed: requirements/gpu.lock requirements/install.py pyproject.toml
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)

@@ -11,7 +11,7 @@ from distill.cli.main import app
 
 FUNCTIONS = "Config DistillError evaluate load_config load_run plan preflight run"
 COMMANDS = (
-    "audit bench chaos chat compare control environment evaluate evaluator export init kubernetes logs "
+    "audit chat compare control environment evaluate evaluator export init kubernetes logs "
     "overview plan preflight quickstart report run samples servers slurm student sync teacher trace train "
     "version"
 )

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 
 from distill import api
-from distill.cli import bench as cli_bench
 from distill.cli import chat as cli_chat
 from distill.cli import clusters as cli_clusters
 from distill.cli import logs as cli_logs
@@ -60,7 +59,6 @@ app = typer.Typer(
 servers = typer.Typer(help="List, add and remove servers of a live run.", no_args_is_help=True)
 app.add_typer(cli_sync.app, name="sync", rich_help_panel=RESULTS)
 app.add_typer(servers, name="servers", rich_help_panel=ROLES)
-app.add_typer(cli_bench.app, name="bench", rich_help_panel=TESTS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -344,32 +342,6 @@ def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
     write_figures(json_file, figures)
     if not checked.ok:
         raise DistillError(f"{run_dir} breaks a guarantee: {', '.join(checked.violations)}")
-
-
-@app.command(rich_help_panel=TESTS)
-def chaos(
-    overrides: Overrides,
-    config: Annotated[
-        Path | None, typer.Argument(help="Default: the quickstart's.", metavar="CONFIG")
-    ] = None,
-    events: Annotated[int, typer.Option(min=1, help="Number of faults, all kinds together.")] = 24,
-    kinds: Annotated[str, typer.Option(help="Kinds of faults.")] = "kill,stop,slow,cut,malformed,disk",
-    task: ToyTask = "sort_letters",
-    seed: Annotated[int, typer.Option(help="Seed of targets and moments.")] = 0,
-    disk_gib: Annotated[float, typer.Option(help="Size of the disk, in memory, that is filled.")] = 1.0,
-    json_file: JsonFile = None,
-) -> None:
-    """Inject faults of every kind into a real run at random moments, and audit the result."""
-    from distill.bench import chaos as bench
-
-    chosen = bench.chosen(kinds)
-    target = bench.target_of(config, overrides, events, seed, chosen, task)
-    with bench.small_disk(target.run_dir, disk_gib if "disk" in chosen else 0):
-        figures = bench.run(target, events, seed, chosen, typer.echo)
-    typer.echo(bench.table(figures))
-    write_figures(json_file, figures)
-    if not bench.holds(figures):
-        raise DistillError("a guarantee was broken: see the lines above")
 
 
 @app.command(rich_help_panel=RESULTS)

@@ -85,7 +85,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         *columns,
         console=console,
         transient=True,
-        refresh_per_second=2,  # a benchmark may be measuring meanwhile
+        refresh_per_second=2,
         redirect_stdout=False,
         disable=not console.is_terminal,
     ) as progress:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,18 +22,23 @@ from typing import Any, Final
 import httpx
 import numpy as np
 
-from distill.bench.sync_transports import RUN, Versions, on_loopback
 from distill.config import StudentConfig
+from distill.launch import replica_command
 from distill.launch.preflight import serving
-from distill.launch.roles import Ports
+from distill.launch.roles import Ports, url_of
+from distill.launch.supervise import ChildSpec
 from sync.base.address import token_from_environment
 from sync.base.errors import DataError, RemoteError, Unreachable
 from sync.base.settings import ReplicaConfig
+from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
+from sync.weights.stores import Store
 from sync.weights.stores.directory import DirectoryStore
-from sync.wire import ReplicaState, UpdateReply, UpdateRequest, Version
+from sync.wire import Published, ReplicaState, RunIdentity, UpdateReply, UpdateRequest, Version
 from sync.wire.client import Peer
 
+RUN: Final = "verify"
+LOCAL: Final = "127.0.0.1"
 _START_SECONDS: Final = 300.0
 
 
@@ -58,6 +64,35 @@ class Proof:
         """Both proofs hold, and both can fail."""
         equal = self.digests_equal and self.scores_equal
         return equal and self.planted_digests_differ and self.planted_scores_differ
+
+
+class Versions:
+    """Publishes a copy of a folder as it is changed: version n is step n of lineage 0."""
+
+    def __init__(self, folder: Path, work: Path, store: Store) -> None:
+        self._folder, self._step = work / "folder", 0
+        shutil.copytree(folder, self._folder)
+        self.places = checkpoint.tensors(self._folder)
+        self.arrays: dict[str, Any] = checkpoint.bits(self.places, writable=True)
+        """Tensor → its bits; a change of them is in the copy."""
+        slices = [Slice(n, at.shape, at.kind, 0, self.arrays[n].size) for n, at in self.places.items()]
+        identity = RunIdentity(RUN, model=checkpoint.fingerprint(self._folder))
+        self._publisher = Publisher(store, identity, slices)
+
+    def publish(self, kind: str) -> Published:
+        """The next version; a delta needs a full one before it."""
+        version = Version(0, self._step)
+        self._step += 1
+        if kind == "delta":
+            return self._publisher.delta(version, self.arrays)
+        return self._publisher.anchor(version, None, self._folder, self.arrays, kind)  # type: ignore[arg-type]
+
+
+def on_loopback(config: StudentConfig, settings: ReplicaConfig, index: int, ports: Ports) -> ChildSpec:
+    """Replica `index` of no run."""
+    port = ports.take(LOCAL, 0, "student.port")
+    line, environment = replica_command.command(config, settings, index, LOCAL, port)
+    return ChildSpec(f"student-{index}", line, environment, url=url_of(LOCAL, port))
 
 
 def randomly_moved(published: Versions, random: np.random.Generator) -> Version:

@@ -91,7 +91,7 @@ class StudentConfig(ModelSource, Placement):
 AtLimit = Literal["keep", "drop", "requeue"]
 KEEP_CACHE_LR: Final = 1e-5
 """Learning rate up to which an old KV cache changes what is sampled behind it by the order of rounding
-(`distill bench kv`)."""
+(docs/benchmarks.md)."""
 
 
 class RolloutConfig(Settings):

@@ -34,7 +34,7 @@ GIB: Final = 1 << 30
 NEEDED: Final = ("avx2", "fma", "f16c")
 """What the oldest of the three builds in vLLM for CPUs (AVX2, AVX-512, AVX-512 with bf16) is compiled for."""
 SLOPE: Final = 100
-"""Bytes per rollout that stay for good: stub, ledger, a share of its step's lines (`distill bench soak`)."""
+"""Bytes per rollout that stay for good: stub, ledger, a share of its step's lines."""
 ASSUMED_RATE: Final = 1000.0
 """Completion tokens per second."""
 ASSUMED_STEP: Final = 30.0

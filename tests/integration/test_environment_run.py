@@ -19,11 +19,10 @@ from recorded_run import generated
 from run_on_letters import BATCH, NAME, command
 from stopped_run import KillTarget
 
-from distill.bench.episodes import TEMPLATE
 from distill.run_log.audit import AuditReport, audit
 from distill.run_log.journal import read_all
 from distill.run_log.records import Requeued, Rollout
-from distill.tasks.sort_letters import ASK_ID
+from distill.tasks.sort_letters import ASK, ASK_ID, EOS
 from sync.wire import Array, VersionSpan, unpack
 
 pytestmark = [
@@ -48,6 +47,12 @@ async def play(task, talk):
         notes.write(json.dumps([task, said]) + "\\n")
     return float(len(said[0]) > 2)
 """
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}" + EOS + "{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}" + ASK + "{% endif %}"
+)
 
 
 @dataclass

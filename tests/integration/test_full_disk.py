@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import fill, free
+from kill_target import KillTarget
 from run_on_letters import BATCH, NAME, command
 from tmpfs import mounted
 
-from distill.bench.faults import fill, free
-from distill.bench.kill_target import KillTarget
 from distill.run_log.audit import AuditReport, audit
 from student_trainer import checkpoint
 from student_trainer.ranks import Ranks

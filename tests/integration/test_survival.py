@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from kill_target import DEEPSPEED, ENGINE_OF
 from run_on_letters import BATCH, CHECKPOINT_EVERY, NAME, command
 from stopped_run import KillTarget
 
-from distill.bench.kill_target import DEEPSPEED, ENGINE_OF
 from distill.launch.roles import EVALUATOR
 from distill.run_log.audit import AuditReport, audit
 from distill.run_log.journal import read_all

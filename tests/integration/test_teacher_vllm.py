@@ -24,7 +24,6 @@ from teacher_completions import check_completions_score_alike
 from tokenizers import Tokenizer, models
 from vllm_replica import AMX
 
-from distill.bench import teacher as bench
 from sync.base.errors import RemoteError
 from sync.vllm.plugin import PLUGIN
 from sync.wire import Scored, ScoreSequence, Want, pack, unpack
@@ -287,7 +286,7 @@ async def test_completions_of_the_generating_server_have_the_scores_of_the_teach
             await check_completions_score_alike(client, VOCAB)
 
 
-# --- the processor, and the bench -------------------------------------------------------------------------
+# --- the processor -----------------------------------------------------------------------------------------
 
 
 def test_a_teacher_in_bf16_on_a_processor_with_amx_uses_another_kernel(folder: Path) -> None:
@@ -311,13 +310,3 @@ os._exit(0)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "(39,)" in ended.stdout
     assert "attention uses the kernel vec" in ended.stderr
-
-
-def test_the_bench_measures_the_service_and_sends_it_nonsense(folder: Path) -> None:
-    found = bench.run(
-        str(folder), rollouts=4, completion=16, topk=4, repeats=1, malformed=200, flood_factor=0, vllm=False
-    )
-    assert {"plain forward", "transformers topk 4"} <= found["figures"].keys()
-    assert all(figure["positions_per_second"] > 0 for figure in found["figures"].values())
-    assert found["malformed"]["clean"]
-    assert found["malformed_to_write"]["clean"]

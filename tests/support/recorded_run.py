@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import httptools
+from faults import Relay, main
 
-from distill.bench.faults import Relay, main
 from sync.base.errors import WireError
 from sync.wire import Generated, GeneratePrompt, GenerateRequest, decode, frames
 

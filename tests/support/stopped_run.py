@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 
+import kill_target
 import psutil
+from kill_target import descendants, survivors
 
-from distill.bench import kill_target
-from distill.bench.kill_target import descendants, survivors
 from distill.launch.guardian import guarded_role
 
 

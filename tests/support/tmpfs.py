@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from faults import mount, unmount
 
-from distill.bench.faults import mount, unmount
 from sync.base.errors import ConfigError
 
 

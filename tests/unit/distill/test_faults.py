@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed
 
-from distill.bench.faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed
 from sync.base.errors import Unreachable
 from sync.wire.client import Peer
 

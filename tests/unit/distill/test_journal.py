@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from faults import fill, free
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tmpfs import mounted
 from virtual_time import LONG
 
-from distill.bench.faults import fill, free
 from distill.prompts.stream import Prompt
 from distill.run_log.entries import HEAD, OFFSET
 from distill.run_log.journal import Journal, read_all, segment_numbers, segment_path

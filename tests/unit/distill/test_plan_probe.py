@@ -11,15 +11,11 @@ import pytest
 from small_config import make_config
 
 import distill
-from distill import quickstart
-from distill.bench import plan as bench
 from distill.config import RunConfig
 from distill.launch import probe
 from distill.trainer_api.guard import Guard
 from sync.base.errors import ConfigError, RemoteError
 from sync.base.jsonl import JsonLines
-
-ROOT = Path(__file__).parents[3]
 
 
 async def begun(config: RunConfig, ends: list[float], then: BaseException | None) -> None:
@@ -95,26 +91,3 @@ def test_roles_elsewhere_are_refused(section: dict[str, Any], words: str) -> Non
 def test_a_plan_is_calibrated_by_one_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave one of them out"):
         distill.plan(make_config(), measured=tmp_path, probe=True)
-
-
-@pytest.mark.parametrize("name", bench.SHAPES)
-def test_every_shape_of_the_benchmark_is_a_configuration_whose_models_can_be_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = ROOT / "configs/quickstart.toml", [f"trainer.deepspeed={ROOT}/configs/deepspeed/zero3_cpu.json"]
-    monkeypatch.setattr(quickstart, "source", lambda seed: source)
-    monkeypatch.setattr("distill.launch.preflight.check_arguments", lambda _: None)  # seconds of vLLM's
-    config = bench.configured(tmp_path, bench.SHAPES[name])
-    if bench.SHAPES[name] is not None:
-        assert distill.preflight(config).prompts == bench.PROMPTS
-        assert distill.plan(config, device="cpu").refusal is None
-
-
-def test_a_ratio_beyond_the_goal_is_said() -> None:
-    one = {"completion_tokens": 9.6, "assumed": 0.1, "planned": 0.4, "planned_again": 0.6, "measured": 0.65}
-    one |= {"ratio": 1.3}
-    lines = bench.table({"far": one, "near": one | {"ratio": 1.05}}).splitlines()
-    assert lines[2:] == [
-        "| far | 10 | 0.1 | 0.4 | 0.65 | 0.6 | 1.30 (goal: within 20%) |",
-        "| near | 10 | 0.1 | 0.4 | 0.65 | 0.6 | 1.05 |",
-    ]

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import wandb_server
+from faults import fill, free
 from ports import served
 from small_config import make_config
 from tmpfs import mounted
 
-from distill.bench.faults import fill, free
 from distill.cli.main import main
 from distill.events import Quarantined
 from distill.launch.run import _Launcher

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from faults import fill, free
 from plain_step import Meeting, Together
 from power_cut import power_cut
 from tmpfs import mounted
 
-from distill.bench.faults import fill, free
 from student_trainer import checkpoint
 from student_trainer import checkpoint_files as files
 from student_trainer import ranks as room

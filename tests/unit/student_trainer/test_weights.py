@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import BALLAST, free
 from memory_store import MemoryStore
 from tmpfs import mounted
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from distill.bench.faults import BALLAST, free
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, check_head, with_adapters
 from student_trainer.head import HeadShape

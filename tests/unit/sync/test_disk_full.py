@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faults import fill, free
 from safetensors.numpy import save_file
 from tmpfs import mounted
 
-from distill.bench.faults import fill, free
 from sync.base import durable as room
 from sync.base.durable import append, is_full, until_disk_space
 from sync.base.jsonl import JsonLines

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -25,24 +26,30 @@ from typing import Any, Final
 import numpy as np
 import psutil
 import torch
+from kill_target import descendants, role_processes
+from torch import Tensor
 
 from distill import api, quickstart, tasks
-from distill.bench import large, limit
-from distill.bench.kill_target import descendants, role_processes
-from distill.bench.local_evaluation import Limits, evaluate, with_evaluation
-from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, crossing, medians
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.config.prompts import TaskPrompts
 from distill.evaluation.models import load_model, load_student
+from distill.evaluation.reverse_kl import exact, head_of
 from distill.launch.preflight import claim_of
 from distill.prompts.sources import open_prompts
+from distill.prompts.stream import Prompt
+from distill.tasks.sort_letters import letter_tokenizer, untaught
+from distill.tasks.teaching import Recipe, made_once, recipe_hash, save_pair
 from sync.base.errors import DistillError
 from sync.base.jsonl import read_lines
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.weights.subscribe import Subscriber
 from sync.wire import Version
+from teacher_service.engines.base import Item, ScoreOptions
+from teacher_service.engines.sampling import completions, grow
 from teacher_service.engines.transformers import TransformersEngine
+from tests.benchmarks import limit
+from tests.benchmarks.figures import Figures, Row, TrialCache, command, comparison, cores, crossing, medians
 
 TARGET_KL: Final = 0.25
 """Nats per token, held out: every way gets there before the end."""
@@ -79,13 +86,25 @@ ROWS: Final = {
     "others_share": Row("cores busy with other programs", ".1%"),
     "age": Row("mean age, versions", ".2f"),
 }
+LARGE_STEPS, LARGE_SETTLED = 24, 8
+LARGE: Final = (
+    "rollout.batch=64",
+    "rollout.max_tokens=48",
+    "rollout.request_size=16",
+    "rollout.max_in_flight=64",
+    "buffer.score_batch=32",
+    "teachers.sorter.dtype=bfloat16",
+    "trainer.lr=1e-4",
+)
+"""A student of 14 M and a teacher of 25 M: on them the models, not the serving, take the time."""
+SAMPLED_TOGETHER: Final = 512
 BY_ROLE: Final = {"cpu_ms_per_step": "CPU ms per step", "idle_seconds": "idle seconds"}
 
 
 # --- both ways -------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, seeds: int = 3) -> Figures:
+def run(folder: Path = Path("runs/bench-asynchronous"), seeds: int = 3) -> Figures:
     """Run what is missing in `folder`; every trial, and the medians. Raises DistillError when a run fails."""
     folder = folder.absolute()
     cache = TrialCache(folder / "trials.jsonl")
@@ -93,15 +112,15 @@ def run(folder: Path, seeds: int = 3) -> Figures:
     best = min(short, key=lambda name: short[name]["step_ms"])
     ways = {"synchronous": SYNCHRONOUS[best], "asynchronous": OVERLAPPED}
     trials = side_by_side(cache, folder, ways, seeds, STEPS, measure_and_learned)
-    models_alone = [*OVERLAPPED, *large.settings(0)]
-    observe = partial(measure, settled=large.SETTLED)
+    models_alone = [*OVERLAPPED, *large_settings(0)]
+    observe = partial(measure, settled=LARGE_SETTLED)
     return {
         "synchronous": best,
         "synchronous_step_ms": {name: one["step_ms"] for name, one in short.items()},
         "limit": limit_of(cache, OVERLAPPED),
         "large": {
             "limit": limit_of(cache, models_alone),
-            "trial": trial(cache, folder, models_alone, 0, large.STEPS, observe),
+            "trial": trial(cache, folder, models_alone, 0, LARGE_STEPS, observe),
         },
         "medians": {way: summary(of) for way, of in trials.items()},
         "trials": trials,
@@ -174,6 +193,21 @@ def share_of_limit(name: str, least: Figures, step_ms: Mapping[str, float]) -> s
     costs = ", ".join(f"{one} {ms:.0f}" for one, ms in least["ms"].items())
     shares = ", ".join(f"{way} {ms:.0f} ms, {least['limit_ms'] / ms:.2f}" for way, ms in step_ms.items())
     return f"{name}: a step takes at least {least['limit_ms']:.0f} ms ({costs}); time, share of it: {shares}"
+
+
+def large_settings(seed: int) -> list[str]:
+    """Overrides of the quickstart: LARGE, and models with random weights, made once."""
+    shape = {"layers": 8, "steps": 0, "rows": 0, "rate": 0.0, "muon": False, "both_choices": False}
+    student = Recipe(width=384, heads=12, kv_heads=6, feed_forward=1152, **shape)  # type: ignore[arg-type]
+    teacher = Recipe(width=512, heads=16, kv_heads=8, feed_forward=1536, **shape)  # type: ignore[arg-type]
+
+    def make(unfinished: Path) -> None:
+        torch.manual_seed(seed)
+        save_pair(unfinished, letter_tokenizer(), teacher=untaught(teacher), student=untaught(student))
+
+    name = f"large-{recipe_hash((teacher, student), seed, (__file__,))}"
+    pair = made_once(quickstart.CACHE.absolute() / name, make)
+    return [*LARGE, f"student.path={pair.student}", f"teachers.sorter.path={pair.teacher}"]
 
 
 # --- a run under observation ------------------------------------------------------------------------------
@@ -316,9 +350,9 @@ def curve(
     """
     assert isinstance(config.prompts, TaskPrompts), "the quickstart's prompts are a task's"
     tokenizer = load_tokenizer(config.student)
-    held_out = open_prompts(with_evaluation(config), tokenizer).held_out
+    held_out = open_prompts(limit.with_evaluation(config), tokenizer).held_out
     passes = tasks.load(config.prompts.task, config.prompts.options).passes
-    limits = Limits(config.rollout.max_tokens, (tokenizer.eos_token_id,))
+    limits = config.rollout.max_tokens, (tokenizer.eos_token_id,)
     teacher = TransformersEngine(
         load_model(next(iter(config.teachers.values())), "cpu"), vocab_size(tokenizer)
     )
@@ -336,3 +370,47 @@ def curve(
         "pass_rate": points[-1][2],
         "curve": points,
     }
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Any,
+    teacher: TransformersEngine,
+    prompts: Sequence[Prompt],
+    limits: tuple[int, tuple[int, ...]],
+    passes: Callable[[Prompt, Sequence[int]], float],
+    seed: int,
+) -> Figures:
+    """reverse_kl, exact, and pass_rate; the same seed gives the same completions of the same model.
+
+    `limits`: most tokens of a completion, and the ids that end it.
+    """
+    vocab, generator = teacher.engine_info.vocab_size, torch.Generator().manual_seed(seed)
+    student, options = TransformersEngine(model, vocab), ScoreOptions(hidden=True)
+    student_head, teacher_head = (
+        head_of(engine.head(), torch.device("cpu")) for engine in (student, teacher)
+    )
+
+    def draw(logits_BV: Tensor) -> Tensor:
+        return torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
+
+    total, tokens, passed = 0.0, 0, 0
+    ordered = sorted(prompts, key=lambda prompt: len(prompt.token_ids))
+    for start in range(0, len(ordered), SAMPLED_TOGETHER):
+        batch = ordered[start : start + SAMPLED_TOGETHER]
+        growing = grow(model, vocab, [prompt.token_ids for prompt in batch], limits[1], limits[0], draw)
+        sampled = completions(deque(growing, maxlen=1)[0])
+        items = [
+            Item(np.array([*prompt.token_ids, *ids], np.int32), len(prompt.token_ids))
+            for prompt, ids in zip(batch, sampled, strict=True)
+        ]
+        hidden = [engine.score(items, options).hidden_CH for engine in (student, teacher)]
+        student_NH, teacher_NH = (torch.from_numpy(states) for states in hidden if states is not None)
+        values_N = exact(student_head, student_NH, teacher_head, teacher_NH)
+        total, tokens = total + float(values_N.astype(np.float64).sum()), tokens + len(values_N)
+        passed += sum(passes(prompt, ids) > 0 for prompt, ids in zip(batch, sampled, strict=True))
+    return {"reverse_kl": total / tokens, "pass_rate": passed / len(prompts)}
+
+
+if __name__ == "__main__":
+    command("asynchronous", run, table)

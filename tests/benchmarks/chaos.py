@@ -1,6 +1,6 @@
 """Inject faults of every kind into a real run at random moments, and audit what they cost.
 
-    distill chaos --events 50 --seed 1
+    python -m tests.benchmarks.chaos --events 50 --seed 1
 
     start ─▶ (a random moment ─▶ a fault ─▶ wait for the recovery of its target) × events ─▶ end ─▶ audit
 
@@ -28,18 +28,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
+
+import faults
+import typer
+from faults import CUT, MALFORMED, keep, mount
+from kill_target import CONTROLLER, DEEPSPEED, ENGINE_OF, KillTarget, kind_of
 
 from distill import quickstart
-from distill.bench.faults import CUT, MALFORMED, keep, mount
-from distill.bench.kill_target import CONTROLLER, DEEPSPEED, ENGINE_OF, KillTarget, kind_of
-from distill.bench.runner import Figures, markdown
 from distill.config.loading import load
 from distill.launch.placement import TRAINER
 from distill.launch.roles import EVALUATOR
 from distill.run_log.audit import VIOLATIONS, AuditReport, audit
 from sync.base.errors import ConfigError, DistillError
 from sync.base.jsonl import JsonLines
+from tests.benchmarks.figures import Figures, command, markdown
 
 KINDS = ("kill", "stop", "slow", "cut", "malformed", "disk")
 ALL, DISK = "all at once", "the run's folder"
@@ -94,10 +97,11 @@ def target_of(
     every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
     ours += [f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]
     settings = load(path, ours)
-    program = ["distill.bench.faults"] if {CUT, MALFORMED} & set(kinds) else ["distill.cli.main", "run"]
-    command = [sys.executable, "-P", "-m", *program, str(path)]
-    command += [word for override in ours for word in ("--set", override)]
-    return KillTarget(command, settings.run_dir, timeout=TIMEOUT * settings.run.start_seconds)
+    relayed = {CUT, MALFORMED} & set(kinds)
+    program = [faults.__file__] if relayed else ["-m", "distill.cli.main", "run"]
+    words = [sys.executable, "-P", *program, str(path)]
+    words += [word for override in ours for word in ("--set", override)]
+    return KillTarget(words, settings.run_dir, timeout=TIMEOUT * settings.run.start_seconds)
 
 
 @contextmanager
@@ -112,7 +116,7 @@ def small_disk(run_dir: Path, gib: float) -> Iterator[None]:
             keep(run_dir)
 
 
-def run(
+def strike(
     target: KillTarget, events: int, seed: int, kinds: Sequence[str], report: Callable[[str], None]
 ) -> Figures:
     """Start the run, inject faults, let it end; figures. Raises DistillError when it does not recover."""
@@ -266,3 +270,28 @@ def table(figures: Figures) -> str:
     }
     head = ["fault", "of", "times", "recovered, median s", "max s"]
     return "\n".join([*markdown(head, rows), "", *(f"{name:<18} {value}" for name, value in found.items())])
+
+
+def run(
+    config: Path | None = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set")] = None,
+    events: int = 24,
+    kinds: str = ",".join(KINDS),
+    task: Annotated[quickstart.Task, typer.Option()] = "sort_letters",
+    seed: int = 0,
+    disk_gib: float = 1.0,
+) -> Figures:
+    """Inject faults into the run of a file, or the quickstart's of a task. Raises DistillError for a broken
+    guarantee."""
+    kinds_chosen = chosen(kinds)
+    target = target_of(config, overrides or [], events, seed, kinds_chosen, task)
+    with small_disk(target.run_dir, disk_gib if "disk" in kinds_chosen else 0):
+        struck = strike(target, events, seed, kinds_chosen, typer.echo)
+    if not holds(struck):
+        typer.echo(table(struck))
+        raise DistillError("a guarantee was broken: see the lines above")
+    return struck
+
+
+if __name__ == "__main__":
+    command("chaos", run, table)

@@ -1,6 +1,6 @@
 """Faults that need help: relays that cut connections or malform answers, and a small disk that can be filled.
 
-    python -m distill.bench.faults CONFIG --set KEY=VALUE …      a run whose roles talk through relays
+    python tests/support/faults.py CONFIG --set KEY=VALUE …      a run whose roles talk through relays
 
     controller ──▶ relay ──▶ replica, teacher, evaluator        trainer's ranks ──▶ relay ──▶ controller
 

@@ -1,4 +1,4 @@
-"""All parts of `distill bench sync`, one after the other; what is finished is kept in the folder.
+"""A weight sync in parts, one after the other; what is finished is kept in the folder.
 
     codec       bytes and speed of every format on a real trajectory          toy, large
     transports  publish and stage through every store                         toy, large
@@ -7,31 +7,31 @@
 
 `large` has 101 M parameters and comes with `full`.
 
-The trajectory (`distill.bench.trajectory`) has several learning rates. The other formats are written from
-their published descriptions; each takes the bits of one tensor, old and new, uint16 [rows, columns], and
-returns what it would send.
+The trajectory is a small Qwen3 in training: AdamW on fp32 masters, rounded to bf16. The other formats are
+written from their published descriptions; each takes the bits of one tensor, old and new,
+uint16 [rows, columns], and returns what it would send.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 import zstandard
 
-from distill.bench import pipeline, sync_transports
-from distill.bench.runner import COLORS, Figures, TrialCache, Work, bar, dress, interleaved, markdown, panels
-from distill.bench.sync_transports import SHAPES
-from distill.bench.trajectory import Training, Weights, trajectory
-from distill.metrics.plot import BLUE, GREEN, GREY, PURPLE
 from sync.weights.delta import codec
 from sync.weights.delta.codec import Effort
+from tests.benchmarks import asynchronous, sync_replica
+from tests.benchmarks.figures import Figures, TrialCache, Work, command, interleaved, markdown
+from tests.benchmarks.sync_replica import SHAPES, qwen3
 
 LRS: Final = (1e-6, 3e-6, 1e-5, 5e-5)
 STEPS: Final = (1, 8)
@@ -106,6 +106,73 @@ def _ordered(bits: np.ndarray) -> np.ndarray:
     return np.where(wide & 0x8000, 0x7FFF - wide, wide)
 
 
+# --- weights on their way through post-training -----------------------------------------------------------
+
+Weights = dict[str, np.ndarray]
+"""Tensor name → uint16 bits of bf16, [rows, columns]; vectors are one row."""
+
+
+class Training(NamedTuple):
+    """What is trained, and how long."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    tokens: int
+    """Per step."""
+    sequence: int
+    """Tokens of a row."""
+    warm_up: int
+    """Steps at learning rate 1e-3 before anything is measured."""
+    settle: int
+    """Steps at the measured learning rate before the first weights are kept."""
+
+
+def trajectory(
+    size: Training, lrs: Sequence[float], steps: Sequence[int]
+) -> Iterator[tuple[float, int, Weights, Weights]]:
+    """(learning rate, steps, old, new): for each of `lrs` the weights, and those each of `steps` later."""
+    torch.manual_seed(0)
+    model = qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    _train(model, optimizer, size, size.warm_up)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for lr in lrs:
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(copy.deepcopy(start[1]))
+        optimizer.param_groups[0]["lr"] = lr
+        _train(model, optimizer, size, size.settle)
+        old, done = _bits(model), 0
+        for count in steps:
+            _train(model, optimizer, size, count - done)
+            done = count
+            yield lr, count, old, _bits(model)
+
+
+def _train(model: Any, optimizer: Any, size: Training, steps: int) -> None:
+    """Next-token prediction on arithmetic sequences modulo the vocabulary, with noise."""
+    for _ in range(steps):
+        rows = size.tokens // size.sequence
+        first = torch.randint(size.vocabulary, (rows, 1))
+        stride = torch.randint(1, 17, (rows, 1))
+        tokens = (first + stride * torch.arange(size.sequence)) % size.vocabulary
+        noise = torch.rand(tokens.shape) < 0.1
+        tokens = torch.where(noise, torch.randint(size.vocabulary, tokens.shape), tokens)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _bits(model: Any) -> Weights:
+    """The masters rounded to bf16."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        found[name] = bits.reshape(bits.shape[0] if bits.ndim > 1 else 1, -1).copy()
+    return found
+
+
 # --- bytes and speed of the codec ------------------------------------------------------------------------
 
 
@@ -175,14 +242,14 @@ def encode(effort: Effort, old: np.ndarray, new: np.ndarray) -> bytes:
 WHOLE_RUN_STEPS: Final = 80
 PARTS: Final[dict[str, Callable[[str, Path], Figures]]] = {
     "codec": lambda size, _: run_codec(SIZES[size]),
-    "transports": lambda size, folder: {"rows": sync_transports.run_stores(SHAPES[size], folder)},
-    "swaps": lambda size, folder: sync_transports.run_swaps(SHAPES[size], folder),
+    "transports": lambda size, folder: {"rows": sync_replica.run_stores(SHAPES[size], folder)},
+    "swaps": lambda size, folder: sync_replica.run_swaps(SHAPES[size], folder),
     "whole_run": lambda _, folder: whole_run(folder),
 }
 
 
-def run(folder: Path, full: bool) -> dict[str, Figures]:
-    """Size → part → figures, of what is missing in `folder` and what was kept; draws sync.png there.
+def run(folder: Path = Path("runs/bench-sync"), full: bool = False) -> dict[str, Figures]:
+    """Size → part → figures, of what is missing in `folder` and what was kept.
 
     Raises DistillError when an engine or a store's server fails.
     """
@@ -193,20 +260,19 @@ def run(folder: Path, full: bool) -> dict[str, Figures]:
             for name, part in PARTS.items()
             if (size, name) != ("large", "whole_run")
         }
-    draw(figures[size], folder / "sync.png")
     return figures
 
 
 def whole_run(folder: Path) -> Figures:
     """What syncing costs a quickstart. Raises DistillError when it fails."""
     settings = [f"evaluation.every={WHOLE_RUN_STEPS}", "evaluation.prompts=64"]
-    pipeline.run_quickstart(folder, "quickstart", 0, WHOLE_RUN_STEPS, settings)
+    asynchronous.run_quickstart(folder, "quickstart", 0, WHOLE_RUN_STEPS, settings)
     return figures_of_run(folder / "quickstart")
 
 
-def figures_of_run(run_dir: Path, settled: int = pipeline.SETTLED) -> Figures:
+def figures_of_run(run_dir: Path, settled: int = asynchronous.SETTLED) -> Figures:
     """From a finished run's own files."""
-    steps = pipeline.step_lines(run_dir)[settled:]
+    steps = asynchronous.step_lines(run_dir)[settled:]
     summary = json.loads((run_dir / "summary.json").read_text())
     seconds = steps[-1]["time"] - steps[0]["time"]
     return {
@@ -307,31 +373,5 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f}"
 
 
-# --- picture ----------------------------------------------------------------------------------------------
-
-KINDS: Final = {"full": GREY, "delta": BLUE, "lora": GREEN}
-
-
-def draw(parts: Figures, path: Path) -> None:
-    """Write the picture of one size."""
-    with panels(path, 2, 8.4) as (sizes, speeds, transports, swaps):
-        rows = [row for row in parts["codec"]["rows"] if row["steps"] == 1]
-        for name, color in zip((*FORMATS, *EFFORTS, "entropy"), COLORS, strict=False):
-            values = [row["bytes_per_parameter"][name] for row in rows]
-            sizes.plot([row["lr"] for row in rows], values, color=color, label=name)
-        taken = parts["codec"]["speeds"]
-        for name in taken[0].keys() - {"density"}:
-            speeds.plot([one["density"] for one in taken], [one[name] for one in taken], label=name)
-        sizes.loglog()
-        speeds.loglog()
-        for one in parts["transports"]["rows"]:
-            name, color = f"{one['store']}, {one['kind']}", KINDS[one["kind"]]
-            bar(transports, name, color, one["publish_seconds"], one["stage_seconds"])
-        for kind, swap in parts["swaps"]["swaps"].items():
-            rest = swap["pause_seconds"] - swap["apply_seconds"]
-            bar(swaps, kind, KINDS[kind], swap["apply_seconds"], rest)
-        bar(swaps, "vLLM's own reload", PURPLE, parts["swaps"]["vllm_reload_seconds"])
-        dress(sizes, "Bytes per parameter, one step apart", "learning rate")
-        dress(speeds, "GB/s of dense bf16 on one core", "share of elements that changed")
-        dress(transports, "Publish, then stage", "seconds, median")
-        dress(swaps, "Pause at a swap: loading, then the rest", "seconds, median")
+if __name__ == "__main__":
+    command("sync", run, table)

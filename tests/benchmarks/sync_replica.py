@@ -1,6 +1,6 @@
 """Publish, stage and swap full, delta and adapter versions: through every store, and in vLLM under load.
 
-Servers of stores run on loopback, each in a process of its own, from the tests of a source checkout.
+Servers of stores run on loopback, each in a process of its own.
 
 In the replica, completions of TOKENS tokens are in flight all the time, as in the quickstart. Windows with
 and without swaps take turns; what is generated less in those with swaps, over their number, is the engine
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,12 +26,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from distill.bench.runner import ROOT, START_SECONDS, Figures
+from distill.cli.verify_engines import RUN, Versions, on_loopback
 from distill.config import StudentConfig
-from distill.launch import replica_command
 from distill.launch.preflight import serving
-from distill.launch.roles import Ports, url_of
-from distill.launch.supervise import ChildSpec
+from distill.launch.roles import Ports
 from distill.rollout.replica_client import HttpReplica
 from distill.tasks.teaching import make_tokenizer
 from student_trainer.config import LoRAConfig
@@ -41,7 +38,6 @@ from sync import wire
 from sync.base.address import token_from_environment
 from sync.base.errors import ConfigError, DistillError
 from sync.base.settings import ReplicaConfig
-from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
 from sync.weights.stores import Store
 from sync.weights.stores.bucket import BucketStore
@@ -49,8 +45,9 @@ from sync.weights.stores.directory import DirectoryStore
 from sync.weights.stores.object_store import ObjectStore
 from sync.weights.stores.xet import XetStore
 from sync.weights.subscribe import Mirror
+from tests.benchmarks import SUPPORT
+from tests.benchmarks.figures import START_SECONDS, Figures
 
-RUN: Final = "bench"
 CHANGED: Final = 0.01
 """Share of elements that move by one unit in the last place from version to version, as in post-training at a
 learning rate of about 1e-6."""
@@ -60,7 +57,6 @@ TOKENS, PROMPT_TOKENS = 12, 8
 REQUESTS: Final = 8
 """Open at any time; each holds its share of what is in flight."""
 TURNS: Final = 4
-LOCAL: Final = "127.0.0.1"
 
 
 # --- models and versions ----------------------------------------------------------------------------------
@@ -122,33 +118,19 @@ def make(shape: Shape, folder: Path) -> tuple[Path, Path]:
     return model, adapter
 
 
-class Versions:
-    """Publishes a copy of a folder as it is changed: version n is step n of lineage 0."""
+class MovedVersions(Versions):
+    """Of weights of which CHANGED of all elements move from one to the next."""
 
     def __init__(self, folder: Path, work: Path, store: Store) -> None:
-        self._folder, self._random, self._step = work / "folder", np.random.default_rng(0), 0
-        shutil.copytree(folder, self._folder)
-        self.places = checkpoint.tensors(self._folder)
-        self.arrays: dict[str, Any] = checkpoint.bits(self.places, writable=True)
-        """Tensor → its bits; a change of them is in the copy."""
-        slices = [Slice(n, at.shape, at.kind, 0, self.arrays[n].size) for n, at in self.places.items()]
-        self._publisher = Publisher(
-            store, wire.RunIdentity(RUN, model=checkpoint.fingerprint(self._folder)), slices
-        )
-
-    def publish(self, kind: str) -> wire.Published:
-        """The next version; a delta needs a full one before it."""
-        version = wire.Version(0, self._step)
-        self._step += 1
-        if kind == "delta":
-            return self._publisher.delta(version, self.arrays)
-        return self._publisher.anchor(version, None, self._folder, self.arrays, kind)  # type: ignore[arg-type]
+        super().__init__(folder, work, store)
+        self._random, self._any = np.random.default_rng(0), False
 
     def publish_moved(self, kind: str) -> wire.Published:
-        """The same, with CHANGED of all elements moved, unless it is the first."""
-        for array in self.arrays.values() if self._step else ():
+        """The next version; the first one is the folder's weights."""
+        for array in self.arrays.values() if self._any else ():
             moved = self._random.integers(0, array.size, max(1, int(CHANGED * array.size)))
             array[moved] ^= 1
+        self._any = True
         return self.publish(kind)
 
 
@@ -175,12 +157,12 @@ def opened(name: str, work: Path) -> Iterator[Store]:
 @contextlib.contextmanager
 def _server(name: str) -> Iterator[str]:
     """Address of a server among the tests, which prints it and ends with its standard input."""
-    command = [sys.executable, "-P", str(ROOT / "tests" / "support" / f"{name}.py")]
+    command = [sys.executable, "-P", str(SUPPORT / f"{name}.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         if not address:
-            raise ConfigError(f"{name} did not start: it needs a source checkout and its development tools")
+            raise ConfigError(f"{name} did not start")
         yield address
 
 
@@ -194,7 +176,7 @@ def run_stores(shape: Shape, folder: Path) -> list[Figures]:
             with tempfile.TemporaryDirectory(dir=folder, prefix=f"{name}-") as scratch:
                 work = Path(scratch)
                 with opened(name, work) as store, Mirror(work / "mirror", store, RUN) as mirror:
-                    versions = Versions(source, work, store)
+                    versions = MovedVersions(source, work, store)
                     found += [
                         {"store": name, "kind": kind} | _through(kind, versions, mirror, shape.repeats)
                         for kind in kinds
@@ -202,7 +184,7 @@ def run_stores(shape: Shape, folder: Path) -> list[Figures]:
     return found
 
 
-def _through(kind: str, versions: Versions, mirror: Mirror, count: int) -> Figures:
+def _through(kind: str, versions: MovedVersions, mirror: Mirror, count: int) -> Figures:
     """Staging reads, decodes and verifies a version, until it can be swapped in."""
     published, stage_seconds = [], []
     for _ in range(count):
@@ -241,11 +223,11 @@ async def weights(shape: Shape, model: Path, work: Path) -> Figures:
             quiet = [await load.pace(asyncio.sleep(shape.window_seconds))]
             for turn in range(TURNS):
                 began = time.monotonic()
-                own = versions[turn * shape.swaps : (turn + 1) * shape.swaps]
-                pace = await load.pace(_swaps(replica, own, shape.window_seconds, replies))
+                swapped = versions[turn * shape.swaps : (turn + 1) * shape.swaps]
+                pace = await load.pace(_swaps(replica, swapped, shape.window_seconds, replies))
                 seconds = time.monotonic() - began
                 quiet.append(await load.pace(asyncio.sleep(shape.window_seconds)))
-                lost.append(cost_of_a_swap(pace, mean(quiet[-2:]), seconds, len(own)))
+                lost.append(cost_of_a_swap(pace, mean(quiet[-2:]), seconds, len(swapped)))
         reload_seconds = await _own_reloads(replica.url, shape.repeats)
     return {
         "in_flight": shape.in_flight,
@@ -265,45 +247,24 @@ async def adapters(shape: Shape, model: Path, adapter: Path, work: Path) -> Figu
 
 
 def _publish(folder: Path, work: Path, plan: Sequence[str]) -> list[wire.Version]:
-    versions = Versions(folder, work, DirectoryStore(work / "store"))
+    versions = MovedVersions(folder, work, DirectoryStore(work / "store"))
     return [versions.publish_moved(kind).version for kind in plan]
 
 
 @contextlib.asynccontextmanager
-async def started(
-    model: Path, work: Path, rank: int | None = None, context: int = CONTEXT, routes: bool = False
-) -> AsyncIterator[HttpReplica]:
+async def started(model: Path, work: Path, rank: int | None = None) -> AsyncIterator[HttpReplica]:
     """A replica on loopback, with vLLM's development routes."""
     config = StudentConfig(
         path=str(model),
-        engine_args={"max-model-len": context, "max-num-seqs": 256, "enforce-eager": True},
+        engine_args={"max-model-len": CONTEXT, "max-num-seqs": 256, "enforce-eager": True},
         env={"VLLM_SERVER_DEV_MODE": "1"},
     )
-    settings = ReplicaConfig(
-        run=RUN, store_path=work / "store", mirror=work / "mirror", lora_rank=rank, routes=routes
-    )
+    settings = ReplicaConfig(run=RUN, store_path=work / "store", mirror=work / "mirror", lora_rank=rank)
     with Ports() as ports:
         child = on_loopback(config, settings, 0, ports)
         client = HttpReplica(str(child.url), token_from_environment())
         async with serving([child], work / "logs", START_SECONDS), contextlib.aclosing(client) as replica:
             yield replica
-
-
-def on_loopback(config: StudentConfig, settings: ReplicaConfig, index: int, ports: Ports) -> ChildSpec:
-    """Replica `index` of no run."""
-    port = ports.take(LOCAL, 0, "student.port")
-    line, environment = replica_command.command(config, settings, index, LOCAL, port)
-    return ChildSpec(f"student-{index}", line, environment, url=url_of(LOCAL, port))
-
-
-async def completed(
-    replica: HttpReplica, request: wire.GenerateRequest
-) -> AsyncIterator[tuple[list[int], wire.Generated]]:
-    """Prompts, whose ids are their places, with their completions. Raises DistillError for a refused one."""
-    async for answer in replica.generate(request):
-        if isinstance(answer, wire.GenerateFailed):
-            raise DistillError(f"the replica could not generate: {answer.error}")
-        yield request.prompts[int(answer.id)].token_ids, answer
 
 
 class Load:
@@ -326,7 +287,9 @@ class Load:
             ids = self._random.integers(2, self._shape.vocabulary, size).tolist()
             prompts = [wire.GeneratePrompt(str(number), row) for number, row in enumerate(ids)]
             request = wire.GenerateRequest(sampling=wire.Sampling(max_tokens=TOKENS), prompts=prompts)
-            async for _, answer in completed(self._replica, request):
+            async for answer in self._replica.generate(request):
+                if isinstance(answer, wire.GenerateFailed):
+                    raise DistillError(f"the replica could not generate: {answer.error}")
                 self._tokens += len(wire.unpack(answer.token_ids))
 
 

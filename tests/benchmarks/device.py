@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from distill.bench.pipeline import run_quickstart, step_lines
-from distill.bench.runner import Figures, TrialCache, markdown
 from distill.preflight_checks.devices import gpu_names, gpus, visible
 from sync.base.errors import DistillError
+from tests.benchmarks.asynchronous import run_quickstart, step_lines
+from tests.benchmarks.figures import Figures, TrialCache, command, markdown
 
 STEPS: Final = 24
 CPU: Final = "CPU"
@@ -52,13 +52,16 @@ PATHS: Final[dict[str, tuple[str, ...]]] = {
 """What is tried → overrides of the quickstart."""
 
 
-def run(folder: Path, only: Sequence[str] = ()) -> Figures:
-    """Try what is missing in `folder`; `only`: these paths. What failed is tried again the next time."""
+def run(folder: Path = Path("runs/bench-device"), only: str = "") -> Figures:
+    """Try what is missing in `folder`; `only`: paths, such as LoRA,broadcast.
+
+    What failed is tried again the next time.
+    """
     cache = TrialCache(folder.absolute() / "trials.jsonl")
     device = ", ".join(sorted(gpu_names())) if visible(gpus()) else CPU
     rows: dict[str, Figures] = {}
     for name, words in PATHS.items():
-        if only and name not in only:
+        if only and name not in only.split(","):
             continue
         settings = (*COMMON, *(ON_GPU if device != CPU else ()), *words)
         try:
@@ -121,3 +124,7 @@ def table(report: Figures) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    command("device", run, table)

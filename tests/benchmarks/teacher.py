@@ -22,12 +22,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
+import fuzz
 import httpx
 import numpy as np
 import psutil
+from kill_target import role_processes
 
-from distill.bench.kill_target import role_processes
-from distill.bench.runner import START_SECONDS, Figures, Work, interleaved, of_tests
 from distill.launch.preflight import serving
 from distill.launch.roles import Ports
 from distill.launch.supervise import ChildSpec
@@ -35,6 +35,7 @@ from sync import wire
 from sync.vllm.plugin import PLUGIN
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Item
+from tests.benchmarks.figures import START_SECONDS, Figures, Work, command, interleaved
 
 QUEUE_TOKENS: Final = 1 << 18
 STOCK_SERVER: Final = "sync.vllm.plugin"
@@ -68,13 +69,13 @@ class Setting(NamedTuple):
     """Whether engine "vllm" and a stock server take part."""
 
 
-def run(model: str, dtype: str = "float32", rollouts: int = 64, repeats: int = 7, **setting: Any) -> Figures:
+def run(model: str, dtype: str = "float32", rollouts: int = 64, repeats: int = 7) -> Figures:
     """Figures by contender, their ratios, and what a fuzzer and a flood found.
 
-    `setting`: other fields of `Setting`. Raises DistillError when a server does not come up.
+    Raises DistillError when a server does not come up.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    it = Setting(model, dtype, rollouts, repeats=repeats, **setting)
+    it = Setting(model, dtype, rollouts, repeats=repeats)
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as loop, Ports() as ports:
         children = [_teacher("transformers", it, Path(folder), ports)]
@@ -160,7 +161,7 @@ def _ratios(taken: dict[str, list[float]], used: dict[str, list[float]], k: int)
 async def _attacked(setting: Setting, url: str) -> Figures:
     async with TeacherClient("transformers", [url]) as client:
         info = await client.info()
-    fuzz, found = of_tests("fuzz"), {}
+    found = {}
     item = _items(setting, info.vocab_size)[0]
     prompt = wire.TeacherPrompt("0", wire.pack(item.token_ids_L[:PROMPT_TOKENS]), 0)
     good = {
@@ -301,3 +302,7 @@ def _server(name: str, ports: Ports, *words: str) -> ChildSpec:
     command = [sys.executable, "-P", "-m", *words, "--host", "127.0.0.1", "--port", str(port)]
     env = {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     return ChildSpec(name, command, env, url=f"http://127.0.0.1:{port}")
+
+
+if __name__ == "__main__":
+    command("teacher", run, lambda figures: json.dumps(figures, indent=2))

@@ -1,8 +1,8 @@
 """The same distillation by TRL's `DistillationTrainer` and by us, side by side on the same cores.
 
 Same models, prompts in the same order, batch, steps, optimizer, schedule and objective (reverse KL over the
-whole vocabulary, temperature 1). Ours is the asynchronous run of `distill bench async`; TRL gets both cores
-for its one process. At each size either has the precision that is faster in a few steps before. Both are
+whole vocabulary, temperature 1). Ours is the asynchronous run of `asynchronous`; TRL gets both cores for its
+one process. At each size either has the precision that is faster in a few steps before. Both are
 timed from the end of their first step. TRL lives in an environment of its own inside the folder, made once.
 """
 
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from distill import quickstart
-from distill.bench import large, pipeline
-from distill.bench.runner import Figures, Row, TrialCache, comparison, cores, medians
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.prompts.sources import open_prompts
@@ -30,6 +28,8 @@ from sync.base.errors import DistillError
 from sync.base.jsonl import read_lines
 from sync.base.tokenizers import load_tokenizer
 from sync.wire import Version
+from tests.benchmarks import asynchronous
+from tests.benchmarks.figures import Figures, Row, TrialCache, command, comparison, cores, medians
 
 log = logging.getLogger(__name__)
 SCRIPT: Final = Path(__file__).with_name("trl_peer.py")
@@ -51,7 +51,7 @@ PROBE_STEPS: Final = 12
 ROWS: Final = {
     "step_ms": Row("ms per step", ",.0f", -1),
     "tokens_per_second": Row("tokens generated and trained per second", ",.0f", 1),
-    "seconds_to_target": Row(f"seconds to a reverse KL of {pipeline.TARGET_KL}", ".1f", -1),
+    "seconds_to_target": Row(f"seconds to a reverse KL of {asynchronous.TARGET_KL}", ".1f", -1),
     "reverse_kl": Row("reverse KL at the end", ".3f"),
     "pass_rate": Row("pass rate at the end", ".1%"),
 }
@@ -68,12 +68,12 @@ class Size(NamedTuple):
 
 
 SIZES: Final = {
-    "toy": Size(steps=240, settled=pipeline.SETTLED, learns=True),
-    "large": Size(steps=large.STEPS, settled=large.SETTLED, learns=False),
+    "toy": Size(steps=240, settled=asynchronous.SETTLED, learns=True),
+    "large": Size(steps=asynchronous.LARGE_STEPS, settled=asynchronous.LARGE_SETTLED, learns=False),
 }
 
 
-def run(folder: Path, seeds: int = 2) -> Figures:
+def run(folder: Path = Path("runs/bench-peers"), seeds: int = 2) -> Figures:
     """Run what is missing in `folder`; every trial, and the medians. `large` takes one seed.
 
     Raises DistillError when the environment cannot be made or a run fails.
@@ -120,17 +120,17 @@ def environment(folder: Path) -> Path:
         return python
     log.info("installing %s", ", ".join(REQUIREMENTS))
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIREMENTS]
-    for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for words in ([sys.executable, "-m", "venv", "--clear", str(folder)], install):
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise DistillError(f"{' '.join(command[:5])} … failed:\n{done.stderr[-2000:]}")
+            raise DistillError(f"{' '.join(words[:5])} … failed:\n{done.stderr[-2000:]}")
     stamp.write_text(json.dumps(REQUIREMENTS))
     return python
 
 
 def settings_of(name: str, seed: int) -> list[str]:
     """Of our run, over the quickstart's."""
-    return [*pipeline.OVERLAPPED, *(large.settings(seed) if name == "large" else ())]
+    return [*asynchronous.OVERLAPPED, *(asynchronous.large_settings(seed) if name == "large" else ())]
 
 
 def settled(size: Size, steps: int) -> int:
@@ -142,12 +142,12 @@ def ours(cache: TrialCache, folder: Path, name: str, seed: int, precision: str, 
     """Our run, or what is kept of it; one of PROBE_STEPS is for speed alone."""
     size, words = SIZES[name], [*settings_of(name, seed), *PRECISIONS[precision]]
 
-    def figures(run_dir: Path, profile: pipeline.CpuProfile) -> Figures:
-        found = pipeline.measure(run_dir, profile, settled(size, steps))
+    def figures(run_dir: Path, profile: asynchronous.CpuProfile) -> Figures:
+        found = asynchronous.measure(run_dir, profile, settled(size, steps))
         speed = {"step_ms": found["step_ms"], "tokens_per_second": found["trained_per_second"]}
-        return learned(speed, pipeline.learned(run_dir) if size.learns and steps == size.steps else None)
+        return learned(speed, asynchronous.learned(run_dir) if size.learns and steps == size.steps else None)
 
-    return pipeline.trial(cache, folder, words, seed, steps, figures)
+    return asynchronous.trial(cache, folder, words, seed, steps, figures)
 
 
 def learned(speed: Figures, curve: Figures | None) -> Figures:
@@ -164,7 +164,7 @@ def theirs(
     output, size = folder / "theirs", SIZES[name]
     learns = size.learns and steps == size.steps
     task = job(config, steps, precision)
-    task["save_at"] = [*range(pipeline.EVERY, steps, pipeline.EVERY), steps] if learns else []
+    task["save_at"] = [*range(asynchronous.EVERY, steps, asynchronous.EVERY), steps] if learns else []
 
     def saved(version: Version) -> Path:
         return output / f"step-{version.step}"
@@ -174,8 +174,8 @@ def theirs(
         timed = lines[settled(size, steps) :]
         first, last = timed[0], timed[-1]
         pace = (last["generated"] - first["generated"]) / (last["time"] - first["time"])
-        speed = {"step_ms": pipeline.median_gap_ms(timed), "tokens_per_second": pace}
-        return learned(speed, pipeline.curve(config, saved, lines) if learns else None)
+        speed = {"step_ms": asynchronous.median_gap_ms(timed), "tokens_per_second": pace}
+        return learned(speed, asynchronous.curve(config, saved, lines) if learns else None)
 
     return cache.get({"side": "TRL", "requirements": REQUIREMENTS, "job": task}, make)
 
@@ -207,9 +207,13 @@ def train(python: Path, output: Path, task: Figures) -> Sequence[dict[str, Any]]
     (output / "job.json").write_text(json.dumps({**task, "output": str(output)}))
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_WAIT_POLICY")}
     env |= {"OMP_NUM_THREADS": str(task["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [str(python), "-P", str(SCRIPT), str(output / "job.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    words = [str(python), "-P", str(SCRIPT), str(output / "job.json")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
     lines = read_lines(output / "steps.jsonl")
     if done.returncode != 0 or len(lines) != task["steps"]:
         raise DistillError(f"TRL ended after {len(lines)} of {task['steps']} steps:\n{done.stderr[-2000:]}")
     return lines
+
+
+if __name__ == "__main__":
+    command("peers", run, table)

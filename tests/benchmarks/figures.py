@@ -1,43 +1,52 @@
 """What the benchmarks share.
 
+command                a benchmark's command line
 interleaved            short works in this process, in turns: noise slows all variants alike
 TrialCache             long trials, one JSON line each: a benchmark that was stopped resumes
 crossing, medians      summaries
 markdown, comparison   tables
-panels, dress, bar     pictures
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
-import importlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from distill.metrics.plot import BLUE, BROWN, FAINT, GREEN, GREY, GRID, INK, ORANGE, PURPLE, RED, TEAL
-from sync.base.errors import ConfigError
+import typer
+
+from distill.cli.options import guarded, write_figures
 from sync.base.jsonl import JsonLines, read_lines
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from tests.benchmarks import ROOT
 
 log = logging.getLogger(__name__)
 Figures = dict[str, Any]
 """What a trial found, or a report: JSON values by name."""
-ROOT: Final = Path(__file__).parents[2]
 PACKAGES: Final = ("sync", "teacher_service", "student_trainer", "distill")
-COLORS: Final = (RED, BLUE, PURPLE, ORANGE, GREEN, TEAL, BROWN, GREY)
 START_SECONDS: Final = 300.0
+
+
+def command(name: str, run: Callable[..., Figures], table: Callable[[Figures], str]) -> None:
+    """Run a benchmark with the options that its parameters are; print its table, write its figures."""
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    log.setLevel(logging.INFO)
+
+    @functools.wraps(run)
+    def measured(*values: Any, **options: Any) -> None:
+        figures = run(*values, **options)
+        typer.echo(table(figures))
+        write_figures(Path(f"runs/bench-{name}.json"), figures)
+
+    sys.exit(guarded(lambda: typer.run(measured)))
 
 
 # --- trials -----------------------------------------------------------------------------------------------
@@ -90,7 +99,7 @@ class TrialCache:
         return self._found[key]
 
 
-@cache
+@functools.cache
 def sources() -> str:
     """Digest of the four packages' modules."""
     modules = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -99,16 +108,6 @@ def sources() -> str:
 
 def _digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
-def of_tests(name: str) -> Any:
-    """A module of tests/support. Raises ConfigError outside of a source checkout."""
-    folder = ROOT / "tests" / "support"
-    if not (folder / f"{name}.py").is_file():
-        raise ConfigError(f"{name}.py is in tests/support: run this benchmark from a source checkout")
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    return importlib.import_module(name)
 
 
 def cores() -> int:
@@ -162,41 +161,3 @@ def comparison(variants: Mapping[str, Figures], rows: Mapping[str, Row]) -> list
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a table."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
-# --- pictures ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def panels(path: Path, rows: int, height: float) -> Iterator[list[Axes]]:
-    """Axes of `rows` × 2 panels, row by row; the picture is written when they are drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(rows, 2, figsize=(12, height), dpi=130, layout="constrained")
-    try:
-        yield list(axes.flat)
-        figure.savefig(path)
-    finally:
-        pyplot.close(figure)
-
-
-def dress(axes: Axes, title: str, x_label: str) -> None:
-    """Title, label, grid, and a legend of what has a label."""
-    axes.set_title(title, loc="left", fontsize=11, color=INK)
-    axes.set_xlabel(x_label, color=FAINT)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=FAINT)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-
-
-def bar(axes: Axes, name: str, color: str, *widths: float) -> None:
-    """A horizontal bar of parts end to end, all but the first one light."""
-    for number, width in enumerate(widths):
-        axes.barh(name, width, left=sum(widths[:number]), color=color, alpha=0.45 if number else 1.0)

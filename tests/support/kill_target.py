@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 import psutil
+from faults import FAULTS, fill, free
 
-from distill.bench.faults import FAULTS, fill, free
 from distill.launch.guardian import guarded_role
 from distill.launch.placement import TRAINER
 from distill.launch.roles import EVALUATOR

@@ -1,0 +1,21 @@
+"""Measurements of the whole product; `python -m tests.benchmarks.NAME --help` says what each takes.
+
+    asynchronous   the quickstart one stage after the other against all stages at once
+    chaos          faults of every kind in a real run at random moments, and the audit
+    controller     what a controller spends on a token, under load and over a long run
+    device         every path of a run on this machine's GPU (`make gpu-check`), or CPU
+    limit          what a step cannot be faster than
+    peers          TRL's DistillationTrainer against us
+    sync           bytes, speed and pauses of a weight sync, through every store
+    teacher        scored tokens per second of the teacher service
+
+Started from the root of a source checkout. Figures are printed and written to runs/bench-NAME.json; finished
+trials are kept in runs/bench-NAME/trials.jsonl and not repeated.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
+sys.path.append(str(SUPPORT))  # in-memory roles, faults, servers of stores
