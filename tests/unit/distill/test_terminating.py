@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import kill_target
 import psutil
 import pytest
 
@@ -29,7 +31,7 @@ class Popen(subprocess.Popen):  # subprocess itself is not interrupted: it would
         return super().communicate(*args, **options)
 subprocess.Popen = Popen
 def killing():
-    from kill_target import KillTarget
+    from kill_target import KillTarget  # of tests/support, on PYTHONPATH
     with KillTarget({SLEEP}, Path(sys.argv[1])) as target:
         target.start()
         print("waiting", flush=True)
@@ -44,7 +46,8 @@ sys.exit(guarded(globals()[sys.argv[2]]))
 def test_what_a_command_has_started_ends_with_it(tmp_path: Path, command: str) -> None:
     children: list[psutil.Process] = []
     words = [sys.executable, "-c", SCRIPT, str(tmp_path), command]
-    ours = subprocess.Popen(words, stdout=subprocess.PIPE)
+    environment = os.environ | {"PYTHONPATH": kill_target.__file__.rpartition("/")[0]}
+    ours = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
     assert ours.stdout is not None
     try:
         assert ours.stdout.readline() == b"waiting\n"
