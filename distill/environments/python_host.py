@@ -23,6 +23,7 @@ from distill.environments.rendering import Message, Renderer
 from sync.base.errors import ConfigError, DataError
 from sync.base.own_code import load_function, own_code
 from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
+from sync.wire.checks import LARGEST_REWARD
 
 _REMEDY = "take every task, and return a reward, None, or a table of numbers"
 
@@ -31,7 +32,7 @@ class Reply(NamedTuple):
     """What the student answered."""
 
     text: str
-    """Without special tokens."""
+    """With its special tokens, such as markers of tool calls, without the one that ends it."""
     token_ids: list[int]
     """As sampled, the end token included."""
     finish_reason: FinishReason
@@ -56,13 +57,14 @@ class Talk:
 
         `tools`: what the chat template is to show as tools, the same in every turn. One turn at a time.
         """
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        messages: Any = [{"role": "user", "content": said}] if isinstance(said, str) else said
         messages = [messages] if isinstance(messages, Mapping) else messages
-        ids = (
-            self._renderer.added(self._answered, messages, tools)
-            if self._turn
-            else self._renderer.prompt(messages, tools)
-        )
+        with own_code("talk.say", f"turn {self._turn}", "say what the template takes"):
+            ids = (
+                self._renderer.added(self._answered, messages, tools)
+                if self._turn
+                else self._renderer.prompt(messages, tools)
+            )
         self.out.put_nowait(
             Turn(id=self._id, turn=self._turn, token_ids=pack(np.array(ids, "i4")), keep=self._length)
         )
@@ -75,7 +77,7 @@ class Talk:
     def reward(self, value: float) -> None:
         """Reward the newest answer: it counts for its tokens and those of turns before, not for later ones.
         The reward of the episode is what the function returns, and the sum of these."""
-        self.rewards[-1] += float(value)
+        self.rewards[-1] += _figure("talk.reward", value)
 
     def answer(self, token_ids: list[int], finish_reason: FinishReason) -> None:
         """For the service: what the student answered to the last turn."""
@@ -146,11 +148,21 @@ class PythonEnvironment:
             talk.out.put_nowait(EpisodeFailed(id=id, error=str(error)))
 
 
+def _figure(name: str, value: Any) -> float:
+    """A reward as a float. Raises DataError for one that is not finite, or too large."""
+    number = float(value)
+    if not abs(number) <= LARGEST_REWARD:
+        raise DataError(f"{name} is {value!r:.40}: give a number within ±{LARGEST_REWARD:g}")
+    return number
+
+
 def _over(id: str, result: Any, turn_rewards: list[float]) -> EpisodeOver:
     figures = dict(result) if isinstance(result, Mapping) else {"reward": result}
     reward = figures.pop("reward", None)
     metrics = {str(name): float(value) for name, value in figures.items()}
+    if reward is not None:
+        reward = _figure("the reward", reward)
     if not any(turn_rewards):
-        return EpisodeOver(id=id, reward=None if reward is None else float(reward), metrics=metrics)
-    total = float(reward or 0) + sum(turn_rewards)
+        return EpisodeOver(id=id, reward=reward, metrics=metrics)
+    total = (reward or 0.0) + sum(turn_rewards)
     return EpisodeOver(id=id, reward=total, turn_rewards=turn_rewards, metrics=metrics)

@@ -10,24 +10,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distill.prompts.messages import content_text
+from sync.base.completion_text import CONTENT, special_ids, text_reader
 from sync.base.errors import DataError
+from sync.base.own_code import own_code
 
 Message = Mapping[str, Any]
 """A chat message: role, content, and what else the template reads."""
-_PLACEHOLDER = "\u2603answer\u2603"
-"""Stands for the assistant's content; no template writes it."""
 
 
 class Renderer:
-    """Renders with one tokenizer and its chat template; `options`: further variables of the template."""
+    """Renders with one tokenizer and its chat template; `options`: further variables of the template.
+
+    Its methods raise DataError for messages that are none, and for those that the template refuses or
+    leaves out.
+    """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] = {}) -> None:
         self._tokenizer, self._options = tokenizer, dict(options)
-        self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = special_ids(tokenizer)
+        self.text = text_reader(tokenizer)
+        """What the student said, of its ids."""
+        self._written: set[tuple[Any, ...]] = set()
+        """Kinds of messages that the template writes, by where they stand."""
+
+    def check(self) -> None:
+        """Render two turns of a user's."""
+        said = {"role": "user", "content": "?"}
+        self.prompt([said])
+        self.added([], [said])
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Ids of the first prompt, up to where the student answers."""
-        return self._ids(self._text(messages, tools))
+        return self._ids(self._text([], messages, tools))
 
     def added(
         self, answer: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None = None
@@ -35,11 +50,10 @@ class Renderer:
         """Ids behind the student's `answer`, its end token included, up to where it answers next.
 
         The end token is what the template writes behind the content, be it the tokenizer's or a turn's own.
-        Raises DataError when the template does not write the assistant's content as it is.
         """
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
-        before, placeholder, behind = self._text([*turn, *messages], tools).rpartition(_PLACEHOLDER)
-        if not placeholder or _PLACEHOLDER in before:
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": CONTENT}]
+        before, placeholder, behind = self._text(turn, messages, tools).rpartition(CONTENT)
+        if not placeholder or CONTENT in before:
             raise DataError(
                 "the chat template does not write an assistant's content once and as it is, so no turn can "
                 "follow it: set the student's chat_template to one that does"
@@ -48,13 +62,61 @@ class Renderer:
         end_is_there = answer and ids and answer[-1] == ids[0] and ids[0] in self._special
         return ids[1:] if end_is_there else ids
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """What the student said, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def _text(
+        self, before: Sequence[Message], messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> str:
+        """The template's text of a turn, behind the messages `before` it."""
+        turn = [*before, *_turn(messages)]
+        text = self._rendered(turn, tools)
+        for place in range(len(before), len(turn)):
+            message = turn[place]
+            kind = (turn[place - 1]["role"] if place else None, *sorted(message), message["role"])
+            if kind not in self._written:
+                self._check_written(turn, place, tools, text)
+                self._written.add(kind)
+        return text
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+    def _check_written(self, turn: list[Message], place: int, tools: Sequence[Any] | None, text: str) -> None:
+        try:
+            without = self._rendered([*turn[:place], *turn[place + 1 :]], tools)
+        except DataError:  # the others are refused without it, so it counts
+            return
+        if without == text:
+            raise DataError(
+                f"the student's chat template leaves a message of role {turn[place]['role']!r} out, "
+                f"{turn[place].get('content')!r:.60}: say it in another role, or set the student's "
+                "chat_template"
+            )
+
+    def _rendered(self, messages: list[Message], tools: Sequence[Any] | None) -> str:
+        roles = ", ".join(message["role"] for message in messages)
+        remedy = "say messages of roles that it takes in this order, or set the student's chat_template"
         kwargs = {**self._options, "tokenize": False, "add_generation_prompt": True}
-        return str(self._tokenizer.apply_chat_template(list(messages), tools=tools, **kwargs))
+        with own_code("the student's chat template", f"messages of roles {roles}", remedy):
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, **kwargs))
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _turn(messages: Any) -> list[Message]:
+    """The messages of a turn with texts as contents. Raises DataError for what is none."""
+    if not isinstance(messages, Sequence) or not messages or isinstance(messages, str | bytes):
+        raise DataError(
+            f"a turn is {messages!r:.80}: give a text, a message with role and content, or a list of messages"
+        )
+    turn: list[Message] = [_message(message) for message in messages]
+    if turn[-1]["role"] == "assistant":
+        raise DataError(
+            f"the last message is the assistant's, {turn[-1].get('content')!r:.60}, and the student is to "
+            "answer: leave it out, or end with another role"
+        )
+    return turn
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f"a message is {message!r:.80}: give a role and a content")
+    if message.get("content") is None and message.get("tool_calls"):
+        return {**message}
+    return {**message, "content": content_text(message.get("content"))}

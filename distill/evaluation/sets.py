@@ -75,7 +75,7 @@ def _open(
     config: RunConfig, evaluation_set: EvaluationSet, longest: int, tokenizer: Any
 ) -> tuple[list[Prompt], RewardSource]:
     source = evaluation_set.source
-    if (rewards := reward_source(source, tokenizer)) is None:
+    if (rewards := reward_source(source, tokenizer, config.rollout.stop_token_ids)) is None:
         raise ConfigError("it has no rewards, and a set is evaluated by them alone: set source.reward_fn")
     if isinstance(source, TaskPrompts):
         made = tasks.load(source.task, source.options)

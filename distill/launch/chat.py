@@ -26,6 +26,7 @@ from distill.launch.supervise import Supervisor
 from distill.prompts.rows import row_encoder
 from distill.published import export_version
 from sync.base.address import token_from_environment
+from sync.base.completion_text import text_reader
 from sync.base.errors import ConfigError, DistillError
 from sync.base.own_code import use_folder
 from sync.base.tokenizers import load_tokenizer
@@ -51,7 +52,8 @@ class Conversations:
             template = "chat" if tokenizer.chat_template else "plain"
             rows = JsonlPrompts(type="jsonl", path=Path(), template=template)
         self._encode, self._is_chat = row_encoder(tokenizer, rows), rows.template == "chat"
-        self._tokenizer, self._clients, self._rollout = tokenizer, clients, config.rollout
+        self._clients, self._rollout = clients, config.rollout
+        self._text = text_reader(tokenizer, config.rollout.stop_token_ids)
         self._turns, self._messages = 0, defaultdict[str, list[dict[str, str]]](list)
 
     def reset(self) -> None:
@@ -79,7 +81,7 @@ class Conversations:
             return f"({error})"
         if isinstance(reply, ScoreRefused):
             return f"({reply.error})"
-        text = str(self._tokenizer.decode(unpack(reply.token_ids).tolist(), skip_special_tokens=True))
+        text = self._text(unpack(reply.token_ids).tolist())
         if self._is_chat:
             self._messages[name] = [*messages, {"role": "assistant", "content": text}]
         return text

@@ -95,7 +95,7 @@ class _Checks:
         limit = await asyncio.to_thread(student_limit, config)
         tokenizer = await asyncio.to_thread(load_tokenizer, config.student)
         self.sample = sample_prompts(self.split)
-        if not await self._environments(tokenizers.fingerprint(tokenizer), limit):
+        if not await self._environments(tokenizer, limit):
             return
         self.longest = max(longest_prompt(self.split), environments.longest(config, limit) - token_limit)
         remedy = "raise max-model-len in student.engine_args"
@@ -106,9 +106,10 @@ class _Checks:
         if self.engines.evaluator is not None and (self.scored or rollouts):
             await self._plain(self.engines.evaluator, rollouts)
 
-    async def _environments(self, fingerprint: str, limit: int) -> bool:
+    async def _environments(self, tokenizer: Any, limit: int) -> bool:
         """Check each of them, and fill in first prompts; whether all passed."""
         config, clients, passed = self.config, self.engines.environments, True
+        fingerprint = tokenizers.fingerprint(tokenizer)
         for name, client in clients.items():
             info = await client.info(config.run.start_seconds)
             passed &= self._note(environments.same_tokenizer(fingerprint, info), name, "environment")
@@ -116,7 +117,7 @@ class _Checks:
         if not passed:
             return False
         count = config.preflight.sequences
-        self.sample = await environments.with_first_prompts(self.sample, clients, count)
+        self.sample = await environments.with_first_prompts(self.sample, clients, count, tokenizer)
         for name in clients:
             first = [prompt for prompt in self.sample if prompt.environment == name]
             token_limit = min(limit, config.environments[name].max_tokens or limit)

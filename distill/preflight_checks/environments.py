@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 from uuid import uuid4
 
 import msgspec
+import numpy as np
 
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, MixturePrompts
@@ -15,7 +17,10 @@ from distill.prompts.stream import Prompt
 from sync.base import tokenizers
 from sync.base.errors import ConfigError
 from sync.base.own_code import check_module
-from sync.wire import EnvironmentInfo, Turn, unpack
+from sync.wire import Array, EnvironmentInfo, EpisodeFailed, Turn, pack, unpack
+
+ANSWER: Final = "I do not know."
+"""The student's answer to the first turns that the preflight plays."""
 
 
 def sources(config: RunConfig) -> dict[str, EnvironmentPrompts]:
@@ -110,12 +115,16 @@ def first_fits(prompts: Sequence[Prompt], limit: int) -> Finding:
 
 
 async def with_first_prompts(
-    sample: Sequence[Prompt], clients: Mapping[str, EnvironmentClient], limit: int
+    sample: Sequence[Prompt], clients: Mapping[str, EnvironmentClient], limit: int, tokenizer: Any
 ) -> list[Prompt]:
-    """`sample` with the first prompts of its first `most` episodes of each environment, others left out.
+    """`sample` with the first prompts of its first `limit` episodes of each environment, others left out.
 
-    Raises ConfigError for a task that does not begin with a turn.
+    Each is played on by an answer of `tokenizer`'s, to the second turn or the end. Raises ConfigError for a
+    task that does not begin with a turn, or fails at the answer.
     """
+    ids = list(tokenizer(ANSWER, add_special_tokens=False)["input_ids"])
+    end = tokenizer.eos_token_id
+    answer = pack(np.array(ids if end is None else [*ids, end], "i4"))
     prompts: list[Prompt] = []
     begun = dict.fromkeys(clients, 0)
     for prompt in sample:
@@ -123,17 +132,20 @@ async def with_first_prompts(
             prompts.append(prompt)
         elif begun[name] < limit:
             begun[name] += 1
-            prompts.append(await _begun(prompt, clients[name]))
+            prompts.append(await _begun(prompt, clients[name], answer))
     return prompts
 
 
-async def _begun(prompt: Prompt, client: EnvironmentClient) -> Prompt:
-    id = f"preflight:{uuid4().hex}"
+async def _begun(prompt: Prompt, client: EnvironmentClient, answer: Array) -> Prompt:
+    id, task = f"preflight:{uuid4().hex}", f"environments.{client.name}: task {prompt.task}"
     try:
         said = await client.begin(id, prompt.task)
+        second = await client.proceed(id, said.turn, answer, "stop") if isinstance(said, Turn) else said
     finally:
         await client.end([id])
     if not isinstance(said, Turn):
         error = getattr(said, "error", "it is over before the student's first turn")
-        raise ConfigError(f"environments.{client.name}: task {prompt.task} cannot be played: {error}")
+        raise ConfigError(f"{task} cannot be played: {error}")
+    if isinstance(second, EpisodeFailed):
+        raise ConfigError(f"{task} cannot be played on when the student answers {ANSWER!r}: {second.error}")
     return msgspec.structs.replace(prompt, token_ids=unpack(said.token_ids).tolist())

@@ -1,6 +1,6 @@
 """Reward functions: whether a completion answers its prompt (`prompts.reward_fn` names them).
 
-They run in `reward_worker` processes alone, and read the completion's text without special tokens.
+They run in `reward_worker` processes alone, and read the completion's text without its end token.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from distill.config.prompts import (
     TaskPrompts,
 )
 from distill.prompts.stream import Prompt
+from sync.base.completion_text import text_reader
 from sync.base.errors import ConfigError, DataError
 from sync.base.own_code import load_function, own_code
 from sync.wire.checks import LARGEST_REWARD
@@ -146,8 +147,10 @@ def answer_problem(reward_fn: str | None, answer: str) -> str | None:
     return None
 
 
-def reward_source(prompts: SinglePrompts, tokenizer: Any) -> RewardSource | None:
-    """What rewards completions of `prompts`; None: nothing does.
+def reward_source(
+    prompts: SinglePrompts, tokenizer: Any, stop_token_ids: Sequence[int] = ()
+) -> RewardSource | None:
+    """What rewards completions of `prompts`; None: nothing does. `stop_token_ids`: of the run.
 
     Raises ConfigError for a built-in function that lacks answers or its package.
     """
@@ -167,9 +170,8 @@ def reward_source(prompts: SinglePrompts, tokenizer: Any) -> RewardSource | None
             "prompts.reward_fn is 'math' and math-verify is not installed: pip install "
             "'onpolicy-distill[math]', or choose another function"
         )
-    return RewardSource(
-        prompts, seconds, lambda prompt, ids: str(tokenizer.decode(ids, skip_special_tokens=True))
-    )
+    text = text_reader(tokenizer, stop_token_ids)
+    return RewardSource(prompts, seconds, lambda prompt, ids: text(ids))
 
 
 # --- in a worker

@@ -21,6 +21,7 @@ from distill.config.prompts import (
     MixturePrompts,
     TaskPrompts,
 )
+from distill.environments.rendering import Renderer
 from distill.prompts.mixture import Mixture, by_weight
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
@@ -206,8 +207,13 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int | None = None) 
             f"rollout.max_tokens is {config.rollout.max_tokens} and the context is {context} tokens: "
             "no room for a prompt is left; lower rollout.max_tokens"
         )
+    for name, section in config.environments.items():
+        try:
+            Renderer(tokenizer, section.chat_template_kwargs).check()
+        except DataError as error:
+            raise ConfigError(f"environments.{name} cannot be played: {error}") from error
     held_out_count = config.evaluation.prompts if config.evaluation else 0
-    opening = _Opening(tokenizer, longest, config.run.seed)
+    opening = _Opening(tokenizer, longest, config.run.seed, config.rollout.stop_token_ids)
     prompts = config.prompts
     return (
         opening.mixture(prompts, held_out_count)
@@ -224,6 +230,7 @@ class _Opening:
     longest: int
     """Tokens of a prompt."""
     seed: int
+    stop_token_ids: list[int]
 
     def mixture(self, prompts: MixturePrompts, held_out_count: int) -> PromptSplit:
         """The parts, each with its share of the held-out prompts."""
@@ -262,7 +269,7 @@ class _Opening:
             return self._task(prompts, held_out_count)
         control = control_tokens(self.tokenizer)
         reader = RowReader(prompts, row_encoder(self.tokenizer, prompts), self.longest, control=control)
-        rewards = reward_source(prompts, self.tokenizer)
+        rewards = reward_source(prompts, self.tokenizer, self.stop_token_ids)
         if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
             stream, held_out = open_stream(prompts, reader, self.seed, held_out_count, LARGEST_SHARE)
             split = PromptSplit(stream, held_out, rewards)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from distill.tasks import RewardedPrompt, TaskPrompt
+from sync.base.completion_text import text_reader
 from sync.base.errors import ConfigError, DataError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer
@@ -68,7 +69,7 @@ class ReasoningGym:
         self, puzzles: Any, tokenizer: Any, system: list[Any] | None, answer_tag: str | None, threshold: float
     ) -> None:
         self._puzzles, self._tokenizer, self._system = puzzles, tokenizer, system
-        self._tag, self._threshold = answer_tag, threshold
+        self._tag, self._threshold, self._text = answer_tag, threshold, text_reader(tokenizer)
 
     def prompt(self, seed: int, index: int) -> TaskPrompt:
         return self._prompt(random.Random(f"{seed}/{index}"), held_out=False)
@@ -87,7 +88,7 @@ class ReasoningGym:
                 f"the generator makes another puzzle than {prompt.text!r:.60} in another process, so that it "
                 "cannot be scored: choose another name in prompts.options"
             )
-        text = str(self._tokenizer.decode(list(completion), skip_special_tokens=True))
+        text = self._text(completion)
         if self._tag is not None:
             _, tag, rest = text.rpartition(f"<{self._tag}>")
             text = rest.partition(f"</{self._tag}>")[0] if tag else ""

@@ -32,7 +32,7 @@ from distill.environments.rendering import Renderer
 from distill.launch.roles import Ports, plan_servers
 from distill.launch.run_folder import write_role
 from distill.preflight_checks import environments as checks
-from distill.prompts.sources import EnvironmentSource
+from distill.prompts.sources import EnvironmentSource, open_prompts
 from distill.tasks.teaching import make_tokenizer
 from distill.trainer_api.http_api import listen, serving
 from sync.base import tokenizers
@@ -74,7 +74,8 @@ async def echo(task, talk):
         return float("nan")
     if task == 5:
         return {"reward": 1, "moves": 3}
-    reply = await talk.say([{"role": "system", "content": "s"}, {"role": "user", "content": "go"}])
+    parts = [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}] if task == 10 else "go"
+    reply = await talk.say([{"role": "system", "content": "s"}, {"role": "user", "content": parts}])
     while True:
         reply = await talk.say({"role": "tool", "content": reply.text.upper()})
 
@@ -84,6 +85,11 @@ async def rewarded(task, talk):
     for value in (0.5, 0.0, 0.25):
         await talk.say("go")
         talk.reward(value)
+    return 1.0
+
+async def saying(task, talk, first="go", second="go"):
+    await talk.say(first)
+    await talk.say(second)
     return 1.0
 
 def blocking(task, talk):
@@ -227,6 +233,92 @@ async def test_messages_and_figures_are_taken_in_every_form() -> None:
         assert await client.begin("y", 5) == EpisodeOver(id="y", reward=1.0, metrics={"moves": 3.0})
 
 
+async def test_parts_of_text_are_joined_and_the_environment_reads_markers_but_no_end() -> None:
+    async with served() as (_, url), client_of(url) as client:
+        assert text_of(await client.begin("x", 10)) == "s:s;u:g\no;a:"
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "</call>", "<turn_end>"]})
+    tokenizer.chat_template = TEMPLATE.replace("<eos>", "<turn_end>")
+    ids = tokenizer("<call>add 1</call>", add_special_tokens=False)["input_ids"]
+    renderer = Renderer(tokenizer)
+    for end in ([], [END], [tokenizer.convert_tokens_to_ids("<turn_end>")]):
+        assert renderer.text([*ids, *end]) == "<call>add 1</call>"
+
+
+ALTERNATING = (
+    "{% if messages and messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['role'] + ':' + m['content'] + ';' }}"
+    "{% endfor %}a:"
+)
+NO_TOOLS = "{% for m in messages if m['role'] != 'tool' %}" + TEMPLATE.partition("%}")[2]
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "problem"),
+    [
+        (
+            ALTERNATING,
+            {"first": {"role": "system", "content": "s"}},
+            r"turn 0: .*template raised TemplateError "
+            r"\(no system role\) for messages of roles system",
+        ),
+        (
+            ALTERNATING,
+            {"second": {"role": "tool", "content": "4"}},
+            r"turn 1: .*template raised TemplateError "
+            r"\(roles must alternate\) for messages of roles user, assistant, tool: say messages of",
+        ),
+        (
+            ALTERNATING,
+            {"second": [{"role": "user", "content": "a"}] * 2},
+            r"turn 1: .*user, assistant, user, user",
+        ),
+        (
+            NO_TOOLS,
+            {"second": {"role": "tool", "content": "4"}},
+            r"turn 1: .*leaves a message of role 'tool' out",
+        ),
+        (TEMPLATE, {"first": 42}, r"talk.say, turn 0: a turn is 42: give a text"),
+        (TEMPLATE, {"first": []}, r"turn 0: a turn is \[\]"),
+        (TEMPLATE, {"second": [7]}, r"turn 1: a message is 7: give a role and a content"),
+        (TEMPLATE, {"second": {"content": "x"}}, r"turn 1: a message is .* give a role"),
+        (TEMPLATE, {"first": {"role": "user", "content": None}}, r"content is None: give a text"),
+        (TEMPLATE, {"first": {"role": "user", "content": [{"type": "image"}]}}, r"only parts of type 'text'"),
+        (
+            TEMPLATE,
+            {"first": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "3"}]},
+            r"the last message is the assistant's, '3'",
+        ),
+    ],
+)
+async def test_what_no_turn_can_be_made_of_is_named_by_turn_template_roles_and_argument(
+    template: str, options: dict[str, Any], problem: str
+) -> None:
+    tokenizer, config = character_tokenizer(), section("odd_environments:saying", options=options)
+    tokenizer.chat_template = template
+    host = PythonEnvironment("e", config, Renderer(tokenizer))
+    async with served(config, host) as (_, url), client_of(url) as client:
+        with pytest.raises(EnvironmentFailed, match=rf"'odd_environments:saying', task 0: .*{problem}"):
+            await play(client, Episode("x"), 0, player(lambda _: "hi"), LIMITS)
+
+
+def test_a_template_that_no_turn_can_follow_is_refused_with_the_prompts(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    for template, problem in (
+        (
+            "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}",
+            "does not write an assistant's content",
+        ),
+        ("{{ messages[0].content }}{{ raise_exception('one turn') if messages | length > 1 }}", "one turn"),
+        (None, "chat_template is not set"),
+    ):
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = template
+        with pytest.raises(ConfigError, match=f"environments.e cannot be played: .*{problem}"):
+            open_prompts(config, tokenizer, 512)
+
+
 async def test_a_turn_that_comes_again_with_other_tokens_belongs_to_another_playing() -> None:
     async with served() as (_, url), client_of(url) as client:
         await client.begin("x", 0)
@@ -289,7 +381,7 @@ async def test_an_unknown_episode_is_lost_and_not_failed() -> None:
         (1, r"e.environment 'odd_environments:echo' raised LookupError \(no such task\) for task 1"),
         (2, r"turn 0 of episode x took longer than call_timeout_seconds = 2"),
         (3, r"raised ValueError \(could not convert string to float: 'won'\) for task 3"),
-        (4, r"environments.e, turn 0 of episode x: .*reward"),
+        (4, r"echo', task 4: the reward is nan: give a number within ±1e\+30"),
     ],
 )
 async def test_an_environment_that_raises_hangs_or_returns_nonsense_costs_the_episode(
@@ -328,7 +420,7 @@ class Liar:
         ({"token_ids": pack(np.array([1.0], "f4"))}, "of dtype f4"),
         ({"turn": 3}, "it is of episode 'x', turn 3"),
         ({"id": "z"}, "it is of episode 'z'"),
-        ({"turn": -1}, "raised WireError"),
+        ({"turn": -1}, "turn 0 of episode x: body of"),
     ],
 )
 async def test_turns_that_cannot_be_used_are_not_handed_on(fields: dict[str, Any], error: str) -> None:
@@ -542,12 +634,17 @@ def test_sections_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str
 async def test_the_preflight_takes_first_prompts_from_the_environment(tmp_path: Path) -> None:
     async with served() as (service, url), client_of(url) as client:
         sample = [EnvironmentSource("e", 0)[task] for task in (0, 6, 7, 8)]
-        found = await checks.with_first_prompts(sample, {"e": client}, 3)
+        found = await checks.with_first_prompts(sample, {"e": client}, 3, TOKENIZER)
         assert [TOKENIZER.decode(one.token_ids) for one in found] == ["s:s;u:go;a:"] * 3
         assert not service._open(), "they are ended"
         info = await client.info()
         with pytest.raises(ConfigError, match=r"environments.e: task 1 cannot be played: .*no such task"):
-            await checks.with_first_prompts([EnvironmentSource("e", 0)[1]], {"e": client}, 1)
+            await checks.with_first_prompts([EnvironmentSource("e", 0)[1]], {"e": client}, 1, TOKENIZER)
+    config = section("odd_environments:saying", options={"second": {"role": "user"}})
+    async with served(config) as (_, url), client_of(url) as client:
+        problem = r"task 0 cannot be played on when the student answers 'I do not know.': .*turn 1: .*None"
+        with pytest.raises(ConfigError, match=problem):
+            await checks.with_first_prompts([EnvironmentSource("e", 0)[0]], {"e": client}, 1, TOKENIZER)
     assert checks.same_tokenizer(tokenizers.fingerprint(TOKENIZER), info).problem is None
     assert checks.same_tokenizer("0" * 96, info).problem
     endless = checks.enough_tasks(run_config(tmp_path), "e", info)

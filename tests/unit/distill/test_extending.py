@@ -196,7 +196,7 @@ def test_an_objective_that_returns_something_else_is_refused(
 
 def test_the_reward_function_runs_in_a_worker_beside_its_module(example: Example) -> None:
     class Words:
-        def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        def decode(self, ids: Any) -> str:
             return " ".join(map(str, ids))
 
     prompts = example("Reward function").prompts

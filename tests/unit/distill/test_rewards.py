@@ -25,6 +25,7 @@ from distill.prompts.rewards import Reward, RewardSource, load_rewards, reward_s
 from distill.prompts.sources import PromptSplit, open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks.sort_letters import EOS_ID, LETTERS, letter_tokenizer
+from distill.tasks.teaching import make_tokenizer
 from sync.base.errors import ConfigError, DataError
 
 EOS = 0
@@ -33,14 +34,13 @@ EOS = 0
 class Letters:
     """A tokenizer of Unicode letters whose id 0 ends a text."""
 
-    chat_template = None
+    chat_template, eos_token_id = None, EOS
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return "".join(chr(i) for i in ids if i != EOS)
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
 
 
 def open_rows(folder: Path, rows: list[dict[str, Any]], **prompts: Any) -> PromptSplit:
@@ -144,6 +144,17 @@ def test_math_without_its_package_is_refused_with_the_extra(monkeypatch: pytest.
     monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed: pip install 'onpolicy-distill\[math\]'"):
         rewarded("math", "1", "1")
+
+
+def test_a_reward_function_reads_special_tokens_but_the_end() -> None:
+    tokenizer = make_tokenizer(["<end>", "<call>", "</call>", *"abc"], ".", "<end>", "<end>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "</call>"]})
+    prompts = JsonlPrompts(type="jsonl", path=Path("p"), answer_field="gold", reward_fn="exact")
+    call = tokenizer.convert_tokens_to_ids(["<call>", "a", "c", "</call>"])
+    for ids, stop in ((call, []), ([*call, 0], []), ([*call, 5], [5])):
+        source = reward_source(prompts, tokenizer, stop)
+        assert source is not None
+        assert source.read(Prompt("1", [1]), ids) == "<call>ac</call>"
 
 
 def test_equal_answers_have_equal_names_and_functions_without_answers_have_none() -> None:

@@ -48,7 +48,7 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return letters(text)
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
 
