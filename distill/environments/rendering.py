@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distill.prompts.messages import content_text
 from sync.base.completion_text import CONTENT, special_ids, text_reader
 from sync.base.errors import DataError
+from sync.base.messages import content_text
 from sync.base.own_code import own_code
 
 Message = Mapping[str, Any]

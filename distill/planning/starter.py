@@ -20,10 +20,10 @@ from distill.config.prompts import DatasetPrompts
 from distill.preflight_checks.devices import check_devices, engine_memory
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
-from distill.prompts.messages import listed
 from distill.prompts.rows import dataset_rows, jsonl_rows
 from distill.prompts.sources import text_config
 from sync.base.errors import ConfigError
+from sync.base.messages import listed
 from sync.base.settings import ModelSource
 
 ROOT: Final = Path(__file__).parents[2]

@@ -15,12 +15,12 @@ from typing import Any, Final, NamedTuple
 from jinja2 import TemplateError
 
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
-from distill.prompts.messages import INSTRUCTING, checked, listed
 from distill.prompts.rewards import answer_problem
 from distill.prompts.stream import Prompt
 from distill.prompts.template import check_ids, check_not_rendered, control_tokens, render
 from sync.base.errors import ConfigError, DataError
 from sync.base.hub import check_reachable
+from sync.base.messages import INSTRUCTING, checked, listed
 
 RowsConfig = JsonlPrompts | DatasetPrompts
 Encode = Callable[[Any], Sequence[int]]
