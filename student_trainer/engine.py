@@ -258,7 +258,7 @@ def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
     bf16 = in_bf16(ds_config)
     model = _pretrained(config, torch.bfloat16 if bf16 else torch.float32)
     tokenizer, text = load_tokenizer(source), plain(model).config.get_text_config()
-    vocab = vocab_size(tokenizer)
+    vocab = vocab_size(tokenizer, source.known_ids)
     if vocab > text.vocab_size:
         raise ConfigError(
             f"{source.path}: the tokenizer has {vocab} ids, the model {text.vocab_size} rows: "

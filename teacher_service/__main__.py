@@ -72,12 +72,12 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     claim = None  # a teacher may serve many runs, unless it follows one
     if config.follow_student_every is not None:
         claim = Claim(RunIdentity(ReplicaConfig.from_environment().run))
-    engine = build(config, vocab_size(tokenizer), claim)
+    engine = build(config, vocab_size(tokenizer, config.known_ids), claim)
     own_pass = config.engine == "transformers" and config.device != "cpu"
     gpus = device_memory() if own_pass else []  # vLLM sees to its own
     bounds = limits(config, engine.engine_info, available_memory(), gpus)
     engine.engine_info = replace(engine.engine_info, max_length=bounds.max_length)
-    info = describe(options.name, engine.engine_info, tokenizer)
+    info = describe(options.name, engine.engine_info, tokenizer, config.known_ids)
     end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     if config.keep_folder is not None:  # one for each process
         config = config.model_copy(update={"keep_folder": config.keep_folder / str(index)})

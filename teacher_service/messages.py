@@ -315,12 +315,14 @@ def checked_completion(
 # --- what the teacher is ----------------------------------------------------------------------------------
 
 
-def describe(name: str, engine_info: EngineInfo, tokenizer: Any) -> wire.TeacherInfo:
+def describe(
+    name: str, engine_info: EngineInfo, tokenizer: Any, known_ids: int | None = None
+) -> wire.TeacherInfo:
     """TeacherInfo of the teacher called `name`, whose model folder is read for its fingerprint."""
     shared = ("model", "revision", "dtype", "engine", "vocab_size", "hidden_size", "max_length", "max_topk")
     return wire.TeacherInfo(
         name=name,
-        tokenizer_fingerprint=tokenizers.fingerprint(tokenizer),
+        tokenizer_fingerprint=tokenizers.fingerprint(tokenizer, known_ids),
         chat_template_fingerprint=tokenizers.chat_template_fingerprint(tokenizer),
         fingerprint=model_fingerprint(engine_info),
         can=list(engine_info.can),

@@ -396,4 +396,5 @@ class RunConfig(Settings):
             routes=self.rollout.routing_replay,
             keeps_cache=self.keeps_cache,
             timeout_seconds=self.weights.timeout_seconds,
+            known_ids=self.student.known_ids,
         )

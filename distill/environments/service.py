@@ -55,7 +55,7 @@ def serve(settings: EnvironmentService, host: str, port: int, index: int) -> Non
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while loading, and at uvicorn's end
     tokenizer = load_tokenizer(settings.student)
     environment = make_host(settings, tokenizer)
-    known = fingerprint(tokenizer), vocab_size(tokenizer)
+    known = fingerprint(tokenizer), vocab_size(tokenizer, settings.student.known_ids)
     service = Service(environment, settings.environment, known, token, Claim(RunIdentity(settings.run)))
     serve_app(service.app, host, port, grace=1)
 

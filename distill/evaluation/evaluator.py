@@ -101,7 +101,7 @@ class Evaluator:
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
         self._tokenizer = load_tokenizer(config.student)
-        self._vocab = vocab_size(self._tokenizer)
+        self._vocab = vocab_size(self._tokenizer, config.student.known_ids)
         context = longest_sequence(config)
         self._sets = open_sets(config, open_prompts(config, self._tokenizer, context), self._tokenizer)
         self._playing = Playing(config, environments, context, self._vocab)

@@ -43,7 +43,8 @@ async def probe(
         raise ConfigError(
             f"the evaluator was started without teacher {', '.join(unknown)}: start it from the same file"
         )
-    vocab, temperature = vocab_size(load_tokenizer(config.student)), config.rollout.temperature
+    vocab = vocab_size(load_tokenizer(config.student), config.student.known_ids)
+    temperature = config.rollout.temperature
     setting = (config.evaluation or EvaluationConfig()).device
     student = await asyncio.to_thread(_loaded, config.student, vocab, setting)
 

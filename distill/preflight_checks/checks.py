@@ -9,14 +9,14 @@ import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from distill.buffer import rules
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
 from distill.evaluation.sets import check_rewards, open_sets
-from distill.preflight_checks import environments, experts, objective
+from distill.preflight_checks import environments, experts, objective, vocabulary
 from distill.preflight_checks.devices import Where, check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import PromptSplit, all_known, data_sources, open_prompts, text_config
@@ -35,10 +35,9 @@ from student_trainer.objectives.config import (
 )
 from sync.base import secrets, tokenizers
 from sync.base.address import is_loopback
-from sync.base.errors import ConfigError, DataError
+from sync.base.errors import ConfigError
 from sync.base.own_code import check_module, is_own, use_folder
 from sync.base.settings import ModelSource, OwnStoreConfig
-from sync.base.tokenizers import load_tokenizer
 from sync.wire.peers import Role, wrong_among
 from teacher_service.router import Router
 
@@ -69,21 +68,21 @@ def check(config: RunConfig, where: Where | None = None) -> Checked:
     for name, teacher in config.teachers.items():
         if not teacher.urls:
             check_model(teacher, f"teachers.{name}", runs_vllm(teacher))
-    tokenizer = load_tokenizer(config.student)
-    _check_tokenizers(config, tokenizer)
+    templated = {name: shares_template(config, name) for name in config.teachers}
+    config, tokenizer, differences = vocabulary.resolve(config, templated)
     config, lines = objective.resolve(config)
     config, rendering = check_rendering(config, tokenizer)
-    lines += rendering
+    lines += [*differences, *rendering]
     deepspeed_config(config.trainer)
     check_secrets(config)
     rules(config)
     sections = environments.problems(config)
     model = [*_packing(config), *experts.problems(config)]
-    refuse(wrong_among(_peers(config)))
     refuse([*_teachers(config), *_reach(config), *sections, *_others(config), *model])
+    refuse(wrong_among(_peers(config)))
     _warn_of_temperature(config)
     router = Router(config.teachers)
-    vocab_size = tokenizers.vocab_size(tokenizer)
+    vocab_size = tokenizers.vocab_size(tokenizer, config.student.known_ids)
     refuse([*_topk(config, vocab_size), *objective.heads(config, vocab_size)])
     lines += check_devices(config, where)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
@@ -296,26 +295,6 @@ def _warn_of_temperature(config: RunConfig) -> None:
             rollouts,
             rollouts,
         )
-
-
-def _check_tokenizers(config: RunConfig, tokenizer: Any) -> None:
-    for name, teacher in config.teachers.items():
-        if teacher.urls:
-            continue
-        theirs = load_tokenizer(teacher)
-        both = f"student {config.student.path} and teacher {teacher.path} have different"
-        if parts := tokenizers.differing_parts(*map(tokenizers.fingerprint, (tokenizer, theirs))):
-            raise DataError(
-                f"{both} {', '.join(parts)}: token ids must mean the same to both, "
-                "choose models of one family"
-            )
-        ours, other = map(tokenizers.chat_template_fingerprint, (tokenizer, theirs))
-        if shares_template(config, name) and ours != other:
-            raise DataError(
-                f"{both} chat templates: the teacher would see a format it was not trained on. Name the same "
-                f"Jinja file in student.chat_template and teachers.{name}.chat_template, or set "
-                f"teachers.{name}.prompt_transform"
-            )
 
 
 def _topk(config: RunConfig, vocab: int) -> Iterator[str]:

@@ -141,7 +141,9 @@ class _Checks:
         lengths = longest, config.rollout.max_tokens, info.max_length
         template = tokenizers.chat_template_fingerprint(tokenizer)
         basics = [
-            probes.same_tokenizer(tokenizers.fingerprint(tokenizer), info),
+            probes.same_tokenizer(
+                tokenizers.fingerprint(tokenizer, config.student.known_ids), info, config.student.known_ids
+            ),
             probes.same_template(template, info, needed=shares_template(config, name)),
             capabilities(config, info),
             probes.fits("it", *lengths, "raise the teacher's max_length"),

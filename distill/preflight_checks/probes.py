@@ -101,15 +101,19 @@ async def scores(score: Score, sequences: list[ScoreSequence]) -> list[np.ndarra
 # --- probes
 
 
-def same_tokenizer(ours: str, info: TeacherInfo) -> Finding:
-    """Compare with `ours`, the student's fingerprint (`sync.base.tokenizers.fingerprint`)."""
+def same_tokenizer(ours: str, info: TeacherInfo, known_ids: int | None = None) -> Finding:
+    """Compare with `ours`, the student's fingerprint (`sync.base.tokenizers.fingerprint`).
+
+    What ids mean must be the same; how text is cut only decides the prompts, which the student's cuts.
+    """
     differing = tokenizers.differing_parts(ours, info.tokenizer_fingerprint)
+    size = f" with known_ids = {known_ids}" if known_ids else ""
     return _finding(
         "same tokenizer",
-        not differing,
-        f"{len(differing)} of {len(tokenizers.PARTS)} parts differ ({', '.join(tokenizers.PARTS)})",
-        f"{', '.join(differing)} of {info.model} are not the student's: token ids would mean other things; "
-        "choose models of one family, or give the teacher the tokenizer it was trained with",
+        tokenizers.PARTS[0] not in differing,
+        f"{', '.join(differing) or 'no part'} differs ({', '.join(tokenizers.PARTS)})",
+        f"ids of {info.model} mean other text than the student's: choose models of one family, or give the "
+        f"teacher the tokenizer it was trained with and start its process{size} from this configuration",
     )
 
 

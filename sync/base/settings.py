@@ -48,10 +48,14 @@ class ModelSource(Settings):
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     chat_template: str | None = None
-    """Path of a Jinja file that replaces the tokenizer's chat template."""
+    """Path of a Jinja file that replaces the tokenizer's chat template, or the folder or Hub id of a model
+    whose template does. None: the tokenizer's own; of a student that has none, its teacher's."""
     template_time: datetime | None = None
     """What the clock of the chat template (`strftime_now`) says. None: for a student whose template reads it,
     the start of the run; a resume keeps it."""
+    known_ids: int | None = Field(None, ge=2)
+    """Token ids below it are used, and rows of the model beyond it are padding. None: those that the
+    tokenizers of the student and its teachers share."""
 
 
 class Placement(Settings):
@@ -236,6 +240,8 @@ class ReplicaConfig(Settings):
     """Its KV cache outlives a swap of weights (`WeightsConfig.kv_on_swap`)."""
     timeout_seconds: float = Field(300.0, gt=0)
     """A broadcast that takes longer has failed."""
+    known_ids: int | None = None
+    """As `ModelSource.known_ids`."""
 
     def environment(self) -> dict[str, str]:
         """The variable that `from_environment` reads."""

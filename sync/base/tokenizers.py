@@ -1,25 +1,27 @@
-"""Whether two models mean the same by a token id: fingerprints of tokenizers and the parts that differ.
+"""Whether two models mean the same by a token id: what ids mean, how conversations are rendered, what ends.
 
-A fingerprint has three parts of 32 hex digits (BLAKE3, 128 bits each): vocabulary, merges, special ids.
-Padded rows of a model, the padding token, truncation and padding settings are not part of it; the chat
-template has a fingerprint of its own. Works on any tokenizer object of transformers; imports no torch.
+Ids mean text: that is what `agree` compares. Names of special ids (bos, pad, unk), how an added token is
+flagged, and the text of a chat template are no part of it. A fingerprint, for tokenizers elsewhere,
+has two parts of 32 hex digits (BLAKE3, 128 bits each): vocabulary, and how text is cut. Works on any
+tokenizer object of transformers; imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from blake3 import blake3
 
-from sync.base.errors import ConfigError
+from sync.base.errors import ConfigError, DataError
 from sync.base.hub import check_reachable
 from sync.base.settings import ModelSource
 
-PARTS: Final = ("vocabulary", "merges", "special ids")
+PARTS: Final = ("vocabulary", "merges")
 _DIGITS: Final = 32
 
 
@@ -53,7 +55,7 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise ConfigError(f"the tokenizer of {source.path!r} cannot be loaded: {remedy}. {error}") from error
     if source.chat_template is not None:
         try:
-            tokenizer.chat_template = Path(source.chat_template).read_text()
+            tokenizer.chat_template = _template(source.chat_template)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
     return at_time(tokenizer, source.template_time)
@@ -66,9 +68,16 @@ def at_time(tokenizer: Any, moment: datetime | None) -> Any:
     return tokenizer
 
 
-def vocab_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id; rows of a model beyond it are padding."""
-    return max(tokenizer.get_vocab().values()) + 1
+def _template(path: str) -> Any:
+    """The text of a Jinja file, or the template of the model whose folder or Hub id it is."""
+    named = Path(path).is_dir() or not (Path(path).is_file() or Path(path).suffix)
+    return load_tokenizer(ModelSource(path=path)).chat_template if named else Path(path).read_text()
+
+
+def vocab_size(tokenizer: Tokenizer, known_ids: int | None = None) -> int:
+    """One more than the largest id, and at most `known_ids`; rows of a model beyond it are padding."""
+    size = max(tokenizer.get_vocab().values()) + 1
+    return size if known_ids is None else min(size, known_ids)
 
 
 def never_sample_from(model: Any, known: int) -> None:
@@ -88,20 +97,121 @@ def never_sample_from(model: Any, known: int) -> None:
     model.compute_logits = compute_logits
 
 
-def fingerprint(tokenizer: Tokenizer) -> str:
-    """96 hex digits over vocabulary, merges and special ids, in this order."""
-    parts = (sorted(tokenizer.get_vocab().items()), _merges(tokenizer), special_ids(tokenizer))
-    return "".join(_digest(part) for part in parts)
+def fingerprint(tokenizer: Tokenizer, known_ids: int | None = None) -> str:
+    """64 hex digits over the vocabulary (below `known_ids`) and the rules that cut text, in this order."""
+    size = vocab_size(tokenizer, known_ids)
+    vocabulary = sorted(item for item in tokenizer.get_vocab().items() if item[1] < size)
+    return _digest(vocabulary) + _digest(_rules(tokenizer))
 
 
 def chat_template_fingerprint(tokenizer: Tokenizer) -> str | None:
-    """32 hex digits over the chat template; None: it has none."""
-    return _digest(tokenizer.chat_template) if tokenizer.chat_template else None
+    """32 hex digits over what two conversations render to; None: it has no chat template."""
+    return _digest(rendered(tokenizer)) if tokenizer.chat_template else None
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """The ids that begin and end a sequence, and the unknown one."""
-    return {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")}
+_DAY: Final = datetime(2026, 1, 1)
+
+
+def rendered(tokenizer: Any) -> list[str]:
+    """Two conversations as the chat template writes them on one fixed day; why not, where it refuses one."""
+    user, system = {"role": "user", "content": "A?"}, {"role": "system", "content": "S."}
+    whole = [system, user, {"role": "assistant", "content": "B."}, {"role": "user", "content": "C?"}]
+    from jinja2 import TemplateError
+
+    texts = []
+    for messages in ([user], whole):
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, strftime_now=_DAY.strftime
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            text = f"refused: {type(error).__name__}"
+        texts.append(str(text))
+    return texts
+
+
+def end_ids(source: ModelSource, tokenizer: Any) -> list[int]:
+    """Ids at which the model ends a completion: its tokenizer's and those of its generation config."""
+    from transformers.utils import cached_file
+
+    ids = {tokenizer.eos_token_id} - {None}
+    for name in ("generation_config.json", "config.json"):
+        path = cached_file(
+            source.path, name, revision=source.revision, _raise_exceptions_for_missing_entries=False
+        )
+        listed = json.loads(Path(path).read_text()).get("eos_token_id") if path else None
+        if listed is not None:
+            return sorted(ids | ({*listed} if isinstance(listed, list) else {int(listed)}))
+    return sorted(ids)
+
+
+# --- what two tokenizers have in common
+
+
+class Agreement(NamedTuple):
+    """What student and teacher mean alike."""
+
+    known_ids: int
+    """Ids below it mean the same text to both; what either has beyond it is used by neither."""
+    lines: list[str]
+    """What differs, and what is done about it."""
+
+
+def agree(student: Any, teacher: Any) -> Agreement:
+    """Compare what ids mean. Raises DataError with the first ids that mean different text."""
+    ours, theirs = _texts(student), _texts(teacher)
+    common = sorted(ours.keys() & theirs.keys())
+    clashes = [id_ for id_ in common if ours[id_] != theirs[id_]]
+    reserved = [id_ for id_ in clashes if _PLACEHOLDER.search(ours[id_]) or _PLACEHOLDER.search(theirs[id_])]
+    clashes = [id_ for id_ in clashes if id_ not in {*reserved}]
+    known = 1 + max(common, default=-1)
+    if clashes:
+        known = clashes[0]
+        added = {*student.get_added_vocab().values()} & {*teacher.get_added_vocab().values()}
+        if any(id_ not in added for id_ in common if id_ >= known):
+            raise DataError(
+                f"{len(clashes)} of {len(common)} token ids mean other text to the teacher: "
+                + ", ".join(f"{id_} is {ours[id_]!r} and {theirs[id_]!r}" for id_ in clashes[:3])
+            )
+    lines = []
+    if reserved:
+        names = ", ".join(f"{id_} is {ours[id_]!r} and {theirs[id_]!r}" for id_ in reserved[:3])
+        lines.append(f"{names}: a reserved id and its name, taken for the same")
+    for side, texts in (("student", ours), ("teacher", theirs)):
+        if more := sorted(id_ for id_ in texts if id_ >= known):
+            names = ", ".join(f"{texts[id_]!r} ({id_})" for id_ in more[:3])
+            lines.append(
+                f"{len(more)} ids from {more[0]} on are the {side}'s alone, such as {names}: they are never "
+                "sampled and left out of both sides' probabilities"
+            )
+    if names := _differing_names(student, teacher):
+        lines.append(f"{names}: names alone, the teacher is given the student's ids")
+    if _rules(student) != _rules(teacher):
+        lines.append(
+            "merges, normalizer or pre-tokenizer differ: prompts are cut as the student cuts them, which the "
+            "teacher may have seen seldom"
+        )
+    return Agreement(known, lines)
+
+
+_PLACEHOLDER: Final = re.compile("reserved|unused|placeholder|dummy|extra_id|<SPECIAL_")
+"""In the name of a token that no model was trained on; later models of a family give its id a name."""
+
+
+def _texts(tokenizer: Any) -> dict[int, str]:
+    return {id_: token for token, id_ in tokenizer.get_vocab().items()}
+
+
+def _differing_names(student: Any, teacher: Any) -> str:
+    """Such as "bos is none and '<s>'"; the ends have a line of their own."""
+    names = {name: [getattr(t, f"{name}_token", None) for t in (student, teacher)] for name in _NAMES}
+    words = {name: [repr(token) if token else "none" for token in pair] for name, pair in names.items()}
+    return ", ".join(
+        f"{name} is {mine} and {other}" for name, (mine, other) in words.items() if mine != other
+    )
+
+
+_NAMES: Final = ("bos", "pad", "unk")
 
 
 def differing_parts(ours: str, other: str) -> list[str]:
@@ -111,7 +221,7 @@ def differing_parts(ours: str, other: str) -> list[str]:
     return [name for i, name in enumerate(PARTS) if _part(ours, i) != _part(other, i)]
 
 
-def _merges(tokenizer: Tokenizer) -> Any:
+def _rules(tokenizer: Tokenizer) -> Any:
     """What else decides how text becomes ids; None for tokenizers without a Rust backend."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

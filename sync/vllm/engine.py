@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from sync.base.address import token_from_environment
 from sync.base.decoding import convert
 from sync.base.errors import ConfigError, SnapshotError
+from sync.base.settings import ReplicaConfig
 from sync.vllm.routing import RouteRecord
 from sync.vllm.swap import Place, Source, Swap
 from sync.vllm.vllm_weights import initial_weights, leave_out_padding, stage_adapter, stage_weights
@@ -77,7 +78,7 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        leave_out_padding(model, vllm_config)
+        leave_out_padding(model, vllm_config, ReplicaConfig.from_environment().known_ids)
         self._adapters = vllm_config.lora_config is not None
         start = partial(initial_weights, vllm_config, model)
         name, read = ("no adapter", tuple) if self._adapters else ("the model folder of the start", start)

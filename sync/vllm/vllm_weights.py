@@ -40,13 +40,15 @@ from sync.weights.snapshots.checkpoint import NamedTensors
 logger = logging.getLogger(__name__)
 
 
-def leave_out_padding(model: Any, config: VllmConfig) -> None:
-    """Never sample an id that the tokenizer does not have. Nothing changes where the model has no such row.
+def leave_out_padding(model: Any, config: VllmConfig, known_ids: int | None) -> None:
+    """Never sample an id that the tokenizer does not have, or that is not below `known_ids`.
+
+    Nothing changes where the model has no such row.
 
     vLLM's other way to logits, batch-sharded sampling, refuses the max-logprobs of -1 that we start with.
     """
     rows = config.model_config.get_vocab_size()
-    known = vocab_size(cached_tokenizer_from_config(config.model_config))
+    known = vocab_size(cached_tokenizer_from_config(config.model_config), known_ids)
     if known < rows:
         logger.info("ids %d to %d have no token: they are never sampled", known, rows - 1)
         never_sample_from(model, known)

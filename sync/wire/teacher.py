@@ -183,7 +183,7 @@ class TeacherInfo(Message, frozen=True):
     max_topk: int
     """Most ids per position (K) that the teacher chooses."""
     tokenizer_fingerprint: str
-    """BLAKE3 hex over vocabulary, merges and special ids (`sync.base.tokenizers.fingerprint`)."""
+    """BLAKE3 hex over vocabulary and merges (`sync.base.tokenizers.fingerprint`)."""
     chat_template_fingerprint: str | None
     """None: the tokenizer has no chat template."""
     fingerprint: str

@@ -171,7 +171,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(distill: Distill, models: Pa
     tokenizer["model"]["vocab"] |= {"a": VOCABULARY.index("b"), "b": VOCABULARY.index("a")}
     path.write_text(json.dumps(tokenizer))
     message = distill(f"teachers.sorter.path={other}")
-    assert "have different vocabulary: token ids must mean the same" in message
+    assert "have different vocabularies, 2 of 29 token ids mean other text to the teacher: " in message
+    assert "is 'a' and 'b'" in message
+    assert "token ids must mean the same to both" in message
     assert "choose models of one family" in message
 
 
@@ -182,7 +184,10 @@ def test_another_chat_template_matters_to_prompts_that_go_through_it(
     shutil.copytree(models / "teacher", taught)
     (taught / "chat_template.jinja").write_text("{{ messages[0].content }}")
     config = str(config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n' * 10))
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{{ messages[0].content }}!")
     given = ["preflight", config, "--set", f"teachers.sorter.path={taught}"]
+    given += ["--set", f"student.chat_template={mine}"]
     with pytest.raises(SystemExit) as leaving:
         main([*given, "--set", "prompts.template=chat"])
     assert leaving.value.code == 2

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from sync.base.errors import DataError
+from sync.base.settings import ModelSource
 from sync.base.tokenizers import (
+    agree,
     chat_template_fingerprint,
     differing_parts,
+    end_ids,
     fingerprint,
+    load_tokenizer,
+    rendered,
     vocab_size,
 )
 
@@ -27,7 +35,7 @@ def tokenizer(vocab: dict[str, int] = VOCAB, merges: list[tuple[str, str]] = MER
 def test_the_same_tokenizer_has_the_same_fingerprint_whatever_its_padding() -> None:
     one, other = tokenizer(), tokenizer(padding_side="left", pad_token="c", model_max_length=7)
     assert fingerprint(one) == fingerprint(other)
-    assert len(fingerprint(one)) == 96
+    assert len(fingerprint(one)) == 64
     assert vocab_size(one) == 6
 
 
@@ -48,18 +56,89 @@ def test_other_merges_are_told_apart() -> None:
     assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == ["merges"]
 
 
-def test_another_end_of_sequence_is_told_apart() -> None:
-    other = tokenizer(eos_token="c")
-    assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == ["special ids"]
+def test_names_of_special_ids_are_no_part_of_what_ids_mean_and_are_said() -> None:
+    other = tokenizer(eos_token="c", bos_token="a")
+    assert fingerprint(tokenizer()) == fingerprint(other)
+    known, (line,) = agree(tokenizer(), other)
+    assert known == 6
+    assert line.startswith("bos is none and 'a'")
 
 
-def test_chat_templates_are_compared_apart_from_the_tokenizer() -> None:
-    one, other = tokenizer(chat_template="{{ messages }}"), tokenizer(chat_template="{{ messages }}!")
+def test_ids_beyond_the_shared_ones_are_left_out_and_the_fingerprints_below_them_are_equal() -> None:
+    more = tokenizer()
+    more.add_tokens(["new"])
+    for pair, side in (((tokenizer(), more), "teacher"), ((more, tokenizer()), "student")):
+        known, (line,) = agree(*pair)
+        assert known == 6
+        assert line.startswith(f"1 ids from 6 on are the {side}'s alone, such as 'new' (6)")
+    assert vocab_size(more, 6) == 6
+    assert fingerprint(more, 6) == fingerprint(tokenizer())
+
+
+def test_different_tokens_added_at_the_end_are_left_out_of_both() -> None:
+    one, other = tokenizer(), tokenizer()
+    one.add_tokens(["x"])
+    other.add_tokens(["y"])
+    known, lines = agree(one, other)
+    assert known == 6
+    assert ["'x' (6)" in lines[0], "'y' (6)" in lines[1]] == [True, True]
+
+
+def test_ids_that_mean_other_text_are_refused_with_the_first_of_them() -> None:
+    with pytest.raises(DataError, match=r"2 of 6 token ids .*: 1 is 'a' and 'b', 2 is 'b' and 'a'"):
+        agree(tokenizer(), tokenizer(VOCAB | {"a": 2, "b": 1}))
+
+
+def test_a_reserved_id_that_a_later_model_named_is_the_same_id() -> None:
+    old = tokenizer(VOCAB | {"<|reserved_special_token_0|>": 6, "<|eot|>": 7})
+    new = tokenizer(VOCAB | {"<|pad|>": 6, "<|eot|>": 7})
+    known, (line,) = agree(old, new)
+    assert known == 8
+    assert line.startswith("6 is '<|reserved_special_token_0|>' and '<|pad|>'")
+
+
+def test_other_rules_of_cutting_text_are_said() -> None:
+    known, (line,) = agree(tokenizer(), tokenizer(merges=MERGES[::-1]))
+    assert known == 6
+    assert line.startswith("merges, normalizer or pre-tokenizer differ")
+
+
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def test_chat_templates_are_compared_by_what_they_render() -> None:
+    one = tokenizer(chat_template=CHAT)
+    comment, other = tokenizer(chat_template=CHAT + "{# why #}"), tokenizer(chat_template=CHAT + "!")
     assert fingerprint(one) == fingerprint(other) == fingerprint(tokenizer())
     assert chat_template_fingerprint(tokenizer()) is None
+    assert chat_template_fingerprint(one) == chat_template_fingerprint(comment)
     assert chat_template_fingerprint(one) != chat_template_fingerprint(other)
+    named = tokenizer(chat_template=CHAT)
+    named.chat_template = {"default": CHAT, "tool_use": CHAT + "?"}
+    assert chat_template_fingerprint(named) == chat_template_fingerprint(one)
+
+
+def test_a_template_that_refuses_a_conversation_is_compared_by_that() -> None:
+    refusing = tokenizer(chat_template="{{ raise_exception('no') }}")
+    assert rendered(refusing) == ["refused: TemplateError"] * 2
+
+
+def test_the_ends_are_the_tokenizers_and_those_of_the_generation_config(tmp_path: Path) -> None:
+    source, eos = ModelSource(path=str(tmp_path)), tokenizer()
+    assert end_ids(source, eos) == [0]
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    assert end_ids(source, eos) == [0, 3]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert end_ids(source, eos) == [0, 1, 2]
+
+
+def test_a_template_is_taken_from_a_model_that_is_named(tmp_path: Path) -> None:
+    for name, template in (("base", None), ("chat", CHAT)):
+        tokenizer(chat_template=template).save_pretrained(tmp_path / name)
+    source = ModelSource(path=str(tmp_path / "base"), chat_template=str(tmp_path / "chat"))
+    assert load_tokenizer(source).chat_template == CHAT
 
 
 def test_a_fingerprint_of_another_kind_differs_in_every_part() -> None:
-    assert differing_parts("0" * 64, "1" * 64) == ["vocabulary", "merges", "special ids"]
+    assert differing_parts("0" * 96, "1" * 96) == ["vocabulary", "merges"]
     assert differing_parts("abc", "abc") == []

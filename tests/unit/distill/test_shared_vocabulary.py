@@ -1,0 +1,136 @@
+"""A run of models with unlike tokenizers of one family: what differs is left out, stopped at, and said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from distill.config import RunConfig
+from distill.preflight_checks.vocabulary import resolve
+from sync.base.errors import ConfigError, DataError
+
+VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", "A", "B"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+BASE = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "chat_template": None}
+INSTRUCT = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": CHATML}
+
+Make = Callable[..., None]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Writes a folder with config and tokenizer, without weights."""
+
+    def write(
+        name: str, special: dict[str, Any], rows: int = 16, more: tuple[str, ...] = (), **kept: Any
+    ) -> None:
+        core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="A"))
+        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        core.add_special_tokens(VOCABULARY[:3])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **special)
+        tokenizer.add_special_tokens({"extra_special_tokens": [*more]} if more else {})
+        tokenizer.save_pretrained(tmp_path / name)
+        settings = {"model_type": "llama", "vocab_size": rows, "eos_token_id": tokenizer.eos_token_id}
+        (tmp_path / name / "config.json").write_text(json.dumps(settings | kept))
+
+    return write
+
+
+def configured(tmp_path: Path, **teachers: str) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "folder": tmp_path, "steps": 1},
+            "student": {"path": str(tmp_path / "student")},
+            "teachers": {name: {"path": str(tmp_path / path)} for name, path in teachers.items()},
+            "prompts": {"type": "task", "task": "sort_letters"},
+            "rollout": {"batch": 4, "max_tokens": 8},
+            "trainer": {"lr": 1e-3, "deepspeed": "zero3.json"},
+        }
+    )
+
+
+def test_a_base_student_ends_where_its_instruct_teacher_does_and_takes_its_template(
+    make: Make, tmp_path: Path
+) -> None:
+    make("student", BASE)
+    make("teacher", INSTRUCT)
+    shared = resolve(configured(tmp_path, t="teacher"), {"t": True})
+    assert shared.config.rollout.stop_token_ids == [2]
+    assert shared.config.student.known_ids is None
+    assert shared.config.student.chat_template == str(tmp_path / "teacher")
+    assert shared.tokenizer.chat_template == CHATML
+    names, template, ends = shared.lines
+    assert "bos is '<|endoftext|>' and '<|im_start|>'" in names
+    assert "the student has no chat template: prompts are rendered by the teacher's" in template
+    assert "the teacher ends at '<|im_end|>' (2), the student at '<|endoftext|>' (0)" in ends
+
+
+def test_models_with_equal_tokenizers_leave_the_configuration_as_it_is(make: Make, tmp_path: Path) -> None:
+    for name in ("student", "teacher"):
+        make(name, INSTRUCT)
+    config = configured(tmp_path, t="teacher")
+    assert resolve(config, {"t": True})[::2] == (config, [])
+
+
+@pytest.mark.parametrize("longer", ["student", "teacher"])
+def test_an_id_of_one_side_alone_is_left_out_of_every_model(longer: str, make: Make, tmp_path: Path) -> None:
+    for name in ("student", "teacher"):
+        make(name, INSTRUCT, more=("<|extra|>",) if name == longer else ())
+    config, _, (line,) = resolve(configured(tmp_path, t="teacher"), {"t": True})
+    assert [config.student.known_ids, config.teachers["t"].known_ids] == [8, 8]
+    assert f"1 ids from 8 on are the {longer}'s alone, such as '<|extra|>' (8)" in line
+    assert config.subscriber("student-0").known_ids == 8
+
+
+def test_a_students_end_that_the_teacher_does_not_have_is_refused(make: Make, tmp_path: Path) -> None:
+    make("student", INSTRUCT | {"eos_token": "<|stop|>"}, more=("<|stop|>",))
+    make("teacher", INSTRUCT)
+    with pytest.raises(
+        DataError, match=r"id 8 \('<\|stop\|>'\) means nothing to a teacher, and a completion"
+    ):
+        resolve(configured(tmp_path, t="teacher"), {"t": True})
+
+
+def test_a_teachers_end_that_the_student_does_not_have_is_said(make: Make, tmp_path: Path) -> None:
+    make("student", INSTRUCT)
+    make("teacher", INSTRUCT | {"eos_token": "<|stop|>"}, more=("<|stop|>",))
+    config, _, lines = resolve(configured(tmp_path, t="teacher"), {"t": True})
+    assert config.rollout.stop_token_ids == []
+    assert "ends at '<|stop|>' (8), which the student does not have: it is left out" in lines[-1]
+
+
+def test_the_ends_of_all_teachers_are_learnt(make: Make, tmp_path: Path) -> None:
+    make("student", BASE)
+    make("one", INSTRUCT)
+    make("other", INSTRUCT, eos_token_id=[2, 7])
+    templated = {"a": False, "b": False}
+    assert resolve(configured(tmp_path, a="one", b="other"), templated).config.rollout.stop_token_ids == [
+        2,
+        7,
+    ]
+
+
+def test_an_id_beyond_the_students_rows_is_refused_by_name(make: Make, tmp_path: Path) -> None:
+    make("student", INSTRUCT, rows=8, more=("<|extra|>",))
+    make("teacher", INSTRUCT)
+    with pytest.raises(
+        ConfigError, match=r"9 ids and its model 8 rows, so there is none for '<\|extra\|>' \(8\)"
+    ):
+        resolve(configured(tmp_path, t="teacher"), {"t": True})
+
+
+def test_ids_beyond_a_teachers_rows_are_left_out(make: Make, tmp_path: Path) -> None:
+    make("student", INSTRUCT)
+    make("teacher", INSTRUCT, rows=7)
+    config, _, (line,) = resolve(configured(tmp_path, t="teacher"), {"t": True})
+    assert config.teachers["t"].known_ids == 7
+    assert "the teacher's model has 7 rows: ids beyond them are left out of both sides" in line
