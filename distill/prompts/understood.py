@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,12 +16,12 @@ from distill.config import RunConfig
 from distill.config.loading import recorded
 from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
 from distill.prompts.mixture import Mixture
-from distill.prompts.sources import PromptSplit, model_config
+from distill.prompts.sources import PromptSplit
 from distill.prompts.stream import Prompt
 from distill.prompts.template import rendered
 from sync.base.errors import DataError
 from sync.base.settings import ModelSource
-from sync.base.tokenizers import at_time
+from sync.base.tokenizers import at_time, end_ids
 
 _USER, _ANSWER, _NEXT = "What is 2+2?", "It is four.", "And 3+3?"
 _CONVERSATION: Final = (
@@ -77,18 +76,6 @@ def _start_of_run(config: RunConfig) -> datetime:
         if isinstance(before, dict) and before.get("template_time"):
             return datetime.fromisoformat(str(before["template_time"]))
     return datetime.now().replace(microsecond=0)
-
-
-def end_ids(source: ModelSource, tokenizer: Any) -> list[int]:
-    """Ids at which an engine ends a completion: those of the model's configurations and of its tokenizer."""
-    from transformers import GenerationConfig
-
-    configs = [model_config(source)]
-    with contextlib.suppress(OSError):  # a model without one
-        configs.append(GenerationConfig.from_pretrained(source.path, revision=source.revision))
-    ids = [tokenizer.eos_token_id, *(getattr(settings, "eos_token_id", None) for settings in configs)]
-    several = [id_ if isinstance(id_, list) else [id_] for id_ in ids]
-    return sorted({id_ for group in several for id_ in group if id_ is not None})
 
 
 def first_prompts(config: RunConfig, split: PromptSplit, tokenizer: Any) -> list[str]:

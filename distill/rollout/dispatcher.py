@@ -155,39 +155,41 @@ class Dispatcher:
         One with room that is busier than others without, which are behind, is sent up to an even share: the
         first to take a version does not take the work of all.
         """
-        able, config = self._pool.able(), self._config
+        able, config, hopeless = self._pool.able(), self._config, self._hopeless()
+        in_flight = sum(replica.in_flight for replica in able)
         for place, replica in enumerate(able):
-            size = room = self._room(replica)
+            size = room = self._room(replica, hopeless)
             if place > 0:
-                share = ceil((sum(each.in_flight for each in able) + room) / len(able))
+                share = ceil((in_flight + room) / len(able))
                 size = min(room, max(0, share - replica.in_flight))
             size = min(size, config.request_size, config.max_in_flight)
             if size and replica.in_flight + size <= config.max_in_flight:
                 return replica, size
         return None
 
-    def _room(self, replica: Replica) -> int:
-        """Prompts that `replica` may be sent now: those that were requeued, then new ones.
+    def _room(self, replica: Replica, hopeless: int) -> int:
+        """Prompts that `replica` may be sent now, with `_hopeless`: those that were requeued, then new ones.
 
         A new one is bounded by the depth. One that was requeued counted when it was new, perhaps at a greater
         depth or for a replica ahead of this one, so that the bound itself holds for it.
         """
         state, again = self._run_log.state, len(self._requeued)
         if again:
-            room = state.room(replica.version, state.rules.bound.limit, self._hopeless() + again)
+            room = state.room(replica.version, state.rules.bound.limit, hopeless + again)
             if room < again:
                 return room
-        return again + self._new(replica)
+        return again + self._new(replica, hopeless)
 
-    def _new(self, replica: Replica) -> int:
+    def _new(self, replica: Replica, hopeless: int) -> int:
         """Prompts that may be issued for `replica` now."""
-        state, hopeless = self._run_log.state, self._hopeless()
+        state = self._run_log.state
         needed = (self._steps - state.next_step) * self._config.batch - (state.outstanding - hopeless)
         return max(0, min(needed, state.room(replica.version, self.depth.batches, hopeless)))
 
     def _most_new(self) -> int:
         """Prompts that may be issued now."""
-        return max(map(self._new, self._pool.able()), default=0)
+        hopeless = self._hopeless()
+        return max((self._new(replica, hopeless) for replica in self._pool.able()), default=0)
 
     def _hopeless(self) -> int:
         """Completions in flight with weights that are too old for every batch."""
@@ -211,8 +213,8 @@ class Dispatcher:
     def _note_blocked(self) -> None:
         """An idle replica is blocked on the trainer when its room is used up, else on nothing."""
         idle = [replica for replica in self._pool.able() if replica.in_flight == 0]
-        before = self._blocked
-        self._blocked = {replica.name for replica in idle if not self._room(replica)}
+        before, hopeless = self._blocked, self._hopeless()
+        self._blocked = {replica.name for replica in idle if not self._room(replica, hopeless)}
         for name in before | self._blocked:  # one that was blocked may have been removed
             self._timeline.waits(name, TRAINER if name in self._blocked else None)
 

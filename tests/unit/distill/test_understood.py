@@ -11,10 +11,10 @@ import pytest
 from distill.config import RunConfig
 from distill.config.loading import validate
 from distill.prompts.sources import open_prompts
-from distill.prompts.understood import check_rendering, end_ids, first_prompts
+from distill.prompts.understood import check_rendering, first_prompts
 from sync.base.errors import DataError
 from sync.base.settings import ModelSource
-from sync.base.tokenizers import load_tokenizer
+from sync.base.tokenizers import end_ids, load_tokenizer
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = (
