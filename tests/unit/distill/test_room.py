@@ -1,0 +1,113 @@
+"""Replicas that refuse, hang, slow down, die or are held: the bound holds, and the others go on at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from in_memory import MemoryReplica, MemoryTrainer
+
+from distill.config import RunConfig
+from distill.controller import Controller
+from distill.rollout.hold import hold
+from sync.base.errors import DistillError, RemoteError
+from sync.wire import UpdateReply, UpdateRequest
+
+pytestmark = pytest.mark.virtual_time
+TROUBLE, PAUSE = (3.0, 12.0), 1.5
+"""Seconds that a trouble lasts, and the most between two steps: a sound replica needs 0.3 for a batch."""
+KINDS = ("slow", "dead", "refusing", "hung", "held")
+
+
+class Troubled(MemoryReplica):
+    """A replica with a trouble of the kind `is_`; "well": none."""
+
+    is_ = "well"
+
+    async def pass_time(self, seconds: float = 0.0) -> None:
+        while self.is_ == "hung":
+            await super().pass_time(0.05)
+        await super().pass_time(seconds * (20 if self.is_ == "slow" else 1))
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+        await self.pass_time(0.02)
+        if self.is_ == "refusing":
+            raise RemoteError("the disk of its mirror is full")
+        return await super().update(request, timeout)
+
+
+async def trouble(run: Controller, name: str, engine: Troubled, kinds: tuple[str, ...], seed: str) -> None:
+    """One trouble after the other, until cancelled."""
+    chance = random.Random(seed)
+    while True:
+        await asyncio.sleep(chance.uniform(0.5, 2.0))
+        engine.is_, seconds = chance.choice(kinds), chance.uniform(*TROUBLE)
+        if engine.is_ == "dead":
+            engine.die()
+        if engine.is_ == "held" and (target := run.run_log.state.target):
+            try:
+                async with hold(run.pool, target.version, 0.0):
+                    await asyncio.sleep(seconds)
+            except DistillError:
+                continue
+        else:
+            await asyncio.sleep(seconds)
+        if engine.is_ == "dead":
+            engine.revive()
+        engine.is_ = "well"
+
+
+async def steps_amid(
+    run: Controller, kinds: tuple[str, ...], seed: int
+) -> tuple[list[float], dict[str, Any]]:
+    """Times of the steps, and the run's summary; all replicas but the first are in trouble."""
+    trainer, times = MemoryTrainer(run.session, step_seconds=0.02), list[float]()
+    run.pool.poll_seconds = run.pool.retry_seconds = 0.1
+    running = asyncio.create_task(run.run())
+    training = asyncio.create_task(trainer.run())
+    others = [
+        asyncio.create_task(trouble(run, name, replica.engine, kinds, f"{seed} {name}"))  # type: ignore[arg-type]
+        for name, replica in list(run.pool.replicas.items())[1:]
+    ]
+    while not training.done():
+        async with asyncio.timeout(100):
+            await asyncio.wait(
+                {training, stepped := asyncio.create_task(trainer.stepped.wait())},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        stepped.cancel()
+        times.append(time.monotonic())
+    for other, replica in zip(others, list(run.pool.replicas.values())[1:], strict=True):
+        other.cancel()
+        replica.engine.is_ = "well"  # type: ignore[attr-defined]
+        replica.engine.up = True  # type: ignore[attr-defined]
+    await asyncio.gather(*others, return_exceptions=True)
+    summary = await running
+    trained = [rollout for ids in trainer.ledger[0].values() for rollout in ids]
+    assert len(trained) == len(set(trained)) == 8 * summary["steps"]
+    return times[:-1], summary
+
+
+@pytest.mark.parametrize(
+    "kinds", [("refusing",), ("hung",), ("held",), ("slow", "dead", "refusing", "hung", "held")]
+)
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_bound_holds_and_steps_go_on_whatever_becomes_of_the_other_replicas(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig], kinds: tuple[str, ...], seed: int
+) -> None:
+    replicas = {f"r{n}": Troubled(seed=n, token_seconds=0.01) for n in range(3)}
+    limit = 1 + seed
+    settings = config(
+        run={"steps": 100}, buffer={"max_staleness": limit, "depth": ("full", "adaptive")[seed % 2]},
+        rollout={"stall_timeout_seconds": 600},
+    )  # fmt: skip
+    run = controller(settings, replicas=replicas)
+    times, summary = await steps_amid(run, kinds, seed)
+    assert summary["steps"] == 100
+    assert summary["buffer"]["age_max"] <= limit
+    assert max(after - before for before, after in pairwise(times)) < PAUSE
