@@ -233,7 +233,8 @@ class Received(NamedTuple):
 class Receiver:
     """One worker's side: `receive` for every ticket, `close` at the end. Senders hold the same `token`.
 
-    `timeout`, in seconds, bounds every single wait.
+    `timeout`, in seconds, bounds every single wait but those for the sender's word, which last as long as the
+    sender answers. Give the sender's own.
     """
 
     def __init__(self, timeout: float, device: torch.device | str = "cpu", token: str | None = None) -> None:
@@ -338,10 +339,10 @@ class Reception:
         self._check_backend(get("backend").decode())
         plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(get("plan")))
         store.set(f"here/{ticket.rank}", self._receiver.held(ticket))
-        group = self._receiver.group(get("go").decode(), ticket)
+        group = self._receiver.group(store.told("go", self._given_up.is_set).decode(), ticket)
         with used(group, self._groups, self._given_up.is_set):
             tensors = self._receive_buckets(group, plan)
-            sent = json_decoder(dict[str, str]).decode(get("digests"))
+            sent = json_decoder(dict[str, str]).decode(store.told("digests", self._given_up.is_set))
             digests = {name: digest(tensor) for name, tensor in tensors.items()}
             if digests != sent:
                 wrong = sorted(name for name in sent if digests.get(name) != sent[name])

@@ -140,6 +140,17 @@ class Meeting(Store):
             self.wait([key], given_up=given_up)
         return value
 
+    def told(self, key: str, given_up: Callable[[], bool]) -> bytes:
+        """Value of a key that the sender sets, unless it gives up; waits for as long as the sender answers.
+
+        How long it may take others is the sender's to bound: a member that stopped waiting before would be
+        counted as there. Raises RuntimeError when the sender is gone, or the broadcast is `given_up`.
+        """
+        while not self.come([key]):
+            if given_up():
+                raise RuntimeError(f"{key} did not come: the broadcast was given up")
+        return self.get(key)
+
     def delete_key(self, key: str) -> bool:
         return self._ask(Ask("delete", self._names([key]))) is not None
 

@@ -43,6 +43,8 @@ from sync.wire import (
 )
 from sync.wire.client import Peer
 
+BROADCAST_SECONDS = 60
+"""What bounds a wait of a broadcast, on both sides, as in a run."""
 AMX = str(Path(__file__).parent / "amx")
 """Folder whose sitecustomize simulates the processor."""
 TOKEN, VOCABULARY, CONTEXT = "a token of the tests", 64, 512
@@ -126,7 +128,7 @@ class Server:
             run="tests",
             store_path=work / "store",
             mirror=work / f"mirror-{index}",
-            timeout_seconds=20,
+            timeout_seconds=BROADCAST_SECONDS,
             lora_rank=lora_rank,
             routes=routes,
         )
@@ -224,7 +226,7 @@ async def broadcast(
     weights = {name: tensor for name, tensor in checkpoint.read_folder(folder) if keep(name)}
     settings = folder / "adapter_config.json"
     plan = plan_of(weights, adapter_config=settings.read_text() if settings.is_file() else None)
-    sender, group = BroadcastSender("127.0.0.1", 0, timeout=60.0, token=TOKEN), f"group-{step}"
+    sender, group = BroadcastSender("127.0.0.1", 0, timeout=BROADCAST_SECONDS, token=TOKEN), f"group-{step}"
     ticket = BroadcastTicket(sender.address, group, 1, 1 + workers)
     answer = asyncio.create_task(update(peer, step, broadcast=ticket))
     try:

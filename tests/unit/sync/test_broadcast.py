@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -53,6 +54,25 @@ def receiver(timeout: float = 10.0, device: str = "cpu", token: str | None = Non
 
 def receive(sender: BroadcastSender, group: str, rank: int, size: int, timeout: float = 10.0) -> Reception:
     return receiver(timeout).receive(BroadcastTicket(sender.address, group, rank, size))
+
+
+def test_a_member_waits_for_the_senders_word_as_long_as_the_sender_answers():
+    """A slow second member must not cost the first, which the sender counts as there already."""
+    served = rendezvous.Served("127.0.0.1", 0, rendezvous.broadcast_key(None))
+    meeting = rendezvous.Meeting(served.ask, "group", timedelta(0))
+    slow = threading.Timer(1.5, meeting.set, ("go", "formed"))
+    with pytest.raises(RuntimeError, match="go did not come within 0 s"):
+        meeting.get("go")
+    slow.start()
+    try:
+        assert meeting.told("go", lambda: False) == b"formed"
+        with pytest.raises(RuntimeError, match="digests did not come: the broadcast was given up"):
+            meeting.told("digests", lambda: True)
+    finally:
+        slow.join()
+        served.close()
+    with pytest.raises(ConnectionResetError, match="the sender is closed"):
+        meeting.told("digests", lambda: False)
 
 
 def test_two_receivers_hold_exactly_the_bits_that_were_sent(sender):
