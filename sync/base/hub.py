@@ -30,8 +30,10 @@ def check_reachable(name: str, revision: str | None, kind: Literal["model", "dat
         return
     cache, file = constants.HF_HUB_CACHE, "config.json" if kind == "model" else "README.md"
     deadline = time.monotonic() + WAIT_SECONDS
-    while not Path(cache, repo_folder_name(repo_id=name, repo_type=kind)).is_dir():
+    while True:
         try:
+            if Path(cache, repo_folder_name(repo_id=name, repo_type=kind)).is_dir():
+                return
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind, revision=revision))
             return
         except HfHubHTTPError as error:

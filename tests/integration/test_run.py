@@ -64,10 +64,10 @@ STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 100, 120
 BOTH_ENDS = {"type": "task", "task": "sort_letters"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 GIVES_UP = """
-import os, pathlib
+import pathlib, psutil
 calls = pathlib.Path(__file__).with_name("calls")
 def reward_fn(prompt, completion):
-    if b"evaluator" in pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
+    if any("evaluator" in word for parent in psutil.Process().parents() for word in parent.cmdline()):
         with calls.open("a") as file:
             file.write("x")
         if calls.stat().st_size > 4:

@@ -22,14 +22,16 @@ from sync.base.errors import DataError, RemoteError
 from sync.wire import CompletionsRequest, EvalReport, GenerateRequest, Version
 
 TASKS = 12
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MADE: list[Evaluator] = []
 ENVIRONMENT = {"type": "environment", "environment": "guess"}
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    save(tmp_path / "student", 0)
-    save(tmp_path / "teacher", 1)
+    for seed, name in enumerate(("student", "teacher")):
+        save(tmp_path / name, seed)
+        (tmp_path / name / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path
 
 
