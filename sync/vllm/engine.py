@@ -8,6 +8,7 @@ that fails ends the process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from sync.base.address import token_from_environment
 from sync.base.decoding import convert
 from sync.base.errors import ConfigError, SnapshotError
-from sync.base.settings import ReplicaConfig
+from sync.base.settings import REPLICA_VARIABLE, ReplicaConfig
 from sync.vllm.routing import RouteRecord
 from sync.vllm.swap import Place, Source, Swap
 from sync.vllm.vllm_weights import initial_weights, leave_out_padding, stage_adapter, stage_weights
@@ -78,7 +79,9 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        leave_out_padding(model, vllm_config, ReplicaConfig.from_environment().known_ids)
+        # an engine without the variable follows no run: tests and programs of others start it so
+        known_ids = ReplicaConfig.from_environment().known_ids if REPLICA_VARIABLE in os.environ else None
+        leave_out_padding(model, vllm_config, known_ids)
         self._adapters = vllm_config.lora_config is not None
         start = partial(initial_weights, vllm_config, model)
         name, read = ("no adapter", tuple) if self._adapters else ("the model folder of the start", start)

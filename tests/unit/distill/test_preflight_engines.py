@@ -31,6 +31,7 @@ from sync.base.tokenizers import load_tokenizer
 from sync.wire import (
     Array,
     EnvironmentInfo,
+    EpisodeOver,
     Generated,
     Head,
     ProbeReply,
@@ -51,6 +52,9 @@ from teacher_service.messages import describe
 REWARDED = {"type": "topk", "k": 4, "task": {}}
 
 
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """student/, teacher/ and other/ with random weights."""
@@ -61,6 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(seed)
         untaught(recipe).save_pretrained(folder / name)
         letter_tokenizer().save_pretrained(folder / name)
+        (folder / name / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
@@ -164,6 +169,9 @@ class Game:
         self.begun.append(id)
         ids = self._tokenizer("abcdefgh"[: 2 + task % 6] + ">", add_special_tokens=False)["input_ids"]
         return Turn(id=id, turn=0, token_ids=pack(np.array(ids, "i4")), keep=0)
+
+    async def proceed(self, id: str, turn: int, answer: Array, reason: str) -> EpisodeOver:
+        return EpisodeOver(id=id, reward=1.0)
 
     async def end(self, ids: list[str]) -> None:
         self.begun = [id for id in self.begun if id not in ids]

@@ -127,14 +127,17 @@ def test_teachers_with_another_template_are_refused_without_a_common_one(
     models: Path, tmp_path: Path
 ) -> None:
     config = replaced(load(ROOT / "configs/recipes/several_teachers.toml"), models, tmp_path)
-    plain = config.model_copy(
-        update={
-            "student": config.student.model_copy(update={"chat_template": None}),
-            "teachers": {n: t.model_copy(update={"chat_template": None}) for n, t in config.teachers.items()},
-        }
-    )
+    coder = next(name for name, teacher in config.teachers.items() if "Coder" in teacher.path)
+    teachers = {n: t.model_copy(update={"chat_template": None}) for n, t in config.teachers.items()}
+    student = config.student.model_copy(update={"chat_template": None})
+    plain = config.model_copy(update={"student": student, "teachers": teachers})
+    lines = checks.check(plain)[2]
+    alike = "chat templates differ in text and render conversations alike: the student's is used"
+    assert [line for line in lines if alike in line], "they differ where enable_thinking is false"
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    other = teachers[coder].model_copy(update={"chat_template": str(tmp_path / "other.jinja")})
     with pytest.raises(DataError, match=r"Coder.* have different chat templates"):
-        checks.check(plain)
+        checks.check(plain.model_copy(update={"teachers": teachers | {coder: other}}))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
