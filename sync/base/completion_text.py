@@ -45,10 +45,12 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     """None: there is no chat template, or it writes no special token there."""
     if not getattr(tokenizer, "chat_template", None):
         return None
+    from jinja2 import TemplateError
+
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": CONTENT}]
     try:
         behind = tokenizer.apply_chat_template(turn, tokenize=False).rpartition(CONTENT)[2]
-    except Exception:  # noqa: BLE001 - of a template: whoever renders prompts with it says so
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):  # rendering prompts says so
         return None
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
     special = special_ids(tokenizer)
