@@ -90,8 +90,9 @@ $(RAY)/.installed: $(STAMP) requirements/ray.lock
 	$(RAY)/bin/python requirements/install.py requirements/ray.lock
 	touch $@
 
-docs: $(DOCS)/.installed  ## the documents as a site in site/; a broken link is an error
+docs: $(STAMP) $(DOCS)/.installed  ## the documents and the reference as a site in site/; a broken link is an error
 	rm -rf site $(DOCS)/tree && mkdir $(DOCS)/tree && cp -r mkdocs.yml docs $(DOCS)/tree
+	$(BIN)/python tests/support/reference.py $(DOCS)/tree/docs
 	cd $(DOCS)/tree && ../bin/zensical build --strict  # a copy: its cache would lie among the models of .cache
 	mv $(DOCS)/tree/site site
 

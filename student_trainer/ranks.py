@@ -2,7 +2,7 @@
 
 On one machine they meet at the launcher's file, so that no port is opened. On several they meet at rank 0's
 MASTER_ADDR:MASTER_PORT, set by the deepspeed launcher. torch's own store would listen there on every
-interface, and it obeys every client: here it listens on that one address. docs/operations.md has the rule for
+interface, and it obeys every client: here it listens on that one address. docs/clusters.md has the rule for
 the firewall.
 """
 

@@ -1,7 +1,7 @@
 """Configuration of a run: the sections of its TOML file.
 
 A section stands beside the code that reads it; this module holds the controller's and joins them all.
-`python tests/support/reference.py` writes docs/configuration.md from the text under each field.
+`make docs` makes a page of the texts under the fields.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every figure of a run: its one name, its unit and what it means.
 
 metrics.jsonl, wandb and TensorBoard use these names, and metrics of Prometheus follow from them; summary.json
-nests them: `buffer/age_mean` is summary["buffer"]["age_mean"]. docs/operations.md holds the same table.
+nests them: `buffer/age_mean` is summary["buffer"]["age_mean"]. `make docs` makes a page of them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class MetricsRow(msgspec.Struct):
 
 
 class Summary(TypedDict):
-    """summary.json: the figures of a run that has ended or was stopped (docs/operations.md explains each)."""
+    """summary.json: the figures of a run that has ended or was stopped (docs/running.md explains each)."""
 
     name: str
     seed: int
@@ -109,7 +109,7 @@ def read_run(folder: Path) -> Run:
     if odd := [name for line in lines for name in line if name not in AXES and unknown(name)]:
         raise DataError(
             f"{folder}/metrics.jsonl has the figure {odd[0]!r}, and names are in the sections "
-            f"{', '.join(SECTIONS)} (docs/operations.md): read it with the version that wrote it"
+            f"{', '.join(SECTIONS)} (distill/metrics/names.py): read it with the version that wrote it"
         )
     figures = ((line["step"], *figure) for line in lines for figure in line.items())
     for step, name, value in figures:

@@ -156,7 +156,7 @@ def _text(request: Wanted, split: Split | None, length: int, path: Path) -> str:
 # distill plan {path.name}             seconds of each stage, bottleneck, hours
 # distill run {path.name}
 #
-# Written by `distill init` for {place}. docs/configuration.md documents every key.
+# Written by `distill init` for {place}. `make docs` makes a page of every key.
 
 [run]
 name = {_quoted(_name(request))}

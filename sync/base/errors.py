@@ -90,7 +90,7 @@ class Interrupted(DistillError):
 
 _FAULTS: Final = [getattr(signal, f"SIG{name}") for name in ("ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV")]
 _HINTS: Final = {
-    signal.SIGILL: "this processor lacks an instruction of the program: docs/operations.md, Processors",
+    signal.SIGILL: "this processor lacks an instruction of the program: docs/large-models.md, Processors",
     signal.SIGBUS: "a file in memory could not be filled: look at the room in /dev/shm and on the run's disk",
     signal.SIGKILL: "killed by a user or, when memory ran out, by the kernel (dmesg)",
 }

@@ -1,4 +1,4 @@
-"""Every family with experts in vLLM's engines on a CPU, against transformers (docs/operations.md)."""
+"""Every family with experts in vLLM's engines on a CPU, against transformers (docs/large-models.md)."""
 
 from __future__ import annotations
 

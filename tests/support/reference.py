@@ -1,8 +1,9 @@
-"""Write docs/configuration.md and docs/commands.md from the code: `python tests/support/reference.py`."""
+"""The pages of the site that are written from the code: `python tests/support/reference.py FOLDER`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
@@ -14,33 +15,49 @@ from pydantic_core import PydanticUndefined
 from distill.cli.main import app
 from distill.config import RunConfig
 from distill.config.loading import sections
+from distill.metrics.names import FIGURES
+from distill.run_log.audit import VIOLATIONS
 from sync.base.settings import Settings
 
-DOCS: Final = Path(__file__).parents[2] / "docs"
 _HEAD: Final = """# Configuration
 
 One TOML file describes a run; `configs/` holds files to start from. Unknown keys are refused with the nearest
 known one, every value is checked before anything is started, and `--set section.key=value` on the command
 line overrides the file. Relative paths start at the working directory. Secrets belong in the environment:
 `DISTILL_TOKEN` (or a path in `DISTILL_TOKEN_FILE`), `HF_TOKEN`, `WANDB_API_KEY` and `TEACHER_API_KEY`, for
-teachers behind an `engine_url` ([operations](operations.md#secrets)).
+teachers behind an `engine_url` ([operations](clusters.md#secrets)).
 
 Options of DeepSpeed and vLLM that are not listed here go through `trainer.deepspeed`, `trainer.overrides` and
 `student.engine_args` unchanged.
-
-This page is written by `python tests/support/reference.py` from the classes that check the file.
 """
 _COMMANDS: Final = """# Commands
 
 `distill COMMAND --help` prints the same. Exit status: 0 done; 1 failed, or a guarantee was broken; 2 a
 setting or data that cannot be used; 130 stopped.
+"""
+_FIGURES: Final = """# Figures and violations
 
-This page is written by `python tests/support/reference.py` from the command line.
+One name for each figure, in `metrics.jsonl`, Weights & Biases, TensorBoard and `summary.json`; for
+`/metrics` see [Prometheus](clusters.md#prometheus). Words in capitals stand for names. `step` and `time`
+(seconds since the epoch) are the axes of `metrics.jsonl`, where every line has the trainer's `lineage`: a
+step that a resume or a rollback did again stands there once for each, and once, the newest, in reports,
+plans and `load_run`; a step whose trainer died between its checkpoint and its report counts as trained and
+has no line. Counts and tokens without "of the step" or "now" are sums since the start of the run;
+`perf/busy_seconds`, `idle_seconds` and `waited_seconds` begin anew when the controller restarts; bytes and
+seconds of `sync/` are medians over the newest versions and updates, except for those of the newest.
 """
 
 
+def figures() -> str:
+    """What a run measures, and what `distill audit` may find."""
+    rows = [f"| `{figure.name}` | {figure.unit} | {figure.meaning} |" for figure in FIGURES]
+    found = [f"| `{name}` | {meaning} |" for name, meaning in VIOLATIONS.items()]
+    parts = [_FIGURES, "| name | unit | meaning |", "| --- | --- | --- |", *rows, "", "## Violations", ""]
+    return "\n".join([*parts, "| violation | entries |", "| --- | --- |", *found, ""])
+
+
 def configuration() -> str:
-    """docs/configuration.md."""
+    """Every key of a configuration."""
     parts = [_HEAD]
     for name, field in RunConfig.model_fields.items():
         parts += _section(name, field)
@@ -133,7 +150,7 @@ def _cell(text: str) -> str:
 
 
 def commands() -> str:
-    """docs/commands.md."""
+    """Every command with its options."""
     parts = [_COMMANDS]
     for name, command in every_command(typer.main.get_command(app), "distill"):
         context = command.make_context(name, [], resilient_parsing=True)
@@ -165,8 +182,8 @@ def parsed(words: list[str]) -> dict[str, Any]:
     return arguments
 
 
-PAGES: Final = {DOCS / "configuration.md": configuration, DOCS / "commands.md": commands}
+PAGES: Final = {"configuration.md": configuration, "commands.md": commands, "figures.md": figures}
 
 if __name__ == "__main__":
-    for path, written in PAGES.items():
-        path.write_text(written())
+    for name, written in PAGES.items():
+        (Path(sys.argv[1]) / name).write_text(written())

@@ -82,12 +82,6 @@ def test_turns_are_the_mean_over_episodes_and_left_out_without_them() -> None:
     assert flat(totals(state, Timeline()))["rollout/turns"] == 2.5
 
 
-def test_the_page_has_the_same_table() -> None:
-    page = (ROOT / "docs/operations.md").read_text()
-    table = page.split("| name | unit | meaning |\n| --- | --- | --- |\n")[1].split("\n\n")[0]
-    assert table.splitlines() == [f"| `{row.name}` | {row.unit} | {row.meaning} |" for row in FIGURES]
-
-
 def test_names_of_earlier_versions_are_told_apart() -> None:
     old = ("loss", "staleness/mean", "seconds/wait", "tokens/trained", "rollouts/late", "teachers/t/tokens")
     assert all(unknown(name) for name in old)

@@ -236,7 +236,7 @@ def test_every_metric_of_the_dashboard_is_exported(names: set[str]) -> None:
 
 
 def test_the_documents_list_every_metric(names: set[str]) -> None:
-    section = (ROOT / "docs/operations.md").read_text().partition("## Prometheus")[2].partition("\n## ")[0]
+    section = (ROOT / "docs/clusters.md").read_text().partition("## Prometheus")[2].partition("\n## ")[0]
     listed = {name.partition("{")[0] for name in re.findall(r"`(distill_[^`]+[^_])`", section)}
     exported = {re.sub("_(count|sum|bucket)$", "", name) for name in names if name.startswith("distill_")}
     assert not listed - exported, "named, and exported by no role"

@@ -76,7 +76,7 @@ def test_a_folder_without_figures_is_refused(tmp_path: Path) -> None:
 def test_a_run_of_an_earlier_version_is_refused_by_the_first_name_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 2.0, "staleness/mean": 1.0}\n')
     with pytest.raises(
-        DataError, match=r"the figure 'staleness/mean'.*rollout, teacher.*operations\.md.*wrote it"
+        DataError, match=r"the figure 'staleness/mean'.*rollout, teacher.*names\.py.*wrote it"
     ):
         read_run(tmp_path)
 
