@@ -31,22 +31,18 @@ GRACE_SECONDS: Final = 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit status."""
-    options = _parse(arguments)
-
-    def work() -> None:
-        serve(read_settings(TeacherConfig, options.config), options)
-
-    return run_role(log, f"teacher {options.name}[{options.index}]", work)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m teacher_service", description="Serve one teacher.")
     parser.add_argument("--config", type=Path, required=True, help="TeacherConfig as JSON")
     parser.add_argument("--name", required=True, help="the teacher's name in the run's configuration")
     parser.add_argument("--host", help="default: the configuration's")
     parser.add_argument("--port", type=int, help="default: the configuration's, 0: any free one")
     parser.add_argument("--index", type=int, default=0, help="replica, chooses its port and devices")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+
+    def work() -> None:
+        serve(read_settings(TeacherConfig, options.config), options)
+
+    return run_role(log, f"teacher {options.name}[{options.index}]", work)
 
 
 def serve(config: TeacherConfig, options: argparse.Namespace) -> None:

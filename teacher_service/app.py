@@ -121,8 +121,6 @@ class TeacherService:
 
         return answer
 
-    # --- scores and completions ---------------------------------------------------------------------------
-
     async def _answer(self, read: Callable[[bytes], Call], request: Request) -> Response:
         async with self._bodies.read(request) as body:
             heavy = len(body) > INLINE_BYTES
@@ -134,17 +132,11 @@ class TeacherService:
                 )
             with self._batcher.submit(work) as outcomes:
                 answers = await _all(outcomes, request, call.deadline)
-                heavy |= call.keep or call.reply_bytes > INLINE_BYTES
-                return (
-                    await asyncio.to_thread(self._reply, call, answers)
-                    if heavy
-                    else self._reply(call, answers)
-                )
+                if heavy or call.keep or call.reply_bytes > INLINE_BYTES:
+                    return await asyncio.to_thread(self._reply, call, answers)
+                return self._reply(call, answers)
 
     def _reply(self, call: Call, outcomes: Sequence[Outcome]) -> Response:
-        return reply(call.reply(results=self._results(call, outcomes)))
-
-    def _results(self, call: Call, outcomes: Sequence[Outcome]) -> list[Any]:
         """A result for each id, from the outcomes of its work. Raises Unreachable that the engine met."""
         results: list[Scored | TeacherCompletion | ScoreRefused] = []
         computed = iter(outcomes)
@@ -162,9 +154,7 @@ class TeacherService:
             else:
                 results.append(result)
         self.metrics.refused.inc(sum(isinstance(result, ScoreRefused) for result in results))
-        return results
-
-    # --- the other routes ---------------------------------------------------------------------------------
+        return reply(call.reply(results=results))  # type: ignore[arg-type]
 
     async def get_scores(self, request: Request) -> Response:
         body = await asyncio.to_thread(self._kept.open, request.path_params["key"])
@@ -184,14 +174,14 @@ class TeacherService:
         return reply(self.info)
 
     async def get_head(self, _: Request) -> Response:
-        return await self._batcher.in_engine_thread(self._head_reply)
+        def head_reply() -> Response:  # a head of gigabytes is encoded there too
+            if (head := self._engine.head()) is None:
+                raise BadRequest(
+                    422, f'engine {self.info.engine!r} gives no output head: use engine = "transformers"'
+                )
+            return reply(head)
 
-    def _head_reply(self) -> Response:
-        if (head := self._engine.head()) is None:
-            raise BadRequest(
-                422, f'engine {self.info.engine!r} gives no output head: use engine = "transformers"'
-            )
-        return reply(head)
+        return await self._batcher.in_engine_thread(head_reply)
 
     async def health(self, _: Request) -> Response:
         if self._batcher.healthy:
@@ -223,7 +213,7 @@ class BodyLimit:
     """Reads request bodies within a bound on each, and on all that are being read or answered."""
 
     def __init__(self, request_limit: int, total: int) -> None:
-        self._one, self._total, self._held = request_limit, total, 0
+        self._limit, self._total, self._held = request_limit, total, 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
@@ -237,8 +227,8 @@ class BodyLimit:
             async for chunk in request.stream():
                 body += chunk
                 self._held += len(chunk)
-                if len(body) > self._one:
-                    raise WireError(f"body is longer than {self._one} bytes: send fewer at once")
+                if len(body) > self._limit:
+                    raise WireError(f"body is longer than {self._limit} bytes: send fewer at once")
                 if self._held > self._total:
                     raise Overloaded(
                         f"requests in work hold {self._total} bytes: come back later, or add a replica", 1.0

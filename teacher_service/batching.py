@@ -224,7 +224,8 @@ class Batcher:
                     queued.outcome.set_result(outcome)
 
     async def _score(self, batch: Sequence[_Queued]) -> list[EngineScores]:
-        items, options = _items(batch)
+        items: list[Any] = [queued.work.item for queued in batch]
+        options: Any = batch[0].work.options
         counts = [item.positions for item in items]
         scores = await self.in_engine_thread(lambda: split(self._engine.score(items, options), counts))
         self._metrics.sequences.inc(len(batch))
@@ -233,10 +234,19 @@ class Batcher:
 
     async def _generate(self, batch: Sequence[_Queued]) -> Sequence[EngineCompletion | str]:
         """Generate in slices of SLICE_SECONDS; stop when all callers of the batch are gone."""
-        steps = self._engine.generate(*_items(batch))
+        prompts: list[Any] = [queued.work.item for queued in batch]
+        options: Any = batch[0].work.options
+        steps = self._engine.generate(prompts, options)
+
+        def generated() -> list[EngineCompletion] | None:
+            """The completions if generation finished in this slice, else None."""
+            end = time.monotonic() + SLICE_SECONDS
+            while (completions := next(steps)) is None and time.monotonic() < end:
+                pass
+            return completions
+
         while not all(entry.outcome.done() for entry in batch):
-            completions = await self.in_engine_thread(lambda: _slice(steps))
-            if completions is None:
+            if (completions := await self.in_engine_thread(generated)) is None:
                 continue
             if len(completions) != len(batch):
                 raise DataError(f"the engine gave {len(completions)} completions for {len(batch)} prompts")
@@ -245,23 +255,10 @@ class Batcher:
         return ["cancelled: no caller is waiting"] * len(batch)
 
 
-def _items(batch: Sequence[_Queued]) -> tuple[list[Any], Any]:
-    """What the engine gets: items or prompts, and the options that they share."""
-    return [queued.work.item for queued in batch], batch[0].work.options
-
-
 def _failed(queued: _Queued, error: Exception) -> Outcome:
     what = "sequence" if isinstance(queued.work.item, Item) else "prompt"
     log.error("a %s of %d tokens failed", what, queued.work.tokens, exc_info=error)
     return f"the engine failed on this {what}: {type(error).__name__}: {error}"
-
-
-def _slice(steps: base.Steps) -> list[EngineCompletion] | None:
-    """The completions if generation finished in this slice, else None."""
-    end = time.monotonic() + SLICE_SECONDS
-    while (completions := next(steps)) is None and time.monotonic() < end:
-        pass
-    return completions
 
 
 def split(scores: EngineScores, counts: Sequence[int]) -> list[EngineScores]:

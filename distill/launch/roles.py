@@ -33,7 +33,7 @@ from sync.base.errors import ConfigError
 from sync.base.memory import allocator
 from sync.base.settings import ModelSource, Placement, Settings
 from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
-from teacher_service.engines.gpu_slots import GpuSlotsConfig
+from teacher_service.engines.reload import GpuSlotsConfig
 
 EVALUATOR, EVALUATION_REPLICA = "evaluator", "evaluation-replica"
 CONTROLLER = "controller"

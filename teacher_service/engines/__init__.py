@@ -32,8 +32,7 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
         return cast(Engine, make_own(config.engine, "engine", _is_engine, expected, config, vocab_size))
     from sync.base.settings import ReplicaConfig
     from sync.weights.subscribe import Subscriber
-    from teacher_service.engines.gpu_slots import GpuSlot
-    from teacher_service.engines.reload import FollowingEngine, IdleUnloadEngine
+    from teacher_service.engines.reload import FollowingEngine, GpuSlot, IdleUnloadEngine
     from teacher_service.engines.transformers import load
 
     if idle is not None:

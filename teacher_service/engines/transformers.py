@@ -6,26 +6,26 @@ after the other. Engine "vllm" computes on all at once.
 The base model gives last hidden states after the final norm; the head is applied here, in chunks, and only at
 scored positions. Attention is causal and padding is on the right, so no mask is needed.
 
-Letters in shapes: L tokens of a sequence, B rows and W columns of a forward pass, C scored positions of a
-batch, K ids per position, H hidden size, V vocabulary.
+Letters in shapes: L tokens of a sequence, or padded length with completion; B rows and W columns of a forward
+pass, N tokens of one decoding step, S steps, C scored positions of a batch, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sync.base.errors import ConfigError
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base
-from teacher_service.engines.base import EngineInfo, EngineScores, Item, ScoreOptions
+from teacher_service.engines.base import EngineCompletion, EngineInfo, EngineScores, Item, ScoreOptions
 from teacher_service.engines.head import find_head, score_items
-from teacher_service.engines.sampling import generate
 
 PASS_TOKENS: Final = {"cpu": 64, "cuda": 4096}
 """Tokens whose computation takes as long as the fixed part of one more forward pass, roughly."""
@@ -58,7 +58,7 @@ class TransformersEngine:
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
         overhead = PASS_TOKENS.get(self._model.device.type, 64)
         groups = rectangles([len(item.token_ids_L) for item in items], self._batch_tokens, overhead)
-        hidden_of: dict[int, torch.Tensor] = {}
+        hidden_of: dict[int, Tensor] = {}
         for rows in groups:
             ids_BW = torch.from_numpy(padded_ids([items[i] for i in rows]))
             ids_BW = ids_BW.to(self._model.device, non_blocking=True)
@@ -70,8 +70,13 @@ class TransformersEngine:
         return score_items(self._head, hidden_CH, items, options, self._head_chunk)
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
-        ends = sorted({*_end_ids(self._model), *params.stop_token_ids})
-        return generate(self._model, len(self._head.weight_VH), prompts, params, ends)
+        ends = list(params.stop_token_ids)
+        for config in (self._model.generation_config, self._model.config):  # the folder's, else the model's
+            ids = getattr(config, "eos_token_id", None)
+            if ids is not None:
+                ends += ids if isinstance(ids, list | tuple) else [int(ids)]
+                break
+        return generate(self._model, len(self._head.weight_VH), prompts, params, sorted({*ends}))
 
     def head(self) -> Head | None:
         return self._head.message(self._model.dtype)
@@ -114,16 +119,115 @@ def padded_ids(items: Sequence[Item]) -> np.ndarray:
     return ids_BW
 
 
+# --- completions, sampled with a key-value cache -----------------------------------------------------------
+
+
+class Sampled(NamedTuple):
+    """Completions of one batch, left-padded."""
+
+    tokens_BL: Tensor
+    attended_BL: Tensor
+    """1 on prompt and completion, 0 on padding."""
+    completion_BL: Tensor
+    """True on completion tokens."""
+
+
+def grow(
+    model: Any,
+    vocab: int,
+    prompts: Sequence[Sequence[int]],
+    ends: Sequence[int],
+    steps: int,
+    draw: Callable[[Tensor], Tensor],
+) -> Iterator[Sampled]:
+    """The batch after each token, until every completion has ended or has `steps` tokens.
+
+    `ends`: ids that end a completion, the ending one is part of it. `vocab`: rows of the model that may be
+    drawn. `draw`: float32 logits [B, V] of the next token → int64 [B, 1], the token drawn.
+    """
+    start = max(map(len, prompts))
+    rows = [[0] * (start - len(row)) + list(row) for row in prompts]
+    attended = [[0] * (start - len(row)) + [1] * len(row) for row in prompts]
+    tokens_BL, attended_BL = (torch.tensor(table, device=model.device) for table in (rows, attended))
+    step_BN = tokens_BL
+    going_B = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
+    end_ids = torch.tensor(list(ends), dtype=torch.int64, device=model.device)
+    cache = None
+    for _ in range(steps):
+        positions_BN = (attended_BL.cumsum(1) - 1).clamp_min(0)[:, -step_BN.shape[1] :]
+        out = model(
+            input_ids=step_BN,
+            attention_mask=attended_BL,
+            position_ids=positions_BN,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = out.past_key_values
+        step_BN = draw(out.logits[:, -1, :vocab].float())
+        tokens_BL = torch.cat([tokens_BL, step_BN], 1)
+        attended_BL = torch.cat([attended_BL, going_B[:, None].long()], 1)
+        completion_BL = attended_BL.bool()
+        completion_BL[:, :start] = False
+        yield Sampled(tokens_BL, attended_BL, completion_BL)
+        going_B = going_B & ~torch.isin(step_BN[:, 0], end_ids)
+        if not going_B.any():
+            return
+
+
+def completions(sampled: Sampled) -> list[list[int]]:
+    """Token ids of each completion, its end token included."""
+    rows = zip(sampled.tokens_BL, sampled.completion_BL, strict=True)
+    return [tokens_L[completion_L].tolist() for tokens_L, completion_L in rows]
+
+
+def generate(
+    model: Any,
+    vocab: int,
+    prompts: Sequence[base.EnginePrompt],
+    params: base.GenerationParams,
+    ends: Sequence[int],
+) -> base.Steps:
+    """See `Engine.generate`; `ends`: the model's own stop ids and those of `params`.
+
+    Draws by inverting each row's cumulative distribution at random numbers from the row's own seed, so that a
+    completion does not depend on the rest of its batch (beyond the rounding of padded ones).
+    """
+    count, logprobs = params.max_tokens, list[Tensor]()  # of every step, float32 [B]
+    rows = [np.random.default_rng(prompt.seed).random(count, dtype=np.float32) for prompt in prompts]
+    numbers_BS = torch.from_numpy(np.stack(rows)).to(model.device)
+
+    def draw(logits_BV: Tensor) -> Tensor:
+        logp_BV = (logits_BV / params.temperature).log_softmax(-1)
+        token_B1 = inverse(logp_BV.exp().cumsum(-1), numbers_BS[:, len(logprobs), None])
+        logprobs.append(logp_BV.gather(1, token_B1)[:, 0])
+        return token_B1
+
+    ids = [prompt.token_ids_P.tolist() for prompt in prompts]
+    steps = grow(model, vocab, ids, ends, count, draw)
+    inference = torch.inference_mode()  # not around a yield: what runs between two steps has its own mode
+    while (sampled := inference(next)(steps, None)) is not None:
+        last = sampled
+        yield None
+    logprob_BS = torch.stack(logprobs, 1).cpu().numpy()
+    yield [
+        EngineCompletion(np.array(ids, np.int32), logprob_S[: len(ids)], ids[-1] in ends)
+        for ids, logprob_S in zip(completions(last), logprob_BS, strict=True)
+    ]
+
+
+def inverse(sum_BV: Tensor, number_B1: Tensor) -> Tensor:
+    """The first id whose cumulative probability is above each number's share of the row's sum.
+
+    An id that adds nothing to the sum is never drawn, whatever the number in [0, 1]: 1 gives the last one
+    that does.
+    """
+    total_B1 = sum_BV[:, -1:]
+    share_B1 = torch.minimum(number_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
+    return torch.searchsorted(sum_BV, share_B1, right=True).clamp_max(sum_BV.shape[1] - 1)  # NaN: the last
+
+
 # --- the model's own settings, and loading ----------------------------------------------------------------
-
-
-def _end_ids(model: Any) -> list[int]:
-    """Ids that end a completion, by the folder's generation config, else by the model's config."""
-    for config in (model.generation_config, model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
-    return []
 
 
 def _max_length(config: Any, asked: int | None) -> int:

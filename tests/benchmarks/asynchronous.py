@@ -46,8 +46,7 @@ from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.weights.subscribe import Subscriber
 from sync.wire import Version
 from teacher_service.engines.base import Item, ScoreOptions
-from teacher_service.engines.sampling import completions, grow
-from teacher_service.engines.transformers import TransformersEngine
+from teacher_service.engines.transformers import TransformersEngine, completions, grow
 from tests.benchmarks import limit
 from tests.benchmarks.figures import Figures, Row, TrialCache, command, comparison, cores, crossing, medians
 

@@ -18,7 +18,7 @@ from table_engine import TableEngine, random_table
 from sync.base.errors import ConfigError, Unreachable
 from teacher_service.batching import Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
-from teacher_service.engines import build, gpu_slots
+from teacher_service.engines import build, reload
 from teacher_service.engines.base import (
     Engine,
     EnginePrompt,
@@ -27,8 +27,7 @@ from teacher_service.engines.base import (
     Item,
     ScoreOptions,
 )
-from teacher_service.engines.gpu_slots import GpuSlot, GpuSlotsConfig
-from teacher_service.engines.reload import IdleUnloadEngine
+from teacher_service.engines.reload import GpuSlot, GpuSlotsConfig, IdleUnloadEngine
 
 ITEM = Item(np.array([1, 2, 3], np.int32), 1)
 
@@ -185,7 +184,7 @@ def test_which_slot_was_used_last_is_read_from_no_clock(
         assert [path.name for path in tmp_path.glob("*.wanted")] == ["slot-1.wanted"]
         second.leave()
 
-    monkeypatch.setattr(gpu_slots, "time", SimpleNamespace(sleep=meanwhile))
+    monkeypatch.setattr(reload, "time", SimpleNamespace(sleep=meanwhile))
     third.take()
     assert third._held
     first.leave()
@@ -204,12 +203,12 @@ def test_a_slot_that_was_given_up_goes_to_whoever_requested_it(
     def meanwhile(_: float) -> None:
         if held:
             os.close(held.pop())
-        elif (descriptor := gpu_slots._lock(path)) is not None:
+        elif (descriptor := reload._lock(path)) is not None:
             held.append(descriptor)
             turns.append("whoever requested it")
 
     turns: list[str] = []
-    monkeypatch.setattr(gpu_slots, "time", SimpleNamespace(sleep=meanwhile))
+    monkeypatch.setattr(reload, "time", SimpleNamespace(sleep=meanwhile))
     slot.leave()
     slot.take()
     assert turns == ["whoever requested it"]
@@ -227,7 +226,7 @@ def test_generation_keeps_the_model_and_the_slot_to_its_end(tmp_path: Path) -> N
         second = pool.submit(with_slot, loads, tmp_path)
         while not (tmp_path / "slot-0.wanted").exists():
             time.sleep(0.01)
-        time.sleep(4 * gpu_slots.POLL_SECONDS)  # time to close it, if that were done
+        time.sleep(4 * reload.SLOT_SECONDS)  # time to close it, if that were done
         assert (loads.loaded, loads.closed) == (1, 0)
         *_, completions = steps  # to its end: it holds the model until then
         assert completions is not None

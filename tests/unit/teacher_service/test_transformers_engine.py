@@ -35,8 +35,7 @@ from teacher_service.engines.base import (
     ScoreOptions,
 )
 from teacher_service.engines.head import OutputHead
-from teacher_service.engines.sampling import inverse
-from teacher_service.engines.transformers import TransformersEngine, check_fits, load
+from teacher_service.engines.transformers import TransformersEngine, check_fits, inverse, load
 
 VOCAB = 37
 """Ids of the tokenizer; the model has PADDED rows."""

@@ -25,8 +25,7 @@ from teacher_service.engines.base import (
     ScoreOptions,
 )
 from teacher_service.engines.head import OutputHead
-from teacher_service.engines.vllm import VllmEngine, engine_args, on_cpu
-from teacher_service.engines.vllm_server import ServedCompletions, ServedStates
+from teacher_service.engines.vllm import ServedCompletions, ServedStates, VllmEngine, engine_args, on_cpu
 
 V = 11
 TABLE = random_table(V)
