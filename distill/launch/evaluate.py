@@ -14,7 +14,7 @@ from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.launch.preflight import check_here, claim_of, connected
 from distill.launch.roles import Ports, plan_servers, temporary, token_of
-from distill.preflight_checks.checks import check
+from distill.preflight_checks.checks import check, check_folder
 from sync.base.errors import ConfigError, Unreachable
 from sync.wire import CompletionsRequest, EvalReport, Version
 
@@ -33,8 +33,8 @@ def evaluate_folder(
             f"--model {model} holds an adapter: distill export {model.parent} FOLDER merges it into its "
             "base, and FOLDER can be evaluated"
         )
-    if model is not None and not (model / "config.json").is_file():
-        raise ConfigError(f"--model {model} holds no config.json: name a folder that save_pretrained wrote")
+    if model is not None:
+        check_folder(model, "--model")
     if completions is not None and completions.exists():
         raise ConfigError(f"--completions {completions} exists: name a new folder")
     settings = config.evaluation or EvaluationConfig()

@@ -12,6 +12,7 @@ from sync.base.address import is_loopback, token_from_environment
 from sync.base.errors import ConfigError
 from sync.base.memory import allocator
 from sync.base.settings import Placement, ReplicaConfig
+from sync.weights.snapshots.checkpoint import vllm_formats
 from sync.wire.server import ON_LOOPBACK, check_bind
 
 _OURS: Final[dict[str, Any]] = {
@@ -101,6 +102,7 @@ def command(
         "seed": index,
         **_DEFAULTS,
         **(_CPU_DEFAULTS if cpu else {}),
+        **vllm_formats(config.path),
         **user,
         _OVERRIDES: _overrides(user),
         **ours,

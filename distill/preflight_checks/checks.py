@@ -35,9 +35,10 @@ from student_trainer.objectives.config import (
 )
 from sync.base import secrets, tokenizers
 from sync.base.address import is_loopback
-from sync.base.errors import ConfigError
+from sync.base.errors import ConfigError, SnapshotError
 from sync.base.own_code import check_module, is_own, use_folder
 from sync.base.settings import ModelSource, OwnStoreConfig
+from sync.weights.snapshots import checkpoint
 from sync.wire.peers import Role, wrong_among
 from teacher_service.router import Router
 
@@ -118,16 +119,25 @@ def check_model(source: ModelSource, section: str, runs_vllm: bool = False) -> N
     """
     path = Path(source.path)
     hub_id = source.path.count("/") == 1 and not source.path.startswith((".", "~", "/"))
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(
-            f"{section}.path {path} holds no config.json: name a folder that save_pretrained wrote"
-        )
+    if path.is_dir():
+        check_folder(path, f"{section}.path")
     if not path.is_dir() and "/" in source.path and not hub_id:
         raise ConfigError(
             f"{section}.path {path} does not exist: name a model folder, or a Hub id such as Qwen/Qwen3-0.6B"
         )
     if runs_vllm:
         check_processor(section)
+
+
+def check_folder(path: Path, key: str) -> None:
+    """Raise ConfigError for what is no model folder, and where loaders would read different weights."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{key} {path} holds no config.json: name a folder that save_pretrained wrote")
+    try:
+        if unread := checkpoint.check_weights(path):
+            logger.warning("%s %s", key, unread)
+    except SnapshotError as error:
+        raise ConfigError(f"{key} {error}") from None
 
 
 def check_secrets(config: RunConfig) -> None:

@@ -30,6 +30,7 @@ import torch
 from sync.base.errors import ConfigError, DataError, Unreachable
 from sync.base.retry import retrying
 from sync.vllm.plugin import PLUGIN
+from sync.weights.snapshots.checkpoint import vllm_formats
 from sync.wire import Head
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base
@@ -234,7 +235,8 @@ def engine_args(config: TeacherConfig, dtype: torch.dtype) -> dict[str, Any]:
 
     Raises ConfigError for an argument in `config.engine_args` that this engine sets itself.
     """
-    args = {name.replace("-", "_"): value for name, value in config.engine_args.items()}
+    arguments = {**vllm_formats(config.path), **config.engine_args}
+    args = {name.replace("-", "_"): value for name, value in arguments.items()}
     overrides = {"head_dtype": "model"} | args.pop("hf_overrides", {})  # states as they are, not widened
     fixed = {
         "model": config.path,

@@ -50,13 +50,87 @@ class TensorAt(NamedTuple):
     nbytes: int
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The *.safetensors files that hold a folder's weights: those that its index names, without one all.
+
+    Raises SnapshotError for an index that cannot be read, and when a file that it names is missing.
+    """
+    return _indexed(folder, _WHOLE) or sorted(folder.glob("*.safetensors"))
+
+
+def check_weights(folder: Path) -> str:
+    """Find the one set of files that every loader reads of a model folder; says which ones none reads.
+
+    transformers prefers the whole file to an index, vLLM an index to all files, of which it reads every one;
+    *.bin are read where no *.safetensors are. Raises SnapshotError where they would load different weights.
+    """
+    files = {path.name for ending in (_WHOLE, _PICKLED) for path in folder.glob(f"*{Path(ending).suffix}")}
+    files -= _NO_WEIGHTS
+    pickled = not any(folder.glob("*.safetensors")) and not (folder / f"{_WHOLE}.index.json").is_file()
+    whole = _PICKLED if pickled else _WHOLE
+    alike = {name for name in files if name.endswith(Path(whole).suffix)}
+    indexed = {path.name for path in _indexed(folder, whole)}
+    trainer = {whole} if whole in files else indexed
+    vllm = alike if pickled or not indexed else indexed
+    if files and not trainer:
+        raise SnapshotError(
+            f"{folder} holds {min(files)}, and neither {whole} nor {whole}.index.json, by which weights are "
+            "loaded: name a folder that save_pretrained wrote, with all its files"
+        )
+    if trainer != vllm:
+        sides = (", ".join(sorted(side)[:3]) for side in (trainer, vllm))
+        raise SnapshotError(
+            "{}: the trainer would load {}, and vLLM {}: move away what is not of this model".format(
+                folder, *sides
+            )
+        )
+    stray = ", ".join(sorted(files - trainer)[:3])
+    return (
+        f"{folder}: {', '.join(sorted(trainer)[:3])} are loaded, and nothing reads {stray}" if stray else ""
+    )
+
+
+_WHOLE: Final = "model.safetensors"
+_PICKLED: Final = "pytorch_model.bin"
+_NO_WEIGHTS: Final = frozenset(("training_args.bin", "optimizer.bin", "scheduler.bin", "scaler.bin"))
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _indexed(folder: Path, whole: str) -> list[Path]:
+    """Files that the index of `whole` names; none: there is no index."""
+    index = folder / f"{whole}.index.json"
+    if not index.is_file():
+        return []
+    try:
+        names = sorted({*json_decoder(_Index).decode(index.read_bytes()).weight_map.values()})
+    except _UNREADABLE as error:
+        raise SnapshotError(f"{index} cannot be read: {error}; put it back from where it came") from None
+    present = {path.name for path in folder.glob(f"*{Path(whole).suffix}")}  # no file elsewhere
+    if missing := [name for name in names if name not in present]:
+        raise SnapshotError(
+            f"{index} names {', '.join(missing[:3])}, and {len(missing)} of its {len(names)} files are "
+            "missing: copy or download the rest"
+        )
+    return [folder / name for name in names]
+
+
+def vllm_formats(path: str) -> dict[str, str]:
+    """Engine arguments by which vLLM goes by a folder's index where `consolidated*` files lie beside it."""
+    if not any(Path(path).glob("consolidated*.safetensors")):
+        return {}
+    return {"load-format": "safetensors", "config-format": "hf", "tokenizer-mode": "hf"}
+
+
 def tensors(folder: Path) -> dict[str, TensorAt]:
-    """Every tensor of every *.safetensors file in `folder`, by name.
+    """Every tensor of `weight_files`, by name.
 
     Raises SnapshotError when there is none, when a file is damaged, or when a name appears twice.
     """
     places: dict[str, TensorAt] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         for name, tensor in _read_header(file):
             if name in places:
                 raise SnapshotError(
@@ -239,11 +313,11 @@ def digesting(tensors: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[
 
 
 def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Memory-mapped tensors of every *.safetensors file in a folder, in the order they lie in.
+    """Memory-mapped tensors of `weight_files`, in the order they lie in.
 
     Raises SnapshotError when there is no such file, or one is cut.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise SnapshotError(f"{folder} has no *.safetensors file: it is no checkpoint folder")
     for path in files:

@@ -146,6 +146,18 @@ def test_a_folder_that_holds_no_model_is_refused(distill: Distill, tmp_path: Pat
     assert "holds no config.json" in distill(f"teachers.sorter.path={tmp_path}")
 
 
+def test_a_model_folder_whose_loaders_would_differ_is_refused_by_its_key(
+    distill: Distill, tmp_path: Path
+) -> None:
+    (tmp_path / "m").mkdir()
+    for name in ("config.json", "model.safetensors", "old.safetensors"):
+        (tmp_path / "m" / name).touch()
+    said = distill(f"teachers.sorter.path={tmp_path / 'm'}")
+    assert (
+        f"teachers.sorter.path {tmp_path / 'm'}: the trainer would load model.safetensors, and vLLM" in said
+    )
+
+
 def test_a_folder_to_evaluate_that_holds_no_model_is_refused(distill: Distill, tmp_path: Path) -> None:
     more = ("--model", str(tmp_path / "none"))
     assert f"--model {tmp_path / 'none'} holds no config.json" in distill(name="evaluate", more=more)
