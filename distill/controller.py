@@ -29,8 +29,7 @@ from distill.config import RunConfig
 from distill.evaluation.schedule import Evaluations
 from distill.events import ErrorBudget, Events
 from distill.interfaces import Components, Hooks
-from distill.metrics.advice import Advice
-from distill.metrics.summary import digest_of_all, gauges, identity, of_evaluation, of_step, summarise
+from distill.metrics.summary import Advice, digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.registry import Gangs, Registry
 from distill.rollout.broadcasts import Broadcasts
@@ -62,7 +61,7 @@ class Controller:
     ) -> None:
         self.config, self._parts, self._hooks, run = config, parts, hooks, config.run
         self.events = bus = Events()
-        self.timeline = timeline = Timeline(hooks.span)
+        self.timeline = timeline = Timeline(hooks.span, earlier=parts.earlier)
         budget = ErrorBudget(config.guard.bad_answers, bus)
         checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size, parts.routing)
         self.run_log = run_log = RunLog(
@@ -109,7 +108,7 @@ class Controller:
         self._checkpoint_saved, self._left, self._interrupted = asyncio.Event(), False, False
         self._stop_reason: str | None = None
         self._failure: str | None = None
-        self._end, self._began = Concluded(None, {}, []), time.monotonic()
+        self._end, self._starting = Concluded(None, {}, []), True
         parts.claim.run = run_log.run
         self._subscribe()
         self._roll_back_trainer()
@@ -252,9 +251,9 @@ class Controller:
         self.dispatcher.depth.restart()
         self._parts.claim.run = welcome.run
         self.heartbeats.opened()
-        if self.run_log.state.lineages[welcome.version.lineage].origin is None:
+        if self._starting:
             self.timeline.restart()
-            self._began = time.monotonic()
+            self._starting = False
         if self.evaluations is not None and welcome.version.step == 0:
             self.evaluations.due(welcome.version)
 
@@ -342,14 +341,15 @@ class Controller:
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
         metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
+        figures = summarise(self.run_log.state, self.timeline, metric)
         reached = self.run_log.state.reached
         done = reached is not None and reached.step >= self.config.run.steps
         return {
-            **summarise(self.run_log.state, self.timeline, metric),
+            **figures,
             "completed": done,
             "error": self._failure,
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
-            "seconds": {"distill": time.monotonic() - self._began},
+            "seconds": {"distill": figures["perf"]["run_seconds"]},
             "version": str(reached) if reached else None,
             "run": msgspec.to_builtins(self.run_log.run),
             "problems": self._end.problems,

@@ -284,9 +284,9 @@ def compare(
 @app.command(rich_help_panel=RESULTS)
 def overview(config: Config, overrides: Overrides) -> None:
     """Save a view of the main figures in the project tracking.project of wandb, for all of its runs."""
-    from distill.metrics.overview import save
+    from distill.metrics.trackers import save_overview
 
-    typer.echo(save(api.load_config(config, overrides)))
+    typer.echo(save_overview(api.load_config(config, overrides)))
 
 
 @app.command(rich_help_panel=RESULTS)

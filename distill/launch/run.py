@@ -36,6 +36,7 @@ from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_ch
 from distill.launch.run_folder import RunFolder, checkpoint_line, content
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.console import ProgressDisplay
+from distill.metrics.results import earlier_seconds
 from distill.metrics.samples import QUARANTINE, SAMPLES, Quarantine, SampleFile
 from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
@@ -112,10 +113,12 @@ async def run(
             plan = cluster.registered(config, say)
         else:
             plan = plan_servers(config, token, ports, relay)
-        launcher = _Launcher(config, folder, plan, split, token, console, relay)
+        earlier = earlier_seconds(folder.path)
+        launcher = _Launcher(config, folder, plan, split, token, console, relay, earlier)
         try:
             figures = await launcher.run(opened)
-            summary = complete(config, figures, time.monotonic() - began, seconds or {})
+            taken = earlier.get("run_seconds", 0.0) + time.monotonic() - began
+            summary = complete(config, figures, taken, seconds or {})
             write_json(folder.path / "summary.json", summary)
             await asyncio.to_thread(outcome.describe, config, summary, launcher.stopped_by, say)
         finally:
@@ -157,6 +160,7 @@ class _Launcher:
         token: str | None,
         console: Console,
         relay: roles.Relay,
+        earlier: Mapping[str, Any],
     ) -> None:
         self._config, self._folder, self._token, self._split = config, folder, token, split
         self._expected = plan.expected
@@ -165,7 +169,8 @@ class _Launcher:
         self._roll_back_to: list[Version | None] = []
         """Checkpoint at which the next trainer begins, after a rollback and until it has; else empty."""
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
-        self._display = ProgressDisplay(config, console)
+        self._earlier = earlier
+        self._display = ProgressDisplay(config, console, earlier.get("run_seconds", 0.0))
         self._spans = JsonLines(folder.path / "timeline.jsonl")
         self._quarantine = JsonLines(folder.path / QUARANTINE)
         every, count = config.tracking.samples_every, config.tracking.samples
@@ -355,6 +360,7 @@ class _Launcher:
             transforms=dict(clients.transforms),
             environments=dict(clients.environments),
             context=longest_sequence(config) if config.environments else ANY_ID,
+            earlier=self._earlier,
             claim=self._claim,
         )
 

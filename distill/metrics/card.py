@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from string import Template
 from typing import Any, Final
@@ -19,7 +19,7 @@ import yaml
 from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, MixturePrompts
 from distill.evaluation.statistics import Z
-from distill.metrics.summary import versions
+from distill.metrics.summary import clock, versions
 from student_trainer.objectives.config import Own
 from sync.base import secrets
 from sync.base.hub import optional_file
@@ -52,13 +52,7 @@ $coverage
 
 ## Use
 
-```python
-$transformers
-```
-
-```
-$vllm
-```
+$use
 
 ## Training
 
@@ -96,6 +90,16 @@ def write_card(
     evaluations = {report["version"]: report for report in summary.get("evaluations") or []}
     before, after = _figures(summary.get("before")), _figures(evaluations.get(version))
     rows = [(what, before.get(what, "–"), after.get(what, "–")) for what in {**before, **after}]
+    coverage = "The run had not ended, or had no evaluation, when this card was written."
+    if evaluations:
+        coverage = (
+            f"After: version `{version}`. Completions at temperature 1 unless the configuration says "
+            "otherwise; in brackets, or behind ±, 95 % intervals. A reverse KL without one is exact for its "
+            "completions."
+        )
+    meaning = "A function of the run's own code."
+    if not isinstance(config.objective, Own):
+        meaning = " ".join((type(config.objective).__doc__ or "").partition("\n\n")[0].split())
     text = _TEXT.substitute(
         matter=yaml.safe_dump(matter, sort_keys=False, allow_unicode=True).strip()
         + "".join(f"\n# {field}: fill in" for field in missing),
@@ -103,32 +107,26 @@ def write_card(
         student=_shown(config.student.path),
         teachers=", ".join(_shown(teacher.path) for teacher in config.teachers.values()),
         objective=getattr(config.objective, "name", config.objective.type),
-        meaning=_meaning(config),
+        meaning=meaning,
         figures=_rows(rows) or "| not evaluated | – | – |",
-        coverage=_coverage(summary, version),
-        transformers=_transformers(config, name, adapter),
-        vllm=_vllm(config, name, adapter),
-        facts=_rows(_facts(config, summary, version)),
+        coverage=coverage,
+        use=_use(config, name, adapter),
+        facts=_rows(facts(config, summary, version)),
         packages=", ".join(f"{k} {v}" for k, v in (summary.get("versions") or versions()).items()),
         configuration=json.dumps(_public(config), indent=1, ensure_ascii=False),
     )
     (folder / CARD).write_text(secrets.redact(text))
 
 
-# --- front matter -----------------------------------------------------------------------------------------
-
-
 def front_matter(config: RunConfig, adapter: bool) -> dict[str, Any]:
     """Fields for the Hub; without `base_model` or `license` where nothing says what they are."""
-    known = student_card(config.student)
+    known = _student_card(config.student)
     if not Path(config.student.path).is_absolute():
         known["base_model"] = config.student.path
     fields = {field: known[field] for field in _FROM_STUDENT if known.get(field)}
     if "base_model" in fields:
         fields["base_model_relation"] = "adapter" if adapter else "finetune"
-    prompts = config.prompts
-    parts = prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]
-    names = [part.path for part in parts if isinstance(part, DatasetPrompts)]
+    names = [source.path for source in _sources(config) if isinstance(source, DatasetPrompts)]
     datasets = sorted({name for name in names if not Path(name).exists()})
     return {
         **fields,
@@ -139,7 +137,7 @@ def front_matter(config: RunConfig, adapter: bool) -> dict[str, Any]:
     }
 
 
-def student_card(student: ModelSource) -> dict[str, Any]:
+def _student_card(student: ModelSource) -> dict[str, Any]:
     """Front matter of the student's own model card, over its config.json; empty where there is neither.
 
     A card on the Hub is read from the local cache or asked for once.
@@ -163,17 +161,36 @@ def student_card(student: ModelSource) -> dict[str, Any]:
     return card
 
 
-# --- text -------------------------------------------------------------------------------------------------
+def facts(config: RunConfig, summary: Mapping[str, Any], version: str | None) -> Iterator[tuple[str, str]]:
+    """What the model was made of, how long it took and the main settings; nothing of this machine."""
+    trainer = config.trainer
+    yield "student", _shown(config.student.path)
+    for name, teacher in config.teachers.items():
+        yield f"teacher {name}", f"{_shown(teacher.path)}, {teacher.dtype}, engine {teacher.engine}"
+    named = [
+        (
+            source.type,
+            next(filter(None, (getattr(source, key, None) for key in ("path", "task", "environment")))),
+        )
+        for source in _sources(config)
+    ]
+    yield "prompts", ", ".join(f"{kind} {_shown(str(name))}" for kind, name in named)
+    yield "version", f"{version}, of {config.run.steps} steps"
+    yield "rollouts", f"{config.rollout.batch} per step, up to {config.rollout.max_tokens} tokens each"
+    if summary:
+        trained, generated = summary["train"]["tokens_total"], summary["rollout"]["tokens_total"]
+        yield "tokens", f"{trained:,} trained on, of {generated:,} generated"
+        yield "time, all starts", f"{clock(summary['seconds']['distill'])} hours"
+    yield "staleness", f"at most {config.buffer.max_staleness} versions"
+    rate = f"{trainer.lr:g}, {trainer.lr_schedule}, {trainer.warmup_steps} steps of warm-up"
+    yield "learning rate", rate + (f"; LoRA of rank {trainer.lora.rank}" if trainer.lora else "")
 
 
-def _meaning(config: RunConfig) -> str:
-    if isinstance(config.objective, Own):
-        return "A function of the run's own code."
-    return " ".join((type(config.objective).__doc__ or "").partition("\n\n")[0].split())
+# --- pieces of the text -----------------------------------------------------------------------------------
 
 
 def _figures(report: Mapping[str, Any] | None) -> dict[str, str]:
-    """Figures of an evaluation, with 95 % intervals where they are estimates; None: none."""
+    """Figures of an evaluation, with 95 % intervals where they are estimates; empty without one."""
     if report is None:
         return {}
     error = report.get("reverse_kl_error")
@@ -183,12 +200,10 @@ def _figures(report: Mapping[str, Any] | None) -> dict[str, str]:
         figures["pass rate"] = _interval(rate, *(report.get("pass_rate_interval") or ()))
     if (reward := report.get("reward")) not in (None, rate):
         figures["mean reward"] = f"{reward:.3f}"
-    for name, set_report in (report.get("sets") or {}).items():
-        kinds = ("pass@1", "pass_at_1"), ("avg@k", "average"), ("maj@k", "majority")
+    kinds = {"pass@1": "pass_at_1", "avg@k": "average", "maj@k": "majority"}
+    for name, of_set in (report.get("sets") or {}).items():
         figures |= {
-            f"{name}, {kind}": _interval(**set_report[field])
-            for kind, field in kinds
-            if set_report.get(field)
+            f"{name}, {kind}": _interval(**of_set[key]) for kind, key in kinds.items() if of_set.get(key)
         }
     return figures
 
@@ -197,63 +212,41 @@ def _interval(value: float, low: float | None = None, high: float | None = None)
     return f"{value:.3f}" if low is None else f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
-def _coverage(summary: Mapping[str, Any], version: str | None) -> str:
-    if not summary.get("evaluations"):
-        return "The run had not ended, or had no evaluation, when this card was written."
-    return (
-        f"After: version `{version}`. Completions at temperature 1 unless the configuration says otherwise; "
-        "in brackets, or behind ±, 95 % intervals. A reverse KL without one is exact for its completions."
+def _use(config: RunConfig, name: str, adapter: bool) -> str:
+    """How Transformers and vLLM load the folder."""
+    student, lora, trusted = (
+        _shown(config.student.path),
+        config.trainer.lora,
+        config.student.trust_remote_code,
     )
-
-
-def _transformers(config: RunConfig, name: str, adapter: bool) -> str:
     kind, tokens = "AutoModelForCausalLM", name
     imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    served = f"vllm serve {name}" + " --trust-remote-code" * trusted
     if adapter:
-        kind, tokens = "AutoPeftModelForCausalLM", _shown(config.student.path)
+        kind, tokens = "AutoPeftModelForCausalLM", student
         imports = f"from peft import {kind}\nfrom transformers import AutoTokenizer"
-    trust = ", trust_remote_code=True" if config.student.trust_remote_code else ""
+        if lora is not None:
+            rank = max(8, 1 << (lora.rank - 1).bit_length())  # vLLM takes powers of two
+            served = (
+                f"vllm serve {student}{' --trust-remote-code' * trusted} --enable-lora "
+                f"--max-lora-rank {rank} --lora-modules distilled={name}"
+            )
+    trust = ", trust_remote_code=True" * trusted
     return (
-        f"{imports}\n\n"
+        f"```python\n{imports}\n\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{tokens}"{trust})\n'
-        f'model = {kind}.from_pretrained("{name}", dtype="auto"{trust})'
+        f'model = {kind}.from_pretrained("{name}", dtype="auto"{trust})\n'
+        f"```\n\n```\n{served}\n```"
     )
 
 
-def _vllm(config: RunConfig, name: str, adapter: bool) -> str:
-    trust = " --trust-remote-code" if config.student.trust_remote_code else ""
-    lora = config.trainer.lora
-    if not adapter or lora is None:
-        return f"vllm serve {name}{trust}"
-    served = f"vllm serve {_shown(config.student.path)}{trust}"
-    rank = max(8, 1 << (lora.rank - 1).bit_length())  # vLLM takes powers of two
-    return f"{served} --enable-lora --max-lora-rank {rank} --lora-modules distilled={name}"
-
-
-def _facts(config: RunConfig, summary: Mapping[str, Any], version: str | None) -> Iterator[tuple[str, ...]]:
-    trainer = config.trainer
-    yield "student", _shown(config.student.path)
-    for name, teacher in config.teachers.items():
-        yield f"teacher {name}", f"{_shown(teacher.path)}, {teacher.dtype}, engine {teacher.engine}"
-    yield "prompts", ", ".join(_sources(config))
-    yield "version", f"{version}, of {config.run.steps} steps"
-    yield "rollouts", f"{config.rollout.batch} per step, up to {config.rollout.max_tokens} tokens each"
-    if summary:
-        trained, generated = summary["train"]["tokens_total"], summary["rollout"]["tokens_total"]
-        yield "tokens", f"{trained:,} trained on, of {generated:,} generated"
-    yield "staleness", f"at most {config.buffer.max_staleness} versions"
-    rate = f"{trainer.lr:g}, {trainer.lr_schedule}, {trainer.warmup_steps} steps of warm-up"
-    yield "learning rate", rate + (f"; LoRA of rank {trainer.lora.rank}" if trainer.lora else "")
-
-
-def _sources(config: RunConfig) -> Iterator[str]:
+def _sources(config: RunConfig) -> Iterable[Any]:
+    """The parts of a mixture of prompts, or the one source."""
     prompts = config.prompts
-    for source in prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]:
-        names = (getattr(source, field, None) for field in ("path", "task", "environment"))
-        yield f"{source.type} {_shown(str(next(filter(None, names))))}"
+    return prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]
 
 
-def _rows(rows: Any) -> str:
+def _rows(rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 

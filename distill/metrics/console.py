@@ -16,7 +16,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
@@ -29,7 +28,7 @@ from rich.text import Text
 
 from distill.buffer import rules
 from distill.config import RunConfig
-from distill.metrics.summary import dropped_words
+from distill.metrics.summary import clock, dropped_words
 from sync.base import secrets
 
 logger = logging.getLogger(__name__)
@@ -80,6 +79,7 @@ class Shown:
     config: RunConfig
     status: Status = dict
     began: float = field(default_factory=time.monotonic)
+    """Monotonic seconds; of a resumed run so long before its newest start as the earlier ones took."""
     steps: deque[Logged] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))
     """The newest, in order; one lineage's."""
     evaluation: str = ""
@@ -108,8 +108,9 @@ class Shown:
 class ProgressDisplay:
     """A Sink that shows a run. Order: `start`, then `log` and `say` from any thread, then `close`."""
 
-    def __init__(self, config: RunConfig, console: Console) -> None:
-        self._console, self._shown = console, Shown(config)
+    def __init__(self, config: RunConfig, console: Console, earlier: float = 0.0) -> None:
+        """`earlier`: seconds of the run's earlier starts."""
+        self._console, self._shown = console, Shown(config, began=time.monotonic() - earlier)
         self._events: SimpleQueue[Logged | str | None] = SimpleQueue()
         self._every = max(1, config.run.steps // LINES_WITHOUT_TERMINAL)
         self._terminal = console.is_terminal and not console.is_dumb_terminal
@@ -164,17 +165,26 @@ class ProgressDisplay:
             redirect_stderr=sys.stderr.isatty(),
         )
         with self._log_lines_above(), live:
-            while not self._ended_within(REFRESH_SECONDS):
-                live.update(self._panel(), refresh=True)
+            refresh = time.monotonic() + REFRESH_SECONDS
+            while True:
+                try:
+                    event = self._events.get(timeout=max(0.0, refresh - time.monotonic()))
+                except Empty:
+                    live.update(self._panel(), refresh=True)
+                    refresh = time.monotonic() + REFRESH_SECONDS
+                    continue
+                if event is None:
+                    return
+                self._handle(event)
 
     @contextlib.contextmanager
     def _log_lines_above(self) -> Iterator[None]:
         """Have what is logged to the terminal, such as the last lines of a role that died, printed here."""
-        stream, handlers = sys.stderr, logging.getLogger().handlers if sys.stderr.isatty() else []
+        stream = sys.stderr
         ours = [
-            stream_handler
-            for stream_handler in handlers
-            if isinstance(stream_handler, logging.StreamHandler) and stream_handler.stream is stream
+            handler
+            for handler in logging.getLogger().handlers
+            if stream.isatty() and isinstance(handler, logging.StreamHandler) and handler.stream is stream
         ]
         for handler in ours:
             handler.setStream(self)
@@ -183,17 +193,6 @@ class ProgressDisplay:
         finally:
             for handler in ours:
                 handler.setStream(stream)
-
-    def _ended_within(self, seconds: float) -> bool:
-        """Handle events for so long; whether `close` was called."""
-        until = time.monotonic() + seconds
-        with contextlib.suppress(Empty):
-            while True:
-                event = self._events.get(timeout=max(0.0, until - time.monotonic()))
-                if event is None:
-                    return True
-                self._handle(event)
-        return False
 
     def _handle(self, event: Logged | str) -> None:
         if isinstance(event, str):
@@ -231,7 +230,12 @@ def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
     for name, (phase, _) in status.items():
         phases[phase].append(name)
     starting = [*phases["starting"], *phases["restarting"]]
-    yield "progress", f"{_progress(shown, now, starting)}, {_clock(now - shown.began)} elapsed"
+    progress = f"starting: {_listed(starting)}" if starting else "waiting for the first step"
+    if shown.steps:
+        (at, step, _), left = shown.steps[-1], shown.seconds_left()
+        progress = f"step {step} of {shown.config.run.steps}, {clock(now - at)} ago"
+        progress += "" if left is None else f", {clock(left)} left"
+    yield "progress", f"{progress}, {clock(now - shown.began)} elapsed"
     if shown.steps:
         figures, rate = dict(shown.steps[-1].figures), shown.per_second("train/tokens_total")
         figures |= {"buffer/age_limit": rules(shown.config).bound.hard}
@@ -249,19 +253,14 @@ def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
     yield "processes", "; ".join([*rows, *([f"restarts: {restarts}"] if restarts else [])])
 
 
-def _progress(shown: Shown, now: float, starting: Sequence[str]) -> str:
-    if not shown.steps:
-        return f"starting: {_listed(starting)}" if starting else "waiting for the first step"
-    (at, step, _), left = shown.steps[-1], shown.seconds_left()
-    text = f"step {step} of {shown.config.run.steps}, {_clock(now - at)} ago"
-    return text if left is None else f"{text}, {_clock(left)} left"
-
-
 def _busy(shown: Shown) -> str:
     """Roles and the share of the window in which each worked, the busiest first."""
     prefix = "perf/busy_seconds/"
-    names = [name for name in shown.steps[-1].figures if name.startswith(prefix)]
-    shares = {name[len(prefix) :]: share for name in names if (share := shown.per_second(name)) is not None}
+    shares = {
+        name.removeprefix(prefix): share
+        for name in shown.steps[-1].figures
+        if name.startswith(prefix) and (share := shown.per_second(name)) is not None
+    }
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return _listed([f"{role} {min(1.0, max(0.0, share)):.0%}" for role, share in ordered])
 
@@ -269,10 +268,6 @@ def _busy(shown: Shown) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     return ", ".join([*names[:MOST_NAMES], *more])
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
 
 
 def sparkline(values: Iterable[float], bars: str = BARS) -> str:
@@ -297,7 +292,7 @@ def step_line(
         f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
         f"trained {figures['train/tokens_share']:.0%}" if "train/tokens_share" in figures else "",
         dropped_words({n.removeprefix(DROPPED): c for n, c in figures.items() if n.startswith(DROPPED)}),
-        "" if seconds_left is None else f"{_clock(seconds_left)} left",
+        "" if seconds_left is None else f"{clock(seconds_left)} left",
     ]
     return "  ".join(part for part in parts if part)
 
@@ -311,9 +306,12 @@ def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
     for name in (name for name in figures if name.startswith("eval/") and name.endswith(end)):
         rate += f", {name[5 : -len(end)]} {figures[name]:.3f}"
     first, end = "eval/source/", "/reverse_kl"
-    names = [
-        name[len(first) : -len(end)] for name in figures if name.startswith(first) and name.endswith(end)
-    ]
-    of_each = _listed([f"{name} {figures[f'{first}{name}{end}']:.3f}" for name in names])
-    sources = f" ({of_each})" if names else ""
+    of_each = _listed(
+        [
+            f"{name.removeprefix(first).removesuffix(end)} {value:.3f}"
+            for name, value in figures.items()
+            if name.startswith(first) and name.endswith(end)
+        ]
+    )
+    sources = f" ({of_each})" if of_each else ""
     return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats per token{sources}{rate}"

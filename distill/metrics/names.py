@@ -120,7 +120,12 @@ FIGURES: Final = tuple(
         ("perf/optimizer_seconds", "seconds", "of these, its share of the update"),
         ("perf/publish_seconds", "seconds", "of the step, the trainer blocked by publishing"),
         ("perf/checkpoint_seconds", "seconds", "of the step, to save a checkpoint"),
-        ("perf/busy_seconds/ROLE", "seconds", "with work, since this start of the controller"),
+        (
+            "perf/run_seconds",
+            "seconds",
+            "of the run, all starts added up, each from its trainer's first hello",
+        ),
+        ("perf/busy_seconds/ROLE", "seconds", "with work, in all starts"),
         ("perf/idle_seconds/ROLE", "seconds", "without work; roles overlap"),
         ("perf/waited_seconds/ROLE/CAUSE", "seconds", "blocked, by what it was blocked on"),
         ("eval/reverse_kl", "nats per token", "held-out prompts, temperature 1"),

@@ -19,6 +19,7 @@ from sync.base.jsonl import read_lines
 Row = dict[str, Any]
 AXES: Final = ("step", "lineage", "time")
 """Of every line of metrics.jsonl."""
+RUN_SECONDS: Final = "perf/run_seconds"
 
 
 class MetricsRow(msgspec.Struct):
@@ -129,6 +130,21 @@ def read_summary(folder: Path) -> Row:
         return {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: {error}; the file was altered: remove it, or restore it") from None
+
+
+def earlier_seconds(folder: Path) -> dict[str, Any]:
+    """`Timeline.figures` of a run's starts until now, up to their last step; empty before there was one."""
+    rows = [line for line in read_lines(folder / "metrics.jsonl", MetricsRow) if RUN_SECONDS in line]
+    seconds: dict[str, Any] = {}
+    for name, value in (rows[-1] if rows else {}).items():
+        section, _, figure = name.partition("/")
+        kind, *places = figure.split("/")
+        if section == "perf" and (places or name == RUN_SECONDS):
+            inner = seconds
+            for place in [kind, *places][:-1]:
+                inner = inner.setdefault(place, {})
+            inner[[kind, *places][-1]] = value
+    return seconds
 
 
 def newest(lines: Sequence[Row]) -> list[Row]:

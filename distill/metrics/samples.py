@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from rich.text import Text
 
 from distill.buffer import Batch
 from distill.config.loading import load_run_dir
-from distill.run_log.records import Rollout
 from sync.base.decoding import convert
 from sync.base.errors import DataError
 from sync.base.jsonl import JsonLines, read_lines
@@ -77,7 +75,7 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def reverse_kl(self) -> float:
-        """Mean of `excess` over these."""
+        """Mean of `excess` over these, nats per token."""
         return sum(self.excess) / max(1, self.own_length)
 
 
@@ -106,29 +104,24 @@ class SampleFile:
             return
         stride = max(1, len(batch.rollouts) // max(1, self._count))
         for rollout, age in list(zip(batch.rollouts, batch.ages, strict=True))[::stride][: self._count]:
-            self._lines.write(_sample(str(batch.version), rollout, age))
-
-
-def _sample(version: str, rollout: Rollout, age: int) -> Sample:
-    assert rollout.scored is not None, "a rollout of a batch is scored"
-    return Sample(
-        version=version,
-        id=rollout.id,
-        age=age,
-        teacher=rollout.teacher,
-        prompt=unpack(rollout.prompt).tolist(),
-        tokens=unpack(rollout.tokens).tolist(),
-        logprob=_rounded(unpack(rollout.logprob)),
-        teacher_logprob=_rounded(unpack(rollout.scored.logprob)),
-        reward=rollout.reward,
-        truncated=rollout.truncated,
-        by_teacher=rollout.by_teacher,
-        own=rollout.own,
-    )
-
-
-def _rounded(values: np.ndarray) -> list[float]:
-    return list(values.astype("f8").round(4).tolist())
+            assert rollout.scored is not None, "a rollout of a batch is scored"
+            logps = (rollout.logprob, rollout.scored.logprob)
+            logprob, teacher_logprob = (unpack(logp).astype("f8").round(4).tolist() for logp in logps)
+            sample = Sample(
+                version=str(batch.version),
+                id=rollout.id,
+                age=age,
+                teacher=rollout.teacher,
+                prompt=unpack(rollout.prompt).tolist(),
+                tokens=unpack(rollout.tokens).tolist(),
+                logprob=logprob,
+                teacher_logprob=teacher_logprob,
+                reward=rollout.reward,
+                truncated=rollout.truncated,
+                by_teacher=rollout.by_teacher,
+                own=rollout.own,
+            )
+            self._lines.write(sample)
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -153,14 +146,12 @@ def read_quarantine(run_dir: Path) -> list[Quarantine]:
 
 def choose(samples: Sequence[Sample], order: str, count: int) -> list[Sample]:
     """The first `count` in an order: newest, worst, longest, or the newest truncated ones."""
-    if order == "truncated":
-        samples, order = [sample for sample in samples if sample.truncated], "newest"
     keys: dict[str, Callable[[Sample], Any]] = {
-        "newest": lambda sample: sample.version,
         "worst": lambda sample: sample.reverse_kl,
         "longest": lambda sample: len(sample.tokens),
     }
-    return sorted(samples, key=keys[order], reverse=True)[:count]
+    among = [sample for sample in samples if sample.truncated or order != "truncated"]
+    return sorted(among, key=keys.get(order, lambda sample: sample.version), reverse=True)[:count]
 
 
 class Decoder:

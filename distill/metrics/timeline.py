@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -42,13 +43,18 @@ class _Role:
 
 
 class Timeline:
-    """Sums per role. `sink` receives each span when it ends."""
+    """Sums per role, of all starts of the controller. `sink` receives each span when it ends."""
 
     def __init__(
-        self, sink: Callable[[Span], None] | None = None, clock: Callable[[], float] = time.time
+        self,
+        sink: Callable[[Span], None] | None = None,
+        clock: Callable[[], float] = time.time,
+        earlier: Mapping[str, Any] = {},
     ) -> None:
+        """`earlier`: `figures` of the starts before this one."""
         self._sink = sink
         self._clock = clock
+        self._earlier = earlier
         self._began = clock()
         self._roles: dict[str, _Role] = defaultdict(_Role)
         self._waits: dict[str, tuple[str, float]] = {}
@@ -68,15 +74,22 @@ class Timeline:
         if on is not None:
             self._waits[role] = on, now
 
-    def waited_seconds(self) -> dict[str, dict[str, float]]:
-        """Role → what it was blocked on → seconds."""
-        now, seconds = self._clock(), self._waited.copy()
-        for role, (on, since) in self._waits.items():
-            seconds[role, on] += now - since
+    def figures(self) -> dict[str, Any]:
+        """Seconds of all starts: in all, and by role those with work, without, and blocked by each cause."""
+        now = self._clock()
+        busy = {
+            name: role.busy + (0.0 if role.since is None else now - role.since)
+            for name, role in self._roles.items()
+        }
         waited: dict[str, dict[str, float]] = defaultdict(dict)
-        for (role, on), value in seconds.items():
-            waited[role][on] = value
-        return dict(waited)
+        for (role, cause), seconds in self._waited.items():
+            waited[role][cause] = seconds
+        for role, (cause, since) in self._waits.items():
+            waited[role][cause] = waited[role].get(cause, 0.0) + now - since
+        run = now - self._began
+        idle = {name: max(0.0, run - seconds) for name, seconds in busy.items()}
+        present = {"run_seconds": run, "busy_seconds": busy, "idle_seconds": idle, "waited_seconds": waited}
+        return _sum(self._earlier, present)
 
     def level(self, role: str, what: str, level: int) -> None:
         """Set how many tasks of kind `what` the role has under way from now on."""
@@ -129,7 +142,7 @@ class Timeline:
             self._sink(span)
 
     def restart(self) -> None:
-        """Reset all sums: start-up is left out."""
+        """Reset the sums of this start: its start-up is left out."""
         self._began = now = self._clock()
         self._waited.clear()
         self._waits = {role: (on, now) for role, (on, _) in self._waits.items()}
@@ -137,14 +150,13 @@ class Timeline:
             role.busy = 0.0
             role.since = None if role.since is None else now
 
-    def busy_seconds(self) -> dict[str, float]:
-        now = self._clock()
-        return {
-            name: role.busy + (0.0 if role.since is None else now - role.since)
-            for name, role in self._roles.items()
-        }
 
-    def idle_seconds(self) -> dict[str, float]:
-        """By role: the time it was not busy."""
-        total = self._clock() - self._began
-        return {name: max(0.0, total - busy) for name, busy in self.busy_seconds().items()}
+def _sum(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested figures added up, name by name."""
+    added = dict(earlier)
+    for name, value in present.items():
+        if isinstance(value, Mapping):
+            added[name] = _sum(earlier.get(name, {}), value)
+        else:
+            added[name] = earlier.get(name, 0.0) + value
+    return added

@@ -1,7 +1,8 @@
-"""Sinks of metrics during a run: a protocol, a JSONL file, wandb, TensorBoard."""
+"""Sinks of metrics during a run: a protocol, a JSONL file, wandb, TensorBoard; a view of a wandb project."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -14,7 +15,7 @@ from typing import Any, Literal, Protocol
 from distill.config import RunConfig
 from distill.metrics.names import SECTIONS
 from sync.base import secrets
-from sync.base.errors import ConfigError
+from sync.base.errors import ConfigError, RemoteError
 from sync.base.jsonl import JsonLines
 from sync.wire import RunIdentity, Version
 
@@ -26,6 +27,14 @@ OPEN_SECONDS = 90.0
 """For wandb's server to take the run; then it is recorded offline."""
 FINISH_SECONDS = 300.0
 """For the last figures to reach wandb; what they miss is in the run's folder."""
+PANELS = {
+    "Quality": ("eval/reverse_kl", "eval/pass_rate", "eval/reward", "train/reverse_kl", "train/reward_mean"),
+    "Optimizer": ("train/lr", "train/grad_norm", "train/student_entropy", "train/truncation_rate"),
+    "Off-policy": ("buffer/age_mean", "train/mismatch_kl", "train/effective_sample_size", "buffer/depth"),
+    "Speed": ("train/tokens_total", "train/tokens_share", "perf/wait_seconds", "perf/train_seconds"),
+    "Weight sync": ("sync/bytes", "sync/seconds", "sync/pause_seconds"),
+}
+"""Section of the view of a project → figures (`distill.metrics.names`), a curve over the steps for each."""
 
 
 class Sink(Protocol):
@@ -94,7 +103,11 @@ class Wandb:
         self._worker.shutdown()
 
     def _later(self, work: Callable[..., Any], *args: Any) -> None:
-        self._worker.submit(work, *args).add_done_callback(_warn)
+        def warn(done: Future[Any]) -> None:
+            if error := done.exception():
+                log.warning("wandb does not get everything: %s", error)
+
+        self._worker.submit(work, *args).add_done_callback(warn)
 
     def _log_samples(self) -> None:
         import wandb
@@ -103,21 +116,18 @@ class Wandb:
 
         if samples := read_samples(self._run_dir)[-TABLE_ROWS:]:
             decoder = Decoder(self._run_dir)
-            table = wandb.Table(
-                ["version", "age", "reward", "reverse_kl", "prompt", "completion", "by_token"]
-            )
+            columns = ["version", "age", "reward", "reverse_kl"]
+            table = wandb.Table([*columns, "prompt", "completion", "by_token"])
             for sample in samples:
-                text, tokens = decoder.text(sample.tokens), wandb.Html(shaded(sample, decoder))
-                prompt = decoder.text(sample.prompt)
-                table.add_data(
-                    sample.version, sample.age, sample.reward, sample.reverse_kl, prompt, text, tokens
-                )
+                texts = [decoder.text(sample.prompt), decoder.text(sample.tokens)]
+                figures = [getattr(sample, column) for column in columns]
+                table.add_data(*figures, *texts, wandb.Html(shaded(sample, decoder)))
             self._run.log({"samples": table})
 
     def _log_report(self) -> None:
         import wandb
 
-        from distill.metrics.plot import draw
+        from distill.metrics.page import draw
         from distill.metrics.results import read_run
 
         if (self._run_dir / "metrics.jsonl").is_file():
@@ -174,9 +184,36 @@ def _open(config: RunConfig, run: RunIdentity) -> Any:
         return init("offline")
 
 
-def _warn(done: Future[Any]) -> None:
-    if error := done.exception():
-        log.warning("wandb does not get everything: %s", error)
+def save_overview(config: RunConfig) -> str:
+    """Save a view of PANELS in the project that `[tracking]` names, a new one each time; its URL.
+
+    Raises ConfigError without the package or a key, RemoteError when wandb does not take it.
+    """
+    try:
+        import wandb
+        from wandb_workspaces import workspaces
+        from wandb_workspaces.reports.v2 import LinePlot, MediaBrowser
+    except ImportError:
+        raise ConfigError(
+            "an overview needs the package wandb-workspaces: pip install 'onpolicy-distill[overview]'"
+        ) from None
+    panels = {
+        name: [LinePlot(x="step", y=[metric], title=metric) for metric in of] for name, of in PANELS.items()
+    }
+    panels["Samples and report"] = [MediaBrowser(media_keys=["samples"]), MediaBrowser(media_keys=["report"])]
+    sections = [workspaces.Section(name=name, panels=of, is_open=True) for name, of in panels.items()]
+    tracking = config.tracking
+    try:
+        wandb.setup(wandb.Settings(silent=True))
+        entity = tracking.entity or wandb.Api().default_entity
+        view = workspaces.Workspace(
+            name="Overview", entity=entity, project=tracking.project, sections=sections
+        )
+        return str(view.save().url)
+    except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+        raise ConfigError(f"wandb refuses the view: {error}; correct WANDB_API_KEY or [tracking]") from None
+    except (wandb.errors.Error, OSError, ValueError) as error:
+        raise RemoteError(f"wandb does not take the view: {error}") from None
 
 
 class TensorBoard:
@@ -220,24 +257,23 @@ class TensorBoard:
 
 
 def wandb_mode(config: RunConfig) -> Literal["online", "offline", "disabled"]:
-    """The configured mode, but offline (with a warning) when online is asked for without an API key."""
-    if config.tracking.wandb == "online" and not os.environ.get("WANDB_API_KEY") and not _has_login():
-        log.warning('tracking.wandb is "online" and there is no WANDB_API_KEY: recording offline instead')
-        return "offline"
-    return config.tracking.wandb
+    """The configured mode, but offline (with a warning) when online is asked for without an API key.
 
-
-def _has_login() -> bool:
-    """Whether a netrc file has a key for wandb's server; wandb itself refuses a malformed one."""
+    A key is in the environment or in a netrc file; wandb itself refuses a malformed one.
+    """
+    if config.tracking.wandb != "online" or os.environ.get("WANDB_API_KEY"):
+        return config.tracking.wandb
     import wandb
     from wandb.sdk.lib.wbauth import read_netrc_auth
 
-    try:
-        return read_netrc_auth(host=wandb.setup().settings.base_url) is not None
-    except wandb.errors.AuthenticationError:
-        return True
-    except UnicodeDecodeError:
-        return False
+    with contextlib.suppress(UnicodeDecodeError):
+        try:
+            if read_netrc_auth(host=wandb.setup().settings.base_url) is not None:
+                return "online"
+        except wandb.errors.AuthenticationError:
+            return "online"
+    log.warning('tracking.wandb is "online" and there is no WANDB_API_KEY: recording offline instead')
+    return "offline"
 
 
 def log_all(sinks: Sequence[Sink], version: Version, figures: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ SUMMARY = {
     "before": EVALUATIONS[0],
     "train": {"tokens_total": 12345},
     "rollout": {"tokens_total": 20000},
+    "seconds": {"distill": 3725.4},
     "versions": {"torch": "2.13.0"},
 }
 
@@ -99,6 +100,7 @@ def test_a_card_has_figures_with_intervals_and_where_the_model_is_from(tmp_path:
         "| teacher t | acme/teacher, auto, engine transformers |",
         "| version | L000-v00000006, of 6 steps |",
         "| tokens | 12,345 trained on, of 20,000 generated |",
+        "| time, all starts | 1:02:05 hours |",
     )
     assert not [row for row in rows if row not in card.text]
     assert "Objective `sampled`. Reverse KL by policy gradient on the sampled token." in card.text

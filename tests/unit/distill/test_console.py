@@ -84,6 +84,11 @@ def test_the_panel_holds_the_figures_of_the_newest_steps() -> None:
     assert len(shown.steps) == WINDOW + 1
 
 
+def test_a_resumed_run_shows_the_time_of_its_earlier_starts_too() -> None:
+    display = ProgressDisplay(CONFIG, Console(file=io.StringIO()), earlier=3600.0)
+    assert text_of(display._shown, time.monotonic()).count(" 1:00:00 elapsed") == 1
+
+
 def test_the_panel_names_what_the_run_waits_for_before_its_first_step() -> None:
     phases = {f"student-{i}": ("starting", 0) for i in range(10)} | {"trainer": ("ready", 0)}
     shown = Shown(CONFIG, lambda: phases, began=0.0)

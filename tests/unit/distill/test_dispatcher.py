@@ -133,12 +133,12 @@ async def test_prompts_that_are_still_read_are_waited_for_without_blocking(tmp_p
 async def test_a_replica_that_was_removed_waits_for_nobody(tmp_path: Path) -> None:
     bench = Bench(tmp_path, MemoryReplica(), MemoryReplica(seed=1))
     async with bench.running():
-        await bench.until(lambda: set(bench.timeline.waited_seconds()) == {"r0", "r1"})
+        await bench.until(lambda: set(bench.timeline.figures()["waited_seconds"]) == {"r0", "r1"})
         await bench.pool.remove("r0")
         await asyncio.sleep(LONG)
-        before = bench.timeline.waited_seconds()
+        before = bench.timeline.figures()["waited_seconds"]
         await asyncio.sleep(LONG)
-        after = bench.timeline.waited_seconds()
+        after = bench.timeline.figures()["waited_seconds"]
     assert after["r0"] == before["r0"]
     assert after["r1"]["trainer"] > before["r1"]["trainer"]
 

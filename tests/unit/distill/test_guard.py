@@ -20,7 +20,7 @@ from distill.config import GuardConfig
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
-from distill.metrics.advice import CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
+from distill.metrics.summary import CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
 from distill.run_log.journal import read_all
 from distill.run_log.records import Checkpointed, LineageOpened, RolledBack
 from distill.run_log.state import RunState

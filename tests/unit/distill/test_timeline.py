@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+from in_memory import MemoryTrainer
 
 from distill.interfaces import Hooks
+from distill.metrics.results import earlier_seconds
 from distill.metrics.timeline import Span, Timeline
+from distill.metrics.trackers import MetricsFile, log_all
 from sync.wire import Published, StepReport, Version
 
 
@@ -31,8 +36,8 @@ def test_overlapping_work_of_one_role_counts_once() -> None:
     clock.now = 106.0
     timeline.level("student", "update", 0)
     clock.now = 110.0
-    assert timeline.busy_seconds() == {"student": 6.0}
-    assert timeline.idle_seconds() == {"student": 4.0}
+    assert timeline.figures()["busy_seconds"] == {"student": 6.0}
+    assert timeline.figures()["idle_seconds"] == {"student": 4.0}
     assert spans == [Span("student", "generate", 100.0, 105.0), Span("student", "update", 102.0, 106.0)]
 
 
@@ -41,8 +46,8 @@ def test_work_that_still_goes_on_counts_up_to_now() -> None:
     timeline = Timeline(spans.append, clock)
     timeline.level("teacher", "score", 2)
     clock.now = 103.0
-    assert timeline.busy_seconds() == {"teacher": 3.0}
-    assert timeline.idle_seconds() == {"teacher": 0.0}
+    assert timeline.figures()["busy_seconds"] == {"teacher": 3.0}
+    assert timeline.figures()["idle_seconds"] == {"teacher": 0.0}
     timeline.cut()
     assert spans == [Span("teacher", "score", 100.0, 103.0)]
 
@@ -54,8 +59,8 @@ def test_what_another_process_measured_is_added() -> None:
     timeline.add("trainer", "wait", 101.0, 104.0, busy=False)
     timeline.add("trainer", "train", 104.0, 109.0, busy=True)
     timeline.add("trainer", "publish", 109.0, 109.0, busy=True)
-    assert timeline.busy_seconds() == {"trainer": 5.0}
-    assert timeline.idle_seconds() == {"trainer": 5.0}
+    assert timeline.figures()["busy_seconds"] == {"trainer": 5.0}
+    assert timeline.figures()["idle_seconds"] == {"trainer": 5.0}
     assert [span.what for span in spans] == ["wait", "train"]
 
 
@@ -66,7 +71,7 @@ def test_parts_of_a_step_lie_within_it_and_are_not_counted_twice() -> None:
     seconds = {"wait": 2.0, "train": 5.0, "publish": 1.0, "checkpoint": 0.0}
     parts = {"forward": 1.0, "backward": 2.0, "optimizer": 1.5}
     timeline.step("trainer", StepReport(Version(0, 1), {}, seconds, parts))
-    assert timeline.busy_seconds() == {"trainer": 6.0}
+    assert timeline.figures()["busy_seconds"] == {"trainer": 6.0}
     assert sorted(spans, key=lambda span: (span.start, -span.end)) == [
         Span("trainer", "wait", 102.0, 104.0),
         Span("trainer", "train", 104.0, 109.0),
@@ -96,10 +101,10 @@ def test_start_up_can_be_left_out() -> None:
     clock.now = 150.0
     timeline.restart()
     clock.now = 152.0
-    assert timeline.busy_seconds() == {"student": 2.0}
-    assert timeline.idle_seconds() == {"student": 0.0}
+    assert timeline.figures()["busy_seconds"] == {"student": 2.0}
+    assert timeline.figures()["idle_seconds"] == {"student": 0.0}
     timeline.level("student", "generate", 0)
-    assert timeline.busy_seconds() == {"student": 2.0}
+    assert timeline.figures()["busy_seconds"] == {"student": 2.0}
 
 
 def test_blocked_time_is_summed_until_now() -> None:
@@ -116,7 +121,7 @@ def test_blocked_time_is_summed_until_now() -> None:
         now[0] += seconds
     timeline.waits("r0", "trainer")
     now[0] += 1.0
-    assert timeline.waited_seconds() == {
+    assert timeline.figures()["waited_seconds"] == {
         "trainer": {"replicas": 2.0 + 5.0 + 1.0, "teachers": 3.0},
         "r0": {"trainer": 1.0},
     }
@@ -126,4 +131,56 @@ def test_blocked_time_is_summed_until_now() -> None:
     ]
     timeline.restart()
     now[0] += 0.5
-    assert timeline.waited_seconds() == {"trainer": {"replicas": 0.5}, "r0": {"trainer": 0.5}}
+    assert timeline.figures()["waited_seconds"] == {"trainer": {"replicas": 0.5}, "r0": {"trainer": 0.5}}
+
+
+def test_seconds_of_earlier_starts_are_added_name_by_name() -> None:
+    earlier = {
+        "run_seconds": 50.0,
+        "busy_seconds": {"trainer": 20.0, "student-3": 9.0},
+        "idle_seconds": {"trainer": 30.0, "student-3": 41.0},
+        "waited_seconds": {"trainer": {"replicas": 5.0}},
+    }
+    clock = Clock()
+    timeline = Timeline(None, clock, earlier)
+    timeline.add("trainer", "train", 100.0, 104.0, busy=True)
+    timeline.waits("trainer", "teachers")
+    clock.now = 110.0
+    assert timeline.figures() == {
+        "run_seconds": 60.0,
+        "busy_seconds": {"trainer": 24.0, "student-3": 9.0},
+        "idle_seconds": {"trainer": 36.0, "student-3": 41.0},
+        "waited_seconds": {"trainer": {"replicas": 5.0, "teachers": 10.0}},
+    }
+
+
+async def test_a_run_that_was_killed_and_resumed_counts_the_time_of_both_starts(
+    controller: Any, tmp_path: Path
+) -> None:
+    assert earlier_seconds(tmp_path) == {}
+    lines, three = MetricsFile(tmp_path / "metrics.jsonl"), asyncio.Event()
+
+    def step(version: Version, figures: dict[str, float]) -> None:
+        log_all([lines], version, figures)
+        if version.step == 3:
+            three.set()
+
+    first = controller(None, Hooks(step=step))
+    trainer = MemoryTrainer(first.session, step_seconds=0.05, checkpoint_every=1)
+    killed = [asyncio.create_task(first.run()), asyncio.create_task(trainer.run())]
+    await asyncio.wait_for(three.wait(), 60)
+    for task in killed:
+        task.cancel()
+    await asyncio.gather(*killed, return_exceptions=True)
+    lines.close()
+    earlier = earlier_seconds(tmp_path)
+    assert earlier["busy_seconds"]["trainer"] >= 0.149
+    assert earlier.keys() == {"run_seconds", "busy_seconds", "idle_seconds", "waited_seconds"}
+
+    second = controller(None, Hooks(), earlier=earlier)
+    trainer.session = second.session
+    summary, _ = await asyncio.wait_for(asyncio.gather(second.run(), trainer.run()), 60)
+    assert summary["perf"]["busy_seconds"]["trainer"] >= earlier["busy_seconds"]["trainer"] + 0.149
+    assert summary["seconds"]["distill"] >= earlier["run_seconds"] + 0.149
+    shares = (summary["perf"][f"{kind}_seconds"]["trainer"] for kind in ("busy", "idle"))
+    assert sum(shares) == pytest.approx(summary["seconds"]["distill"], abs=0.01)

@@ -22,7 +22,7 @@ from distill.cli.main import main
 from distill.events import Quarantined
 from distill.launch.run import _Launcher
 from distill.launch.supervise import ChildSpec
-from distill.metrics import overview, trackers
+from distill.metrics import trackers
 from distill.metrics.names import FIGURES, SECTIONS
 from distill.metrics.samples import SAMPLES, Quarantine, Sample
 from distill.metrics.summary import git_state
@@ -260,7 +260,7 @@ def test_an_overview_of_a_project_has_a_curve_for_each_figure(
         section["name"]: tuple(panel["config"]["metrics"][0] for panel in section["panels"])
         for section in curves
     }
-    assert found == overview.PANELS
+    assert found == trackers.PANELS
     assert all(any(figure.names(name) for figure in FIGURES) for names in found.values() for name in names)
     assert [panel["config"]["mediaKeys"] for panel in media["panels"]] == [["samples"], ["report"]]
 
@@ -271,10 +271,10 @@ def test_an_overview_without_a_server_or_its_package_is_one_message(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "short")
     with pytest.raises(ConfigError, match=r"wandb refuses the view: .*correct WANDB_API_KEY"):
-        overview.save(run)
+        trackers.save_overview(run)
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     with pytest.raises(ConfigError, match=r"pip install 'onpolicy-distill\[overview\]'"):
-        overview.save(run)
+        trackers.save_overview(run)
 
 
 def test_tensorboard_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
