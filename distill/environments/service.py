@@ -3,31 +3,282 @@
     python -m distill.environments.service --config FILE --port PORT [--host HOST] [--index I]
 
 FILE is an EnvironmentService as JSON. It imports no torch, and runs in any virtual environment that has what
-`sync.wire.server` imports, and transformers for the tokenizer.
+`sync.wire.server` imports, and transformers for the tokenizer. Its routes are in docs/architecture.md.
+
+    begin ─▶ call of the environment ─▶ Turn ─continue─▶ call … ─▶ EpisodeOver | EpisodeFailed
+                                         └─ idle, and room is needed ─▶ given up
+
+429 carries Retry-After: as many episodes are under way as may be.
 Exit status: 0 after a signal, 1 without a server of tools, 2 when the configuration cannot be served.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import logging
+import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
-from distill.environments.app import Host, Service
-from distill.environments.config import EnvironmentService
+from prometheus_client import Counter, Gauge, Histogram
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from distill.environments.config import EnvironmentConfig, EnvironmentService
+from distill.environments.episode import Environment, EnvironmentAnswer
 from distill.environments.rendering import Renderer
 from sync.base.address import TOKEN_VARIABLE, token_from_environment
+from sync.base.errors import DataError, Overloaded
+from sync.base.own_code import own_code
 from sync.base.settings import read_settings
-from sync.wire import RunIdentity
+from sync.wire import (
+    EVALUATION_ID,
+    EnvironmentInfo,
+    EpisodeBegin,
+    EpisodeContinue,
+    EpisodeEnd,
+    EpisodeFailed,
+    EpisodeOver,
+    Ok,
+    RunIdentity,
+    Turn,
+    decode,
+    encode,
+)
+from sync.wire.checks import Problem, turn_tokens
 from sync.wire.claims import Claim
-from sync.wire.server import check_bind, run_role, serve_app
+from sync.wire.peers import Role
+from sync.wire.server import (
+    application,
+    check_bind,
+    process_registry,
+    read_message,
+    refuse,
+    reply,
+    run_role,
+    serve_app,
+)
 
-log = logging.getLogger("distill.environments.service")
+log = logging.getLogger("distill.environments.service")  # not __main__
+IDLE_SECONDS: Final = 600.0
+"""An episode that waits for its student for longer makes room, when there is none, for one that begins."""
+RETRY_SECONDS: Final = 1.0
+"""When to come back, for one that finds no room."""
+MAX_BODY: Final = 1 << 26
+"""Bytes of a request."""
+
+_ANSWER: Final[Any] = EnvironmentAnswer
+
+
+class Host(Environment, Protocol):
+    """An environment in this process. It is entered before the first episode begins.
+
+    A call that raises, or exceeds `call_timeout_seconds`, ends the episode; `end` must return within seconds.
+    """
+
+    tasks: int | None
+    """How many there are, known once it is entered; None: they have no end."""
+
+    async def __aenter__(self) -> Any: ...
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+@dataclass(eq=False)
+class _Episode:
+    id: str
+    call: asyncio.Task[EnvironmentAnswer]
+    """The newest call of the environment."""
+    turn: int = 0
+    """Of the Turn that it makes."""
+    answered_at: float = math.inf
+    """time.monotonic() at which it ended; inf: it is under way."""
+    said: bytes = b""
+    """The student's tokens before it."""
+    over: bool = False
+
+
+class Service:
+    """One environment behind HTTP; `app` is the ASGI application, whose lifespan enters and leaves `host`."""
+
+    def __init__(
+        self,
+        host: Host,
+        config: EnvironmentConfig,
+        tokenizer: tuple[str, int],
+        token: str | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        """`tokenizer`: its fingerprint, and the size of its vocabulary."""
+        self._host, self._config = host, config
+        self._fingerprint, self._vocab_size = tokenizer
+        self._episodes: dict[str, _Episode] = {}
+        """Those under way, and the newest that are over: their last answer may be asked for again."""
+        self.registry = registry = process_registry()
+        name = "distill_environment"
+        self._counted = Counter(f"{name}_episodes", "Episodes, by event", ("event",), registry=registry)
+        self._turns = Counter(f"{name}_turns", "Turns given to the student", registry=registry)
+        self._spent = Histogram(f"{name}_turn_seconds", "Calls of the environment", registry=registry)
+        gauge = Gauge(f"{name}_open_episodes", "Episodes under way", registry=registry)
+        gauge.set_function(lambda: len(self._open()))
+        routes = [
+            Route("/v1/begin", self.begin, methods=["POST"]),
+            Route("/v1/continue", self.proceed, methods=["POST"]),
+            Route("/v1/end", self.end, methods=["POST"]),
+            Route("/v1/info", self.get_info),
+        ]
+        claiming = ("/v1/begin", "/v1/continue")
+        self.app = application(
+            Role.ENVIRONMENT,
+            routes,
+            registry,
+            token,
+            claim,
+            claiming,
+            lifespan=self._lifespan,
+            statuses={},
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        async with self._host:
+            yield
+
+    # --- routes
+
+    async def begin(self, request: Request) -> Response:
+        message = await read_message(request, EpisodeBegin, MAX_BODY)
+        await self._make_room(message.id)
+        while message.id in self._episodes:
+            await self._give_up(message.id)
+        work = partial(self._host.begin, message.id, message.task)
+        call = asyncio.create_task(self._said(message.id, 0, work))
+        episode = self._episodes[message.id] = _Episode(message.id, call)
+        self._counted.labels("begun").inc()
+        return await _answered(episode)
+
+    async def proceed(self, request: Request) -> Response:
+        message = await read_message(request, EpisodeContinue, MAX_BODY)
+        episode = self._episodes.get(message.id)
+        if episode is None:
+            lost = f"episode {message.id} is not known: this process was restarted, or gave it up"
+            return reply(EpisodeFailed(id=message.id, error=lost, lost=True))
+        if message.turn + 1 == episode.turn:
+            if message.token_ids.data != episode.said:
+                other = f"turn {message.turn} of episode {message.id} was answered with other tokens"
+                return reply(EpisodeFailed(id=message.id, error=other, lost=True))
+            return await _answered(episode)
+        if message.turn != episode.turn or episode.over or not episode.call.done():
+            rule = f"its newest turn is {episode.turn}: continue a turn once it is given, and once only"
+            return refuse(409, f"turn {message.turn} of {message.id} is continued, and {rule}")
+        if problem := turn_tokens(message.token_ids, self._vocab_size):
+            return refuse(400, f"turn {message.turn} of {message.id}: {problem}")
+        reason = message.finish_reason
+        work = partial(self._host.proceed, message.id, message.turn, message.token_ids, reason)
+        episode.turn, episode.said = message.turn + 1, message.token_ids.data
+        episode.answered_at = math.inf
+        episode.call = asyncio.create_task(self._said(message.id, episode.turn, work))
+        return await _answered(episode)
+
+    async def end(self, request: Request) -> Response:
+        for id in (await read_message(request, EpisodeEnd, MAX_BODY)).ids:
+            await self._give_up(id)
+        return reply(Ok())
+
+    async def get_info(self, _: Request) -> Response:
+        host, what = self._host, f"{self._config.type}: {self._config.environment}"
+        info = EnvironmentInfo(
+            name=host.name, environment=what, tasks=host.tasks, tokenizer_fingerprint=self._fingerprint
+        )
+        return reply(info)
+
+    # --- episodes
+
+    def _open(self) -> list[_Episode]:
+        return [episode for episode in self._episodes.values() if not episode.over]
+
+    async def _make_room(self, id: str) -> None:
+        """For episode `id`. Raises Overloaded when as many others are under way as may be: an evaluation's do
+        not wait for those of training, whose replica may be held for it."""
+        limit = self._config.max_episodes
+        for old in [episode.id for episode in self._episodes.values() if episode.over][:-limit]:
+            del self._episodes[old]
+        kind = id.startswith(EVALUATION_ID)
+        alike = (episode for episode in self._open() if episode.id.startswith(EVALUATION_ID) == kind)
+        if len(open_ := [episode for episode in alike if episode.id != id]) < limit:
+            return
+        idle = min(open_, key=lambda episode: episode.answered_at)
+        if time.monotonic() - idle.answered_at < IDLE_SECONDS:
+            key = f"environments.{self._host.name}.max_episodes"
+            raise Overloaded(f"{limit} episodes are under way: raise {key}, or add processes", RETRY_SECONDS)
+        await self._give_up(idle.id)
+
+    async def _give_up(self, id: str) -> None:
+        episode = self._episodes.pop(id, None)
+        if episode is not None and not episode.over:
+            self._counted.labels("given_up").inc()
+            episode.call.cancel()
+            await self._host.end([id])
+
+    async def _said(
+        self, id: str, turn: int, work: Callable[[], Awaitable[EnvironmentAnswer]]
+    ) -> EnvironmentAnswer:
+        """What the environment says in `turn`; EpisodeFailed when it raises, hangs or cannot be used."""
+        limit, key = self._config.call_timeout_seconds, f"environments.{self._host.name}"
+        about = f"turn {turn} of episode {id}"
+        try:
+            with self._spent.time():
+                async with asyncio.timeout(limit):
+                    with own_code(key, about, "mend it"):
+                        said = decode(encode(await work()), _ANSWER)
+            if problem := self._unusable(said, id, turn):
+                raise DataError(f"{key}: {about} cannot be used: {problem}")
+        except TimeoutError:
+            error = f"{key}: {about} took longer than call_timeout_seconds = {limit:g}: raise it, or mend it"
+            said = EpisodeFailed(id=id, error=error)
+        except DataError as error:
+            said = EpisodeFailed(id=id, error=str(error))
+        if isinstance(said, EpisodeFailed):
+            log.error("%s", said.error)
+            await self._host.end([id])
+        self._note(id, said)
+        return said
+
+    def _note(self, id: str, said: EnvironmentAnswer) -> None:
+        if isinstance(said, Turn):
+            self._turns.inc()
+        else:
+            self._counted.labels("over" if isinstance(said, EpisodeOver) else "failed").inc()
+        episode = self._episodes.get(id)
+        if episode is not None and episode.call is asyncio.current_task():
+            episode.answered_at, episode.over = time.monotonic(), not isinstance(said, Turn)
+
+    def _unusable(self, said: EnvironmentAnswer, id: str, turn: int) -> str | Problem | None:
+        if said.id != id or (isinstance(said, Turn) and said.turn != turn):
+            return f"it is of episode {said.id!r}, turn {getattr(said, 'turn', None)}"
+        return turn_tokens(said.token_ids, self._vocab_size) if isinstance(said, Turn) else None
+
+
+async def _answered(episode: _Episode) -> Response:
+    """The answer to its newest call; the call goes on when this is cancelled."""
+    call = episode.call
+    await asyncio.wait({call})
+    if call.cancelled():
+        return reply(EpisodeFailed(id=episode.id, error="the episode was given up", lost=True))
+    return reply(call.result())
+
+
+# --- the process
 
 
 def make_host(settings: EnvironmentService, tokenizer: Any) -> Host:

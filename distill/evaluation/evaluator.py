@@ -29,18 +29,18 @@ from distill.config import RunConfig
 from distill.config.evaluation import HELD_OUT, EvaluationConfig
 from distill.environments.episode import Environment
 from distill.evaluation import statistics
-from distill.evaluation.behaviour import behaviour
 from distill.evaluation.completions import (
     Completion,
     Generation,
+    Playing,
     Tokens,
+    behaviour,
     file_of,
     read_completions,
     remove_old,
     write_completions,
 )
 from distill.evaluation.models import load_student
-from distill.evaluation.playing import Playing
 from distill.evaluation.reverse_kl import ReverseKL, exact, head_of, parts, tensor_of, total
 from distill.evaluation.sets import open_sets
 from distill.prompts.reward_pool import RewardPool

@@ -3,31 +3,45 @@
 A teacher is loaded for it, one at a time, where 4 bytes for each of its parameters fit into SHARE of the free
 memory beside the student. A larger one is not, nor one with an engine of the user's: its log-probabilities
 are compared with nothing, and the objective is tried on the distributions that its service gives, where it
-gives hidden states.
+gives hidden states. Passes are of one sequence at a time, without padding or packing.
+
+Letters in shapes: L tokens of a sequence, T its completion tokens, N tokens of several sequences, H hidden
+size, V vocabulary, K ids of an objective's S.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import load_model
-from distill.evaluation.reference import LanguageModel, log_probs, probe_teacher, scores_of
 from distill.evaluation.reverse_kl import head_of, tensor_of
+from student_trainer.objectives.config import (
+    SFT,
+    ObjectiveConfig,
+    needs,
+    student_topk,
+    teacher_temperature,
+)
+from student_trainer.objectives.divergences import Objective, Targets, at, build, mask_log_mass
+from sync import wire
 from sync.base.errors import ConfigError, RemoteError
 from sync.base.own_code import is_own
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer, vocab_size
-from sync.wire import ProbeReply, ProbeRequest, SamplingMask, Scored, ScoreSequence, Want
+from sync.wire import ProbeReply, ProbeRequest, SamplingMask, Scored, ScoreSequence, Want, pack, unpack
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.head import find_head
+from teacher_service.engines.head import OutputHead, find_head
 from teacher_service.engines.transformers import find_device
 
 SHARE: Final = 0.5
@@ -119,3 +133,104 @@ async def _served(
         hidden_TH = tensor_of(answer.hidden, device).to(head.weight_VH.dtype)
         logps.append(head.logits(hidden_TH).log_softmax(-1))
     return logps
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model of transformers in fp32, and its head cut to the tokenizer's vocabulary."""
+
+    model: Any
+    head: OutputHead
+
+
+class SelfAndTeacher(NamedTuple):
+    """An objective on real distributions; per token."""
+
+    self_loss: float
+    self_gradient: float
+    teacher_gradient: float
+
+
+def probe_teacher(
+    sequences: Sequence[ScoreSequence],
+    logq_TV: Sequence[Tensor] | None,
+    not_shown: str | None,
+    student: LanguageModel,
+    objective: ObjectiveConfig,
+    temperature: float,
+) -> wire.ReferenceScores:
+    """One teacher's part of a ProbeReply; `temperature`: of the rollouts.
+
+    `logq_TV`: its distributions of the completion tokens of each sequence, fp32, temperature 1; None: they
+    are not known. `not_shown`: why no forward pass of ours gave them; None: one did.
+    """
+    figures: SelfAndTeacher | tuple[None, None, None] = (None, None, None)
+    if not isinstance(objective, SFT):
+        live_NV = torch.cat([log_probs(student, sequence, temperature) for sequence in sequences])
+        token_N = torch.cat([_completion(sequence, live_NV.device) for sequence in sequences])
+        teacher_NV = live_NV
+        if logq_TV is not None:
+            logq_NV = torch.cat([*logq_TV])
+            teacher_NV = (logq_NV / teacher_temperature(objective, temperature)).log_softmax(-1)
+        k = needs(objective).topk or student_topk(objective)
+        figures = objective_figures(build(objective), live_NV, teacher_NV, token_N, k)
+    loss, gradient, change = figures
+    scores = None
+    if not_shown is None and logq_TV is not None:
+        scores = [scores_of(*pair) for pair in zip(sequences, logq_TV, strict=True)]
+    known = None if logq_TV is None else change
+    return wire.ReferenceScores(scores, not_shown, loss, gradient, known)
+
+
+def scores_of(sequence: ScoreSequence, logp_TV: Tensor, mask: SamplingMask | None = None) -> wire.Array:
+    """f4 [T]: log-probabilities of the completion's tokens, within its sampling mask."""
+    logp_T = at(logp_TV, _completion(sequence, logp_TV.device))
+    if mask is not None:
+        logp_T = logp_T - mask_log_mass(logp_TV, torch.from_numpy(mask.padded()).to(logp_TV.device))
+    return pack(logp_T.cpu().numpy())
+
+
+@torch.inference_mode()
+def log_probs(model: LanguageModel, sequence: ScoreSequence, temperature: float = 1.0) -> Tensor:
+    """fp32 [T, V]: distributions of the completion's tokens."""
+    tokens_L = torch.from_numpy(unpack(sequence.token_ids).astype(np.int64)).to(model.model.device)
+    output = model.model.get_decoder()(input_ids=tokens_L[None], use_cache=False)
+    hidden_TH = output.last_hidden_state[0, sequence.start - 1 : -1]
+    return (model.head.logits(hidden_TH) / temperature).log_softmax(-1)
+
+
+def objective_figures(
+    objective: Objective, live_NV: Tensor, teacher_NV: Tensor, token_N: Tensor, k: int = 0
+) -> SelfAndTeacher:
+    """The objective with the student as its own teacher, and the change of its gradient with the real one.
+
+    `k`: size of S for objectives that have one: the teacher's top-k.
+    """
+    own_loss, own_NV = _gradient(objective, live_NV, live_NV, token_N, k)
+    _, other_NV = _gradient(objective, live_NV, teacher_NV, token_N, k)
+    sums = abs(own_loss), float(own_NV.norm()), float((other_NV - own_NV).norm())
+    return SelfAndTeacher(*(total / len(token_N) for total in sums))
+
+
+def _gradient(
+    objective: Objective, live_NV: Tensor, teacher_NV: Tensor, token_N: Tensor, k: int
+) -> tuple[float, Tensor]:
+    """Summed loss of fresh tokens, and its gradient in the student's logits."""
+    best = teacher_NV.topk(min(k, teacher_NV.shape[1]), dim=1) if k else None
+    targets = Targets(
+        token_N=token_N,
+        behavior_logp_N=at(live_NV, token_N),
+        teacher_logp_N=at(teacher_NV, token_N),
+        fresh_N=torch.ones_like(token_N, dtype=torch.bool),
+        support_NK=None if best is None else best.indices,
+        support_logp_NK=None if best is None else best.values,
+        teacher_logp_NV=teacher_NV,
+    )
+    logits_NV = live_NV.clone().requires_grad_()
+    loss_N, _ = objective(logits_NV.log_softmax(1), targets)
+    (gradient_NV,) = torch.autograd.grad(loss_N.sum(), logits_NV)
+    return float(loss_N.detach().sum()), gradient_NV
+
+
+def _completion(sequence: ScoreSequence, device: torch.device) -> Tensor:
+    return torch.from_numpy(unpack(sequence.token_ids)[sequence.start :].astype(np.int64)).to(device)

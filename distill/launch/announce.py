@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from distill.launch.guardian import MODULE
+from distill.guardian import MODULE
 from distill.launch.supervise import ChildSpec
 from sync.base.errors import DistillError, Replaced
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers

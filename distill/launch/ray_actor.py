@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from distill.launch.guardian import KILL, MODULE
+from distill.guardian import KILL, MODULE
 
 CALLS = 8
 """Of one actor at once."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from distill.config.cluster import RayCluster
-from distill.launch.guardian import MODULE
+from distill.guardian import MODULE
 from distill.launch.placement import Need, Node
 from distill.launch.ray_nodes import AUTH_MODE, AUTH_TOKEN_PATH
 from sync.base.address import TOKEN_FILE_VARIABLE

@@ -21,9 +21,8 @@ from blake3 import blake3
 from distill.config import ControllerConfig, RunConfig
 from distill.config.loading import PUT_BACK, recorded, validate
 from distill.preflight_checks.machine import check_disk
-from distill.prompts.mixture import Mixture
 from distill.prompts.sources import PromptSplit, sample_prompts
-from distill.prompts.stream import PromptSource
+from distill.prompts.stream import Mixture, PromptSource
 from distill.registry import CONTROLLER_FILE
 from student_trainer.checkpoint_files import CHECKPOINTS, choose, saved
 from student_trainer.deepspeed_json import deepspeed_config

@@ -9,7 +9,7 @@
     not healthy in start_seconds  the run fails while it starts; later: killed, so restarted
     /health silent                killed, so restarted
 
-A guardian (`distill.launch.guardian`) wraps every process. Order of calls: `start`, `ready`, `watch` beside
+A guardian (`distill.guardian`) wraps every process. Order of calls: `start`, `ready`, `watch` beside
 the work, `stop`. This process adopts what a killed guardian leaves behind, and kills it before a restart.
 """
 
@@ -32,7 +32,7 @@ from pathlib import Path
 import psutil
 
 from distill.aio import cancel, until_stalled
-from distill.launch.guardian import MODULE, adopt_orphans, kill_adopted
+from distill.guardian import MODULE, adopt_orphans, kill_adopted
 from sync.base.address import Place
 from sync.base.errors import DistillError, how_it_ended
 from sync.base.retry import Backoff

@@ -30,6 +30,7 @@ from typing import BinaryIO, Final, cast
 import msgspec
 import numpy as np
 
+from distill import guardian
 from distill.prompts.reward_worker import Outcome, Task, receive, send
 from distill.prompts.rewards import Reward, RewardSource
 from distill.prompts.stream import Prompt
@@ -45,7 +46,6 @@ WATCH_SECONDS: Final = 0.25
 """Between two looks for a worker that is late."""
 EXIT_SECONDS: Final = 5.0
 """Until a worker that has closed its pipe has ended."""
-_GUARDIAN: Final = "distill.launch.guardian"
 MOST_WORKERS: Final = min(4, os.cpu_count() or 1)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgpack_decoder(Outcome)
@@ -68,7 +68,7 @@ class _Worker:
         }
         guarded, self._guard = os.pipe()
         """Closed, or with a byte in it, it has the guardian kill everything."""
-        command = [sys.executable, "-m", _GUARDIAN, "rewards", str(guarded), "--kill"]
+        command = [sys.executable, "-m", guardian.MODULE, "rewards", str(guarded), guardian.KILL]
         command += [sys.executable, "-m", "distill.prompts.reward_worker"]
         pipe = subprocess.PIPE
         try:  # in this session: a supervisor here takes a child in another one for an orphan, and kills it

@@ -22,13 +22,20 @@ from distill.config.prompts import (
     TaskPrompts,
 )
 from distill.environments.rendering import Renderer
-from distill.prompts.mixture import Mixture, by_weight
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
-from distill.prompts.rows import Encode, RowReader, RowsConfig, dataset_rows, jsonl_rows, row_encoder
-from distill.prompts.stream import Prompt, PromptSource
+from distill.prompts.rows import (
+    Encode,
+    RowReader,
+    RowsConfig,
+    check_ids,
+    control_tokens,
+    dataset_rows,
+    jsonl_rows,
+    row_encoder,
+)
+from distill.prompts.stream import Mixture, Prompt, PromptSource, by_weight
 from distill.prompts.streaming import StreamSource, open_stream
-from distill.prompts.template import check_ids, control_tokens
 from distill.tasks import Task, TaskPrompt
 from sync.base.errors import ConfigError, DataError
 from sync.base.hub import check_reachable

@@ -15,10 +15,9 @@ from jinja2 import TemplateError
 from distill.config import RunConfig
 from distill.config.loading import recorded
 from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
-from distill.prompts.mixture import Mixture
+from distill.prompts.rows import rendered
 from distill.prompts.sources import PromptSplit
-from distill.prompts.stream import Prompt
-from distill.prompts.template import rendered
+from distill.prompts.stream import Mixture, Prompt
 from sync.base.errors import DataError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import at_time, end_ids

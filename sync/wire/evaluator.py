@@ -72,7 +72,7 @@ class PartReport(msgspec.Struct, frozen=True):
 
 
 class Behaviour(msgspec.Struct, frozen=True):
-    """How held-out completions read (`distill.evaluation.behaviour`)."""
+    """How held-out completions read (`distill.evaluation.completions`)."""
 
     ended: Share
     """Share that ended by themselves."""

@@ -31,7 +31,7 @@ from distill import api, quickstart
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import load_model
-from distill.evaluation.reference import LanguageModel
+from distill.evaluation.probes import LanguageModel
 from distill.launch import replica_command
 from distill.prompts.sources import open_prompts
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16

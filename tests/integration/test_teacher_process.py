@@ -24,7 +24,7 @@ from teacher_completions import check_completions_score_alike
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from distill.evaluation.reference import LanguageModel, log_probs
+from distill.evaluation.probes import LanguageModel, log_probs
 from distill.preflight_checks import probes
 from sync.base.settings import ObjectStoreConfig, ReplicaConfig
 from sync.base.tokenizers import fingerprint

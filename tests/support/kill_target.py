@@ -21,7 +21,7 @@ import httpx
 import psutil
 from faults import FAULTS, fill, free
 
-from distill.launch.guardian import guarded_role
+from distill.guardian import guarded_role
 from distill.launch.placement import TRAINER
 from distill.launch.roles import EVALUATOR
 from distill.launch.supervise import last_lines

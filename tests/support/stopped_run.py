@@ -8,7 +8,7 @@ import kill_target
 import psutil
 from kill_target import descendants, survivors
 
-from distill.launch.guardian import guarded_role
+from distill.guardian import guarded_role
 
 
 class KillTarget(kill_target.KillTarget):

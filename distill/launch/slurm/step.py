@@ -27,7 +27,7 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
-from distill.launch.guardian import POLL_SECONDS, kill_descendants, reap, spawn
+from distill.guardian import POLL_SECONDS, kill_descendants, reap, spawn
 
 MODULE: Final = "distill.launch.slurm.step"
 LAUNCH, GUARD = "launch", "guard"

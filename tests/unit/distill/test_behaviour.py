@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from distill.evaluation.behaviour import behaviour, loops
-from distill.evaluation.completions import Completion, Tokens
+from distill.evaluation.completions import Completion, Tokens, behaviour, loops
 
 
 def completion(token_ids: list[int], finish_reason: str) -> Completion:

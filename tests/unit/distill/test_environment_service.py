@@ -22,13 +22,13 @@ from ports import free_port
 from small_config import make_config
 
 from distill.config import RunConfig
-from distill.environments import app
-from distill.environments.app import Service
+from distill.environments import service as role
 from distill.environments.client import EnvironmentClient
 from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.environments.episode import EnvironmentFailed, EnvironmentLost, Episode, Limits, play
 from distill.environments.python_host import PythonEnvironment
 from distill.environments.rendering import Renderer
+from distill.environments.service import Service
 from distill.launch.roles import Ports, plan_servers
 from distill.launch.run_folder import write_role
 from distill.preflight_checks import environments as checks
@@ -441,7 +441,7 @@ async def test_answers_that_are_no_tokens_of_the_student_are_refused() -> None:
 async def test_an_episode_waits_while_as_many_are_under_way_as_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(app, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(role, "RETRY_SECONDS", 0.05)
     async with served(section(max_episodes=1)) as (_, url), client_of(url) as client:
         await client.begin("x", 0)
         waiting = asyncio.create_task(client.begin("y", 0))
@@ -450,7 +450,7 @@ async def test_an_episode_waits_while_as_many_are_under_way_as_may_be(
         assert text_of(await client.begin("x", 0)), "the same one again takes its own place"
         await client.end(["x"])
         assert text_of(await waiting)
-        monkeypatch.setattr(app, "IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(role, "IDLE_SECONDS", 0.0)
         assert text_of(await client.begin("z", 0)), "one that was forgotten makes room"
         answer = await client.proceed("y", 0, said("a"), "stop")
         assert isinstance(answer, EpisodeFailed)

@@ -14,7 +14,7 @@ from in_memory import MemoryReplica
 from transformers import Qwen3ForCausalLM
 
 from distill.config.loading import validate
-from distill.evaluation import playing
+from distill.evaluation.completions import GONE_SECONDS
 from distill.evaluation.evaluator import Evaluator
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
@@ -232,7 +232,7 @@ async def test_an_environment_that_fails_task_after_task_ends_the_evaluation(mod
 async def test_an_environment_that_stays_away_is_an_error_and_no_lost_replica(models: Path) -> None:
     away = GuessEnvironment(trouble=lambda id, turn: "gone")
     one = evaluator(models, away, player())
-    with pytest.raises(RemoteError, match=f"environment guess was not up for {playing.GONE_SECONDS:.0f} s"):
+    with pytest.raises(RemoteError, match=f"environment guess was not up for {GONE_SECONDS:.0f} s"):
         await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from stopped_run import KillTarget
 
-from distill.launch.guardian import MODULE
+from distill.guardian import MODULE
 from sync.base.errors import DistillError
 
 LAUNCHER = f"""

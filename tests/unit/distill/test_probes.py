@@ -15,7 +15,7 @@ import pytest
 import torch
 from table_engine import TableEngine
 
-from distill.evaluation.reference import objective_figures
+from distill.evaluation.probes import objective_figures
 from distill.preflight_checks import probes
 from distill.preflight_checks.probes import Finding, Score
 from student_trainer.objectives.config import (

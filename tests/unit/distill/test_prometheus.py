@@ -18,8 +18,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from distill.controller import Controller
-from distill.environments.app import Service
 from distill.environments.config import EnvironmentConfig
+from distill.environments.service import Service
 from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import app
 from distill.metrics.names import FIGURES

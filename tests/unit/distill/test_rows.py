@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
-from distill.prompts.rows import RowReader, dataset_rows, jsonl_rows, row_encoder
-from distill.prompts.template import control_tokens
+from distill.prompts.rows import RowReader, control_tokens, dataset_rows, jsonl_rows, row_encoder
 from sync.base.errors import DataError
 
 CHATML = (

@@ -16,7 +16,6 @@ from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, MixturePrompts
 from distill.launch.run_folder import content
 from distill.prompts import streaming
-from distill.prompts.mixture import DRAWS, Mixture, by_weight
 from distill.prompts.rewards import load_rewards
 from distill.prompts.rows import RowReader
 from distill.prompts.sources import (
@@ -29,7 +28,7 @@ from distill.prompts.sources import (
     keep_position,
     open_prompts,
 )
-from distill.prompts.stream import Cursor, Prompt, PromptStream
+from distill.prompts.stream import DRAWS, Cursor, Mixture, Prompt, PromptStream, by_weight
 from distill.prompts.streaming import StreamSource, open_stream
 from sync.base.errors import ConfigError, DataError
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from ports import free_port
 
-from distill.launch import guardian
+from distill import guardian
 from distill.launch.supervise import LONGEST_PAUSE_SECONDS, ChildFailed, ChildSpec, Phase, Supervisor
 from sync.base.errors import how_it_ended
 

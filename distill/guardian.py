@@ -1,6 +1,6 @@
 """Guardian of one child process: whatever ends it or its parent, nothing of it stays behind.
 
-    python -m distill.launch.guardian NAME PIPE [--kill] COMMAND …
+    python -m distill.guardian NAME PIPE [--kill] COMMAND …
 
 The guardian leads a session of its own and adopts every orphan in it. NAME is the role's, for whoever lists
 processes. PIPE is a descriptor whose other end only the launcher holds.
@@ -33,7 +33,7 @@ from typing import Final, NoReturn
 
 import psutil
 
-MODULE: Final = "distill.launch.guardian"
+MODULE: Final = "distill.guardian"
 KILL: Final = "--kill"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 0.1
