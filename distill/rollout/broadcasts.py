@@ -47,11 +47,12 @@ class Broadcasts:
         return len(self._live()) >= (len(self._pool.replicas) if starting else 1)
 
     def _live(self) -> list[Replica]:
-        members = self._pool.replicas.values()
+        members, now = self._pool.replicas.values(), time.monotonic()
         return [
             member
             for member in members
-            if member.phase is not Phase.ABSENT and not (member.lost.is_set() or member.held)
+            if member.phase is not Phase.ABSENT
+            and not (member.lost.is_set() or member.held or (member.refuses and now < member.rests_until))
         ]
 
     def announce(self, published: Published, ending: bool = False) -> Audience:
@@ -92,7 +93,10 @@ class Broadcasts:
         return dict(self._lost)
 
     async def _receive(self, replica: Replica, request: UpdateRequest, lost: dict[str, str]) -> None:
-        """Have one member receive; a failure is noted in `lost` at once."""
+        """Have one member receive; a failure is noted in `lost` at once.
+
+        One that a member refuses fails for all: that one, the first, rests before the next one.
+        """
         watch = asyncio.create_task(self._watch(replica))
         try:
             if replica.held:  # since it was announced: it takes no update for the length of an evaluation
@@ -102,6 +106,9 @@ class Broadcasts:
                 lost[replica.name] = f"it serves {request.version} already"
             self._pool.published()
         except DistillError as error:
+            if isinstance(error, RemoteError) and not (lost or replica.held):
+                self._pool.refused_update(replica, error)
+                self._pool.refused(replica, None)
             lost[replica.name] = str(error)
             logger.warning("replica %s stays at %s: %s", replica.name, replica.version, error)
             if isinstance(error, WireError):

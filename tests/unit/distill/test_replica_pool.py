@@ -543,6 +543,30 @@ async def test_a_live_replica_that_missed_a_broadcast_wants_it_again() -> None:
         assert not world.broadcasts.wanted()
 
 
+async def test_a_member_that_refuses_every_broadcast_is_left_out_alone_and_asked_again_later() -> None:
+    class Refusing(MemoryReplica):
+        refuses = True
+
+        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+            if self.refuses:
+                raise RemoteError("its disk is full")
+            return await super().update(request, timeout)
+
+    refusing = Refusing()
+    world = World(a=MemoryReplica(), b=MemoryReplica(), refusing=refusing)
+    async with world.running():
+        await world.until(lambda: len(world.serving()) == 3)
+        assert world.broadcast(1).world_size == 4
+        await world.until(lambda: {member.name for member in world.pool.able()} == {"a", "b"})
+        for step in (2, 3):
+            assert world.broadcast(step).world_size == 3, "it rests"
+            await world.until(lambda: world.oldest() == Version(0, step))  # noqa: B023
+        refusing.refuses, world.pool.replicas["refusing"].rests_until = False, 0.0
+        await world.until(world.broadcasts.wanted)
+        assert world.broadcast(3).world_size == 2
+        await world.until(lambda: len(world.pool.able()) == 3)
+
+
 def last(version: Version) -> FinalDigests:
     return FinalDigests(version=version, digests=weights_of(version))
 
