@@ -18,18 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from student_trainer import checkpoint, expert_parallel, sequence_parallel
+from student_trainer import checkpoint, parallelism
 from student_trainer.checkpoint_files import CHECKPOINTS, Index
 from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
-from student_trainer.expert_check import Originals, check_experts, originals
+from student_trainer.expert_layers import Originals, check_experts, originals
 from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project, token_logp
 from student_trainer.objectives.divergences import Targets, future_credit
 from student_trainer.ranks import Ranks
 from student_trainer.routing import Router, replayed, routers
 from student_trainer.sequence_split import SequenceGroup, SplitRows, join, split, split_rows
-from student_trainer.step import laid_out, train_step
-from student_trainer.stopwatch import Stopwatch
+from student_trainer.step import Stopwatch, laid_out, train_step
 from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, computing, pack_rows
 from student_trainer.weights import Weights
 from sync.base.errors import ConfigError
@@ -264,8 +263,9 @@ def load(config: TrainerConfig, ranks: Ranks) -> tuple[Any, Student, Any]:
             f"{source.path}: the tokenizer has {vocab} ids, the model {text.vocab_size} rows: "
             "resize the model's embeddings, or give it its own tokenizer"
         )
-    if problem := next(sequence_parallel.problems(settings, text, ranks.world_size), None):
-        raise ConfigError(problem)
+    for problems in (parallelism.row_problems, parallelism.expert_problems):
+        for problem in problems(settings, text, ranks.world_size):
+            raise ConfigError(problem)
     shape, varlen = head_shape(text, vocab, config.temperature), settings.packing == "varlen"
     student = Student(model, shape, settings.head_chunk, varlen, join(settings, ranks))
     engine = _initialized(student, ds_config, settings, ranks)
@@ -279,9 +279,7 @@ def _initialized(student: Student, ds_config: dict[str, Any], settings: TrainerS
 
     before: Originals = {}
     if settings.expert_parallel > 1:
-        if problem := next(expert_parallel.problems(settings, student.config, ranks.world_size), None):
-            raise ConfigError(problem)
-        section = expert_parallel.section(settings, student.config.model_type)
+        section = parallelism.section(settings, student.config.model_type)
         before, ds_config = originals(student, section, ranks.rank), {**ds_config, "expert_parallel": section}
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)

@@ -8,7 +8,10 @@ seconds and exits 1. Here a signal, to this process or to its group, reaches the
 for themselves: they finish their step, save a checkpoint and exit 0, and so does the launcher. They leave
 when the launcher is killed (`LAUNCHER` is its process id); when a rank dies of a signal, it ends by the same.
 
-On several machines that meet through the controller each runs this (`student_trainer.gang`).
+On several machines without ssh the launchers meet through the controller: each, started with `--gang INDEX`,
+tells it an address and a free port, and is told those of machine 0 once all are there. It renews that; when a
+machine is gone, or was started again, the controller refuses the others, whose ranks could wait for it for
+long: they are killed, and the gang is started again as a whole.
 
 With a hostfile this is `deepspeed.launcher.runner`, and its own behaviour stays: ranks stop when the
 controller sends Stop. It starts them over ssh and passes only the environment variables of a list, on a
@@ -32,21 +35,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 import psutil
+from msgspec.structs import replace
 
 from student_trainer.config import TrainerConfig, TrainerSettings
 from sync.base import secrets
-from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback
-from sync.base.errors import ConfigError, DistillError
+from sync.base.address import (
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    is_loopback,
+    own_address,
+    token_from_environment,
+)
+from sync.base.errors import ConfigError, DistillError, RemoteError, Unreachable
 from sync.base.memory import ALLOCATOR, allocator
 from sync.base.own_code import CODE_VARIABLE
+from sync.base.retry import retrying
 from sync.base.settings import read_settings
+from sync.wire import Gang, GangJoins
+from sync.wire.client import BlockingPeer
 from sync.wire.server import ON_LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -72,6 +85,8 @@ _INHERITED: Final = (
 """Variables of this process that ranks on other machines need too."""
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _LOOK_SECONDS: Final = 0.3
+_RETRY_SECONDS: Final = 1.0
+_CALL_SECONDS: Final = 3.0
 _PR_SET_PDEATHSIG: Final = 1
 _STOPPING: Final = {signal.SIGTERM, signal.SIGINT}
 
@@ -228,7 +243,11 @@ def catch_stop_signals(stopping: threading.Event, local_ranks: int) -> threading
         log.warning("asked to stop by %s", signal.Signals(received[0]).name)
         stopping.set()
         while not finished.wait(_LOOK_SECONDS):
-            if _siblings() < local_ranks:
+            alive = 0
+            with suppress(psutil.Error):
+                siblings = psutil.Process(os.getppid()).children()
+                alive = sum(rank.status() != psutil.STATUS_ZOMBIE for rank in siblings)
+            if alive < local_ranks:
                 log.error("another rank ended, this one cannot go on")
                 os._exit(1)
 
@@ -238,15 +257,6 @@ def catch_stop_signals(stopping: threading.Event, local_ranks: int) -> threading
         signal.signal(number, lambda *_: None)  # the thread acts: it needs no main thread
     threading.Thread(target=watch, name="signals", daemon=True).start()
     return finished
-
-
-def _siblings() -> int:
-    """Ranks of this machine that are alive, this one included."""
-    try:
-        children = psutil.Process(os.getppid()).children()
-        return sum(child.status() != psutil.STATUS_ZOMBIE for child in children)
-    except psutil.Error:
-        return 0
 
 
 # --- the launcher's process ---------------------------------------------------------------------------------
@@ -263,15 +273,8 @@ def ranks_of(launcher: int) -> list[psutil.Process]:
     return processes
 
 
-def _forward() -> None:
-    """Forward every stop signal of this process to the ranks."""
-    while True:
-        signal.sigwait(_STOPPING)
-        _signal_ranks(signal.SIGTERM)
-
-
 def _signal_ranks(number: signal.Signals) -> None:
-    """As soon as there are any: they may still be being started."""
+    """Signal the ranks as soon as there are any: they may still be being started."""
     while not (ranks := ranks_of(os.getpid())):
         time.sleep(_LOOK_SECONDS)
     for rank in ranks:
@@ -279,47 +282,97 @@ def _signal_ranks(number: signal.Signals) -> None:
             rank.send_signal(number)
 
 
-def main() -> None:
-    """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
-    arguments = sys.argv[1:]
-    try:
-        if arguments[0] == GANG:
-            _launch_gang(int(arguments[1]), arguments[2:])
-        elif arguments[0] == HOSTFILE:
-            _launch_everywhere(arguments)
-        else:
-            _catch_for_ranks()
-            with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
-                os.environ[RENDEZVOUS] = f"file://{folder}/store"
-                _launch(arguments)
-    except SystemExit as end:
-        if isinstance(end.code, int) and end.code < 0:  # of a rank's process: the signal that it died of
-            os.kill(os.getpid(), -end.code)
-        raise
-
-
-def _launch_everywhere(arguments: list[str]) -> None:
-    """On the machines of a hostfile, over ssh."""
-    from deepspeed.launcher import runner
-
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-    with socket.socket() as probe:
-        probe.bind(("", 0))  # a port that is free now, for the ranks to meet at
-        port = str(probe.getsockname()[1])
-    runner.main(["--master_port", port, *arguments])
-
-
 def _catch_for_ranks() -> None:
-    """Leave stop signals to the ranks."""
+    """Forward every stop signal of this process to the ranks, from a thread."""
+
+    def forward() -> None:
+        while True:
+            signal.sigwait(_STOPPING)
+            _signal_ranks(signal.SIGTERM)
+
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     os.environ[LAUNCHER] = str(os.getpid())
-    threading.Thread(target=_forward, name="signals", daemon=True).start()
+    threading.Thread(target=forward, name="signals", daemon=True).start()
+
+
+class Member:
+    """This machine in the gang of its run."""
+
+    def __init__(self, config: TrainerConfig, index: int) -> None:
+        """Raises ConfigError when the controller's machine cannot be reached from here."""
+        self.address = own_address(config.controller_url)
+        with socket.socket() as probe:
+            probe.bind((self.address, 0))
+            port = int(probe.getsockname()[1])
+        self._joins = GangJoins(
+            run=config.run,
+            index=index,
+            of=config.trainer.nodes,
+            address=self.address,
+            port=port,
+            boot=os.urandom(16).hex(),
+        )
+        self._peer = BlockingPeer(config.controller_url, token_from_environment(), _CALL_SECONDS)
+        self._limit = config.trainer.init_timeout_seconds
+
+    def meet(self) -> Gang:
+        """Where all ranks meet, once every machine is there.
+
+        Raises Unreachable when machines are missing for trainer.init_timeout_seconds, RemoteError when this
+        one is refused.
+        """
+
+        def joined() -> Gang:
+            if (gang := self._told()).address is None:
+                raise Unreachable(f"machines {gang.missing} of the trainer have not joined")
+            return gang
+
+        again = retrying(Unreachable, within=self._limit, first=_RETRY_SECONDS, longest=_RETRY_SECONDS)
+        try:
+            return again(joined)
+        except Unreachable as error:
+            raise Unreachable(f"{error} for trainer.init_timeout_seconds = {self._limit:g} s") from None
+
+    def _told(self) -> Gang:
+        return self._peer.call("/v1/gang", self._joins, Gang)
+
+    def stay(self, ended: Callable[[], None]) -> None:
+        """Renew from a thread; `ended` is called once the gang is no more."""
+
+        def renew() -> None:
+            while True:
+                try:
+                    time.sleep(self._told().lease_seconds / 3)
+                except RemoteError as error:
+                    log.error("%s", error)
+                    ended()
+                    return
+                except DistillError as error:  # the controller is away, as ranks will find out
+                    log.warning("%s", error)
+                    time.sleep(_RETRY_SECONDS)
+
+        threading.Thread(target=renew, name="gang", daemon=True).start()
+
+    def leave(self) -> None:
+        """Tell the controller that this machine's ranks ended well: the others are not to miss it."""
+        self._joins = replace(self._joins, ended=True)
+        try:
+            self._peer.call("/v1/gang", self._joins, Gang, 2.0)
+        except DistillError as error:  # it ends too
+            log.info("%s", error)
+
+    def interface(self) -> dict[str, str]:
+        """Variables that keep gloo and NCCL on the network of this machine's address."""
+        names = [
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(address.address == self.address for address in addresses)
+        ]
+        return {key: names[0] for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if names}
 
 
 def _launch_gang(index: int, arguments: list[str]) -> None:
     """Meet the other machines, then launch this one's ranks; they are killed when the gang ends."""
-    from student_trainer.gang import Member
-
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)  # until there are ranks, a signal ends this
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s gang %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -341,11 +394,36 @@ def _launch_gang(index: int, arguments: list[str]) -> None:
 
 
 def _launch(arguments: list[str]) -> None:
-    """On this machine. Raises SystemExit when a rank ends otherwise than with 0: its status, or -signal."""
+    """Start this machine's ranks. Raises SystemExit when one does not end with 0: its status, or -signal."""
     from deepspeed.launcher import launch
 
     sys.argv[1:] = arguments
     launch.main()
+
+
+def main() -> None:
+    """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
+    arguments = sys.argv[1:]
+    try:
+        if arguments[0] == GANG:
+            _launch_gang(int(arguments[1]), arguments[2:])
+        elif arguments[0] == HOSTFILE:
+            from deepspeed.launcher import runner
+
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+            with socket.socket() as probe:
+                probe.bind(("", 0))  # a port that is free now, for the ranks to meet at
+                port = str(probe.getsockname()[1])
+            runner.main(["--master_port", port, *arguments])
+        else:
+            _catch_for_ranks()
+            with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
+                os.environ[RENDEZVOUS] = f"file://{folder}/store"
+                _launch(arguments)
+    except SystemExit as end:
+        if isinstance(end.code, int) and end.code < 0:  # of a rank's process: the signal that it died of
+            os.kill(os.getpid(), -end.code)
+        raise
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE, catch_stop_signals
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, student_topk, teacher_temperature
+from student_trainer.parallelism import counts_rows
 from student_trainer.ranks import Ranks, all_done, meeting_point
-from student_trainer.sequence_parallel import counts_rows
 from student_trainer.step import in_loss, loss_of
 from student_trainer.teacher_scores import TeacherScores
 from student_trainer.transports import Publishing, open_transport

@@ -131,7 +131,7 @@ def split_rows(model: Any, attention: str) -> None:
     """Have `model` see whole rows of which a rank computes a part, with `attention` as in trainer.attention.
 
     Raises ConfigError for a model whose attention transformers cannot replace. What the configuration shows,
-    `sequence_parallel.problems` has refused; `engine.check_rows` compares the rest.
+    `parallelism.row_problems` has refused; `engine.check_rows` compares the rest.
     """
     if not model._can_set_attn_implementation():
         raise ConfigError(
@@ -168,8 +168,10 @@ def split_attention(
             f"trainer.sequence_parallel is {group.size} and {type(module).__name__} has {heads} heads, of "
             f"keys and values {key_BHSD.shape[1]}: {_REMEDY}"
         )
+    # heads, which are of keys or values where they are fewer than ranks, are repeated: one for each
     query_BSHD, key_BSHD, value_BSHD = (
-        _for_every_rank(states.transpose(1, 2), group.size) for states in query_key_value
+        states.transpose(1, 2).repeat_interleave(max(1, group.size // states.shape[1]), 2)
+        for states in query_key_value
     )
     part = heads // group.size
     sink_H = None if s_aux is None else s_aux[group.rank * part : (group.rank + 1) * part]
@@ -180,8 +182,3 @@ def split_attention(
 
     exchange = DistributedAttention(some_heads, group.handle, scatter_idx=2, gather_idx=1)
     return exchange(query_BSHD, key_BSHD, value_BSHD, 0), None
-
-
-def _for_every_rank(states_BSHD: Tensor, size: int) -> Tensor:
-    """With heads, which are of keys or values where they are fewer than ranks, repeated: one for each."""
-    return states_BSHD.repeat_interleave(max(1, size // states_BSHD.shape[2]), 2)

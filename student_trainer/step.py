@@ -9,8 +9,11 @@ wrote are context alone: `collate` takes them out of everything that is [C].
 from __future__ import annotations
 
 import math
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -25,7 +28,6 @@ from student_trainer.objectives.token_statistics import COUNTS, MEANS, STATS
 from student_trainer.ranks import Ranks
 from student_trainer.routing import LIVE, placed
 from student_trainer.sequence_split import SequenceGroup, SplitRows, split
-from student_trainer.stopwatch import Stopwatch
 from student_trainer.varlen import PackedRows
 from sync.base.errors import DataError
 from sync.wire import Rows, TrainBatch, unpack
@@ -160,14 +162,14 @@ def collate(rows: Rows, step: int, vocab: int, varlen: bool = False) -> MicroBat
         "age_max": int(age_C.max(initial=0)),
     }
     packed = PackedRows(tuple(length_R.tolist()) or (tokens_RL.size,)) if varlen else None
-    return MicroBatch(
-        torch.from_numpy(tokens_RL),
-        torch.from_numpy(place_C - 1),
-        targets,
-        counts,
-        packed,
-        _routes_SMK(rows, begin_R, length_R, tokens_RL.size),
-    )
+    routes_SMK = None
+    if rows.routes is not None and rows.route_lens is not None:
+        experts = unpack(rows.routes)
+        recorded = np.split(experts, unpack(rows.route_lens).cumsum()[:-1])
+        shape = (tokens_RL.size, *experts.shape[1:])
+        routes_SMK = placed(recorded, begin_R.tolist(), length_R.tolist(), shape)
+    tokens, positions_C = torch.from_numpy(tokens_RL), torch.from_numpy(place_C - 1)
+    return MicroBatch(tokens, positions_C, targets, counts, packed, routes_SMK)
 
 
 def divided(micro: MicroBatch, group: SequenceGroup) -> MicroBatch:
@@ -195,14 +197,6 @@ def laid_out(flat: np.ndarray, length_R: np.ndarray, varlen: bool) -> tuple[np.n
     column_L = np.arange(tokens_RL.shape[1])
     tokens_RL[: length_R.size][column_L < length_R[:, None]] = flat
     return tokens_RL, np.arange(length_R.size) * tokens_RL.shape[1]
-
-
-def _routes_SMK(rows: Rows, begin_R: np.ndarray, length_R: np.ndarray, places: int) -> Tensor | None:
-    if rows.routes is None or rows.route_lens is None:
-        return None
-    experts = unpack(rows.routes)
-    recorded = np.split(experts, unpack(rows.route_lens).cumsum()[:-1])
-    return placed(recorded, begin_R.tolist(), length_R.tolist(), (places, *experts.shape[1:]))
 
 
 def in_loss(rows: Rows) -> np.ndarray:
@@ -315,6 +309,39 @@ def weighted(targets: Targets, rows: Rows, loss: Loss, rewards: Rewards | None, 
 
 
 # --- metrics ------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Times of one step, whose parts follow each other and may come again.
+
+    On a GPU they are those of events among its kernels: a kernel ends after the call that launched it, and
+    the host's clock would give its time to a later part.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._times: list[tuple[str | None, Any]] = []
+
+    def begin(self, part: str | None) -> None:
+        """End what was timed, and begin `part`; None: nothing begins."""
+        self._times.append((part, self._now()))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part, once the last has ended; waits for a GPU to get there."""
+        if self._on_gpu:
+            self._times[-1][1].synchronize()
+        totals: dict[str, float] = defaultdict(float)
+        for (part, begun), (_, ended) in pairwise(self._times):
+            if part is not None:
+                totals[part] += begun.elapsed_time(ended) / 1000 if self._on_gpu else ended - begun
+        return dict(totals)
 
 
 def summarise(

@@ -6,6 +6,17 @@
     train on                                         Published
 
 What needs a collective of training's (a folder) happens in the main thread, in the same order on every rank.
+
+For a broadcast the copies of the ranks are gathered on rank 0 bucket by bucket, beside training:
+
+    rank r > 0                                    rank 0
+    waits for a number   ◀────── gloo ────────    bucket k
+    its bytes of bucket k  ── gloo or NCCL ──▶    put where they belong: the bucket is whole
+
+Rank 0 asks and the others answer, in a thread of their own and a process group of their own: no collective of
+training waits for this one, and rank 0 may begin again when a broadcast failed. It holds the bucket that it
+gathers, the one that it sends, and one rank's bytes of the first: at most 3 × BUCKET_BYTES, however large the
+model is.
 """
 
 from __future__ import annotations
@@ -14,26 +25,35 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, Final
+from threading import Lock, Thread
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
 
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import ControllerClient
 from student_trainer.engine import Learner
-from student_trainer.gathering import Gathering
+from student_trainer.ranks import Ranks
+from student_trainer.weights import DTYPES
 from sync.base.address import own_address, token_from_environment
-from sync.base.errors import SnapshotError, StoreError, Unreachable
+from sync.base.decoding import json_decoder
+from sync.base.errors import ConfigError, SnapshotError, StoreError, Unreachable
 from sync.base.retry import retrying
 from sync.weights.broadcast import BroadcastSender
-from sync.weights.buckets import nbytes
+from sync.weights.buckets import BUCKET_BYTES, Plan, nbytes
 from sync.weights.delta.codec import Bits
-from sync.weights.publish import Publisher
+from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots.admin import Collected, gc
+from sync.weights.snapshots.checkpoint import BITS, TensorMeta
 from sync.weights.stores import open_store
 from sync.wire import Published, RunIdentity, TrainerWelcome, Version
 
@@ -49,6 +69,9 @@ REPEAT_SECONDS: Final = 60.0
 _TRIES: Final = 4  # of one broadcast, each time without the replicas that were lost before
 _PAUSE_SECONDS: Final = 0.5  # before another try: by then the controller has noticed replicas that died
 _COLLECT_SECONDS: Final = 600.0  # between two garbage collections of the store
+_TORCH_NAMES: Final = {kind: str(dtype).removeprefix("torch.") for dtype, kind in DTYPES.items()}
+_DONE: Final = -1  # the number behind the last bucket of a version
+_PATIENCE: Final = timedelta(days=7)  # between two numbers; the end of rank 0 is noticed at once
 
 
 class Publishing:
@@ -201,7 +224,7 @@ class SnapshotTransport:
         return self._publisher.anchor_due
 
     def _collect_garbage(self) -> None:
-        """What fails, or is cut off by the end of the process, is made up for by a later one."""
+        """Remove what is superfluous; a later collection makes up for one that fails or is cut off."""
         try:
             for odd in self._collect().odd:
                 log.warning("garbage collection left %s: %s", odd.name, odd.problem)
@@ -309,3 +332,141 @@ class BroadcastTransport:
         buckets = self._gathering.buckets(shards)
         sender.send(audience, plan, buckets, lambda: self._client.lost(audience.group))
         log.info("%s went to %d workers", version, workers)
+
+
+# --- the ranks' copies, gathered on rank 0 ------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Bytes [start, stop) of one bucket, which a rank holds from byte `at` of its slice of a tensor on."""
+
+    name: str
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class Gathering:
+    """Gathers what `Weights.snapshot` copied. Made by all ranks together, for the length of a run."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        slices: list[Slice],
+        bucket_bytes: int = BUCKET_BYTES,
+        adapter_config: str | None = None,
+    ) -> None:
+        """`slices` and `adapter_config`: of `Weights`. Collective.
+
+        Raises ConfigError when the slices do not tile the tensors.
+        """
+        bodies = ranks.collect(msgspec.json.encode(slices))
+        every = [json_decoder(list[Slice]).decode(body) for body in bodies]
+        self.plan = Plan(metas_of(every), bucket_bytes, adapter_config)
+        self._parts = [parts_of(rank_slices, self.plan) for rank_slices in every]
+        self._ranks, self._group = ranks, None
+        self._turn, self._exchange = 0, Lock()
+        if ranks.world_size > 1:
+            backend = "gloo" if ranks.device.type == "cpu" else f"cpu:gloo,{ranks.device.type}:nccl"
+            self._group = dist.new_group(backend=backend, timeout=_PATIENCE)
+
+    def buckets(self, shards: Mapping[str, Bits]) -> Iterator[torch.Tensor]:
+        """Rank 0: every bucket of the plan, uint8, each in memory of its own.
+
+        Called again it begins anew; who still asks the one before, or asks after `done`, gets a RuntimeError.
+        """
+        with self._exchange:
+            self._turn += 1
+            turn = self._turn
+        for number in range(len(self.plan.buckets)):
+            with self._exchange:
+                if turn != self._turn:
+                    raise RuntimeError("these buckets were given up")
+                flat_N = self._bucket(number, shards)
+            yield flat_N
+
+    def _bucket(self, number: int, shards: Mapping[str, Bits]) -> torch.Tensor:
+        flat_N = torch.zeros(len(self.plan.buckets[number]), dtype=torch.uint8, device=self._ranks.device)
+        parts_by_rank = [parts[number] for parts in self._parts]
+        others = [rank for rank, parts in enumerate(parts_by_rank) if rank > 0 and parts]
+        for rank in others:
+            self._tell(number, rank)
+        _place(flat_N, parts_by_rank[0], _joined(parts_by_rank[0], shards, self._ranks.device))
+        for rank in others:
+            size = sum(part.nbytes for part in parts_by_rank[rank])
+            received_N = torch.empty(size, dtype=torch.uint8, device=self._ranks.device)
+            dist.recv(received_N, rank, group=self._group)
+            _place(flat_N, parts_by_rank[rank], received_N)
+        return flat_N
+
+    def _tell(self, number: int, rank: int) -> None:
+        dist.send(torch.tensor([number]), rank, group=self._group)
+
+    def answer(self, shards: Mapping[str, Bits]) -> None:
+        """Ranks above 0: send what rank 0 asks for, until it is `done`."""
+        number, parts = torch.zeros(1, dtype=torch.int64), self._parts[self._ranks.rank]
+        while True:
+            dist.recv(number, 0, group=self._group)
+            if int(number) == _DONE:
+                return
+            dist.send(_joined(parts[int(number)], shards, self._ranks.device), 0, group=self._group)
+
+    def done(self) -> None:
+        """Rank 0: nothing more is asked for of this version."""
+        with self._exchange:
+            self._turn += 1
+            for rank in range(1, self._ranks.world_size):
+                self._tell(_DONE, rank)
+
+
+def metas_of(every: list[list[Slice]]) -> list[TensorMeta]:
+    """The tensors of which the ranks hold slices. Raises ConfigError when those do not tile them."""
+    whole = {part.name: part for rank_slices in every for part in rank_slices}
+    counts = dict.fromkeys(whole, 0)
+    for slices_of_rank in every:
+        for part in slices_of_rank:
+            counts[part.name] += part.count
+    wrong = {name: counts[name] for name, part in whole.items() if counts[name] != np.prod(part.shape)}
+    if wrong:
+        raise ConfigError(
+            f"the {len(every)} ranks hold {wrong} elements of these tensors: every element must belong to "
+            'exactly one rank; use weights.transport = "snapshot" and report this model'
+        )
+    return [TensorMeta(part.name, _TORCH_NAMES[part.dtype], tuple(part.shape)) for part in whole.values()]
+
+
+def parts_of(slices: list[Slice], plan: Plan) -> list[list[Part]]:
+    """What a rank holds of every bucket."""
+    offsets = dict(zip((meta.name for meta in plan.metas), plan.offsets, strict=True))
+    parts_by_bucket: list[list[Part]] = [[] for _ in plan.buckets]
+    for piece in slices:
+        width = BITS[piece.dtype].itemsize
+        first = offsets[piece.name] + piece.start * width
+        last = first + piece.count * width
+        for number in range(first // plan.bucket_bytes, -(-last // plan.bucket_bytes)):
+            bucket = plan.buckets[number]
+            start, stop = max(first, bucket.start), min(last, bucket.stop)
+            if start < stop:
+                part = Part(piece.name, start - bucket.start, stop - bucket.start, start - first)
+                parts_by_bucket[number].append(part)
+    return parts_by_bucket
+
+
+def _place(flat_N: torch.Tensor, parts: list[Part], pieces_N: torch.Tensor) -> None:
+    for part, piece in zip(parts, pieces_N.split([part.nbytes for part in parts]), strict=True):
+        flat_N[part.start : part.stop] = piece
+
+
+def _joined(parts: list[Part], shards: Mapping[str, Bits], device: torch.device) -> torch.Tensor:
+    """These parts of a rank's shards, one behind the other."""
+    pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
+    for part in parts:
+        bits: Any = shards[part.name]
+        if isinstance(bits, np.ndarray):
+            bits = torch.from_numpy(bits)
+        pieces.append(bits.view(torch.uint8)[part.at : part.at + part.nbytes].to(device))
+    return torch.cat(pieces)

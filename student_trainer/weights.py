@@ -1,7 +1,7 @@
 """The student's weights in checkpoint coordinates: this rank's flat shards, whole tensors, a folder, digests.
 
 Under ZeRO-3 rank r holds of every parameter the flat elements [r·k, (r+1)·k), k = shard length, padded at the
-end: published shards need no gather. Of experts that ranks share (`expert_shards`), r counts the ranks that
+end: published shards need no gather. Of experts that ranks share (`expert_layers`), r counts the ranks that
 hold the same ones. Names and shapes are what `save_pretrained` writes, a tied tensor once;
 a parameter that fuses several checkpoint tensors is cut where they meet (`layout`).
 """
@@ -23,7 +23,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from student_trainer.expert_shards import Part, assembled, parts
+from student_trainer.expert_layers import Part, assembled, parts
 from student_trainer.ranks import Ranks, all_done
 from sync.base.errors import ConfigError
 from sync.weights.delta.codec import Bits, on_host

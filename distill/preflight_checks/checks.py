@@ -21,7 +21,6 @@ from distill.preflight_checks.devices import Where, check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.prompts.sources import PromptSplit, all_known, data_sources, open_prompts, text_config
 from distill.prompts.understood import check_rendering, first_prompts
-from student_trainer import sequence_parallel
 from student_trainer.config import unpackable
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import names_others
@@ -33,6 +32,7 @@ from student_trainer.objectives.config import (
     student_topk,
     teacher_temperature,
 )
+from student_trainer.parallelism import row_problems
 from sync.base import secrets, tokenizers
 from sync.base.address import is_loopback
 from sync.base.errors import ConfigError, SnapshotError
@@ -273,7 +273,7 @@ def _packing(config: RunConfig) -> Iterator[str]:
         )
     if config.trainer.sequence_parallel > 1:
         ranks = experts.trainer_ranks(config)
-        yield from sequence_parallel.problems(config.trainer, text_config(config.student), ranks)
+        yield from row_problems(config.trainer, text_config(config.student), ranks)
 
 
 def _teachers(config: RunConfig) -> Iterator[str]:

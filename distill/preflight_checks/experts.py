@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from distill.config import RunConfig
 from distill.prompts.sources import text_config
-from student_trainer import expert_parallel
 from student_trainer.launch import machines
+from student_trainer.parallelism import expert_problems
 from sync.wire import Routing
 
 COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -88,9 +88,7 @@ def problems(config: RunConfig) -> Iterator[str]:
             "replicas could not take new weights; train adapters (trainer.lora), or another student"
         )
     if config.trainer.expert_parallel > 1:
-        yield from expert_parallel.problems(
-            config.trainer, text_config(config.student), trainer_ranks(config)
-        )
+        yield from expert_problems(config.trainer, text_config(config.student), trainer_ranks(config))
     yield from _unreplayed(config)
 
 

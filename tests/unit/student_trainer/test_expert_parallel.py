@@ -18,12 +18,11 @@ from routed_models import BY_RANKS, CHOSEN, EXPERTS, build, gradients, live_rout
 from torch import Tensor
 
 from distill.preflight_checks.experts import expert_parameters, layers_of_experts
-from student_trainer import expert_parallel
+from student_trainer import parallelism
 from student_trainer.config import TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.engine import Student
-from student_trainer.expert_check import LIMITS, check_experts, originals
-from student_trainer.expert_shards import Part, parts
+from student_trainer.expert_layers import LIMITS, Part, check_experts, originals, parts
 from student_trainer.head import HeadShape
 from student_trainer.ranks import Ranks
 from student_trainer.routing import replayed, routers
@@ -47,7 +46,7 @@ def by_pattern(count: str) -> dict[str, Any]:
 
 
 def section_of(student: Student) -> dict[str, Any]:
-    return expert_parallel.section(settings(), student.config.model_type)
+    return parallelism.section(settings(), student.config.model_type)
 
 
 def replace_layers(student: Student, section: dict[str, Any], size: int = 1, rank: int = 0) -> None:
@@ -67,7 +66,7 @@ def student_of(family: str) -> Student:
 
 
 def problems(model: Any, world: int | None = 4, **more: Any) -> list[str]:
-    return list(expert_parallel.problems(settings(**more), SimpleNamespace(**model), world))
+    return list(parallelism.expert_problems(settings(**more), SimpleNamespace(**model), world))
 
 
 def test_what_cannot_be_shared_is_named() -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from flat_tensors import buckets_of, plan_of
 
-from student_trainer.gathering import Gathering, metas_of
 from student_trainer.ranks import Ranks
+from student_trainer.transports import Gathering, metas_of
 from sync.base.errors import ConfigError
 from sync.weights.publish import Slice
 

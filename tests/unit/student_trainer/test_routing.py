@@ -38,7 +38,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from distill.preflight_checks import experts
 from distill.preflight_checks.experts import has_experts, routing
-from student_trainer import expert_parallel
+from student_trainer import parallelism
 from student_trainer.engine import Student
 from student_trainer.head import HeadShape
 from student_trainer.routing import FAMILIES, LIVE, check_routes, placed, replayed, routers
@@ -226,7 +226,7 @@ def test_the_table_of_families_is_that_of_the_tests() -> None:
     shown = [{config_of(family).model_type for family in families} for families in lists]
     assert told == {name: [name in families for families in shown] for name in shown[0]}
     assert shown[0] == {*experts.FAMILIES}
-    assert shown[1] == {*expert_parallel.FAMILIES}
+    assert shown[1] == {*parallelism.FAMILIES}
 
 
 def test_a_student_whose_experts_replicas_cannot_update_is_refused(tmp_path: Path) -> None:

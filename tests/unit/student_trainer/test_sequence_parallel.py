@@ -19,7 +19,7 @@ import torch
 from attention_families import FAMILIES, model
 from launched_trainer import rows
 
-from student_trainer import sequence_parallel
+from student_trainer import parallelism
 from student_trainer.config import TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.routing import LIVE
@@ -123,7 +123,7 @@ def settings(size: int = 4, **more: Any) -> TrainerSettings:
 
 
 def problems(change: dict[str, Any], world: int | None = 4, **more: Any) -> list[str]:
-    return list(sequence_parallel.problems(settings(**more), SimpleNamespace(**LLAMA | change), world))
+    return list(parallelism.row_problems(settings(**more), SimpleNamespace(**LLAMA | change), world))
 
 
 def test_what_cannot_be_split_is_named() -> None:

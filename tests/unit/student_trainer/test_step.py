@@ -21,8 +21,7 @@ from student_trainer.objectives.config import (
     TaskReward,
     TopK,
 )
-from student_trainer.step import collate, loss_of, train_step
-from student_trainer.stopwatch import Stopwatch
+from student_trainer.step import Stopwatch, collate, loss_of, train_step
 from student_trainer.varlen import PackedRows
 from sync.base.errors import ConfigError, DataError
 from sync.wire import Rows, TrainBatch, Version, pack
