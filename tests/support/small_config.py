@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
@@ -24,3 +25,15 @@ def make_config(**sections: dict[str, Any]) -> RunConfig:
     for name, fields in sections.items():
         base[name] = {**base.get(name, {}), **fields}
     return RunConfig.model_validate(base)
+
+
+def run_of_letters(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    """The configuration in a run's folder below `folder`, whose student has the tokenizer of letters."""
+    from distill.tasks.sort_letters import letter_tokenizer
+
+    letter_tokenizer().save_pretrained(folder / "student")
+    run = {"folder": folder, **sections.pop("run", {})}
+    config = make_config(run=run, student={"path": str(folder / "student")}, **sections)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "config.json").write_text(config.model_dump_json())
+    return config

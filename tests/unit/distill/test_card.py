@@ -78,7 +78,9 @@ def of_run(tmp_path: Path, card: str | None = STUDENT_CARD) -> RunConfig:
     )
 
 
-def test_a_card_has_figures_with_intervals_and_where_the_model_is_from(tmp_path: Path) -> None:
+def test_a_card_has_figures_and_where_the_model_is_from_but_no_secret_and_nothing_of_the_machine(
+    tmp_path: Path,
+) -> None:
     config = of_run(tmp_path)
     write_card(tmp_path, config, SUMMARY, "L000-v00000006")
     card = ModelCard.load(tmp_path / "README.md")
@@ -108,10 +110,6 @@ def test_a_card_has_figures_with_intervals_and_where_the_model_is_from(tmp_path:
     assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder"' in card.text
     assert json.loads(card.text.partition("```json")[2].partition("```")[0])["rollout"]["batch"] == 8
     assert "maj@k" not in card.text
-
-
-def test_a_card_holds_no_secret_and_nothing_of_the_machine(tmp_path: Path) -> None:
-    write_card(tmp_path, of_run(tmp_path), SUMMARY, "L000-v00000006")
     text = (tmp_path / "README.md").read_text()
     for secret in (SECRET, "s3cr3t-value", str(tmp_path), "10.1.2.3", "10.1.2.4", "s3://bucket"):
         assert secret not in text

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from in_memory import MemoryTrainer
-from small_config import make_config
+from small_config import run_of_letters
 
 from distill.buffer import Batch
 from distill.cli.main import main
@@ -29,7 +29,6 @@ from distill.metrics.samples import (
 )
 from distill.run_log.records import Rollout
 from distill.tasks.sort_letters import letter_tokenizer
-from sync.base.durable import write_json
 from sync.base.errors import DataError
 from sync.base.jsonl import JsonLines
 from sync.wire import Scored, Version, pack, unpack
@@ -74,24 +73,27 @@ async def test_a_run_writes_samples_of_every_nth_batch(controller, config, tmp_p
     trainer = MemoryTrainer(run.session)
     await asyncio.gather(run.run(), trainer.run())
     file.close()
-    found = read_samples(tmp_path)
-    assert {one.version for one in found} == {"L000-v00000000", "L000-v00000002", "L000-v00000004"}
-    assert len(found) == 9
-    for one in found:
-        batch = batches[int(one.version[-8:])]
-        (rollout,) = (r for r in batch.rollouts if r.id == one.id)
-        assert one.tokens == unpack(rollout.tokens).tolist()
-        assert one.logprob == pytest.approx(unpack(rollout.logprob).tolist(), abs=1e-4)
+    samples = read_samples(tmp_path)
+    assert {sample.version for sample in samples} == {"L000-v00000000", "L000-v00000002", "L000-v00000004"}
+    assert len(samples) == 9
+    for sample in samples:
+        batch = batches[int(sample.version[-8:])]
+        (rollout,) = (rollout for rollout in batch.rollouts if rollout.id == sample.id)
+        assert sample.tokens == unpack(rollout.tokens).tolist()
+        assert sample.logprob == pytest.approx(unpack(rollout.logprob).tolist(), abs=1e-4)
         assert rollout.scored is not None
-        assert one.teacher_logprob == pytest.approx(unpack(rollout.scored.logprob).tolist(), abs=1e-4)
-        assert one.age == batch.ages[batch.rollouts.index(rollout)]
+        assert sample.teacher_logprob == pytest.approx(unpack(rollout.scored.logprob).tolist(), abs=1e-4)
+        assert sample.age == batch.ages[batch.rollouts.index(rollout)]
+
+
+def ids(samples: list[Sample]) -> str:
+    return "".join(sample.id for sample in samples)
 
 
 def test_the_worst_the_longest_and_the_truncated_come_first() -> None:
     samples = [sample("a", [0.5, 0.5]), sample("b", [3.0], truncated=True), sample("c", [0.0] * 3)]
-    assert [one.id for one in choose(samples, "worst", 2)] == ["b", "a"]
-    assert [one.id for one in choose(samples, "longest", 1)] == ["c"]
-    assert [one.id for one in choose(samples, "truncated", 5)] == ["b"]
+    orders = {"worst": 2, "longest": 1, "truncated": 5}
+    assert [ids(choose(samples, order, count)) for order, count in orders.items()] == ["ba", "c", "b"]
 
 
 def test_a_token_is_coloured_by_what_the_teacher_finds_unlikely() -> None:
@@ -115,8 +117,7 @@ def test_of_an_episode_the_students_tokens_alone_have_a_divergence() -> None:
     assert "reward 1" in figures(one)
     plain = sample("b", [3.0])
     assert plain.parts == [(0, 1, False)]
-    assert [found.id for found in choose([one, plain], "worst", 2)] == ["b", "a"]
-    assert [found.id for found in choose([plain, one], "longest", 1)] == ["a"]
+    assert (ids(choose([one, plain], "worst", 2)), ids(choose([plain, one], "longest", 1))) == ("ba", "a")
 
 
 def test_of_an_episode_it_is_shown_who_said_what() -> None:
@@ -130,24 +131,22 @@ def test_of_an_episode_it_is_shown_who_said_what() -> None:
     assert page.count("nats") == 3
 
 
-def test_the_turns_of_a_rollout_are_in_its_sample(tmp_path: Path) -> None:
+def test_the_turns_of_a_rollout_are_in_its_sample_and_another_file_is_refused(tmp_path: Path) -> None:
     f4, i4 = pack(np.zeros(3, "f4")), pack(np.zeros(3, "i4"))
     rollout = Rollout("a", 0, i4, i4, f4, scored=Scored("a", f4), own=((0, 1), (2, 3)))
     file = SampleFile(tmp_path / SAMPLES, every=1, count=1)
     file.write(Batch(Version(0, 0), [rollout], [0], []))
     file.close()
-    (found,) = read_samples(tmp_path)
-    assert found.own == ((0, 1), (2, 3))
+    assert [sample.own for sample in read_samples(tmp_path)] == [((0, 1), (2, 3))]
+    (tmp_path / SAMPLES).write_bytes(msgspec.json.encode({"version": 3}) + b"\n")
+    with pytest.raises(DataError, match="something else than samples"):
+        read_samples(tmp_path)
 
 
 def test_what_was_quarantined_is_printed_newest_first_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer = letter_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "student")
-    config = make_config(run={"folder": tmp_path}, student={"path": str(tmp_path / "student")})
-    config.run_dir.mkdir(parents=True)
-    write_json(config.run_dir / "config.json", config.model_dump(mode="json"))
+    config, tokenizer = run_of_letters(tmp_path), letter_tokenizer()
     lines = JsonLines(config.run_dir / QUARANTINE)
     for name, letters in {"0:1:0": "ab", "0:2:0": "cd"}.items():
         tokens = tokenizer.encode(letters)
@@ -161,9 +160,3 @@ def test_what_was_quarantined_is_printed_newest_first_with_its_reason(
         f"0:{row}:0  over_long: cut at 2 tokens\nba>\n{text}\n" for row, text in ((2, "cd"), (1, "ab"))
     )
     assert said == f"{first}\n{second}\n"
-
-
-def test_another_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / SAMPLES).write_bytes(msgspec.json.encode({"version": 3}) + b"\n")
-    with pytest.raises(DataError, match="something else than samples"):
-        read_samples(tmp_path)

@@ -16,63 +16,54 @@ from distill.metrics.trackers import MetricsFile, log_all
 from sync.wire import Published, StepReport, Version
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+class Recorded(Timeline):
+    """A timeline with a clock of its own and its spans."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, earlier: dict[str, Any] | None = None) -> None:
+        self.now, self.spans = 100.0, list[Span]()
+        super().__init__(self.spans.append, lambda: self.now, earlier or {})
+
+    def seconds(self, kind: str) -> dict[str, Any]:
+        return self.figures()[f"{kind}_seconds"]
 
 
-def test_overlapping_work_of_one_role_counts_once() -> None:
-    clock, spans = Clock(), []
-    timeline = Timeline(spans.append, clock)
+@pytest.fixture
+def timeline() -> Recorded:
+    return Recorded()
+
+
+def test_overlapping_work_of_one_role_counts_once(timeline: Recorded) -> None:
     timeline.level("student", "generate", 1)
-    clock.now = 102.0
+    timeline.now = 102.0
     timeline.level("student", "generate", 3)
     timeline.level("student", "update", 1)
-    clock.now = 105.0
+    timeline.now = 105.0
     timeline.level("student", "generate", 0)
-    clock.now = 106.0
+    timeline.now = 106.0
     timeline.level("student", "update", 0)
-    clock.now = 110.0
-    assert timeline.figures()["busy_seconds"] == {"student": 6.0}
-    assert timeline.figures()["idle_seconds"] == {"student": 4.0}
-    assert spans == [Span("student", "generate", 100.0, 105.0), Span("student", "update", 102.0, 106.0)]
+    timeline.now = 110.0
+    assert (timeline.seconds("busy"), timeline.seconds("idle")) == ({"student": 6.0}, {"student": 4.0})
+    assert timeline.spans == [
+        Span("student", "generate", 100.0, 105.0),
+        Span("student", "update", 102.0, 106.0),
+    ]
 
 
-def test_work_that_still_goes_on_counts_up_to_now() -> None:
-    clock, spans = Clock(), []
-    timeline = Timeline(spans.append, clock)
+def test_work_that_still_goes_on_counts_up_to_now(timeline: Recorded) -> None:
     timeline.level("teacher", "score", 2)
-    clock.now = 103.0
-    assert timeline.figures()["busy_seconds"] == {"teacher": 3.0}
-    assert timeline.figures()["idle_seconds"] == {"teacher": 0.0}
+    timeline.now = 103.0
+    assert (timeline.seconds("busy"), timeline.seconds("idle")) == ({"teacher": 3.0}, {"teacher": 0.0})
     timeline.cut()
-    assert spans == [Span("teacher", "score", 100.0, 103.0)]
+    assert timeline.spans == [Span("teacher", "score", 100.0, 103.0)]
 
 
-def test_what_another_process_measured_is_added() -> None:
-    clock, spans = Clock(), []
-    timeline = Timeline(spans.append, clock)
-    clock.now = 110.0
-    timeline.add("trainer", "wait", 101.0, 104.0, busy=False)
-    timeline.add("trainer", "train", 104.0, 109.0, busy=True)
-    timeline.add("trainer", "publish", 109.0, 109.0, busy=True)
-    assert timeline.figures()["busy_seconds"] == {"trainer": 5.0}
-    assert timeline.figures()["idle_seconds"] == {"trainer": 5.0}
-    assert [span.what for span in spans] == ["wait", "train"]
-
-
-def test_parts_of_a_step_lie_within_it_and_are_not_counted_twice() -> None:
-    clock, spans = Clock(), []
-    timeline = Timeline(spans.append, clock)
-    clock.now = 110.0
+def test_parts_of_a_step_lie_within_it_and_are_not_counted_twice(timeline: Recorded) -> None:
+    timeline.now = 110.0
     seconds = {"wait": 2.0, "train": 5.0, "publish": 1.0, "checkpoint": 0.0}
     parts = {"forward": 1.0, "backward": 2.0, "optimizer": 1.5}
     timeline.step("trainer", StepReport(Version(0, 1), {}, seconds, parts))
-    assert timeline.figures()["busy_seconds"] == {"trainer": 6.0}
-    assert sorted(spans, key=lambda span: (span.start, -span.end)) == [
+    assert (timeline.seconds("busy"), timeline.seconds("idle")) == ({"trainer": 6.0}, {"trainer": 4.0})
+    assert sorted(timeline.spans, key=lambda span: (span.start, -span.end)) == [
         Span("trainer", "wait", 102.0, 104.0),
         Span("trainer", "train", 104.0, 109.0),
         Span("trainer", "forward", 104.0, 105.0),
@@ -94,44 +85,32 @@ async def test_a_publication_is_encoded_and_then_written(controller: Any) -> Non
     assert spans[0].end == spans[1].start
 
 
-def test_start_up_can_be_left_out() -> None:
-    clock = Clock()
-    timeline = Timeline(None, clock)
+def test_start_up_can_be_left_out(timeline: Recorded) -> None:
     timeline.level("student", "generate", 1)
-    clock.now = 150.0
+    timeline.now = 150.0
     timeline.restart()
-    clock.now = 152.0
-    assert timeline.figures()["busy_seconds"] == {"student": 2.0}
-    assert timeline.figures()["idle_seconds"] == {"student": 0.0}
+    timeline.now = 152.0
+    assert (timeline.seconds("busy"), timeline.seconds("idle")) == ({"student": 2.0}, {"student": 0.0})
     timeline.level("student", "generate", 0)
-    assert timeline.figures()["busy_seconds"] == {"student": 2.0}
+    assert timeline.seconds("busy") == {"student": 2.0}
 
 
-def test_blocked_time_is_summed_until_now() -> None:
-    now, spans = [100.0], list[Span]()
-    timeline = Timeline(spans.append, clock=lambda: now[0])
-    for seconds, whom in [
-        (2.0, "replicas"),
-        (3.0, "teachers"),
-        (0.0, "teachers"),
-        (4.0, None),
-        (5.0, "replicas"),
-    ]:
-        timeline.waits("trainer", whom)
-        now[0] += seconds
+def test_blocked_time_is_summed_until_now(timeline: Recorded) -> None:
+    causes = [(2.0, "replicas"), (3.0, "teachers"), (0.0, "teachers"), (4.0, None), (5.0, "replicas")]
+    for seconds, cause in causes:
+        timeline.waits("trainer", cause)
+        timeline.now += seconds
     timeline.waits("r0", "trainer")
-    now[0] += 1.0
-    assert timeline.figures()["waited_seconds"] == {
-        "trainer": {"replicas": 2.0 + 5.0 + 1.0, "teachers": 3.0},
-        "r0": {"trainer": 1.0},
-    }
-    assert spans == [
+    timeline.now += 1.0
+    of_trainer = {"replicas": 2.0 + 5.0 + 1.0, "teachers": 3.0}
+    assert timeline.seconds("waited") == {"trainer": of_trainer, "r0": {"trainer": 1.0}}
+    assert timeline.spans == [
         Span("trainer", "wait for replicas", 100.0, 102.0),
         Span("trainer", "wait for teachers", 102.0, 105.0),
     ]
     timeline.restart()
-    now[0] += 0.5
-    assert timeline.figures()["waited_seconds"] == {"trainer": {"replicas": 0.5}, "r0": {"trainer": 0.5}}
+    timeline.now += 0.5
+    assert timeline.seconds("waited") == {"trainer": {"replicas": 0.5}, "r0": {"trainer": 0.5}}
 
 
 def test_seconds_of_earlier_starts_are_added_name_by_name() -> None:
@@ -141,11 +120,10 @@ def test_seconds_of_earlier_starts_are_added_name_by_name() -> None:
         "idle_seconds": {"trainer": 30.0, "student-3": 41.0},
         "waited_seconds": {"trainer": {"replicas": 5.0}},
     }
-    clock = Clock()
-    timeline = Timeline(None, clock, earlier)
+    timeline = Recorded(earlier)
     timeline.add("trainer", "train", 100.0, 104.0, busy=True)
     timeline.waits("trainer", "teachers")
-    clock.now = 110.0
+    timeline.now = 110.0
     assert timeline.figures() == {
         "run_seconds": 60.0,
         "busy_seconds": {"trainer": 24.0, "student-3": 9.0},

@@ -15,7 +15,7 @@ import torch
 import wandb_server
 from faults import fill, free
 from ports import served
-from small_config import make_config
+from small_config import make_config, run_of_letters
 from tmpfs import mounted
 
 from distill.cli.main import main
@@ -30,8 +30,6 @@ from distill.metrics.timeline import Span
 from distill.metrics.trackers import MetricsFile, TensorBoard, Wandb
 from distill.preflight_checks import checks
 from distill.prompts.stream import Prompt
-from distill.tasks.sort_letters import letter_tokenizer
-from sync.base.durable import write_json
 from sync.base.errors import ConfigError
 from sync.base.jsonl import JsonLines
 from sync.wire import RunIdentity
@@ -41,14 +39,8 @@ TABLE = "samples.nrows"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
-    letter_tokenizer().save_pretrained(tmp_path / "student")
     section = {"wandb": "offline", "group": "trials", "tags": ["a"], "notes": "first", "table_every": 2}
-    config = make_config(
-        run={"folder": tmp_path}, student={"path": str(tmp_path / "student")}, tracking=section
-    )
-    config.run_dir.mkdir(parents=True)
-    write_json(config.run_dir / "config.json", config.model_dump(mode="json"))
-    return config
+    return run_of_letters(tmp_path, tracking=section)
 
 
 def recorded(run: Any, use: Callable[[Wandb], None]) -> list[dict[str, Any]]:
@@ -65,19 +57,20 @@ def recorded(run: Any, use: Callable[[Wandb], None]) -> list[dict[str, Any]]:
     words = "leet", "inspect", "--json", "--follow", "--idle-timeout", "60s"
     command = [sys.executable, "-m", "wandb", *words, str(path)]  # to the record that ends the run
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found = [json.loads(line) for line in lines]
-    assert found[-1]["type"] == "exit"
-    return found
+    records = [json.loads(line) for line in lines]
+    assert records[-1]["type"] == "exit"
+    return records
 
 
 def of(kind: str, records: list[dict[str, Any]]) -> list[Any]:
     """The records of one kind."""
-    return [one[kind] for one in records if one["type"] == kind]
+    return [record[kind] for record in records if record["type"] == kind]
 
 
-def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was logged, each time."""
-    return [one["item"] for one in of("history", records)]
+def logged(records: list[dict[str, Any]], figure: str) -> list[tuple[Any, Any]]:
+    """(step, value) each time that a figure was logged."""
+    rows = [history["item"] for history in of("history", records)]
+    return [(row.get("step"), row[figure]) for row in rows if figure in row]
 
 
 def test_figures_have_the_step_as_axis_and_samples_become_a_table(run: Any) -> None:
@@ -93,15 +86,12 @@ def test_figures_have_the_step_as_axis_and_samples_become_a_table(run: Any) -> N
     assert config["versions"]["torch"] == torch.__version__
     assert config["git"] == git_state()
     metrics = of("metric", found)
-    axes = {one["glob_name"]: one["step_metric"] for one in metrics if "glob_name" in one}
+    axes = {metric["glob_name"]: metric["step_metric"] for metric in metrics if "glob_name" in metric}
     assert axes == {f"{section}/*": "step" for section in SECTIONS}
-    (kl,) = (one for one in metrics if one.get("name") == "eval/reverse_kl")
+    (kl,) = (metric for metric in metrics if metric.get("name") == "eval/reverse_kl")
     assert (kl["step_metric"], kl["summary"]) == ("step", {"min": True, "last": True})
-    logged = history(found)
-    steps = [(one["step"], one["train/reverse_kl"]) for one in logged if "train/reverse_kl" in one]
-    assert steps == [(1, 1.0), (2, 0.5)]
-    (table,) = (one for one in logged if TABLE in one)
-    assert (table[TABLE], table["samples.ncols"]) == (1, 7)
+    assert logged(found, "train/reverse_kl") == [(1, 1.0), (2, 0.5)]
+    assert (logged(found, TABLE), logged(found, "samples.ncols")) == ([(None, 1)], [(None, 7)])
     (file,) = run.run_dir.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
     row = json.loads(file.read_text())["data"][0]
     assert row[:4] == ["L000-v00000002", 1, 1.0, 0.5]
@@ -114,21 +104,16 @@ def test_samples_come_again_after_evaluations_alerts_at_once_and_the_report_at_t
 
     def use(sink: Wandb) -> None:
         for step in (1, 2, 3, 4):
-            for one in (metrics, sink):
-                one.log(step, {"eval/reverse_kl": 1 / step})
+            for each in (metrics, sink):
+                each.log(step, {"eval/reverse_kl": 1 / step})
         sink.alert("rolled back", "step 3: reverse_kl is 9")
 
     found = recorded(run, use)
     (alert,) = of("alert", found)
-    assert (alert["title"], alert["text"], alert["level"]) == (
-        "rolled back",
-        "step 3: reverse_kl is 9",
-        "WARN",
-    )
-    logged = history(found)
-    curve = [one["eval/reverse_kl"] for one in logged if "eval/reverse_kl" in one]
-    assert curve == [1 / step for step in (1, 2, 3, 4)]
-    assert sum(TABLE in one for one in logged) == 3, "after every second evaluation, and at the end"
+    said = [alert[key] for key in ("title", "text", "level")]
+    assert said == ["rolled back", "step 3: reverse_kl is 9", "WARN"]
+    assert logged(found, "eval/reverse_kl") == [(step, 1 / step) for step in (1, 2, 3, 4)]
+    assert len(logged(found, TABLE)) == 3, "after every second evaluation, and at the end"
     (picture,) = run.run_dir.glob("wandb/offline-run-*/files/media/images/report_*.png")
     assert picture.read_bytes() == (run.run_dir / "report.png").read_bytes()
 
@@ -170,7 +155,7 @@ def test_tensorboard_shows_every_figure_and_a_repeated_step_once(tmp_path: Path)
     resumed.close()
     shown = EventAccumulator(str(tmp_path)).Reload()
     assert shown.Tags()["scalars"] == ["lineage", "train/loss", "eval/best"]
-    losses = [(one.step, round(one.value, 2)) for one in shown.Scalars("train/loss")]
+    losses = [(event.step, round(event.value, 2)) for event in shown.Scalars("train/loss")]
     assert losses == [(0, 0.5), (1, 0.45), (2, 0.25)]
     assert shown.Scalars("eval/best") == []
 
@@ -193,7 +178,11 @@ def test_tensorboard_goes_on_when_a_full_disk_has_room_again(
         sink.log(step + 1, {"lineage": 0, "train/loss": 0.25})
         sink.close()
         shown = EventAccumulator(str(small)).Reload()
-        assert [(one.step, one.value) for one in shown.Scalars("train/loss")][-1] == (step + 1, 0.25)
+        assert [(event.step, event.value) for event in shown.Scalars("train/loss")][-1] == (step + 1, 0.25)
+
+
+def online(run: Any) -> Any:
+    return run.model_copy(update={"tracking": run.tracking.model_copy(update={"wandb": "online"})})
 
 
 def test_a_wandb_server_that_is_not_there_leaves_the_run_to_be_recorded_offline(
@@ -202,15 +191,14 @@ def test_a_wandb_server_that_is_not_there_leaves_the_run_to_be_recorded_offline(
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(trackers, "OPEN_SECONDS", 2.0)
-    run = run.model_copy(update={"tracking": run.tracking.model_copy(update={"wandb": "online"})})
-    found = recorded(run, lambda sink: sink.log(1, {"train/reverse_kl": 0.5}))
-    assert [one["train/reverse_kl"] for one in history(found) if "train/reverse_kl" in one] == [0.5]
+    found = recorded(online(run), lambda sink: sink.log(1, {"train/reverse_kl": 0.5}))
+    assert logged(found, "train/reverse_kl") == [(1, 0.5)]
     assert "recording offline in" in caplog.text
 
 
 def test_a_key_that_wandb_refuses_is_the_users_to_correct(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "short")
-    run = run.model_copy(update={"tracking": run.tracking.model_copy(update={"wandb": "online"})})
+    run = online(run)
     with pytest.raises(ConfigError, match=r"wandb refuses the run: .*correct WANDB_API_KEY"):
         Wandb(run, RunIdentity(run.run.name, "0123abcd"))
 
@@ -256,12 +244,12 @@ def test_an_overview_of_a_project_has_a_curve_for_each_figure(
     (view,) = server.views
     assert (view["entityName"], view["projectName"]) == ("acme", run.tracking.project)
     *curves, media = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
-    found = {
+    assert {
         section["name"]: tuple(panel["config"]["metrics"][0] for panel in section["panels"])
         for section in curves
-    }
-    assert found == trackers.PANELS
-    assert all(any(figure.names(name) for figure in FIGURES) for names in found.values() for name in names)
+    } == trackers.PANELS
+    names = [name for of_section in trackers.PANELS.values() for name in of_section]
+    assert all(any(figure.names(name) for figure in FIGURES) for name in names)
     assert [panel["config"]["mediaKeys"] for panel in media["panels"]] == [["samples"], ["report"]]
 
 
