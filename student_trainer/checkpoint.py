@@ -189,7 +189,7 @@ def _digests(folder: Path, ranks: Ranks) -> dict[str, files.File]:
 
 
 def _is_own(name: str, ranks: Ranks) -> bool:
-    """Whether this rank digests a file: DeepSpeed's are numbered by rank."""
+    """Whether this rank digests a file: DeepSpeed's are numbered by rank, rank 0 takes all others."""
     number = _OF_RANK.search(name)
     return (int(number[1]) if number else 0) % ranks.world_size == ranks.rank
 
@@ -224,11 +224,11 @@ def restore(engine: Any, folder: Path, saved: int, ranks: Ranks, expert_parallel
     shards = [_read(folder, rank, "optim_states")["optimizer_state_dict"] for rank in range(saved)]
     common = _read(folder, min(ranks.rank, saved - 1), "model_states")
     zero = engine.optimizer
-    family = {
-        name: getattr(parameter, "ds_zero_placement_family", "")
+    shared = {
+        name: expert_parallel
         for parameter, name in zero.param_names.items()
+        if getattr(parameter, "ds_zero_placement_family", "") == "autoep_expert"
     }
-    shared = {name: expert_parallel for name, kind in family.items() if kind == "autoep_expert"}
     places = layout(common["param_shapes"], saved, shared)
     zero.checkpoint_event_prologue()
     groups = [[places[zero.param_names[parameter]] for parameter in group] for group in zero.fp16_groups]
@@ -308,11 +308,10 @@ def _state(
 
 def _joined(pieces: Sequence[Sequence[Tensor]], places: Sequence[Place], ranks: Ranks) -> Tensor:
     """This rank's shards of a group, one behind the other; `pieces`: by parameter and old rank."""
-    pairs = zip(pieces, places, strict=True)
-    rank, size = ranks.rank, ranks.world_size
-    return torch.cat(
-        [cut(shard, place, rank // place.shared, size // place.shared) for shard, place in pairs]
-    )
+    shards = []
+    for shard, place in zip(pieces, places, strict=True):
+        shards.append(cut(shard, place, ranks.rank // place.shared, ranks.world_size // place.shared))
+    return torch.cat(shards)
 
 
 def cut(pieces: Sequence[Tensor], place: Place, rank: int, world_size: int) -> Tensor:

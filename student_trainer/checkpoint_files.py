@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -29,7 +30,7 @@ DIGESTED_BYTES: Final = 256 << 20
 
 
 class File(msgspec.Struct):
-    """One of DeepSpeed's files: size in bytes, BLAKE3 in hex."""
+    """One of DeepSpeed's files."""
 
     size: int
     blake3: str
@@ -105,7 +106,12 @@ def choose(folder: Path, altered: Mapping[str, str] | None = None, digested: int
         damaged.append(f"{folder / 'latest'} is {'empty' if (folder / 'latest').exists() else 'missing'}")
     elif named not in names:
         damaged.append(f"{folder / 'latest'} names {named:.40}: {index(folder / named)[1]}")
-    after = names.index(named) if named in names else _later(named, paths)
+    after = 0
+    if named in names:
+        after = names.index(named)
+    elif named:
+        with suppress(ValueError):  # it may be no version
+            after = sum(Version.parse(name) > Version.parse(named) for name in names)
     for path in [*paths[after:], *paths[:after]]:
         problem = (altered or {}).get(path.name) or damage(path, digested)
         if problem is None:
@@ -115,15 +121,6 @@ def choose(folder: Path, altered: Mapping[str, str] | None = None, digested: int
         f"no checkpoint in {folder} is whole ({'; '.join(damaged)}): put one back from a copy, or remove "
         "that folder to train again from the model folder, from step 0 on"
     )
-
-
-def _later(named: str, paths: list[Path]) -> int:
-    """How many of `paths`, newest first, are newer than a name; none when it is no version."""
-    try:
-        version = Version.parse(named)
-    except ValueError:
-        return 0
-    return sum(Version.parse(path.name) > version for path in paths)
 
 
 def damage(path: Path, digested: int) -> str | None:
@@ -169,16 +166,12 @@ def index(path: Path) -> tuple[Index | None, str | None]:
     if not index.files:
         return None, f"its {INDEX} names no files"
     for name, entry in index.files.items():
-        if _size(path / name) != entry.size:
+        size = None
+        with suppress(OSError, ValueError):  # also names that no file can have
+            size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size != entry.size:
             return None, f"{name} is missing or cut short"
     return index, None
-
-
-def _size(file: Path) -> int | None:
-    try:
-        return file.stat().st_size if file.is_file() else None
-    except (OSError, ValueError):  # names that no file can have
-        return None
 
 
 def retain(folder: Path, keep: int) -> None:

@@ -75,8 +75,6 @@ class ControllerClient:
 
         threading.Thread(target=send, name="heartbeat", daemon=True).start()
 
-    # --- batches --------------------------------------------------------------------------------------------
-
     def expect(self, version: wire.Version) -> None:
         """The batch for `version` will be polled next: fetch it and its scores meanwhile, in a thread."""
         if self._fetched is None:
@@ -106,30 +104,28 @@ class ControllerClient:
                 return answer.result()
         return wire.Wait()
 
-    # --- events (rank 0) ------------------------------------------------------------------------------------
-
     def report(self, event: wire.Message) -> None:
-        """Send an event after the earlier ones. Raises what an earlier one met, when it is known."""
+        """Rank 0: send an event after the earlier ones. Raises what an earlier one met, when it is known."""
         with self._lock:
             for future in self._sent:
                 if future.done():
                     future.result()
             self._sent = [future for future in self._sent if not future.done()]
-            call = self._peer.call
-            self._sent.append(self._thread.submit(call, "/v1/event", event, wire.Ok, _EVENT_SECONDS))
+            sending = self._thread.submit(self._peer.call, "/v1/event", event, wire.Ok, _EVENT_SECONDS)
+            self._sent.append(sending)
 
     def confirm(self, version: wire.Version) -> None:
         """Return once the controller has the earlier events and still wants this start, or is silent.
 
         Raises RemoteError for a start that was sent away, as a rollback does.
         """
-        beat, call = wire.Heartbeat(version=version, rank=self._rank), self._peer.call
-        answer = self._thread.submit(call, "/v1/event", beat, wire.Ok, FINAL_REPORT_SECONDS)
+        beat = wire.Heartbeat(version=version, rank=self._rank)
+        answer = self._thread.submit(self._peer.call, "/v1/event", beat, wire.Ok, FINAL_REPORT_SECONDS)
         with suppress(Unreachable, Overloaded, TimeoutError):
             answer.result(FINAL_REPORT_SECONDS)
 
     def audience(self, published: wire.Published) -> wire.Audience:
-        """Announce a broadcast and learn who will receive it. Raises Unreachable."""
+        """Rank 0: announce a broadcast and learn who will receive it. Raises Unreachable."""
         call, kind = self._peer.call, wire.Audience
         answer = self._announcing.submit(call, "/v1/event", published, kind, _AUDIENCE_SECONDS)
         while not wait([answer], _GLANCE_SECONDS).done:

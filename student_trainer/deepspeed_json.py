@@ -29,13 +29,20 @@ def deepspeed_config(settings: TrainerSettings) -> dict[str, Any]:
 
     Raises ConfigError for what the trainer cannot work with, and for what DeepSpeed refuses or would ignore.
     """
-    config = _read(settings.deepspeed)
-    _lay_over(config, settings.overrides, settings.deepspeed)
-    source = f"trainer.deepspeed {settings.deepspeed}"
-    source = f"{source} with trainer.overrides" if settings.overrides else source
+    path = settings.deepspeed
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"trainer.deepspeed {path} cannot be read ({error.strerror})") from None
+    except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
+        raise ConfigError(f"trainer.deepspeed {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"trainer.deepspeed {path} holds {type(config).__name__}: it must be a JSON object")
+    _lay_over(config, settings.overrides, path)
+    source = f"trainer.deepspeed {path}{' with trainer.overrides' if settings.overrides else ''}"
     if problem := next(_problems(config, settings), None):
         raise ConfigError(f"{source}: {problem}")
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1} | config
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **config}
     params = config["optimizer"].get("params", {}) | {"lr": settings.lr}
     config["optimizer"] = config["optimizer"] | {"params": params}
     optimizer = config["optimizer"]["type"]
@@ -57,18 +64,6 @@ def in_bf16(config: Mapping[str, Any]) -> bool:
 def offloads(config: Mapping[str, Any], name: str) -> bool:
     """Whether ranks keep "param", or "optimizer" with the gradients, outside of the GPU."""
     return _table(_table(config, "zero_optimization"), f"offload_{name}").get("device") in ("cpu", "nvme")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"trainer.deepspeed {path} cannot be read ({error.strerror})") from None
-    except ValueError as error:  # malformed JSON, or bytes that are no UTF-8
-        raise ConfigError(f"trainer.deepspeed {path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"trainer.deepspeed {path} holds {type(config).__name__}: it must be a JSON object")
-    return config
 
 
 def _lay_over(section: dict[str, Any], over: Mapping[str, Any], source: Path) -> None:
@@ -131,7 +126,7 @@ def _problems(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str
 
 
 def _decided_elsewhere(config: dict[str, Any], settings: TrainerSettings) -> Iterator[str]:
-    """Fields whose value follows from a key of the run's configuration."""
+    """Problems with fields whose value follows from a key of the run's configuration."""
     decided_by = {
         "expert_parallel": (None, "trainer.expert_parallel"),
         "sequence_parallel_size": (None, "trainer.sequence_parallel"),
@@ -205,19 +200,18 @@ class _Recorded(dict[str, Any]):
 
 def _read_by_deepspeed(config: dict[str, Any], source: str) -> _Recorded:
     """The configuration after DeepSpeed has read it. Raises ConfigError with DeepSpeed's reason."""
-    silenced = logging.root.manager.disable
+    silenced, recorded = logging.root.manager.disable, _Recorded(config)
     logging.disable(logging.WARNING)  # the trainer logs it again
     try:
         from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-        recorded = _Recorded(config)
         try:
             DeepSpeedConfig(recorded)
         except (DeepSpeedConfigError, ValueError, AssertionError, TypeError) as error:
             raise ConfigError(f"{source} is refused by DeepSpeed: {error}") from None
-        return recorded
     finally:
         logging.disable(silenced)
+    return recorded
 
 
 def _ignored(table: _Recorded, path: str = "") -> Iterator[str]:

@@ -51,13 +51,13 @@ class Learner:
         self.ranks, self._config, self._folder = ranks, config, config.run_dir / CHECKPOINTS
         self.engine, student, self._tokenizer = load(config, ranks)
         self.vocab = student.head.shape.vocab
-        """Ids of the student's tokenizer."""
+        """The number of ids of the student's tokenizer."""
         self.ends = end_ids(self._tokenizer, plain(student.model).generation_config, config.stop_token_ids)
         """Ids that end a completion."""
         check_head(student, self.engine, ranks.device)
         check_rows(student, self.engine, ranks.device)
         self.weights = Weights(student.model, ranks)
-        self._given = hyperparameters(self.engine.optimizer.param_groups)
+        self._configured = hyperparameters(self.engine.optimizer.param_groups)
         (path, altered), state = checkpoint.find(self._folder, ranks), None
         if path is not None:
             log.info("resuming from %s", path)
@@ -74,7 +74,7 @@ class Learner:
         )
 
     def begin(self, welcome: TrainerWelcome, loss: Loss) -> None:
-        """Where training starts, and what is minimised."""
+        """Take where training starts, and what is minimised."""
         self.version, self._run_id, self._loss = welcome.version, welcome.run.id, loss
         self.parts: dict[str, float] = {}
         """`StepReport.parts` of the newest step, of this rank."""
@@ -85,7 +85,7 @@ class Learner:
         zero = self.engine.optimizer
         # DeepSpeed makes a second optimizer for what a partial offload leaves on the GPU
         for optimizer in (zero, getattr(zero, "backup_optimizer", zero)):
-            apply_rate(optimizer.param_groups, self._given, share)
+            apply_rate(optimizer.param_groups, self._configured, share)
         clock = Stopwatch(self.ranks.device)
         metrics = train_step(self.engine, batch, self._loss, self.ranks, clock)
         self.version, self.parts = after(self.version), clock.seconds()
@@ -116,7 +116,7 @@ def after(version: Version) -> Version:
 
 
 def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each param_group of a fresh optimizer, such as betas and the rate before any schedule."""
+    """Hyperparameters of each param_group of a fresh optimizer, with the rate before any schedule."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
@@ -171,9 +171,9 @@ class Student(nn.Module):
         varlen: bool = False,
         group: SequenceGroup | None = None,
     ) -> None:
-        """`varlen`: whether rows come end to end, for which `varlen.pack_rows` has prepared the model.
+        """`varlen`: whether rows come end to end (`varlen.pack_rows` has prepared the model).
 
-        `group`: the ranks that rows are split over, for which `sequence_split.split_rows` has.
+        `group`: the ranks that rows are split over (`sequence_split.split_rows` has prepared it).
         """
         super().__init__()
         self.model, self.varlen, self.group = model, varlen, group
@@ -284,13 +284,8 @@ def _initialized(student: Student, ds_config: dict[str, Any], settings: TrainerS
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=student, model_parameters=trained, config=ds_config)
     if before:
-        gap = check_experts(before, student, engine, ranks)
-        log.info(
-            "%d layers of experts are shared by %d ranks each, equal to %.1g",
-            len(before),
-            settings.expert_parallel,
-            gap,
-        )
+        gap, size = check_experts(before, student, engine, ranks), settings.expert_parallel
+        log.info("%d layers of experts are shared by %d ranks each, equal to %.1g", len(before), size, gap)
     return engine
 
 

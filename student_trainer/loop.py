@@ -38,7 +38,7 @@ from student_trainer.transports import Publishing, open_transport
 from sync import wire
 from sync.base.address import token_from_environment
 from sync.base.errors import DataError, StoreError
-from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version, Wait
+from sync.wire import TrainBatch, TrainerWelcome, Version, Wait
 from sync.wire.claims import Claim
 from sync.wire.client import BlockingPeer
 
@@ -75,7 +75,7 @@ class Trainer:
     saved: Version | None = field(default=None, init=False)
     """The newest checkpoint of this start: the same version is not written over it."""
     saved_at: float = field(default_factory=time.monotonic, init=False)
-    """Monotonic time of that, or of the start."""
+    """The time.monotonic() of that checkpoint, or of the start."""
 
     @property
     def version(self) -> Version:
@@ -89,7 +89,9 @@ def run(config: TrainerConfig) -> None:
     claim = Claim()
     peer = BlockingPeer(config.controller_url, token_from_environment(), _POLL_SECONDS, claim)
     client = ControllerClient(peer, ranks.rank, ranks.world_size, stopping)
-    welcome = introduce(client, learner.hello, config.trainer.init_timeout_seconds, ranks)
+    hello, seconds = learner.hello, config.trainer.init_timeout_seconds
+    answer = wire.encode(client.hello(hello, seconds)) if ranks.rank == 0 else b""
+    welcome = wire.decode(ranks.broadcast(answer), TrainerWelcome)
     claim.run = welcome.run
     if config.heartbeat_seconds:
         client.beat(welcome.version, config.heartbeat_seconds)
@@ -118,7 +120,7 @@ def run(config: TrainerConfig) -> None:
 
 
 def train(trainer: Trainer) -> Outcome:
-    """Train until Stop or a signal; which of them. A checkpoint ends it unless Stop asks for none."""
+    """Train until Stop or a signal, and say which. A checkpoint ends it unless Stop asks for none."""
     while True:
         times = [time.monotonic()]
         outcome, batch = agreed_batch(trainer)
@@ -145,11 +147,8 @@ def train(trainer: Trainer) -> Outcome:
     return outcome
 
 
-# --- before -------------------------------------------------------------------------------------------------
-
-
 def join(config: TrainerConfig) -> Ranks:
-    """Meet the other ranks."""
+    """Meet the other ranks. Collective."""
     import deepspeed
     from setproctitle import setproctitle
 
@@ -167,16 +166,10 @@ def join(config: TrainerConfig) -> Ranks:
     return Ranks(rank, world_size, device)
 
 
-def introduce(client: ControllerClient, hello: TrainerHello, seconds: float, ranks: Ranks) -> TrainerWelcome:
-    """Rank 0 says hello, within `seconds`; every rank gets the answer. Collective."""
-    body = wire.encode(client.hello(hello, seconds)) if ranks.rank == 0 else b""
-    return wire.decode(ranks.broadcast(body), TrainerWelcome)
-
-
 def teacher_heads(
     config: TrainerConfig, client: ControllerClient, welcome: TrainerWelcome, learner: Learner
 ) -> tuple[HeadWeights, ...]:
-    """Heads of the teachers, fp32 on CPUs; none unless the objective reads whole distributions."""
+    """Fetch the teachers' heads, fp32 on CPUs; none unless the objective reads whole distributions."""
     if not needs(config.objective).hidden:
         return ()
     device, heads = learner.ranks.device, []
@@ -190,9 +183,6 @@ def teacher_heads(
     return tuple(heads)
 
 
-# --- a step -------------------------------------------------------------------------------------------------
-
-
 def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
     """The next batch, once every rank has its share of it; None: all stop. Collective.
 
@@ -203,9 +193,12 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
     while True:
         if isinstance(answer, Wait):
             answer = trainer.client.poll(trainer.version)
-        local = Outcome.INTERRUPTED if trainer.client.stopping.is_set() else outcome_of(answer)
-        if local in (Outcome.WAIT, Outcome.PUBLISH):
-            local = again(trainer, local)
+        if trainer.client.stopping.is_set():
+            local = Outcome.INTERRUPTED
+        elif isinstance(answer, wire.Stop):
+            local = Outcome.STOP_AND_CHECKPOINT if answer.checkpoint else Outcome.STOP
+        else:
+            local = again(trainer, answer.publish) if isinstance(answer, Wait) else Outcome.BATCH
         outcome = Outcome(int(trainer.ranks.highest(local)))
         if outcome is Outcome.BATCH:
             assert isinstance(answer, TrainBatch)
@@ -222,24 +215,15 @@ def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
             return outcome, None
 
 
-def again(trainer: Trainer, asked: Outcome) -> Outcome:
+def again(trainer: Trainer, asked: bool) -> Outcome:
     """Whether a rank that waits publishes once more, which rank 0 decides; `asked`: by the controller."""
     if trainer.ranks.rank != 0:
         return Outcome.WAIT
-    if trainer.publishing.repeats(asked is Outcome.PUBLISH):
+    if trainer.publishing.repeats(asked):
         return Outcome.PUBLISH
-    if asked is Outcome.PUBLISH:  # too soon: the controller asks without a pause
+    if asked:  # too soon: the controller asks without a pause
         time.sleep(_PAUSE_SECONDS)
     return Outcome.WAIT
-
-
-def outcome_of(answer: TrainBatch | Wait | wire.Stop) -> Outcome:
-    """What the controller's answer asks for."""
-    if isinstance(answer, wire.Stop):
-        return Outcome.STOP_AND_CHECKPOINT if answer.checkpoint else Outcome.STOP
-    if isinstance(answer, Wait):
-        return Outcome.PUBLISH if answer.publish else Outcome.WAIT
-    return Outcome.BATCH
 
 
 def record(trainer: Trainer, batch: TrainBatch) -> None:
@@ -300,9 +284,6 @@ def checkpoint(trainer: Trainer) -> None:
     trainer.saved, trainer.saved_at = trainer.version, time.monotonic()
     if trainer.ranks.rank == 0:
         trainer.client.report(wire.CheckpointSaved(version=trainer.version, path=str(path)))
-
-
-# --- after --------------------------------------------------------------------------------------------------
 
 
 def finish(trainer: Trainer, outcome: Outcome) -> None:

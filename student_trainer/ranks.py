@@ -88,12 +88,8 @@ def meeting_point() -> dict[str, Any]:
     """Arguments of init_distributed; none where a launcher other than deepspeed's has a store of its own."""
     if "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
-    method, rank, size = (
-        os.environ.get(RENDEZVOUS, f"{_SCHEME}://"),
-        os.environ["RANK"],
-        os.environ["WORLD_SIZE"],
-    )
-    return {"init_method": method, "rank": int(rank), "world_size": int(size)}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return {"init_method": os.environ.get(RENDEZVOUS, f"{_SCHEME}://"), "rank": rank, "world_size": size}
 
 
 def _at_own_address(

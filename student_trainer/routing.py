@@ -75,7 +75,11 @@ def routers(model: nn.Module) -> tuple[Router, ...]:
             others.append(f"{kind} at {name}")
         elif kind.endswith("Experts"):
             blocks += 1
-    configured = () if model_routers else _experts_configured(model)
+    configured = []
+    if not model_routers:  # some families have no module of a telling name, but count experts
+        fields = (vars(module.config) for module in model.modules() if hasattr(module, "config"))
+        counts = {name: value for field in fields for name, value in field.items() if "expert" in name}
+        configured = [f"{name} = {n}" for name, n in counts.items() if type(n) is int and n > 0]
     if others or blocks > len(model_routers) or configured:
         what = others[0] if others else f"{blocks} blocks of experts with {len(model_routers)} known routers"
         raise ConfigError(
@@ -83,17 +87,6 @@ def routers(model: nn.Module) -> tuple[Router, ...]:
             f"known are {', '.join(sorted(FAMILIES))}: train this family without replay"
         )
     return tuple(model_routers)
-
-
-def _experts_configured(model: nn.Module) -> list[str]:
-    """Fields by which a configuration inside `model` counts experts: some families have no module of a
-    telling name."""
-    fields = (vars(module.config) for module in model.modules() if hasattr(module, "config"))
-    counts = {name: value for field in fields for name, value in field.items() if "expert" in name}
-    return [f"{name} = {value}" for name, value in counts.items() if type(value) is int and value > 0]
-
-
-# --- from recorded rows to routes ---------------------------------------------------------------------------
 
 
 def placed(
@@ -231,31 +224,24 @@ class _AnswerTopk(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk) or result.indices.ndim != 2:
             return result
         scores, live = args[0], result.indices
-        if (scores.shape[1], live.shape[1]) == (self._router.experts, self._router.chosen):
-            self.answers += 1
-            ids = self._chosen(live)
-        elif self._groups > 1 and scores.shape[1] == self._groups:
-            ids = self._groups_of_chosen(live)
-        else:
+        of_experts = (scores.shape[1], live.shape[1]) == (self._router.experts, self._router.chosen)
+        if not of_experts and not 1 < self._groups == scores.shape[1]:
             return result
-        return torch.return_types.topk((scores.gather(1, ids), ids))
-
-    def _recorded(self, live: Tensor) -> Tensor:
-        """int64 [S, K], for a choice of `live` [S, …]."""
         if len(live) != len(self._routes_SK):
             raise DataError(
                 f"{self._router.name} routes {len(live)} tokens, and routes of {len(self._routes_SK)} were "
                 "given: lay them out for this forward pass"
             )
-        return self._routes_SK.to(live)
+        routes_SK = self._routes_SK.to(live)
+        if of_experts:
+            self.answers += 1
+            ids = torch.where(routes_SK == LIVE, live, routes_SK)
+        else:
+            ids = self._groups_of(routes_SK, live)
+        return torch.return_types.topk((scores.gather(1, ids), ids))
 
-    def _chosen(self, live_SK: Tensor) -> Tensor:
-        routes_SK = self._recorded(live_SK)
-        return torch.where(routes_SK == LIVE, live_SK, routes_SK)
-
-    def _groups_of_chosen(self, live: Tensor) -> Tensor:
-        """As many columns as either needs: a group may be named twice."""
-        routes_SK = self._recorded(live)
+    def _groups_of(self, routes_SK: Tensor, live: Tensor) -> Tensor:
+        """Groups of the recorded experts, in as many columns as either needs: a group may be named twice."""
         recorded = routes_SK.clamp(min=0) // (self._router.experts // self._groups)
         width = max(live.shape[1], recorded.shape[1])
         live, recorded = (

@@ -21,33 +21,10 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from sync import wire
-from sync.base.errors import (
-    DataError,
-    DistillError,
-    Interrupted,
-    Overloaded,
-    Unreachable,
-    WireError,
-    WrongServer,
-)
+from sync.base import errors
+from sync.base.errors import DataError, DistillError, Interrupted, Overloaded, Unreachable, WireError
 from sync.base.retry import Backoff, retrying
-from sync.wire import (
-    DIGEST_BYTES,
-    Array,
-    Kept,
-    Rows,
-    Scored,
-    ScoreRefused,
-    ScoreReply,
-    ScoreSequence,
-    TeacherServers,
-    TrainBatch,
-    Want,
-    checks,
-    cut,
-    joined,
-    unpack,
-)
+from sync.wire import Kept, Rows, Scored, ScoreReply, ScoreSequence, TrainBatch, Want, checks
 from sync.wire.client import BlockingPeer
 
 log = logging.getLogger(__name__)
@@ -107,14 +84,14 @@ class TeacherScores:
         want: Want,
         student_topk: int,
         vocab_size: int,
-        servers: Callable[[str], TeacherServers],
+        servers: Callable[[str], wire.TeacherServers],
         connect: Callable[[str], BlockingPeer],
         stopping: threading.Event,
     ) -> None:
         self._teachers, self._want, self._vocab_size = teachers, want, vocab_size
         self._k, self._again = student_topk, replace(want, topk=want.topk or student_topk)
         self._ask, self._connect, self._stopping = servers, cache(connect), stopping
-        self._servers: dict[str, TeacherServers] = {}
+        self._servers: dict[str, wire.TeacherServers] = {}
         self._asked: dict[str, float] = {}
         """Teacher → when its servers were last looked up, time.monotonic()."""
         self._why = "they are of an earlier start"
@@ -142,7 +119,7 @@ class TeacherScores:
             try:
                 fetch = self._connect(kept.url).once  # twice: an idle connection may just have been closed
                 body = retrying(Unreachable, attempts=2)(fetch, f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
-                if blake3(body).digest(DIGEST_BYTES) != kept.digest:
+                if blake3(body).digest(wire.DIGEST_BYTES) != kept.digest:
                     raise WireError(f"{kept.url}: the body of {kept.key} has another digest")
                 parts = self._checked(row, wire.frames(body, ScoreReply), self._want, self._k)
                 return RowScores(parts, kept)
@@ -151,7 +128,7 @@ class TeacherScores:
         return RowScores(self._scored_again(row), None)
 
     def _urls(self, teacher: str, url: str) -> list[str]:
-        """Where its processes are, looked up anew when `url` is none of them; empty: none is there now."""
+        """Where a teacher's processes are, looked up anew when `url` is none of them; empty: nowhere."""
         now = time.monotonic()
         known = self._servers.get(teacher)
         if known is None or (url not in known.urls and now - self._asked.get(teacher, 0.0) > ASK_SECONDS):
@@ -176,8 +153,11 @@ class TeacherScores:
                 tries += 1
                 body = peer.once("/v1/score", request, SCORE_SECONDS, servers.fingerprint)
                 parts = self._checked(row, [wire.decode(body, ScoreReply)], self._again)
-                return [_as_students(part) for part in parts] if self._k else parts
-            except (Overloaded, Unreachable, WrongServer) as error:
+                if not self._k:
+                    return parts
+                none = {"topk_ids": None, "topk_logprob": None}  # the teacher's ids in the student's place
+                return [replace(p, gather_ids=p.topk_ids, gathered=p.topk_logprob, **none) for p in parts]
+            except (Overloaded, Unreachable, errors.WrongServer) as error:
                 least = error.retry_after if isinstance(error, Overloaded) else 0.0
                 log.warning("teacher %s is asked again: %s", row.teacher, error)
                 self._stopping.wait(backoff.next(least))
@@ -195,32 +175,24 @@ class TeacherScores:
         missing, parts = row.length, list[Scored]()
         for reply in replies:
             scored = reply.results[0] if len(reply.results) == 1 else None
-            if isinstance(scored, ScoreRefused):
+            if isinstance(scored, wire.ScoreRefused):
                 raise WireError(f"{scored.id[:80]} is refused: {scored.error[:500]}")
             if scored is None or scored.id != row.sequence.id:
                 raise WireError(
                     f"a reply has {len(reply.results)} results, or another's than {row.sequence.id}"
                 )
             count = len(scored.logprob.data) // 4
-            problem = checks.scored(scored, count, gathered, want, self._vocab_size, with_ids=True)
-            if problem:
+            if problem := checks.scored(scored, count, gathered, want, self._vocab_size, with_ids=True):
                 raise WireError(f"scores of {scored.id}: {problem}")
             scored = checks.without_bad_entropy(scored, count)
-            arrays = ((name, getattr(scored, name)) for name in _FIELDS.values())
             if missing > 0:
-                parts.append(
-                    replace(scored, **{name: array and cut(array, missing) for name, array in arrays})
-                )
+                arrays = ((name, getattr(scored, name)) for name in _FIELDS.values())
+                trained = {name: array and wire.cut(array, missing) for name, array in arrays}
+                parts.append(replace(scored, **trained))
             missing -= count
         if missing > 0:
             raise WireError(f"scores of {row.sequence.id} are of {missing} tokens too few")
         return parts
-
-
-def _as_students(scored: Scored) -> Scored:
-    """With the teacher's most likely ids in the place of the student's."""
-    ids, logprob = scored.topk_ids, scored.topk_logprob
-    return replace(scored, topk_ids=None, topk_logprob=None, gather_ids=ids, gathered=logprob)
 
 
 def kept_rows(rows: Rows, teachers: Sequence[str]) -> Iterator[KeptRow]:
@@ -228,7 +200,7 @@ def kept_rows(rows: Rows, teachers: Sequence[str]) -> Iterator[KeptRow]:
     if rows.kept is None or rows.teacher_prompts is None:
         return
     arrays = rows.prompt_lens, rows.completion_lens, rows.teacher
-    sizes = zip(*(unpack(array).tolist() for array in arrays), strict=True)
+    sizes = zip(*(wire.unpack(array).tolist() for array in arrays), strict=True)
     token = 0
     for row, (before, count, teacher) in enumerate(sizes):
         kept, seen = rows.kept[row], rows.teacher_prompts[row]
@@ -239,8 +211,8 @@ def kept_rows(rows: Rows, teachers: Sequence[str]) -> Iterator[KeptRow]:
         yield KeptRow(teachers[teacher], kept, ScoreSequence.of(rows.ids[row], prompt, completion))
 
 
-def _part(tokens: Array, start: int, count: int) -> Array:
-    return Array("i4", (count,), tokens.data[4 * start : 4 * (start + count)])
+def _part(tokens: wire.Array, start: int, count: int) -> wire.Array:
+    return wire.Array("i4", (count,), tokens.data[4 * start : 4 * (start + count)])
 
 
 def with_scores(rows: Rows, scores: Sequence[RowScores]) -> Rows:
@@ -248,8 +220,8 @@ def with_scores(rows: Rows, scores: Sequence[RowScores]) -> Rows:
     parts = [part for score in scores for part in score.parts]
     if not parts:
         return rows
-    arrays: dict[str, Array | None] = {}
+    arrays: dict[str, wire.Array | None] = {}
     for field, name in _FIELDS.items():
         present = [array for part in parts if (array := getattr(part, name)) is not None]
-        arrays[field] = joined(present) if len(present) == len(parts) else None
+        arrays[field] = wire.joined(present) if len(present) == len(parts) else None
     return replace(rows, **arrays, kept=[score.kept for score in scores])

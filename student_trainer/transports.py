@@ -137,39 +137,31 @@ class Publishing:
 def open_transport(
     config: TrainerConfig, learner: Learner, client: ControllerClient, welcome: TrainerWelcome
 ) -> Transport:
-    """The configured way for new versions."""
-    settings, ranks = config.weights, learner.ranks
-    if settings.transport == "broadcast":
-        sender = None
-        if ranks.rank == 0:
-            host, token = own_address(config.controller_url), token_from_environment()
-            sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
-        keeping = None
-        if config.keep_every is not None:
-            kept = snapshots(config, learner, client, welcome)
-            keeping = Keeping(kept, config.keep_every, settings.publish_every, config.steps)
-        return BroadcastTransport(sender, learner, client, keeping).stage
-    return snapshots(config, learner, client, welcome).stage
-
-
-def snapshots(
-    config: TrainerConfig, learner: Learner, client: ControllerClient, welcome: TrainerWelcome
-) -> SnapshotTransport:
-    """Versions in the configured store."""
+    """The configured way for new versions: by the store, or by broadcasts, beside which some go there too."""
     settings, ranks, weights = config.weights, learner.ranks, learner.weights
-    store = open_store(settings.store, config.run_dir / "store")
-    run = RunIdentity(config.run, welcome.run.id, weights.fingerprint)
-    publisher = Publisher(
-        store,
-        run,
-        weights.slices,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        weights=settings,
-        anchors_only=weights.adapters or settings.transport == "broadcast",
-    )
-    scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
-    return SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect)
+    broadcasts, snapshots = settings.transport == "broadcast", None
+    if not broadcasts or config.keep_every is not None:
+        store = open_store(settings.store, config.run_dir / "store")
+        publisher = Publisher(
+            store,
+            RunIdentity(config.run, welcome.run.id, weights.fingerprint),
+            weights.slices,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            weights=settings,
+            anchors_only=weights.adapters or broadcasts,
+        )
+        scratch, collect = config.run_dir / "anchors", partial(gc, store, config.run, settings.keep_anchors)
+        snapshots = SnapshotTransport(publisher, learner, client, scratch, welcome.parent, collect)
+        if not broadcasts:
+            return snapshots.stage
+    sender = keeping = None
+    if ranks.rank == 0:
+        host, token = own_address(config.controller_url), token_from_environment()
+        sender = BroadcastSender(host, 0, settings.timeout_seconds, ranks.device, token)
+    if snapshots is not None and config.keep_every is not None:
+        keeping = Keeping(snapshots, config.keep_every, settings.publish_every, config.steps)
+    return BroadcastTransport(sender, learner, client, keeping).stage
 
 
 class SnapshotTransport:
@@ -316,17 +308,9 @@ class BroadcastTransport:
     def _send_once(self, sender: BroadcastSender, version: Version, shards: dict[str, Bits]) -> None:
         plan, attempt = self._gathering.plan, secrets.token_hex(8)
         size = sum(map(nbytes, plan.metas))
-        audience = self._client.audience(
-            Published(
-                version=version,
-                kind="broadcast",
-                bytes=size,
-                full_bytes=size,
-                seconds=0.0,
-                rendezvous=sender.address,
-                attempt=attempt,
-            )
-        )
+        address = sender.address
+        published = Published(version, "broadcast", size, size, 0.0, rendezvous=address, attempt=attempt)
+        audience = self._client.audience(published)
         workers = audience.world_size - 1
         log.info("%s goes to %d workers as broadcast %s", version, workers, audience.group)
         buckets = self._gathering.buckets(shards)
@@ -394,7 +378,7 @@ class Gathering:
         parts_by_rank = [parts[number] for parts in self._parts]
         others = [rank for rank, parts in enumerate(parts_by_rank) if rank > 0 and parts]
         for rank in others:
-            self._tell(number, rank)
+            dist.send(torch.tensor([number]), rank, group=self._group)
         _place(flat_N, parts_by_rank[0], _joined(parts_by_rank[0], shards, self._ranks.device))
         for rank in others:
             size = sum(part.nbytes for part in parts_by_rank[rank])
@@ -402,9 +386,6 @@ class Gathering:
             dist.recv(received_N, rank, group=self._group)
             _place(flat_N, parts_by_rank[rank], received_N)
         return flat_N
-
-    def _tell(self, number: int, rank: int) -> None:
-        dist.send(torch.tensor([number]), rank, group=self._group)
 
     def answer(self, shards: Mapping[str, Bits]) -> None:
         """Ranks above 0: send what rank 0 asks for, until it is `done`."""
@@ -420,7 +401,7 @@ class Gathering:
         with self._exchange:
             self._turn += 1
             for rank in range(1, self._ranks.world_size):
-                self._tell(_DONE, rank)
+                dist.send(torch.tensor([_DONE]), rank, group=self._group)
 
 
 def metas_of(every: list[list[Slice]]) -> list[TensorMeta]:

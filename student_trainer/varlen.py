@@ -296,17 +296,10 @@ def _by_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     query_SHD, key_SHD, value_SHD = (states[0].transpose(0, 1) for states in query_key_value)
+    seen, grouped = (-1 if window is None else window - 1, 0), query_SHD.shape[1] != key_SHD.shape[1]
+    states = query_SHD, key_SHD, value_SHD
     output = varlen_attn(
-        query_SHD,
-        key_SHD,
-        value_SHD,
-        begins,
-        begins,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_SHD.shape[1] != key_SHD.shape[1],
+        *states, begins, begins, longest, longest, scale=scale, window_size=seen, enable_gqa=grouped
     )
     assert isinstance(output, Tensor)
     return output[None]

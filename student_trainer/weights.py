@@ -113,6 +113,12 @@ class Weights:
 
         Collective: use it up.
         """
+
+        def gathered(shards: list[tuple[Tensor, Part]]) -> Iterator[tuple[Tensor, Part]]:
+            for parameter, part in shards:
+                with _gathered(parameter):
+                    yield parameter.detach(), part
+
         shared: dict[str, list[tuple[Tensor, Part]]] = {}
         for name, parameter in self.parameters.items():
             part = self._parts.get(name)
@@ -124,7 +130,7 @@ class Weights:
                 tensor = data.to("cpu", copy=True)
             yield name if part is None else part.source, tensor
         for source, shards in shared.items():
-            yield source, assembled(_wholes(shards), self._ranks.rank == 0)
+            yield source, assembled(gathered(shards), self._ranks.rank == 0)
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Every checkpoint tensor: whole, in host memory, on rank 0, else empty. Collective: use it up."""
@@ -206,13 +212,6 @@ def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     return GatheredParameters([parameter])
-
-
-def _wholes(parts: Iterable[tuple[Tensor, Part]]) -> Iterator[tuple[Tensor, Part]]:
-    """Each parameter gathered while it is looked at. Collective: use it up."""
-    for parameter, part in parts:
-        with _gathered(parameter):
-            yield parameter.detach(), part
 
 
 # --- where checkpoint tensors lie in parameters ------------------------------------------------------------

@@ -67,9 +67,6 @@ class Call(NamedTuple):
     """`Want.keep`"""
 
 
-# --- requests ---------------------------------------------------------------------------------------------
-
-
 def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: int) -> Call:
     """A ScoreRequest; its answer to several sequences has at most `most_bytes`.
 
@@ -79,15 +76,12 @@ def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: i
     check_score(message, info)
     want, plain = message.want, replace(message.want, keep=False)
     items = [admit(sequence, want, info) for sequence in message.sequences]
+    checked = to_keep if want.keep else checked_scores
     return Call(
         [sequence.id for sequence in message.sequences],
         [item if isinstance(item, str) else Work(item, score_options(item, want, info)) for item in items],
         message.deadline,
-        lambda id_, item, scores: (
-            to_keep(id_, item, scores, plain, info, dtype)
-            if want.keep
-            else checked_scores(id_, item, scores, plain, info, dtype)
-        ),
+        lambda id_, item, scores: checked(id_, item, scores, plain, info, dtype),
         wire.ScoreReply,
         reply_size([item for item in items if isinstance(item, Item)], want, info, most_bytes),
         want.keep,
@@ -95,9 +89,22 @@ def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: i
 
 
 def read_generate(body: bytes, info: EngineInfo, end_ids: set[int]) -> Call:
-    """A TeacherGenerateRequest; `end_ids` end a completion, besides those that the engine has itself."""
+    """A TeacherGenerateRequest; `end_ids` end a completion, besides those that the engine has itself.
+
+    Raises WireError, or BadRequest (422) for what no prompt of the request could be completed with.
+    """
     message = wire.decode(body, wire.TeacherGenerateRequest)
-    check_generate(message, info)
+    _check_can({"generate": True, "temperature": message.temperature != 1.0}, info)
+    _check_common("prompts", message.prompts, message.deadline, message.temperature)
+    _require(
+        1 <= message.max_tokens < info.max_length,
+        f"max_tokens is {message.max_tokens}, this teacher takes 1 to {info.max_length - 1}",
+    )
+    for token in message.stop_token_ids:
+        _require(
+            0 <= token < info.vocab_size,
+            f"stop id {token} is outside the vocabulary of {info.vocab_size}: check the tokenizer",
+        )
     ends = tuple(sorted({*end_ids, *message.stop_token_ids}))
     params = base.GenerationParams(message.max_tokens, message.temperature, ends)
     prompts = [admit_prompt(prompt, message.max_tokens, info) for prompt in message.prompts]
@@ -122,22 +129,6 @@ def check_score(request: wire.ScoreRequest, info: EngineInfo) -> None:
         0 <= want.topk <= limit,
         f"topk is {want.topk}, this teacher gives 0 to {limit}: ask for fewer, or for hidden states",
     )
-
-
-def check_generate(request: wire.TeacherGenerateRequest, info: EngineInfo) -> None:
-    """Raise BadRequest (422) for what no prompt of the request could be completed with."""
-    _check_can({"generate": True, "temperature": request.temperature != 1.0}, info)
-    _check_common("prompts", request.prompts, request.deadline, request.temperature)
-    limit = info.max_length - 1
-    _require(
-        1 <= request.max_tokens <= limit,
-        f"max_tokens is {request.max_tokens}, this teacher takes 1 to {limit}",
-    )
-    for token in request.stop_token_ids:
-        _require(
-            0 <= token < info.vocab_size,
-            f"stop id {token} is outside the vocabulary of {info.vocab_size}: check the tokenizer",
-        )
 
 
 def _check_common(what: str, parts: list[Any], deadline: float | None, temperature: float) -> None:
@@ -237,9 +228,6 @@ def score_options(item: Item, want: Want, info: EngineInfo) -> ScoreOptions:
     return ScoreOptions(want.topk, gather, entropy, want.hidden, want.temperature)
 
 
-# --- results ----------------------------------------------------------------------------------------------
-
-
 def checked_scores(
     id_: str, item: Item, scores: EngineScores, want: Want, info: EngineInfo, dtype: HalfOrSingle
 ) -> Scored | Problem:
@@ -251,18 +239,14 @@ def checked_scores(
 
 
 def to_keep(
-    id_: str,
-    item: Item,
-    scores: EngineScores,
-    want: Want,
-    info: EngineInfo,
-    dtype: HalfOrSingle,
+    id_: str, item: Item, scores: EngineScores, want: Want, info: EngineInfo, dtype: HalfOrSingle
 ) -> ToKeep | Problem:
     """One item's scores as they are kept, or what is wrong with them.
 
     They are checked and encoded a frame at a time: whoever copies gigabytes at once holds the interpreter.
     """
-    size, positions = nbytes(scores), item.positions
+    size = sum(getattr(getattr(scores, name), "nbytes", 0) for name in EngineScores.__slots__)
+    positions = item.positions
     block = max(1, positions * FRAME_BYTES // size)
     counts = [min(block, positions - start) for start in range(0, positions, block)]
     frames, ids = list[bytes](), item.gather_ids_TK
@@ -276,30 +260,23 @@ def to_keep(
     return ToKeep(pack(scores.logprob_C, "f4"), frames)
 
 
-def nbytes(scores: EngineScores) -> int:
-    """Bytes of all arrays."""
-    return sum(getattr(getattr(scores, name), "nbytes", 0) for name in EngineScores.__slots__)
-
-
 def scored(id_: str, scores: EngineScores, dtype: HalfOrSingle) -> Scored:
     """Wire form of one sequence's scores."""
+
+    def packed(array: np.ndarray | None, dtype: str) -> Array | None:
+        return None if array is None else pack(array, dtype)
+
     hidden = scores.hidden_CH
-    return Scored(
-        id=id_,
-        logprob=pack(scores.logprob_C, "f4"),
-        topk_ids=_packed(scores.topk_ids_CK, "i4"),
-        topk_logprob=_packed(scores.topk_logprob_CK, dtype),
-        gathered=_packed(scores.gathered_CK, dtype),
-        entropy=_packed(scores.entropy_C, "f4"),
-        hidden=_packed(hidden, "bf16" if hidden is not None and hidden.dtype == np.uint16 else "f4"),
-    )
-
-
-def _packed(array: np.ndarray | None, dtype: str) -> Array | None:
-    if array is None:
-        return None
     with np.errstate(over="ignore"):  # what half precision cannot hold becomes inf, which the checks refuse
-        return pack(array, dtype)
+        return Scored(
+            id=id_,
+            logprob=pack(scores.logprob_C, "f4"),
+            topk_ids=packed(scores.topk_ids_CK, "i4"),
+            topk_logprob=packed(scores.topk_logprob_CK, dtype),
+            gathered=packed(scores.gathered_CK, dtype),
+            entropy=packed(scores.entropy_C, "f4"),
+            hidden=packed(hidden, "bf16" if hidden is not None and hidden.dtype == np.uint16 else "f4"),
+        )
 
 
 def checked_completion(
@@ -310,9 +287,6 @@ def checked_completion(
     tokens, logprob = pack(completion.token_ids_T, "i4"), pack(completion.logprob_T, "f4")
     answer = TeacherCompletion(id_, tokens, logprob, reason)
     return checks.teacher_completion(answer, max_tokens, info.vocab_size) or answer
-
-
-# --- what the teacher is ----------------------------------------------------------------------------------
 
 
 def describe(

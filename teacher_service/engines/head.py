@@ -102,9 +102,6 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().numpy()
 
 
-# --- finding the head -------------------------------------------------------------------------------------
-
-
 class CheckpointHead(NamedTuple):
     """What is known of a model from its head alone."""
 
@@ -171,7 +168,14 @@ def find_head(model: Any, vocab_size: int, device: torch.device | None = None) -
     )
     scale = _scale(plain.logits(hidden_CH), expected_CV, cap, config)
     head = OutputHead(plain.weight_VH, plain.bias_V, scale, cap)
-    _verify(head.logits(hidden_CH), expected_CV, type(model).__name__, linear.weight.dtype)
+    worst = float((head.logits(hidden_CH) - expected_CV).abs().max())
+    rounding = 1e-4 if linear.weight.dtype == torch.float32 else 2.0**-5
+    allowed = rounding * max(1.0, float(expected_CV.abs().max()))
+    if not worst <= allowed:
+        raise ConfigError(
+            f"the head of {type(model).__name__} is not reproduced: logits differ by {worst:.3g}, allowed "
+            f"{allowed:.3g}; heads may be linear with bias, scale and soft cap, choose another model"
+        )
     bias_V = None if plain.bias_V is None else plain.bias_V[:vocab_size]
     cut = OutputHead(plain.weight_VH[:vocab_size], bias_V, scale, cap)
     return cut.placed(device or cut.weight_VH.device)
@@ -198,21 +202,6 @@ def _scale(raw_CV: torch.Tensor, expected_CV: torch.Tensor, cap: float | None, c
     if base := getattr(config, "dim_model_base", None):
         candidates.add(base / config.hidden_size)
     return min(candidates, key=lambda value: abs(value - measured))
-
-
-def _verify(ours_CV: torch.Tensor, expected_CV: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError unless both give the same logits within the rounding of `dtype`."""
-    worst = float((ours_CV - expected_CV).abs().max())
-    largest = float(expected_CV.abs().max())
-    allowed = (1e-4 if dtype == torch.float32 else 2.0**-5) * max(1.0, largest)
-    if not worst <= allowed:
-        raise ConfigError(
-            f"the head of {name} is not reproduced: logits differ by {worst:.3g}, allowed {allowed:.3g}; "
-            "heads may be linear with bias, scale and soft cap, choose another model"
-        )
-
-
-# --- scores -----------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
