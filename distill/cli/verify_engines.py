@@ -33,7 +33,7 @@ from sync.base.settings import ReplicaConfig
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
 from sync.weights.stores import Store
-from sync.weights.stores.directory import DirectoryStore
+from sync.weights.stores.store import DirectoryStore
 from sync.wire import Published, ReplicaState, RunIdentity, UpdateReply, UpdateRequest, Version
 from sync.wire.client import Peer
 

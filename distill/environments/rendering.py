@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sync.base.completion_text import CONTENT, special_ids, text_reader
 from sync.base.errors import DataError
 from sync.base.messages import content_text
 from sync.base.own_code import own_code
+from sync.base.tokenizers import CONTENT, special_ids, text_reader
 
 Message = Mapping[str, Any]
 """A chat message: role, content, and what else the template reads."""

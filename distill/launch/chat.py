@@ -26,10 +26,9 @@ from distill.launch.supervise import Supervisor
 from distill.prompts.rows import row_encoder
 from distill.published import export_version
 from sync.base.address import token_from_environment
-from sync.base.completion_text import text_reader
 from sync.base.errors import ConfigError, DistillError
 from sync.base.own_code import use_folder
-from sync.base.tokenizers import load_tokenizer
+from sync.base.tokenizers import load_tokenizer, text_reader
 from sync.wire import ScoreRefused, TeacherPrompt, pack, unpack
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig

@@ -26,9 +26,9 @@ from distill.config.prompts import (
     TaskPrompts,
 )
 from distill.prompts.stream import Prompt
-from sync.base.completion_text import text_reader
 from sync.base.errors import ConfigError, DataError
 from sync.base.own_code import load_function, own_code
+from sync.base.tokenizers import text_reader
 from sync.wire.checks import LARGEST_REWARD
 
 

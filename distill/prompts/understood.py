@@ -20,15 +20,14 @@ from distill.prompts.sources import PromptSplit
 from distill.prompts.stream import Mixture, Prompt
 from sync.base.errors import DataError
 from sync.base.settings import ModelSource
-from sync.base.tokenizers import at_time, end_ids
+from sync.base.tokenizers import at_time, end_ids, end_of_turn
 
-_USER, _ANSWER, _NEXT = "What is 2+2?", "It is four.", "And 3+3?"
+_ANSWER: Final = "It is four."
 _CONVERSATION: Final = (
-    {"role": "user", "content": _USER},
+    {"role": "user", "content": "What is 2+2?"},
     {"role": "assistant", "content": _ANSWER},
-    {"role": "user", "content": _NEXT},
 )
-"""Two turns; no template changes these texts."""
+"""No template changes these texts."""
 _SAMPLE: Final = "The capital of France, on 1 line:\n  two  spaces, 12345 and a caf\u00e9."
 """Text whose spaces, digits and accents a tokenizer must keep."""
 SHOWN: Final = 400
@@ -55,7 +54,7 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
                 f"the chat template reads the clock, which stays at {moment} (student.template_time)"
             )
         lines += _opening_lines(tokenizer, variables)
-        end = _end_of_turn(tokenizer, variables)
+        end = end_of_turn(tokenizer, variables)
         ends = {*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids}
         if end is not None and end not in ends:
             stops = [*config.rollout.stop_token_ids, end]
@@ -135,19 +134,6 @@ def _opening_lines(tokenizer: Any, variables: Mapping[str, Any]) -> Iterator[str
             f"and an answer begins with {header!r}: name a template in student.chat_template that writes it "
             "where add_generation_prompt is true"
         )
-
-
-def _end_of_turn(tokenizer: Any, variables: Mapping[str, Any]) -> int | None:
-    """The special token right behind an assistant's answer; None: the template writes none."""
-    try:
-        text = rendered(tokenizer, _CONVERSATION, variables)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
-        return None
-    behind = text.rpartition(_ANSWER)[2].lstrip()
-    added = tokenizer.added_tokens_decoder
-    special = {id_ for id_, token in added.items() if token.special} | {tokenizer.eos_token_id}
-    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-    return int(ids[0]) if ids and ids[0] in special else None
 
 
 def _tokenizer_lines(source: ModelSource, tokenizer: Any) -> Iterator[str]:

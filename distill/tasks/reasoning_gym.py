@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from distill.tasks import RewardedPrompt, TaskPrompt
-from sync.base.completion_text import text_reader
 from sync.base.errors import ConfigError, DataError
 from sync.base.settings import ModelSource
-from sync.base.tokenizers import load_tokenizer
+from sync.base.tokenizers import load_tokenizer, text_reader
 
 HELD_OUT_SHARE: Final = 16
 """One puzzle in so many is never trained on."""

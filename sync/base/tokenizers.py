@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -130,19 +131,75 @@ def rendered(tokenizer: Any) -> list[str]:
     return texts
 
 
+# --- where a completion ends
+
+
+CONTENT: Final = "\u2603answer\u2603"
+"""Stands for an assistant's content where a template is rendered to see what it writes around it."""
+
+
 def end_ids(source: ModelSource, tokenizer: Any) -> list[int]:
     """Ids at which the model ends a completion: its tokenizer's and those of its generation config."""
+    return sorted(({tokenizer.eos_token_id} - {None}) | _listed_ends(source.path, source.revision))
+
+
+def text_reader(tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> Callable[[Sequence[int]], str]:
+    """A function that turns a completion's ids into its text as code reads it.
+
+    The text has its special tokens, such as markers of tool calls, but not the token that ends it: one of
+    `end_ids`, `end_of_turn` or, of the run, `stop_token_ids`.
+    """
+    ends = {getattr(tokenizer, "eos_token_id", None), end_of_turn(tokenizer), *stop_token_ids}
+    if name := getattr(tokenizer, "name_or_path", ""):
+        ends |= _listed_ends(name, _raise_exceptions_for_connection_errors=False)
+
+    def text(token_ids: Sequence[int]) -> str:
+        ids = [*token_ids]
+        while ids and ids[-1] in ends:
+            ids.pop()
+        return str(tokenizer.decode(ids))
+
+    return text
+
+
+def end_of_turn(tokenizer: Any, variables: Mapping[str, Any] = {}) -> int | None:
+    """The special token that the chat template, with `variables`, writes right behind an assistant's content.
+
+    None: it writes none there, it refuses a conversation, or there is no template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    from jinja2 import TemplateError
+
+    texts = zip(("user", "assistant", "user"), ("?", CONTENT, "!"), strict=True)
+    turns = [{"role": role, "content": text} for role, text in texts]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):  # rendering prompts says so
+        return None
+    behind = str(text).rpartition(CONTENT)[2].lstrip()
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    return int(ids[0]) if ids and ids[0] in special_ids(tokenizer) | {tokenizer.eos_token_id} else None
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of special tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token_id for token_id, token in added.items() if token.special}
+
+
+def _listed_ends(path: str, revision: str | None = None, **options: bool) -> set[int]:
+    """Ids in a model's generation config, or without any there in its config; `options`: of `cached_file`."""
     from transformers.utils import cached_file
 
-    ids = {tokenizer.eos_token_id} - {None}
     for name in ("generation_config.json", "config.json"):
-        path = cached_file(
-            source.path, name, revision=source.revision, _raise_exceptions_for_missing_entries=False
+        file = cached_file(
+            path, name, revision=revision, _raise_exceptions_for_missing_entries=False, **options
         )
-        listed = json.loads(Path(path).read_text()).get("eos_token_id") if path else None
+        listed = json.loads(Path(file).read_text()).get("eos_token_id") if file else None
         if listed is not None:
-            return sorted(ids | ({*listed} if isinstance(listed, list) else {int(listed)}))
-    return sorted(ids)
+            return {*listed} if isinstance(listed, list) else {int(listed)}
+    return set()
 
 
 # --- what two tokenizers have in common

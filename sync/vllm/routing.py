@@ -1,6 +1,6 @@
 """The experts that a mixture-of-experts student was sampled through, by request and position. No engine is
 imported here: one that records routes itself gives them with its completions (`NativeRoutes`); inside of
-another, `vllm_routing` fills our record (`RouteRecord`).
+another, `engine` fills our record (`RouteRecord`).
 
 The route of position j is the one of the forward pass that read token j and sampled token j + 1, so the last
 token of a completion has none. In a prompt it is that of its first pass. Later passes over the same tokens,

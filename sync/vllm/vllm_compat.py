@@ -1,5 +1,5 @@
 """Every touch of vLLM that is not its public interface, for vLLM 0.32; what weights need in a worker is in
-`vllm_weights`, what recording routes needs in `vllm_routing`.
+`vllm_weights`, what recording routes needs in `engine`.
 
 In the API process: `setup_server` of its entry point, `CoreEngineProcManager.monitor_engine_liveness`,
 `AsyncLLM.engine_core.pause_scheduler_async/resume_scheduler_async` (without the 20 ms sleep of

@@ -28,12 +28,12 @@ from sync.base.errors import ConfigError, SnapshotError, StoreError
 from sync.base.settings import ReplicaConfig
 from sync.weights.delta.file import apply_chain
 from sync.weights.snapshots import checkpoint
-from sync.weights.snapshots.lease import lease
 from sync.weights.snapshots.manifest import (
     Deltas,
     Manifest,
     dump,
     fetch_folder,
+    lease,
     load,
     read_chain,
     read_latest,

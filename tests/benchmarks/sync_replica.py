@@ -41,8 +41,8 @@ from sync.base.settings import ReplicaConfig
 from sync.weights.snapshots import checkpoint
 from sync.weights.stores import Store
 from sync.weights.stores.bucket import BucketStore
-from sync.weights.stores.directory import DirectoryStore
 from sync.weights.stores.object_store import ObjectStore
+from sync.weights.stores.store import DirectoryStore
 from sync.weights.stores.xet import XetStore
 from sync.weights.subscribe import Mirror
 from tests.benchmarks import SUPPORT

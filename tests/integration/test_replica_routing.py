@@ -170,7 +170,7 @@ def engine(**changed: Any) -> tuple[Any, Any]:
     ],
 )
 def test_an_engine_that_cannot_record_its_routes_is_refused_by_name(changed: Any, match: str) -> None:
-    from sync.vllm.vllm_routing import record_routes
+    from sync.vllm.engine import record_routes
 
     with pytest.raises(ConfigError, match=rf"cannot record the experts of its tokens: .*{match}"):
         record_routes(*engine(**changed))

@@ -34,7 +34,7 @@ def model():
 
 
 def staged(model, weights):
-    from sync.vllm.vllm_staging import Staging
+    from sync.vllm.vllm_weights import Staging
 
     staging = Staging(model)
     staging.shadow.load_weights(list(weights.items()))
@@ -72,7 +72,7 @@ def test_a_tensor_of_another_shape_is_refused_before_anything_changes(model):
 
 
 def test_what_needs_more_memory_than_allowed_is_not_staged(model):
-    from sync.vllm.vllm_staging import bytes_needed, why_not_staged
+    from sync.vllm.vllm_weights import bytes_needed, why_not_staged
 
     needed = bytes_needed(model)
     assert needed == 4 * sum(

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final, Literal
 
 from sync.base.errors import SnapshotError, StoreError
-from sync.weights.snapshots.lease import leased
 from sync.weights.snapshots.manifest import (
     Manifest,
+    leased,
     manifest_key,
     named,
     read_latest,

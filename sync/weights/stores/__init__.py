@@ -26,7 +26,7 @@ def open_store(config: StoreConfig, default_path: Path) -> Store:
     code makes none.
     """
     if isinstance(config, DirectoryStoreConfig):
-        from sync.weights.stores.directory import DirectoryStore
+        from sync.weights.stores.store import DirectoryStore
 
         return DirectoryStore(config.path or default_path)
     if isinstance(config, XetStoreConfig):

@@ -22,8 +22,7 @@ import msgspec
 
 from sync.base.decoding import msgpack_decoder
 from sync.base.errors import StoreError
-from sync.weights.stores.directory import DirectoryStore
-from sync.weights.stores.store import Store, content, read_small
+from sync.weights.stores.store import DirectoryStore, Store, content, read_small
 
 _INLINE: Final = 1 << 14
 """Bytes; shorter content lies beside its key, where Xet would gain nothing."""

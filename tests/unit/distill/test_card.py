@@ -21,7 +21,7 @@ from distill.cli.main import app, main
 from distill.config import RunConfig
 from distill.metrics.card import front_matter, write_card
 from distill.metrics.summary import evaluation
-from sync.weights.stores.directory import DirectoryStore
+from sync.weights.stores.store import DirectoryStore
 from sync.wire import Estimate, EvalReport, SetReport, Version
 
 STUDENT_CARD = "---\nlicense: other\nlicense_name: tiny\nbase_model: acme/tiny\nlanguage: [en]\n---\n# Tiny\n"

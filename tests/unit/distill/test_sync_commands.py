@@ -19,7 +19,7 @@ from distill.cli.verify_engines import prompt_scores
 from distill.config.loading import load
 from distill.trainer_api.http_api import listen, serving
 from sync.base.errors import RemoteError, Unreachable
-from sync.weights.stores.directory import DirectoryStore
+from sync.weights.stores.store import DirectoryStore
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.toml"
 COMMANDS = ["ls", "verify", "gc", "export"]

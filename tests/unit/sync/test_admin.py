@@ -14,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 from sync.base.errors import SnapshotError
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import admin, checkpoint
-from sync.weights.snapshots.lease import SECONDS, lease
-from sync.weights.snapshots.manifest import dump, manifest_key, read_manifest, versions
+from sync.weights.snapshots.manifest import LEASE_SECONDS, dump, lease, manifest_key, read_manifest, versions
 from sync.weights.subscribe import Mirror
 from sync.wire import RunIdentity, Version
 
@@ -103,7 +102,7 @@ def test_gc_spares_the_chain_of_a_lease_until_it_expires(store: MemoryStore) -> 
     with lease(store, RUN, Version(0, 4)):
         done = admin.gc(store, RUN, keep_anchors=1, now=time.time())
         assert steps(done.kept) == [3, 4, 6, 7, 8]
-        done = admin.gc(store, RUN, keep_anchors=1, now=time.time() + SECONDS + 1)
+        done = admin.gc(store, RUN, keep_anchors=1, now=time.time() + LEASE_SECONDS + 1)
         assert steps(done.kept) == [6, 7, 8]
     assert store.list("run/leases/") == []
 

@@ -21,7 +21,7 @@ from sync.base.jsonl import JsonLines
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
 from sync.weights.snapshots.manifest import read_latest
-from sync.weights.stores.directory import DirectoryStore
+from sync.weights.stores.store import DirectoryStore
 from sync.wire import RunIdentity, Version
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sync.base import durable
-from sync.weights.stores.directory import DirectoryStore
+from sync.weights.stores.store import DirectoryStore
 
 
 @pytest.fixture

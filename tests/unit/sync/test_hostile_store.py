@@ -24,10 +24,17 @@ from sync.base.errors import SnapshotError, StoreError, WireError
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import admin, checkpoint
 from sync.weights.snapshots.checkpoint import check_no_code, refused
-from sync.weights.snapshots.lease import SECONDS, Lease, lease, leased
-from sync.weights.snapshots.manifest import dump, manifest_key, read_manifest
+from sync.weights.snapshots.manifest import (
+    LEASE_SECONDS,
+    Lease,
+    dump,
+    lease,
+    leased,
+    manifest_key,
+    read_manifest,
+)
 from sync.weights.stores import MOST_SMALL, read_small
-from sync.weights.stores.directory import DirectoryStore
+from sync.weights.stores.store import DirectoryStore
 from sync.weights.subscribe import Mirror
 from sync.wire import RunIdentity, Version
 
@@ -439,7 +446,7 @@ def test_a_store_that_refuses_leases_or_their_renewals_does_not_stop_the_reader(
 
 def test_leases_hold_for_their_time_and_no_year(store: MemoryStore) -> None:
     now = 1e9
-    for name, ahead in {"dead": -1.0, "live": SECONDS, "year": 3e7}.items():
+    for name, ahead in {"dead": -1.0, "live": LEASE_SECONDS, "year": 3e7}.items():
         store.replace(f"run/leases/{name}.json", dump(Lease(Version(0, len(name)), now + ahead)))
     store.replace("run/leases/none.json", b"")
     found, odd = leased(store, RUN, now)

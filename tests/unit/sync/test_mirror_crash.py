@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
-from sync.weights.stores.directory import DirectoryStore
+from sync.weights.stores.store import DirectoryStore
 from sync.weights.subscribe import Mirror
 from sync.wire import RunIdentity, Version
 

@@ -24,8 +24,8 @@ from sync.base.errors import AlreadyPublished, StoreError
 from sync.base.settings import BucketStoreConfig, DirectoryStoreConfig, ObjectStoreConfig, XetStoreConfig
 from sync.weights.stores import Store, object_store, open_store
 from sync.weights.stores.bucket import BucketStore
-from sync.weights.stores.directory import DirectoryStore
 from sync.weights.stores.object_store import ObjectStore
+from sync.weights.stores.store import DirectoryStore
 from sync.weights.stores.xet import XetStore
 
 KINDS = ("memory", "directory", "xet", "bucket", "object")
