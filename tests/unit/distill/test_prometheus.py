@@ -235,15 +235,6 @@ def test_every_metric_of_the_dashboard_is_exported(names: set[str]) -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-def test_the_documents_list_every_metric(names: set[str]) -> None:
-    section = (ROOT / "docs/clusters.md").read_text().partition("## Prometheus")[2].partition("\n## ")[0]
-    listed = {name.partition("{")[0] for name in re.findall(r"`(distill_[^`]+[^_])`", section)}
-    exported = {re.sub("_(count|sum|bucket)$", "", name) for name in names if name.startswith("distill_")}
-    assert not listed - exported, "named, and exported by no role"
-    unnamed = {name for name in exported - listed if not name.startswith("distill_run_")}
-    assert not unnamed, "exported, and not named"
-
-
 def test_every_figure_has_a_metric_of_its_own() -> None:
     found = [metric(re.sub(r"\b[A-Z]+\b", "x", one.name)) for one in FIGURES]
     assert len({one.name for one in found}) == len(FIGURES)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import re
 import runpy
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reference import parsed
 
 from distill.config.loading import load
 from distill.environments.python_host import Reply
@@ -21,6 +23,7 @@ from sync.base.own_code import use_folder
 ROOT = Path(__file__).parents[3]
 BLOCK = re.compile(r"^```(?:python|toml)\n# (\w+\.\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 """Name and content of a file."""
+COMMAND = re.compile(r"^(distill run \w+\.toml.*)$", re.MULTILINE)
 MODELS = {"tiny/student": STUDENT, "tiny/teacher": TEACHER, "other/teacher": TEACHER}
 
 
@@ -34,19 +37,22 @@ def test_every_configuration_passes_the_preflight(tmp_path: Path, monkeypatch: p
     for name, recipe in {"student": guess.STUDENT, "teacher": guess.TEACHER}.items():
         guess.untaught(recipe).save_pretrained(f"game/{name}")
         guess.guess_tokenizer().save_pretrained(f"game/{name}")
-    for page in (ROOT / "docs/tutorials").glob("*.md"):
+    pages = [*(ROOT / "docs/tutorials").glob("*.md")]
+    for page in pages:
         for name, text in BLOCK.findall(page.read_text()):
             Path(name).write_text(text)
     runpy.run_path("make_letters.py")
-    files = sorted(Path().glob("*.toml"))
-    found = {file.stem: checks.check(load(file)) for file in files}
-    use_folder(None)
-    assert {name: len(one.split.train) for name, one in found.items()} == {  # type: ignore[arg-type]
-        "game": 1800,
-        "hints": 2000,
-        "letters": 1872,
-        "two_teachers": 1872,
+    lines = [line for page in pages for line in COMMAND.findall(page.read_text().replace("\\\n", ""))]
+    commands = {" ".join(line.split()): parsed(shlex.split(line, comments=True)) for line in lines}
+    understood = {
+        config.run.name: len(checks.check(config).split.train)  # type: ignore[arg-type]
+        for arguments in commands.values()
+        if arguments["config"].is_file()
+        for config in [load(arguments["config"], arguments["overrides"])]
     }
+    use_folder(None)
+    runs = ("crash", "letters", "lora", "rewarded", "two-teachers")
+    assert understood == {"game": 1800, "hints": 2000} | dict.fromkeys(runs, 1872)
 
 
 def test_the_reward_takes_letters_from_both_ends(tmp_path: Path) -> None:
