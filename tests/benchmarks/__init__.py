@@ -9,8 +9,8 @@
     sync           bytes, speed and pauses of a weight sync, through every store
     teacher        scored tokens per second of the teacher service
 
-Started from the root of a source checkout. Figures are printed and written to runs/bench-NAME.json; finished
-trials are kept in runs/bench-NAME/trials.jsonl and not repeated.
+Started from the root of a source checkout. Each prints its figures, and writes them to the file of `--json`.
+What it leaves lies in `--folder`: finished trials are in its trials.jsonl, and are not repeated.
 """
 
 import sys

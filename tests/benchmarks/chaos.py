@@ -13,8 +13,8 @@
     malformed   a stretch of an answer arrives overwritten: a replica's, a teacher's, an environment's
     disk        the disk of the run's folder is full for a while
 
-Every kind hits every target once before any does so again, in random order. Each event is a line of
-chaos.jsonl in the run's folder.
+The kinds come in turns, and each hits every target of its own once before any does so again, in random order.
+Each event is a line of chaos.jsonl in the run's folder.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ from distill import quickstart
 from distill.config.loading import load
 from distill.launch.placement import TRAINER
 from distill.launch.roles import EVALUATOR
-from distill.run_log.audit import VIOLATIONS, AuditReport, audit
+from distill.run_log.audit import VIOLATIONS, audit
 from sync.base.errors import ConfigError, DistillError
 from sync.base.jsonl import JsonLines
-from tests.benchmarks.figures import Figures, command, markdown
+from tests.benchmarks.figures import ConfigFile, Figures, chosen, command, markdown
 
-KINDS = ("kill", "stop", "slow", "cut", "malformed", "disk")
 ALL, DISK = "all at once", "the run's folder"
 MAX_PAUSE_SECONDS = 4.0
 """Between a recovery and the next event: a random time up to this."""
@@ -62,15 +61,6 @@ STEPS_PER_EVENT = 40
 """Length of the quickstart: enough that it still runs at the last event."""
 TIMEOUT = 4.0
 """Times run.start_seconds that anything may take before the run counts as stalled."""
-Line = dict[str, Any]
-
-
-def chosen(kinds: str) -> list[str]:
-    """The kinds in a list with commas. Raises ConfigError for others."""
-    found = [kind.strip() for kind in kinds.split(",")]
-    if unknown := [kind for kind in found if kind not in KINDS]:
-        raise ConfigError(f"--kinds has {', '.join(unknown)}: choose of {','.join(KINDS)}")
-    return found
 
 
 def target_of(
@@ -79,7 +69,7 @@ def target_of(
     events: int,
     seed: int,
     kinds: Sequence[str],
-    task: quickstart.Task = "sort_letters",
+    task: quickstart.Task,
 ) -> KillTarget:
     """The run of a file or the quickstart's of `task`, with restarts enough. Raises ConfigError."""
     path, ours = (config, []) if config else quickstart.source(0, task)
@@ -97,6 +87,8 @@ def target_of(
     every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
     ours += [f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]
     settings = load(path, ours)
+    if settings.run_dir.exists():
+        raise ConfigError(f"{settings.run_dir} is there: remove it, or take another --seed")
     relayed = {CUT, MALFORMED} & set(kinds)
     program = [faults.__file__] if relayed else ["-m", "distill.cli.main", "run"]
     words = [sys.executable, "-P", *program, str(path)]
@@ -116,57 +108,72 @@ def small_disk(run_dir: Path, gib: float) -> Iterator[None]:
             keep(run_dir)
 
 
-def strike(
-    target: KillTarget, events: int, seed: int, kinds: Sequence[str], report: Callable[[str], None]
-) -> Figures:
+def strike(target: KillTarget, events: int, seed: int, kinds: Sequence[str]) -> Figures:
     """Start the run, inject faults, let it end; figures. Raises DistillError when it does not recover."""
     rng, began = random.Random(f"{seed} moments"), time.monotonic()
-    done: list[Line] = []
+    done: list[dict[str, Any]] = []
     with target:
         target.start()
         target.wait(lambda: target.over() or target.step() > 0, "a step")
         target.wait_at_work(target.roles())
         lines = JsonLines(target.run_dir / "chaos.jsonl")
         pairs = targets(random.Random(seed), kinds, target.roles(), target.helpers())
-        for kind, hit in itertools.islice(pairs, events):
+        for kind, name in itertools.islice(pairs, events):
             time.sleep(rng.uniform(0.0, MAX_PAUSE_SECONDS))
             if target.over():
                 break
             step = target.step()
-            seconds = INJECT[kind](target, rng, hit)
+            seconds = INJECT[kind](target, rng, name)
             if target.over():  # whether it recovered, and for some kinds whether it was hit, was not seen
                 break
-            done.append({"kind": kind, "target": hit, "step": step, "seconds": seconds})
+            done.append({"kind": kind, "target": name, "step": step, "seconds": seconds})
             lines.write(done[-1])
-            report(
-                f"{len(done):>3} of {events}, {(time.monotonic() - began) / 60:.1f} min: {kind} {hit} "
-                f"at step {step}, recovered in {done[-1]['seconds']:.1f} s"
+            typer.echo(
+                f"{len(done):>3} of {events}, {(time.monotonic() - began) / 60:.1f} min: {kind} {name} "
+                f"at step {step}, recovered in {seconds:.1f} s"
             )
         target.end()
-    found = {"events_asked": events, "seconds": time.monotonic() - began, "orphans": target.orphans}
-    return figures(audit(target.run_dir), done, target.summary()) | found
+    took: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for line in done:
+        took[line["kind"], kind_of(line["target"])].append(line["seconds"])
+    report, summary = audit(target.run_dir), target.summary()
+    return {
+        "events_asked": events,
+        "events": [
+            {"kind": kind, "of": of, "times": len(seconds), "median": median(seconds), "max": max(seconds)}
+            for (kind, of), seconds in sorted(took.items())
+        ],
+        "seconds": time.monotonic() - began,
+        "orphans": target.orphans,
+        **{name: len(report.violations.get(name, [])) for name in VIOLATIONS},
+        "ok": report.ok,
+        "trained": report.trained,
+        "oldest": report.oldest,
+        "weights_identical": summary.get("weights_identical"),
+        "completed": summary.get("completed"),
+    }
 
 
 def targets(
     rng: random.Random, kinds: Sequence[str], roles: Sequence[str], helpers: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Rounds of every kind with every target, shuffled, without end; one of several processes of a role."""
+    """Rounds of all kinds, without end, each with the next of its targets; of several processes any one."""
     names = sorted([*roles, *helpers])
     processes = sorted({kind_of(role) for role in roles})
-    servers = [one for one in processes if one != kind_of(TRAINER)]
+    servers = [process for process in processes if process != kind_of(TRAINER)]
     hit = {
         "kill": [*processes, CONTROLLER, ALL],
         "stop": [*processes, *sorted({kind_of(helper) for helper in helpers}), CONTROLLER],
         "slow": [*processes, CONTROLLER],
         "cut": [*servers, CONTROLLER],
-        "malformed": [one for one in servers if one != EVALUATOR],
+        "malformed": [server for server in servers if server != EVALUATOR],
         "disk": [DISK],
     }
-    pairs = [(kind, one) for kind in KINDS if kind in kinds for one in hit[kind]]
+    turns = [itertools.cycle([(kind, of) for of in rng.sample(hit[kind], len(hit[kind]))]) for kind in kinds]
     while True:
-        rng.shuffle(pairs)
-        for kind, one in pairs:
-            yield kind, rng.choice([name for name in names if kind_of(name) == one] or [one])
+        for turn in rng.sample(turns, len(turns)):
+            kind, of = next(turn)
+            yield kind, rng.choice([name for name in names if kind_of(name) == of] or [of])
 
 
 # --- faults: each is injected, waits for the recovery, and returns its seconds ---------------------------
@@ -214,50 +221,25 @@ def _temporary(target: KillTarget, role: str, fault: Callable[[], None]) -> floa
 INJECT: dict[str, Callable[[KillTarget, random.Random, str], float]] = {
     "kill": _kill,
     "stop": _stop,
-    "slow": lambda one, rng, role: _temporary(one, role, lambda: one.slow(role, FAULT_SECONDS)),
-    "cut": lambda one, rng, role: _temporary(one, role, lambda: one.relay(role, CUT)),
-    "malformed": lambda one, rng, role: _temporary(one, role, lambda: one.relay(role, MALFORMED)),
-    "disk": lambda one, rng, role: _temporary(one, role, lambda: one.fill_disk(FAULT_SECONDS)),
+    "slow": lambda run, _, role: _temporary(run, role, lambda: run.slow(role, FAULT_SECONDS)),
+    "cut": lambda run, _, role: _temporary(run, role, lambda: run.relay(role, CUT)),
+    "malformed": lambda run, _, role: _temporary(run, role, lambda: run.relay(role, MALFORMED)),
+    "disk": lambda run, _, role: _temporary(run, role, lambda: run.fill_disk(FAULT_SECONDS)),
 }
 
 
 # --- figures ----------------------------------------------------------------------------------------------
 
 
-def figures(report: AuditReport, done: Sequence[Line], summary: dict[str, Any]) -> Figures:
-    """Recoveries by kind and target, and what the audit found."""
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for line in done:
-        seconds[line["kind"], kind_of(line["target"])].append(line["seconds"])
-    return {
-        "events": [
-            {"kind": kind, "of": of, "times": len(took), "median": median(took), "max": max(took)}
-            for (kind, of), took in sorted(seconds.items())
-        ],
-        **{name: len(report.violations.get(name, [])) for name in VIOLATIONS},
-        "ok": report.ok,
-        "trained": report.trained,
-        "oldest": report.oldest,
-        "weights_identical": summary.get("weights_identical"),
-        "completed": summary.get("completed"),
-    }
-
-
-def holds(figures: Figures) -> bool:
-    """Whether faults were injected and the run came through with every guarantee."""
-    good = figures["ok"] and figures["completed"] and figures["weights_identical"]
-    return bool(good and figures["events"] and not figures["orphans"])
-
-
 def table(figures: Figures) -> str:
     """The figures as Markdown."""
     events = figures["events"]
     rows = [
-        [one["kind"], one["of"], str(one["times"]), f"{one['median']:.1f}", f"{one['max']:.1f}"]
-        for one in events
+        [event["kind"], event["of"], str(event["times"]), f"{event['median']:.1f}", f"{event['max']:.1f}"]
+        for event in events
     ]
-    found = {
-        "events": f"{sum(one['times'] for one in events)} of {figures['events_asked']}",
+    totals = {
+        "events": f"{sum(event['times'] for event in events)} of {figures['events_asked']}",
         "rollouts trained": figures["trained"],
         "lost": figures["lost"],
         "trained twice": figures["trained_twice"],
@@ -269,29 +251,29 @@ def table(figures: Figures) -> str:
         "minutes": f"{figures['seconds'] / 60:.1f}",
     }
     head = ["fault", "of", "times", "recovered, median s", "max s"]
-    return "\n".join([*markdown(head, rows), "", *(f"{name:<18} {value}" for name, value in found.items())])
+    return "\n".join([*markdown(head, rows), "", *(f"{name:<18} {value}" for name, value in totals.items())])
 
 
 def run(
-    config: Path | None = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set")] = None,
-    events: int = 24,
-    kinds: str = ",".join(KINDS),
-    task: Annotated[quickstart.Task, typer.Option()] = "sort_letters",
-    seed: int = 0,
-    disk_gib: float = 1.0,
+    config: ConfigFile = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
+    events: Annotated[int, typer.Option(min=1, help="Faults to inject.")] = 24,
+    kinds: Annotated[str, typer.Option(help="Kinds of faults, with commas.")] = ",".join(INJECT),
+    task: Annotated[quickstart.Task, typer.Option(help="Of the quickstart.")] = "sort_letters",
+    seed: Annotated[int, typer.Option(help="Of moments and targets.")] = 0,
+    disk_gib: Annotated[float, typer.Option(min=0.01, help="Size of the disk that is filled.")] = 1.0,
 ) -> Figures:
-    """Inject faults into the run of a file, or the quickstart's of a task. Raises DistillError for a broken
-    guarantee."""
-    kinds_chosen = chosen(kinds)
-    target = target_of(config, overrides or [], events, seed, kinds_chosen, task)
-    with small_disk(target.run_dir, disk_gib if "disk" in kinds_chosen else 0):
-        struck = strike(target, events, seed, kinds_chosen, typer.echo)
-    if not holds(struck):
+    """Inject faults into a run at random moments, let it end, and audit it; exit 1 for a broken guarantee."""
+    asked = chosen("--kinds", kinds, INJECT)
+    target = target_of(config, overrides or [], events, seed, asked, task)
+    with small_disk(target.run_dir, disk_gib if "disk" in asked else 0):
+        struck = strike(target, events, seed, asked)
+    sound = struck["ok"] and struck["completed"] and struck["weights_identical"]
+    if not (sound and struck["events"] and not struck["orphans"]):
         typer.echo(table(struck))
-        raise DistillError("a guarantee was broken: see the lines above")
+        raise DistillError("a guarantee was broken, or no fault was injected: see the lines above")
     return struck
 
 
 if __name__ == "__main__":
-    command("chaos", run, table)
+    command(run, table)

@@ -1,10 +1,12 @@
 """What a controller spends on a token: processor time, and bytes of its journal.
 
-`objectives`: for each kind of objective. `load`: with 512 replicas, 8 teachers and 64 ranks, over as many
-tokens as one million a second are in an hour. `long`: memory, disk, the longest blocks of the event loop and
-the restart of a long run. Controller and journal are the real ones. Prompts, replicas, teachers and trainer
-are in memory, and what they spend themselves is taken off; what a teacher sends is decoded
-from its bytes, as it is behind HTTP.
+    objectives   every kind of objective, inline and by reference
+    load         512 replicas, 8 teachers and 64 ranks, by default an hour's tokens at one million a second
+    long, wide   memory, disk, the longest blocks of the event loop and the restart of a long run
+
+Controller and journal are the real ones. Prompts, replicas, teachers and trainer are in memory, and what they
+spend themselves is taken off; what a teacher sends is decoded from its bytes, as it is behind HTTP. Their
+numbers are noise: what repeats itself would cost nothing in a compressed journal.
 """
 
 from __future__ import annotations
@@ -17,20 +19,18 @@ import os
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import psutil
-from blake3 import blake3
+import typer
 from in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
-from table_engine import TableEngine
+from msgspec.structs import replace
 
 from distill.buffer import rules
 from distill.config import RunConfig
@@ -41,290 +41,80 @@ from distill.prompts.stream import PromptStream
 from distill.run_log.audit import audit
 from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
-from distill.trainer_api.http_api import serving
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, student_topk
-from sync import wire
+from sync.base.errors import ConfigError
 from sync.base.jsonl import JsonLines
-from sync.base.memory import available_memory
-from sync.wire import DIGEST_BYTES, TrainBatch, Version, Want, decode, pack
-from sync.wire.client import BlockingPeer
-from sync.wire.server import bind_alone
-from teacher_service.app import TeacherService
-from teacher_service.client import TeacherClient
-from teacher_service.config import TeacherConfig
-from teacher_service.limits import limits
-from tests.benchmarks.figures import Figures, command, markdown
+from sync.wire import (
+    Generated,
+    GenerateRequest,
+    Scored,
+    ScoreReply,
+    TrainBatch,
+    Version,
+    VersionSpan,
+    decode,
+    encode,
+    pack,
+)
+from tests.benchmarks.figures import Figures, Folder, command, markdown
 
 MIB: Final = 1 << 20
 SAMPLES: Final = 10
-"""Of a part, at equal distances."""
-
-
-class Size(NamedTuple):
-    """How much of what one part trains on."""
-
-    rollouts: int
-    batch: int
-    tokens: int
-    """Longest completion."""
-    width: int
-    """Of the teacher's hidden states; 0: there are none."""
-    checkpoint_every: int
-    """Steps."""
-
-    @property
-    def objective(self) -> dict[str, str]:
-        """One that needs the hidden states, or none."""
-        return {"type": "full" if self.width else "sampled"}
-
-
+"""Of memory and disk, at equal distances."""
 OBJECTIVES: Final = ("sampled", "topk", "student_topk", "full")
 """The others ask the teachers for the same: forward_topk as topk, jsd and skew as full, sft as sampled."""
 K: Final = 50
 ROUNDS: Final = 3
-FETCHED: Final = ((12, 64), (1000, 80))
-"""Tokens, and floats of a token, of rows whose fetch is timed."""
+
+
+class Part(NamedTuple):
+    """A run of the controller."""
+
+    rollouts: int
+    batch: int
+    tokens: int
+    """Of every completion."""
+    width: int
+    """Of the teacher's hidden states; 0: the objective needs none."""
+    checkpoint_every: int = 0
+    replicas: int = 1
+    teachers: int = 1
+    ranks: int = 1
+
+    def config(self, folder: Path, objective: str = "", scores: str = "inline") -> RunConfig:
+        """With default settings otherwise; `objective` left out: as the width says."""
+        objective = objective or ("full" if self.width else "sampled")
+        return RunConfig.model_validate(
+            {
+                "run": {"name": folder.name, "folder": folder.parent, "steps": self.rollouts // self.batch},
+                "student": {"path": "student"},
+                "teachers": {f"teacher-{i}": {"path": "teacher"} for i in range(self.teachers)},
+                "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
+                "rollout": {"batch": self.batch, "max_tokens": self.tokens},
+                "buffer": {"scores": scores},
+                "objective": {"type": objective} | ({"k": K} if objective.endswith("topk") else {}),
+                "trainer": {"deepspeed": "ds.json"},
+                "evaluation": {"every": 100},
+            }
+        )
 
 
 SHAPES: Final = {
-    "quickstart": Size(40 * 128, batch=128, tokens=12, width=128, checkpoint_every=0),
-    "wide": Size(4 * 32, batch=32, tokens=2048, width=4096, checkpoint_every=0),
+    "quickstart": Part(40 * 128, batch=128, tokens=12, width=128),
+    "wide": Part(4 * 32, batch=32, tokens=2048, width=4096),
 }
-LOAD: Final = Size(rollouts=439_296, batch=1024, tokens=8192, width=0, checkpoint_every=8)
+LOAD: Final = Part(439_296, 1024, 8192, 0, checkpoint_every=8, replicas=512, teachers=8, ranks=64)
 """3.6 G tokens."""
 
 
-# --- a long run ---------------------------------------------------------------------------------------------
-
-
-class Roles(NamedTuple):
-    """What is around the controller, in memory."""
-
-    replicas: dict[str, Any]
-    teachers: dict[str, Any]
-    """By the source of the prompts that are routed to them."""
-    prompts: Any
-    ranks: int
-
-
-class Usage(NamedTuple):
-    """Memory and disk after so many rollouts."""
-
-    rollouts: int
-    rss_mib: float
-    """After a garbage collection."""
-    journal_mib: float
-    """Segments that a restart replays or reads from."""
-    archive_mib: float
-    others_mib: float
-    """ledger/, metrics.jsonl and timeline.jsonl."""
-    objects: int
-    """That the garbage collector tracks."""
-    cpu_seconds: float
-    """Of this process since its start."""
-
-
-@dataclass
-class Blocks:
-    """How long one step of a task blocked the event loop, by the task's function."""
-
-    longest: dict[str, float] = field(default_factory=dict)
-    """Seconds, by the clock: what other threads and processes took is in it."""
-    busiest: dict[str, float] = field(default_factory=dict)
-    """Seconds of the processor."""
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Time every callback of this process's loops."""
-        run = asyncio.Handle._run
-
-        def timed(handle: asyncio.Handle) -> None:
-            began, worked = time.perf_counter(), time.thread_time()
-            run(handle)
-            seconds = time.perf_counter() - began
-            if seconds > 0.001:
-                name, worked = _name(handle), time.thread_time() - worked
-                self.longest[name] = max(self.longest.get(name, 0.0), seconds)
-                self.busiest[name] = max(self.busiest.get(name, 0.0), worked)
-
-        asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            asyncio.Handle._run = run  # type: ignore[method-assign]
-
-
-def _name(handle: asyncio.Handle) -> str:
-    callback = getattr(handle, "_callback", None)
-    task = getattr(callback, "__self__", None)
-    if isinstance(task, asyncio.Task):
-        return str(getattr(task.get_coro(), "__qualname__", task))
-    return str(getattr(callback, "__qualname__", callback))
-
-
-def two_replicas(size: Size) -> Roles:
-    """Two replicas whose completions have any length, and one teacher."""
-    replicas = {f"student-{i}": MemoryReplica(seed=i, longest=size.tokens) for i in range(2)}
-    teacher = MemoryTeacher()
-    teacher.width = size.width
-    return Roles(replicas, {"default": teacher}, MemoryPrompts(), 1)
-
-
-def configuration(
-    folder: Path, size: Size, teachers: Iterable[str], objective: Mapping[str, Any], scores: str = "inline"
-) -> RunConfig:
-    """A run of this size with default settings otherwise."""
-    return RunConfig.model_validate(
-        {
-            "run": {"name": folder.name, "folder": folder.parent, "steps": size.rollouts // size.batch},
-            "student": {"path": "student"},
-            "teachers": {name: {"path": "teacher"} for name in teachers},
-            "prompts": {"type": "jsonl", "path": "prompts.jsonl"},
-            "rollout": {"batch": size.batch, "max_tokens": size.tokens},
-            "buffer": {"scores": scores},
-            "objective": objective,
-            "trainer": {"deepspeed": "ds.json"},
-            "evaluation": {"every": 100},
-        }
-    )
-
-
-async def soak(
-    folder: Path, size: Size, blocks: Blocks, segment_bytes: int = 64 * MIB, roles: Roles | None = None
-) -> list[Usage]:
-    """Train on that many rollouts in `folder`; what is used at each of SAMPLES equal distances."""
-    roles = roles or two_replicas(size)
-    config = configuration(folder, size, roles.teachers, size.objective)
-    metrics, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
-    ledgers: list[Ledger] = []
-    usages: list[Usage] = []
-
-    def step(version: Version, figures: dict[str, float]) -> None:
-        metrics.log(version.step, figures)
-        for teacher in roles.teachers.values():
-            teacher.requests.clear()
-        for replica in roles.replicas.values():
-            replica.updates.clear()
-
-    def record(version: Version, shares: list[TrainBatch]) -> None:
-        if not ledgers:
-            ledgers.extend(Ledger(folder / "ledger", version, None, rank) for rank in range(roles.ranks))
-        for ledger, share in zip(ledgers, shares, strict=True):
-            ids = [rollout for rows in share.micro_batches for rollout in rows.ids]
-            ledger.record(version.step + 1, ids, "")
-
-    parts = Components(
-        replicas=dict(roles.replicas),
-        teachers=dict(roles.teachers),
-        route=lambda source: source,
-        prompts=PromptStream(roles.prompts, config.run.seed),
-        journal=Journal(folder / "journal", config.buffer.fsync, segment_bytes),
-        want=needs(config.objective),
-        evaluator=MemoryEvaluator(),
-    )
-    controller = Controller(config, parts, Hooks(step=step, span=spans.write))
-    trainer = MemoryTrainer(
-        controller.session, roles.ranks, checkpoint_every=size.checkpoint_every, record=record
-    )
-    with blocks.watched():
-        running = [asyncio.create_task(controller.run()), asyncio.create_task(trainer.run())]
-        for at in range(1, SAMPLES + 1):
-            due = at * config.run.steps // SAMPLES
-            while not any(task.done() for task in running) and _reached(controller) < due:
-                await trainer.stepped.wait(1.0)
-            usages.append(usage(folder, _reached(controller) * size.batch))
-        await asyncio.gather(*running)
-    metrics.close()
-    spans.close()
-    return usages
-
-
-def _reached(controller: Controller) -> int:
-    reached = controller.run_log.state.reached
-    return reached.step if reached else 0
-
-
-def usage(folder: Path, rollouts: int) -> Usage:
-    """Memory and disk now."""
-    gc.collect()
-    journal = folder / "journal"
-    others = [*folder.glob("ledger/*"), folder / "metrics.jsonl", folder / "timeline.jsonl"]
-    return Usage(
-        rollouts=rollouts,
-        rss_mib=psutil.Process().memory_info().rss / MIB,
-        journal_mib=_mib(journal.glob("journal-*")),
-        archive_mib=_mib(journal.glob("archive-*")),
-        others_mib=_mib(others),
-        objects=len(gc.get_objects()),
-        cpu_seconds=time.process_time(),
-    )
-
-
-def _mib(paths: Iterable[Path]) -> float:
-    total = 0
-    for path in paths:
-        with suppress(FileNotFoundError):  # archived meanwhile
-            total += path.stat().st_size
-    return total / MIB
-
-
-def part(folder: Path, size: Size, roles: Roles | None = None) -> Figures:
-    """One soak in a new `folder`, the restart behind it, and the audit."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    blocks, roles = Blocks(), roles or two_replicas(size)
-    usages = asyncio.run(soak(folder, size, blocks, roles=roles))
-    moments = [time.monotonic()]
-    config = configuration(folder, size, roles.teachers, size.objective)
-    journal = Journal(folder / "journal")
-    prompts = PromptStream(roles.prompts, config.run.seed)
-    RunLog(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
-    journal.close()
-    moments.append(time.monotonic())
-    report = audit(folder)
-    moments.append(time.monotonic())
-    return {
-        **size._asdict(),
-        "usage": [one._asdict() for one in usages],
-        "restart_seconds": moments[1] - moments[0],
-        "audit_seconds": moments[2] - moments[1],
-        "audit_ok": report.ok,
-        "blocks_ms": {"by the clock": _most(blocks.longest), "of CPU time": _most(blocks.busiest)},
-    }
-
-
-def _most(seconds: dict[str, float]) -> dict[str, float]:
-    """The greatest five in ms; `soak` itself, which collects garbage, is left out."""
-    found = sorted((-value, name) for name, value in seconds.items() if name != soak.__qualname__)
-    return {name: -1e3 * value for value, name in found[:5]}
-
-
-def long_table(figures: Figures) -> str:
-    """The figures as Markdown."""
-    head = ["rollouts", "RSS, MiB", "journal, MiB", "archive, MiB", "ledger, metrics, timeline, MiB"]
-    lines = []
-    for name, one in figures.items():
-        rows = [[f"{used[key]:,.1f}" for key in Usage._fields[:5]] for used in one["usage"]]
-        lines += [
-            f"{name}: {one['rollouts']:,} rollouts of up to {one['tokens']} tokens, width {one['width']}",
-            *markdown(head, rows),
-            f"restart {one['restart_seconds']:.2f} s; audit {one['audit_seconds']:.1f} s: {one['audit_ok']}",
-        ]
-        for how, blocks in one["blocks_ms"].items():
-            longest = ", ".join(f"{who} {ms:.0f}" for who, ms in blocks.items())
-            lines.append(f"longest blocks of the loop, ms {how}: {longest}")
-    return "\n".join(lines)
-
-
-# --- processor time by objective, and under load ------------------------------------------------------------
+# --- roles in memory, which are not measured ----------------------------------------------------------------
 
 
 class Apart:
     """Processor time of the roles that are not the controller."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds = 0.0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -341,13 +131,50 @@ def drawn() -> np.ndarray:
 
 
 def noise(*shape: int) -> np.ndarray:
-    """Some of `drawn`, f4 [*shape]: what repeats itself would cost nothing in a compressed journal."""
+    """Some of `drawn`, f4 [*shape]."""
     size = math.prod(shape)
     start = random.randrange(drawn().size - size)
     return drawn()[start : start + size].reshape(shape)
 
 
-def noisy(scored: wire.Scored) -> wire.Scored:
+class NoisyReplica(MemoryReplica):
+    """Completions of `longest` tokens; `apart` times it."""
+
+    apart: Apart
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Generated, None]:
+        for prompt in request.prompts:
+            with self.apart.timed():
+                k, values = request.sampling.student_topk, noise(self.longest)
+                answer = Generated(
+                    id=prompt.id,
+                    token_ids=pack(values.view("u4") % 50, "i4"),
+                    logprob=pack(-abs(values)),
+                    spans=[VersionSpan(self.version or Version(0, 0), 0, self.longest)],
+                    finish_reason="length",
+                    topk_ids=pack(noise(self.longest, k).argsort(axis=1), "i4") if k else None,
+                )
+            await asyncio.sleep(0)
+            yield answer
+
+
+class NoisyTeacher(MemoryTeacher):
+    """Scores that go through their bytes; `apart` times it."""
+
+    apart: Apart
+
+    async def score(self, sequences: Any, want: Any, deadline: float | None = None) -> Any:
+        with self.apart.timed():
+            scores = [noisy(self._scores(sequence, want)) for sequence in sequences]
+            results: list[Any] = [*map(self._keep, scores, sequences)] if want.keep else scores
+            self.kept.clear()
+            body = encode(ScoreReply(results=results))
+            del scores, results  # freeing them is the teacher's work, too
+        await asyncio.sleep(0)
+        return decode(body, ScoreReply).results
+
+
+def noisy(scored: Any) -> Scored:
     """With log-probabilities and hidden states that do not repeat."""
     (count,), changed = scored.logprob.shape, {"logprob": pack(-abs(noise(*scored.logprob.shape)))}
     if scored.topk_logprob:
@@ -357,53 +184,19 @@ def noisy(scored: wire.Scored) -> wire.Scored:
         changed["gathered"] = pack(-7 - abs(noise(*scored.gathered.shape)), "f2")
     if scored.hidden:
         changed["hidden"] = pack(noise(*scored.hidden.shape).view("u4") >> 16, "bf16")
-    return msgspec.structs.replace(scored, **changed)
+    return replace(scored, **changed)
 
 
-def servers(shape: Size, apart: Apart) -> tuple[type[Any], type[Any]]:
-    """Replicas and teachers that answer with noise; the teachers in bytes."""
-    drawn()
-
-    class Replica(MemoryReplica):
-        async def generate(self, request: wire.GenerateRequest) -> AsyncIterator[wire.Generated]:
-            for prompt in request.prompts:
-                with apart.timed():
-                    k, version = request.sampling.student_topk, self.version or wire.Version(0, 0)
-                    values = noise(shape.tokens)
-                    answer = wire.Generated(
-                        id=prompt.id,
-                        token_ids=pack(values.view("u4") % 50, "i4"),
-                        logprob=pack(-abs(values)),
-                        spans=[wire.VersionSpan(version, 0, shape.tokens)],
-                        finish_reason="length",
-                        topk_ids=pack(noise(shape.tokens, k).argsort(axis=1), "i4") if k else None,
-                    )
-                await asyncio.sleep(0)
-                yield answer
-
-    class Teacher(MemoryTeacher):
-        width = shape.width
-
-        async def score(self, sequences: Sequence[Any], want: Any, deadline: float | None = None) -> Any:
-            with apart.timed():
-                found = [noisy(self._scores(sequence, want)) for sequence in sequences]
-                results: list[Any] = [*map(self._keep, found, sequences)] if want.keep else found
-                self.kept.clear()
-                body = wire.encode(wire.ScoreReply(results=results))
-                del found, results  # freeing them is the teacher's work, too
-            await asyncio.sleep(0)
-            return decode(body, wire.ScoreReply).results
-
-    return Replica, Teacher
+# --- a run --------------------------------------------------------------------------------------------------
 
 
-async def one_run(folder: Path, shape: Size, objective: str, scores: str) -> Figures:
-    """Nanoseconds of the controller, and bytes written to its journal, for each generated token."""
-    shutil.rmtree(folder, ignore_errors=True)
-    k = {"k": K} if objective.endswith("topk") else {}
-    config = configuration(folder, shape, ["t"], {"type": objective, **k}, scores)
-    apart, written = Apart(), 0
-    replica_type, teacher_type = servers(shape, apart)
+async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -> None:
+    """Train on all rollouts of a part; what it cost is written to `figures`."""
+    apart, written, names = Apart(), 0, [*config.teachers]
+    replicas = {f"student-{i}": NoisyReplica(seed=i, longest=part.tokens) for i in range(part.replicas)}
+    teachers = {name: NoisyTeacher() for name in names}
+    for role in (*replicas.values(), *teachers.values()):
+        role.apart, role.width = apart, part.width  # type: ignore[attr-defined, union-attr]
 
     def write(file: int, data: memoryview) -> int:
         nonlocal written
@@ -411,120 +204,200 @@ async def one_run(folder: Path, shape: Size, objective: str, scores: str) -> Fig
         return count
 
     parts = Components(
-        replicas={"student-0": replica_type()},
-        teachers={"t": teacher_type()},
-        route=lambda source: "t",
-        prompts=PromptStream(MemoryPrompts(), 0),
+        replicas=dict(replicas),
+        teachers=dict(teachers),
+        route=lambda source: source,
+        prompts=PromptStream(MemoryPrompts(names), config.run.seed),
         journal=Journal(folder / "journal", config.buffer.fsync, write=write),
         want=needs(config.objective),
         student_topk=student_topk(config.objective),
+        evaluator=MemoryEvaluator(),
     )
-    controller = Controller(config, parts)
-    trainer = MemoryTrainer(controller.session, record=lambda version, shares: None)
-    began = time.process_time()
-    await asyncio.gather(controller.run(), trainer.run())
-    seconds = time.process_time() - began - apart.seconds
+    metrics, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
+    ledgers = [Ledger(folder / "ledger", Version(0, 0), None, rank) for rank in range(part.ranks)]
+
+    def record(version: Version, shares: list[TrainBatch]) -> None:
+        with apart.timed():
+            for ledger, share in zip(ledgers, shares, strict=True):
+                ids = [rollout for rows in share.micro_batches for rollout in rows.ids]
+                ledger.record(version.step + 1, ids, "")
+            for role in (*replicas.values(), *teachers.values()):
+                getattr(role, "updates", getattr(role, "requests", [])).clear()
+
+    hooks = Hooks(step=lambda version, values: metrics.log(version.step, values), span=spans.write)
+    controller = Controller(config, parts, hooks)
+    trainer = MemoryTrainer(
+        controller.session, part.ranks, checkpoint_every=part.checkpoint_every, record=record
+    )
+    blocks, began, by_clock = Blocks(), time.process_time(), time.monotonic()
+    usage: list[Figures] = []
+    with blocks.watched():
+        running = [asyncio.create_task(controller.run()), asyncio.create_task(trainer.run())]
+        for sample in range(1, SAMPLES + 1):
+            due = sample * config.run.steps // SAMPLES
+            while not any(task.done() for task in running) and _reached(controller) < due:
+                await trainer.stepped.wait(1.0)
+            with apart.timed():
+                usage.append({"rollouts": _reached(controller) * part.batch, **used(folder)})
+        await asyncio.gather(*running)
     tokens = controller.run_log.state.counters.generated_tokens
-    shutil.rmtree(folder)
-    return {"ns": 1e9 * seconds / tokens, "journal_bytes": written / tokens, "tokens": tokens}
+    spent = time.process_time() - began - apart.seconds
+    metrics.close()
+    spans.close()
+    figures |= {
+        "ns": 1e9 * spent / tokens,
+        "journal_bytes": written / tokens,
+        "tokens_per_cpu_second": tokens / spent,
+        "tokens_per_second": tokens / (time.monotonic() - by_clock),
+        "usage": usage,
+        "blocks_ms": blocks.longest(),
+    }
 
 
-def load(folder: Path, size: Size = LOAD, replicas: int = 512, teachers: int = 8, ranks: int = 64) -> Figures:
-    """What the controller of so many roles sustains, as `soak` measures it, without what the roles spend."""
-    apart, names = Apart(), [f"teacher-{i}" for i in range(teachers)]
-    replica, teacher = servers(size, apart)
-    roles = Roles(
-        {f"student-{i}": replica() for i in range(replicas)},
-        {name: teacher() for name in names},
-        MemoryPrompts(names),
-        ranks,
-    )
-    began, by_clock = time.process_time(), time.monotonic()
-    gc.freeze()  # as in a run
-    found = part(folder, size, roles)
-    elapsed = time.monotonic() - by_clock - found["restart_seconds"] - found["audit_seconds"]
-    spent = found["usage"][-1]["cpu_seconds"] - began - apart.seconds
-    tokens = size.rollouts * size.tokens
-    rates = {"tokens_per_cpu_second": tokens / spent, "tokens_per_second": tokens / elapsed}
-    return {"replicas": replicas, "teachers": teachers, "ranks": ranks, **rates, **found}
+def _reached(controller: Controller) -> int:
+    reached = controller.run_log.state.reached
+    return reached.step if reached else 0
 
 
-async def fetch_cost(tokens: int, width: int, rows: int = 200) -> float:
-    """Milliseconds of processor time that a kept row costs its teacher and its rank together, over HTTP."""
-    engine = TableEngine(np.full((width, width), -np.log(width), "f4"))
-    info = await MemoryTeacher().first_info()
-    config, bound = TeacherConfig(path="t"), bind_alone("127.0.0.1", 0)
-    app = TeacherService(engine, info, config, limits(config, engine.engine_info, available_memory())).app
-    url = "http://127.0.0.1:{1}".format(*bound.getsockname())
-    asked = [wire.ScoreSequence(f"{row}", pack(np.zeros(1 + tokens, "i4")), 1) for row in range(rows)]
-    async with app.router.lifespan_context(app), serving(app, bound), TeacherClient("t", [url]) as teacher:
-        found: list[Any] = await teacher.score(asked, Want(hidden=True, keep=True))
-        peer, began = BlockingPeer(url), time.process_time()
-        for one in found:
-            body = await asyncio.to_thread(peer.once, f"/v1/scores/{one.kept.key}", None, 60.0)
-            assert blake3(body).digest(DIGEST_BYTES) == one.kept.digest, "as it was kept"
-            assert [*wire.frames(body, wire.ScoreReply)]
-        peer.close()
-        return 1e3 * (time.process_time() - began) / rows
+class Blocks:
+    """How long a step of a task blocked the event loop, by its function: by the clock, of CPU time."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, tuple[float, float]] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Time every callback of this process's loops."""
+        run = asyncio.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            began, worked = time.perf_counter(), time.thread_time()
+            run(handle)
+            if (seconds := time.perf_counter() - began) > 0.001:
+                task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
+                of: Any = task.get_coro() if isinstance(task, asyncio.Task) else handle._callback  # type: ignore[attr-defined]
+                name, longest = getattr(of, "__qualname__", str(of)), self._seconds
+                both = zip(longest.get(name, (0.0, 0.0)), (seconds, time.thread_time() - worked), strict=True)
+                longest[name] = tuple(map(max, both))  # type: ignore[assignment]
+
+        asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            asyncio.Handle._run = run  # type: ignore[method-assign]
+
+    def longest(self) -> Figures:
+        """The greatest five in ms, without those of `train`, which collects garbage."""
+        seconds = {name: pair for name, pair in self._seconds.items() if name != train.__qualname__}
+        return {
+            clock: {
+                name: 1e3 * seconds[name][i] for name in sorted(seconds, key=lambda n: -seconds[n][i])[:5]
+            }
+            for i, clock in enumerate(("by the clock", "of CPU time"))
+        }
+
+
+def used(folder: Path) -> Figures:
+    """MiB of memory and disk now, after a garbage collection."""
+    gc.collect()
+    others = [*folder.glob("ledger/*"), folder / "metrics.jsonl", folder / "timeline.jsonl"]
+    return {
+        "rss": psutil.Process().memory_info().rss / MIB,
+        "journal": _mib(folder.glob("journal/journal-*")),
+        "archive": _mib(folder.glob("journal/archive-*")),
+        "others": _mib(others),
+    }
+
+
+def _mib(paths: Iterable[Path]) -> float:
+    total = 0
+    for path in paths:
+        with suppress(FileNotFoundError):  # archived meanwhile
+            total += path.stat().st_size
+    return total / MIB
+
+
+def measured(folder: Path, part: Part, objective: str = "", scores: str = "inline") -> Figures:
+    """What one run in a new `folder` cost, the restart behind it, and the audit."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config, figures = part.config(folder, objective, scores), part._asdict()
+    drawn()
+    asyncio.run(train(folder, part, config, figures))
+    began = time.monotonic()
+    journal, prompts = Journal(folder / "journal"), PromptStream(MemoryPrompts(), config.run.seed)
+    RunLog(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
+    journal.close()
+    figures["restart_seconds"], began = time.monotonic() - began, time.monotonic()
+    figures |= {"audit_ok": audit(folder).ok, "audit_seconds": time.monotonic() - began}
+    return figures
+
+
+Rollouts = Annotated[int, typer.Option(min=0, help="Rollouts of it; 0 leaves it out.")]
 
 
 def run(
-    folder: Path = Path("runs/bench-controller"),
-    objectives: bool = True,
-    loaded: bool = True,
-    rollouts: int = 0,
-    wide: int = 0,
+    folder: Folder = Path("runs/bench-controller"),
+    objectives: Annotated[bool, typer.Option(help="Whether every objective is measured.")] = True,
+    load: Rollouts = LOAD.rollouts,
+    rollouts: Rollouts = 0,
+    wide: Rollouts = 0,
 ) -> Figures:
-    """Every objective, inline and by reference in turns, the medians of ROUNDS; `load`; and long runs.
+    """Measure what a controller spends on a token.
 
-    `rollouts`, `wide`: of a long run of small rollouts, such as 500,000, and of one whose teacher sends
-    hidden states 4,096 wide, such as 2,000; 0 leaves one out.
+    Every objective, inline and by reference; --load: rollouts of 8,192 tokens; --rollouts: small ones, such
+    as 500000; --wide: such whose teacher sends hidden states 4,096 wide, such as 2000.
     """
+    parts = {
+        "load": LOAD._replace(rollouts=load),
+        "long": Part(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50), replicas=2),
+        "wide": Part(wide, 32, 512, 4096, max(1, wide // 32 // 10), replicas=2),
+    }
+    for option, part in zip(("--load", "--rollouts", "--wide"), parts.values(), strict=True):
+        if 0 < part.rollouts < SAMPLES * part.batch:
+            at_least = f"{SAMPLES} batches are {SAMPLES * part.batch}"
+            raise ConfigError(f"{option} {part.rollouts} is too few: {at_least}; 0 leaves it out")
     logging.getLogger("distill.rollout").setLevel(logging.WARNING)  # a line for each of 512 replicas
     rows: list[Figures] = []
     for name, shape in SHAPES.items() if objectives else ():
         for objective in OBJECTIVES:
             ways = ("inline",) if objective == "sampled" else ("inline", "reference")
-            found: dict[str, list[Figures]] = {way: [] for way in ways}
-            for _ in range(ROUNDS):
-                for way in ways:
-                    found[way].append(asyncio.run(one_run(folder / "run", shape, objective, way)))
-            for way, runs in found.items():
-                figures = {key: median(one[key] for one in runs) for key in runs[0]}
-                row = {"shape": name, "batch": shape.batch, "width": shape.width}
-                row["steps"] = shape.rollouts // shape.batch
-                rows.append({**row, "objective": objective, "scores": way, **figures})
-    fetches = {f"{tokens} × {4 * width}": asyncio.run(fetch_cost(tokens, width)) for tokens, width in FETCHED}
-    sizes = {
-        "long": Size(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50)),
-        "wide": Size(wide, 32, 512, 4096, max(1, wide // 32 // 10)),
-    }
-    under_load = {"load": load(folder / "load")} if loaded else {}
-    long = {name: part(folder / name, size) for name, size in sizes.items() if size.rollouts}
-    return {"k": K, "rounds": ROUNDS, "rows": rows, "fetch_ms": fetches, **under_load, "long": long}
+            runs = {way: partial(measured, folder / "run", shape, objective, way) for way in ways}
+            trials = [{way: run() for way, run in runs.items()} for _ in range(ROUNDS)]
+            for way in ways:
+                costs = {key: median(trial[way][key] for trial in trials) for key in ("ns", "journal_bytes")}
+                rows.append({"shape": name, "objective": objective, "scores": way, **costs})
+    gc.freeze()  # as in a run
+    soaks = {name: measured(folder / name, part) for name, part in parts.items() if part.rollouts}
+    return {"k": K, "rounds": ROUNDS, "rows": rows, "soaks": soaks}
 
 
 def table(figures: Figures) -> str:
     """The figures as Markdown."""
-    head = ["shape", "objective", "scores", "controller, µs a token", "journal, bytes a token"]
     rows = [
-        [one["shape"], f"`{one['objective']}`", one["scores"], f"{one['ns'] / 1000:.2f}"]
-        + [f"{one['journal_bytes']:,.1f}"]
-        for one in figures["rows"]
+        [row["shape"], f"`{row['objective']}`", row["scores"]]
+        + [f"{row['ns'] / 1000:.2f}", f"{row['journal_bytes']:,.1f}"]
+        for row in figures["rows"]
     ]
-    fetches = [f"a row of {size} bytes: {ms:.2f} ms to fetch" for size, ms in figures["fetch_ms"].items()]
-    lines = [*markdown(head, rows), *fetches]
-    if (load := figures.get("load")) is not None:
-        fast, real = load["tokens_per_cpu_second"], load["tokens_per_second"]
-        who = f"{load['replicas']} replicas, {load['teachers']} teachers, {load['ranks']} ranks"
+    head = ["shape", "objective", "scores", "controller, µs a token", "journal, bytes a token"]
+    lines = markdown(head, rows) if rows else []
+    for name, part in figures["soaks"].items():
+        fast, who = part["tokens_per_cpu_second"], ("replicas", "teachers", "ranks")
+        usage = [[f"{value:,.1f}" for value in sample.values()] for sample in part["usage"]]
         lines += [
-            f"{who}: {fast:,.0f} tokens a second of CPU time, {1e8 / fast:.0f} % of a core at 1 M tokens/s;",
-            f"{real:,.0f} tokens/s by the clock, the roles in the same process",
-            long_table({"load": load}),
+            f"{name}: {part['rollouts']:,} rollouts of {part['tokens']} tokens, width {part['width']}; "
+            + ", ".join(f"{part[role]} {role}" for role in who),
+            *markdown(["rollouts", "RSS, MiB", "journal", "archive", "ledger, metrics, timeline"], usage),
+            f"{fast:,.0f} tokens a second of CPU time, {1e8 / fast:.0f} % of a core at 1 M tokens/s; "
+            f"{part['tokens_per_second']:,.0f} tokens/s by the clock, the roles in the same process",
+            f"restart {part['restart_seconds']:.2f} s; "
+            f"audit {part['audit_seconds']:.1f} s, clean: {part['audit_ok']}",
         ]
-    lines.append(long_table(figures["long"]))
+        for clock, blocks in part["blocks_ms"].items():
+            longest = ", ".join(f"{task} {ms:.0f}" for task, ms in blocks.items())
+            lines.append(f"longest blocks of the loop, ms {clock}: {longest}")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    command("controller", run, table)
+    command(run, table)

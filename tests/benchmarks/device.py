@@ -12,14 +12,24 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Annotated, Final
+
+import typer
 
 from distill.preflight_checks.devices import gpu_names, gpus, visible
 from sync.base.errors import DistillError
-from tests.benchmarks.asynchronous import run_quickstart, step_lines
-from tests.benchmarks.figures import Figures, TrialCache, command, markdown
+from tests.benchmarks.figures import (
+    Figures,
+    Folder,
+    Steps,
+    TrialCache,
+    chosen,
+    command,
+    markdown,
+    run_quickstart,
+    step_lines,
+)
 
-STEPS: Final = 24
 CPU: Final = "CPU"
 COMMON: Final = (
     "trainer.ranks=1",
@@ -50,41 +60,54 @@ PATHS: Final[dict[str, tuple[str, ...]]] = {
     "compiled replica": ("student.engine_args.enforce-eager=false",),
 }
 """What is tried → overrides of the quickstart."""
+HEAD: Final = (
+    "path",
+    "s",
+    "KL before",
+    "after",
+    "KL(μ‖p) at version 0",
+    "step, ms",
+    "pause, ms",
+    "weights equal",
+)
 
 
-def run(folder: Path = Path("runs/bench-device"), only: str = "") -> Figures:
-    """Try what is missing in `folder`; `only`: paths, such as LoRA,broadcast.
+def run(
+    folder: Folder = Path("runs/bench-device"),
+    only: Annotated[str, typer.Option(help="Paths, such as LoRA,broadcast; left out: all.")] = "",
+    steps: Steps = 24,
+) -> Figures:
+    """Try every path of a run on this machine's device, and print a line for each; exit 1 when one failed.
 
-    What failed is tried again the next time.
+    What is kept is not tried again, what failed is.
     """
-    cache = TrialCache(folder.absolute() / "trials.jsonl")
+    folder = folder.absolute()
+    cache, names = TrialCache(folder), chosen("--only", only, PATHS)
     device = ", ".join(sorted(gpu_names())) if visible(gpus()) else CPU
     rows: dict[str, Figures] = {}
-    for name, words in PATHS.items():
-        if only and name not in only.split(","):
-            continue
-        settings = (*COMMON, *(ON_GPU if device != CPU else ()), *words)
+    for name in names:
+        settings = (*COMMON, *(ON_GPU if device != CPU else ()), *PATHS[name])
         try:
-            make = partial(_trial, folder.absolute(), settings)
-            rows[name] = cache.get({"device": device, "settings": settings}, make)
+            make = partial(trial, folder / "trial", steps, settings)
+            rows[name] = cache.get({"device": device, "steps": steps, "settings": settings}, make)
         except DistillError as error:
             rows[name] = {"error": str(error)}
-    return {"device": device, "steps": STEPS, "paths": rows}
+    figures = {"device": device, "steps": steps, "paths": rows}
+    if failed := [name for name, row in rows.items() if "error" in row]:
+        typer.echo(table(figures))
+        raise DistillError(f"{len(failed)} of {len(rows)} paths failed: {', '.join(failed)}")
+    return figures
 
 
-def _trial(folder: Path, settings: Sequence[str]) -> Figures:
+def trial(run_dir: Path, steps: int, settings: Sequence[str]) -> Figures:
+    """One line of the table; None: the run has no such figure."""
     began = time.monotonic()
-    run_quickstart(folder, "trial", 0, STEPS, settings)
-    summary = json.loads((folder / "trial" / "summary.json").read_text())
-    return figures(summary, step_lines(folder / "trial"), time.monotonic() - began)
-
-
-def figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]], seconds: float) -> Figures:
-    """One line of the table, of a run's summary and its steps; None: the run has no such figure."""
+    run_quickstart(run_dir, 0, steps, settings)
+    summary, lines = json.loads((run_dir / "summary.json").read_text()), step_lines(run_dir)
     pause = summary["sync"]["pause_seconds"]
     return {
-        "seconds": seconds,
-        "reverse_kl": [one and one["reverse_kl"] for one in (summary.get("before"), summary.get("after"))],
+        "seconds": time.monotonic() - began,
+        "reverse_kl": [part and part["reverse_kl"] for part in (summary.get("before"), summary.get("after"))],
         "mismatch_kl": lines[0].get("train/mismatch_kl"),
         "train_ms": 1000 * median(line["perf/train_seconds"] for line in lines[1:]),
         "pause_ms": None if pause is None else 1000 * pause,
@@ -94,37 +117,21 @@ def figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]], seconds: f
 
 def table(report: Figures) -> str:
     """The paths as Markdown, with the first lines of what failed."""
-    head = [
-        "path",
-        "s",
-        "KL before",
-        "after",
-        "KL(μ‖p) at version 0",
-        "step, ms",
-        "pause, ms",
-        "weights equal",
-    ]
     rows, failed = [], []
-    for name, one in report["paths"].items():
-        if "error" in one:
-            rows.append([name, "**failed**", *[""] * (len(head) - 2)])
-            failed.append(f"{name}: {one['error']}")
+    for name, row in report["paths"].items():
+        if "error" in row:
+            rows.append([name, "**failed**", *[""] * 6])
+            failed.append(f"{name}: {row['error']}")
             continue
-        before, after = (_number(kl, ".3f") for kl in one["reverse_kl"])
-        measured = [
-            _number(one["mismatch_kl"], ".1e"),
-            f"{one['train_ms']:.0f}",
-            _number(one["pause_ms"], ".0f"),
+        values = [*row["reverse_kl"], row["mismatch_kl"], row["train_ms"], row["pause_ms"]]
+        forms = (".3f", ".3f", ".1e", ".0f", ".0f")
+        cells = [
+            "" if value is None else format(value, form) for value, form in zip(values, forms, strict=True)
         ]
-        equal = "yes" if one["weights_identical"] else "**no**"
-        rows.append([name, f"{one['seconds']:.0f}", before, after, *measured, equal])
+        rows.append([name, f"{row['seconds']:.0f}", *cells, "yes" if row["weights_identical"] else "**no**"])
     title = f"{report['device']}; {report['steps']} steps of the quickstart each, one trainer rank"
-    return "\n".join([title, "", *markdown(head, rows), *failed])
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    return "\n".join([title, "", *markdown(HEAD, rows), *failed])
 
 
 if __name__ == "__main__":
-    command("device", run, table)
+    command(run, table)

@@ -1,52 +1,77 @@
-"""What the benchmarks share.
-
-command                a benchmark's command line
-interleaved            short works in this process, in turns: noise slows all variants alike
-TrialCache             long trials, one JSON line each: a benchmark that was stopped resumes
-crossing, medians      summaries
-markdown, comparison   tables
-"""
+"""What the benchmarks share: command line, runs of the quickstart, kept trials, processor time, tables."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
+import psutil
 import typer
+from kill_target import descendants, role_processes
 
-from distill.cli.options import guarded, write_figures
+from distill.cli.options import JsonFile, guarded, write_figures
+from sync.base.errors import ConfigError, DistillError
 from sync.base.jsonl import JsonLines, read_lines
 from tests.benchmarks import ROOT
 
 log = logging.getLogger(__name__)
 Figures = dict[str, Any]
-"""What a trial found, or a report: JSON values by name."""
-PACKAGES: Final = ("sync", "teacher_service", "student_trainer", "distill")
+"""What a trial measured, or a report: JSON values by name."""
 START_SECONDS: Final = 300.0
+POLL_SECONDS: Final = 0.5
+Folder = Annotated[Path, typer.Option(help="Where runs and finished trials lie.", file_okay=False)]
+Seeds = Annotated[int, typer.Option(min=1, help="Trials of each kind; medians are taken.")]
+Steps = Annotated[int, typer.Option(min=8, help="Optimizer steps of a trial.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(help="TOML file of a run; left out: the quickstart.", exists=True, dir_okay=False),
+]
 
 
-def command(name: str, run: Callable[..., Figures], table: Callable[[Figures], str]) -> None:
+def command(run: Callable[..., Figures], table: Callable[[Figures], str]) -> None:
     """Run a benchmark with the options that its parameters are; print its table, write its figures."""
     logging.basicConfig(format="%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
+    sys.exit(guarded(lambda: typer.run(with_json(run, table))))
+
+
+def with_json(run: Callable[..., Figures], table: Callable[[Figures], str]) -> Callable[..., None]:
+    """The command of a benchmark: its own options, and `--json`."""
 
     @functools.wraps(run)
-    def measured(*values: Any, **options: Any) -> None:
-        figures = run(*values, **options)
+    def measured(json_file: Path | None, **options: Any) -> None:
+        figures = run(**options)
         typer.echo(table(figures))
-        write_figures(Path(f"runs/bench-{name}.json"), figures)
+        write_figures(json_file, figures)
 
-    sys.exit(guarded(lambda: typer.run(measured)))
+    extra = inspect.Parameter("json_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
+    signature = inspect.signature(run, eval_str=True)
+    measured.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), extra]
+    )
+    measured.__annotations__ = run.__annotations__ | {"json_file": JsonFile}
+    return measured
+
+
+def chosen(option: str, text: str, names: Collection[str]) -> list[str]:
+    """The names in a list with commas; an empty list: all of them. Raises ConfigError for others."""
+    asked = [name.strip() for name in text.split(",")] if text else list(names)
+    if unknown := [name for name in asked if name not in names]:
+        raise ConfigError(f"{option} has {', '.join(map(repr, unknown))}: choose of {','.join(names)}")
+    return asked
 
 
 # --- trials -----------------------------------------------------------------------------------------------
@@ -64,14 +89,14 @@ def interleaved(
     works: Mapping[str, Work], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
     """Seconds by `clock` of every work, once in each round. The caller has run all before, to warm up."""
-    found: dict[str, list[float]] = {name: [] for name in works}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
-            given = [work.prepare()] if work.prepare else []
+            arguments = [work.prepare()] if work.prepare else []
             began = clock()
-            work.run(*given)
-            found[name].append(clock() - began)
-    return found
+            work.run(*arguments)
+            seconds[name].append(clock() - began)
+    return seconds
 
 
 class TrialCache:
@@ -81,33 +106,71 @@ class TrialCache:
     last line that a crash tore counts as not there. Raises DataError for a file that was altered.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._found = {line["key"]: line["result"] for line in read_lines(path)}
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "trials.jsonl"
+        self._results = {line["key"]: line["result"] for line in read_lines(self._path)}
 
     def get(self, settings: Figures, run: Callable[[], Figures]) -> Figures:
         """The result of a trial: from the file, or from `run` and then in the file."""
-        key = _digest(sources(), json.dumps(settings, sort_keys=True))
-        if key not in self._found:
+        key = hashlib.sha256((_sources() + json.dumps(settings, sort_keys=True)).encode()).hexdigest()[:16]
+        if key not in self._results:
             log.info("trial: %.200s", settings)
             line = {"key": key, "settings": settings, "result": run()}
             lines = JsonLines(self._path)
             lines.write(line)
             lines.close()
-            self._found[key] = json.loads(json.dumps(line["result"]))
-        return self._found[key]
+            self._results[key] = json.loads(json.dumps(line["result"]))
+        return self._results[key]
 
 
 @functools.cache
-def sources() -> str:
-    """Digest of the four packages' modules."""
-    modules = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return _digest(*(path.read_text() for path in modules))
+def _sources() -> str:
+    """The four packages' modules and the benchmarks."""
+    packages = ("sync", "teacher_service", "student_trainer", "distill", "tests/benchmarks")
+    return "\0".join(path.read_text() for name in packages for path in sorted((ROOT / name).rglob("*.py")))
 
 
-def _digest(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+def run_quickstart(
+    run_dir: Path, seed: int, steps: int, settings: Sequence[str], watch: Callable[[int], None] | None = None
+) -> None:
+    """Run the quickstart in a process of its own, in `run_dir`; an older run there is renamed.
+
+    `watch` is called with the process id of the launcher every POLL_SECONDS. Raises DistillError with the
+    end of its output when it fails.
+    """
+    words = [f"run.folder={run_dir.parent}", f"run.name={run_dir.name}", f"run.steps={steps}", *settings]
+    line = [sys.executable, "-P", "-m", "distill.cli.main", "quickstart", "--seed", str(seed)]
+    line += [word for setting in words for word in ("--set", setting)]
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            while process.poll() is None:
+                if watch is not None:
+                    watch(process.pid)
+                time.sleep(POLL_SECONDS)
+        finally:
+            process.terminate()
+        output.seek(0)
+        if process.returncode != 0:
+            raise DistillError(
+                f"{' '.join(line[4:])} ended with {process.returncode}:\n{output.read()[-2000:]}"
+            )
+
+
+def step_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl, one per optimizer step."""
+    return [line for line in read_lines(run_dir / "metrics.jsonl") if "train/loss" in line]
+
+
+def median_gap_ms(lines: Sequence[Mapping[str, float]]) -> float:
+    """Between two steps."""
+    return 1000 * median(after["time"] - before["time"] for before, after in pairwise(lines))
+
+
+# --- processor time ---------------------------------------------------------------------------------------
 
 
 def cores() -> int:
@@ -115,24 +178,32 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
+    """That these have used so far; one that is gone counts as nothing."""
+    total = 0.0
+    for process in processes:
+        try:
+            total += sum(process.cpu_times()[:2])
+        except psutil.Error:
+            continue
+    return total
+
+
+def role_families(launcher: int) -> dict[str, set[psutil.Process]]:
+    """Processes of every role below a launcher, with those that they started, such as an engine's core."""
+    return {
+        role: set(processes).union(*(descendants(process.pid) for process in processes))
+        for role, processes in role_processes(launcher).items()
+    }
+
+
 # --- summaries --------------------------------------------------------------------------------------------
-
-
-def crossing(curve: Iterable[tuple[float, float]], target: float) -> float | None:
-    """x at which a piecewise-linear curve of (x, value) first is at `target` or below; None: nowhere."""
-    points = list(curve)
-    if points and points[0][1] <= target:
-        return points[0][0]
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if y0 > target >= y1:
-            return x0 + (x1 - x0) * (y0 - target) / (y0 - y1)
-    return None
 
 
 def medians(trials: Sequence[Figures], names: Iterable[str]) -> Figures:
     """Of every figure over the trials; None where a trial has none."""
     values = {name: [trial[name] for trial in trials] for name in names}
-    return {name: None if None in of else median(of) for name, of in values.items()}
+    return {name: None if None in figures else median(figures) for name, figures in values.items()}
 
 
 class Row(NamedTuple):
@@ -144,18 +215,15 @@ class Row(NamedTuple):
     """+1: more is better, -1: less; 0: no ratio is printed."""
 
 
-def comparison(variants: Mapping[str, Figures], rows: Mapping[str, Row]) -> list[str]:
-    """A table of variants by name, without empty rows; of two with a ratio, above 1: the second is better."""
-    lines, ratio = [], ["ratio"] if len(variants) == 2 else []
+def comparison(old: str, new: str, variants: Mapping[str, Figures], rows: Mapping[str, Row]) -> list[str]:
+    """A table of two variants by name, without empty rows; a ratio above 1: `new` is better."""
+    lines = []
     for key, (title, form, better) in rows.items():
-        found = [of.get(key) for of in variants.values()]
-        if any(one is not None for one in found):
-            cells = ["–" if one is None else format(one, form) for one in found]
-            if ratio:
-                old, new = found
-                cells.append(f"{(new / old) ** better:.2f}" if better and old and new else "")
-            lines.append([title, *cells])
-    return markdown(["", *variants, *ratio], lines)
+        pair = [variants[name].get(key) for name in (old, new)]
+        if pair != [None, None]:
+            ratio = f"{(pair[1] / pair[0]) ** better:.2f}" if better and all(pair) else ""
+            lines.append([title, *("–" if value is None else format(value, form) for value in pair), ratio])
+    return markdown(["", old, new, "ratio"], lines)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -1,9 +1,9 @@
 """The same distillation by TRL's `DistillationTrainer` and by us, side by side on the same cores.
 
 Same models, prompts in the same order, batch, steps, optimizer, schedule and objective (reverse KL over the
-whole vocabulary, temperature 1). Ours is the asynchronous run of `asynchronous`; TRL gets both cores for its
-one process. At each size either has the precision that is faster in a few steps before. Both are
-timed from the end of their first step. TRL lives in an environment of its own inside the folder, made once.
+whole vocabulary, temperature 1). Ours is the asynchronous run of `asynchronous`; TRL gets all cores for its
+one process. Either has the precision that is faster in a few steps before. Both are timed from the end of
+their first step. TRL lives in an environment of its own inside the folder, made once by pip.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from distill import quickstart
 from distill.config import RunConfig
@@ -27,9 +27,21 @@ from distill.prompts.stream import PromptStream
 from sync.base.errors import DistillError
 from sync.base.jsonl import read_lines
 from sync.base.tokenizers import load_tokenizer
-from sync.wire import Version
-from tests.benchmarks import asynchronous
-from tests.benchmarks.figures import Figures, Row, TrialCache, command, comparison, cores, medians
+from tests.benchmarks import asynchronous, limit
+from tests.benchmarks.asynchronous import OVERLAPPED, TrialSteps
+from tests.benchmarks.figures import (
+    Figures,
+    Folder,
+    Row,
+    Seeds,
+    TrialCache,
+    command,
+    comparison,
+    cores,
+    median_gap_ms,
+    medians,
+)
+from tests.benchmarks.limit import SCALES, Scale, ScaleName
 
 log = logging.getLogger(__name__)
 SCRIPT: Final = Path(__file__).with_name("trl_peer.py")
@@ -50,67 +62,56 @@ PROBE_STEPS: Final = 12
 """Of the runs that choose a precision."""
 ROWS: Final = {
     "step_ms": Row("ms per step", ",.0f", -1),
-    "tokens_per_second": Row("tokens generated and trained per second", ",.0f", 1),
-    "seconds_to_target": Row(f"seconds to a reverse KL of {asynchronous.TARGET_KL}", ".1f", -1),
-    "reverse_kl": Row("reverse KL at the end", ".3f"),
-    "pass_rate": Row("pass rate at the end", ".1%"),
+    "trained_per_second": Row("tokens generated and trained per second", ",.0f", 1),
+    **{name: asynchronous.ROWS[name] for name in asynchronous.CURVE},
 }
 
 
-class Size(NamedTuple):
-    """What both are run on."""
+def run(
+    folder: Folder = Path("runs/bench-peers"),
+    scale: ScaleName = "toy",
+    seeds: Seeds = 2,
+    steps: TrialSteps = 0,
+) -> Figures:
+    """Run the same distillation in TRL and in this project, and compare their speed and what was learned."""
+    folder, steps = folder.absolute(), steps or SCALES[scale].steps
+    python, cache = environment(folder / "trl"), TrialCache(folder)
 
-    steps: int
-    settled: int
-    """Steps left out of step times and rates."""
-    learns: bool
-    """Whether versions are evaluated; else speed is all that is compared."""
+    def trial(side: str, seed: int, precision: str, steps: int, size: Scale) -> Figures:
+        words = [*OVERLAPPED, *limit.settings_of(scale, seed)]
+        path, settings = quickstart.source(seed)
+        task = job(load(path, [*settings, *words]), steps, precision, size.learns)
+        words += PRECISIONS[precision]
+        if side == "ours":
+            make = partial(asynchronous.trial, folder / "ours", words, seed, steps, size)
+            return cache.get({"seed": seed, "steps": steps, "learns": size.learns, "settings": words}, make)
+        config = load(path, [*settings, *words])
+        make = partial(theirs, python, folder / "theirs", task, config, size)
+        return cache.get({"side": side, "requirements": REQUIREMENTS, "job": task}, make)
 
-
-SIZES: Final = {
-    "toy": Size(steps=240, settled=asynchronous.SETTLED, learns=True),
-    "large": Size(steps=asynchronous.LARGE_STEPS, settled=asynchronous.LARGE_SETTLED, learns=False),
-}
-
-
-def run(folder: Path = Path("runs/bench-peers"), seeds: int = 2) -> Figures:
-    """Run what is missing in `folder`; every trial, and the medians. `large` takes one seed.
-
-    Raises DistillError when the environment cannot be made or a run fails.
-    """
-    folder = folder.absolute()
-    python, cache = environment(folder / "trl"), TrialCache(folder / "trials.jsonl")
-    report: Figures = {"cores": cores(), "requirements": REQUIREMENTS, "sizes": {}}
-    for name, size in SIZES.items():
-        trl = partial(theirs, cache, python, folder, name)
-        sides = {"TRL": trl, "ours": partial(ours, cache, folder, name)}
-        precision = {side: faster(run) for side, run in sides.items()}
-        trials: dict[str, list[Figures]] = {side: [] for side in sides}
-        for seed in range(seeds if size.learns else 1):
-            for side, run in sides.items():
-                trials[side].append(run(seed, precision[side], size.steps))
-        by_side = {side: medians(of, ROWS) for side, of in trials.items()}
-        report["sizes"][name] = {"precision": precision, "medians": by_side, "trials": trials}
-    return report
-
-
-def faster(side: Callable[[int, str, int], Figures]) -> str:
-    """The precision that a side is faster in."""
-    tries = {one: side(0, one, PROBE_STEPS)["step_ms"] for one in PRECISIONS}
-    return min(tries, key=lambda one: tries[one])
+    size = SCALES[scale]
+    trials: dict[str, list[Figures]] = {}
+    precision: dict[str, str] = {}
+    for side in ("TRL", "ours"):
+        probe: Callable[[str], float] = lambda name, side=side: trial(  # type: ignore[misc] # noqa: E731
+            side, 0, name, PROBE_STEPS, size._replace(learns=False)
+        )["step_ms"]
+        precision[side] = min(PRECISIONS, key=probe)
+        trials[side] = []
+    for seed in range(seeds):
+        for side, of in trials.items():
+            of.append(trial(side, seed, precision[side], steps, size))
+    by_side = {side: medians(of, ROWS) for side, of in trials.items()}
+    return {"cores": cores(), "precision": precision, "medians": by_side, "trials": trials}
 
 
 def table(report: Figures) -> str:
     """The medians side by side, as Markdown; a ratio above 1: ours is better."""
-    lines = []
-    for name, found in report["sizes"].items():
-        rows = comparison(found["medians"], ROWS)
-        precision = ", ".join(f"{side} in {one}" for side, one in found["precision"].items())
-        lines += [f"{name}; {precision}", "", *rows, ""]
-    return "\n".join(lines)
+    precision = ", ".join(f"{side} in {name}" for side, name in report["precision"].items())
+    return "\n".join([precision, "", *comparison("TRL", "ours", report["medians"], ROWS)])
 
 
-# --- what is run ------------------------------------------------------------------------------------------
+# --- TRL --------------------------------------------------------------------------------------------------
 
 
 def environment(folder: Path) -> Path:
@@ -123,64 +124,15 @@ def environment(folder: Path) -> Path:
     for words in ([sys.executable, "-m", "venv", "--clear", str(folder)], install):
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise DistillError(f"{' '.join(words[:5])} … failed:\n{done.stderr[-2000:]}")
+            why = done.stderr[-2000:]
+            raise DistillError(
+                f"{' '.join(words[:5])} … failed, and without TRL there is nothing to compare:\n{why}"
+            )
     stamp.write_text(json.dumps(REQUIREMENTS))
     return python
 
 
-def settings_of(name: str, seed: int) -> list[str]:
-    """Of our run, over the quickstart's."""
-    return [*asynchronous.OVERLAPPED, *(asynchronous.large_settings(seed) if name == "large" else ())]
-
-
-def settled(size: Size, steps: int) -> int:
-    """Steps of a run to leave out; one of PROBE_STEPS has few."""
-    return size.settled if steps == size.steps else steps // 4
-
-
-def ours(cache: TrialCache, folder: Path, name: str, seed: int, precision: str, steps: int) -> Figures:
-    """Our run, or what is kept of it; one of PROBE_STEPS is for speed alone."""
-    size, words = SIZES[name], [*settings_of(name, seed), *PRECISIONS[precision]]
-
-    def figures(run_dir: Path, profile: asynchronous.CpuProfile) -> Figures:
-        found = asynchronous.measure(run_dir, profile, settled(size, steps))
-        speed = {"step_ms": found["step_ms"], "tokens_per_second": found["trained_per_second"]}
-        return learned(speed, asynchronous.learned(run_dir) if size.learns and steps == size.steps else None)
-
-    return asynchronous.trial(cache, folder, words, seed, steps, figures)
-
-
-def learned(speed: Figures, curve: Figures | None) -> Figures:
-    """Speed, and the learning curve where there is one."""
-    return speed | (curve or dict.fromkeys(("seconds_to_target", "reverse_kl", "pass_rate")))
-
-
-def theirs(
-    cache: TrialCache, python: Path, folder: Path, name: str, seed: int, precision: str, steps: int
-) -> Figures:
-    """TRL's run, or what is kept of it; one of PROBE_STEPS is for speed alone."""
-    path, words = quickstart.source(seed)
-    config = load(path, [*words, *settings_of(name, seed)])
-    output, size = folder / "theirs", SIZES[name]
-    learns = size.learns and steps == size.steps
-    task = job(config, steps, precision)
-    task["save_at"] = [*range(asynchronous.EVERY, steps, asynchronous.EVERY), steps] if learns else []
-
-    def saved(version: Version) -> Path:
-        return output / f"step-{version.step}"
-
-    def make() -> Figures:
-        lines = train(python, output, task)
-        timed = lines[settled(size, steps) :]
-        first, last = timed[0], timed[-1]
-        pace = (last["generated"] - first["generated"]) / (last["time"] - first["time"])
-        speed = {"step_ms": asynchronous.median_gap_ms(timed), "tokens_per_second": pace}
-        return learned(speed, asynchronous.curve(config, saved, lines) if learns else None)
-
-    return cache.get({"side": "TRL", "requirements": REQUIREMENTS, "job": task}, make)
-
-
-def job(config: RunConfig, steps: int, precision: str) -> Figures:
+def job(config: RunConfig, steps: int, precision: str, learns: bool) -> Figures:
     """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
     (teacher,) = config.teachers.values()
     split = open_prompts(config, load_tokenizer(config.student))
@@ -198,7 +150,19 @@ def job(config: RunConfig, steps: int, precision: str) -> Figures:
         "rate": config.trainer.lr,
         "warmup": config.trainer.warmup_steps,
         "bf16": precision == "bf16",
+        "save_at": [*range(asynchronous.EVERY, steps, asynchronous.EVERY), steps] if learns else [],
     }
+
+
+def theirs(python: Path, output: Path, task: Figures, config: RunConfig, size: Scale) -> Figures:
+    """Figures of TRL's run, and its learning curve where there is one."""
+    lines = train(python, output, task)
+    timed = lines[min(size.settled, len(lines) // 4) :]
+    tokens = timed[-1]["generated"] - timed[0]["generated"]
+    pace = tokens / (timed[-1]["time"] - timed[0]["time"])
+    learned = asynchronous.curve(config, lambda step: output / f"step-{step}", lines) if size.learns else None
+    speed = {"step_ms": median_gap_ms(timed), "trained_per_second": pace}
+    return speed | (learned or dict.fromkeys(asynchronous.CURVE))
 
 
 def train(python: Path, output: Path, task: Figures) -> Sequence[dict[str, Any]]:
@@ -216,4 +180,4 @@ def train(python: Path, output: Path, task: Figures) -> Sequence[dict[str, Any]]
 
 
 if __name__ == "__main__":
-    command("peers", run, table)
+    command(run, table)

@@ -1,69 +1,128 @@
 """A weight sync in parts, one after the other; what is finished is kept in the folder.
 
-    codec       bytes and speed of every format on a real trajectory          toy, large
+    codec       bytes and speed of the delta of one optimizer step            toy, large
     transports  publish and stage through every store                         toy, large
     swaps       pause, apply and lost engine time of a real replica           toy, large
     whole_run   what all of it costs a run that trains                        toy
 
-`large` has 101 M parameters and comes with `full`.
+`large` has 101 M parameters and comes with `--full`.
 
-The trajectory is a small Qwen3 in training: AdamW on fp32 masters, rounded to bf16. The other formats are
-written from their published descriptions; each takes the bits of one tensor, old and new,
-uint16 [rows, columns], and returns what it would send.
+Two other formats are written from their published descriptions. Servers of stores run on loopback, each in a
+process of its own.
+
+In the replica, completions of TOKENS tokens are in flight all the time, as in the quickstart. Windows with
+and without swaps take turns; what is generated less in those with swaps, over their number, is the engine
+time that one swap costs: pause, prefilling again what was in flight, and staging on the side.
 """
 
 from __future__ import annotations
 
-import copy
+import asyncio
+import contextlib
+import itertools
 import json
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, Final, NamedTuple
+from statistics import mean, median
+from typing import Annotated, Final, NamedTuple
 
+import httpx
 import numpy as np
 import torch
+import typer
 import zstandard
+from tiny_models import language_model, save_words
+from transformers import AutoModelForCausalLM
 
+from distill.cli.verify_engines import RUN, Versions, on_loopback
+from distill.config import StudentConfig
+from distill.launch.preflight import serving
+from distill.launch.roles import Ports
+from distill.rollout.replica_client import HttpReplica
+from student_trainer.config import LoRAConfig
+from student_trainer.engine import with_adapters
+from sync import wire
+from sync.base.address import token_from_environment
+from sync.base.errors import ConfigError, DistillError
+from sync.base.settings import ReplicaConfig
 from sync.weights.delta import codec
 from sync.weights.delta.codec import Effort
-from tests.benchmarks import asynchronous, sync_replica
-from tests.benchmarks.figures import Figures, TrialCache, Work, command, interleaved, markdown
-from tests.benchmarks.sync_replica import SHAPES, qwen3
+from sync.weights.snapshots import checkpoint
+from sync.weights.stores import Store
+from sync.weights.stores.bucket import BucketStore
+from sync.weights.stores.object_store import ObjectStore
+from sync.weights.stores.store import DirectoryStore
+from sync.weights.stores.xet import XetStore
+from sync.weights.subscribe import Mirror
+from tests.benchmarks import SUPPORT
+from tests.benchmarks.figures import (
+    START_SECONDS,
+    Figures,
+    Folder,
+    TrialCache,
+    Work,
+    chosen,
+    command,
+    interleaved,
+    markdown,
+    run_quickstart,
+    step_lines,
+)
 
-LRS: Final = (1e-6, 3e-6, 1e-5, 5e-5)
-STEPS: Final = (1, 8)
-DENSITIES: Final = (0.01, 0.1, 0.3)
+CHANGED: Final = 0.01
+"""Share of elements that move by one unit in the last place from version to version, as in post-training at a
+learning rate of about 1e-6."""
+CONTEXT: Final = 256
+STORES: Final = ("directory", "xet", "bucket", "s3")
+TOKENS, PROMPT_TOKENS = 12, 8
+REQUESTS: Final = 8
+"""Open at any time; each holds its share of what is in flight."""
+TURNS: Final = 4
+RATES: Final = (1e-6, 3e-6, 1e-5, 5e-5)
 ROUNDS: Final = 5
 EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
-
-Encoder = Callable[[np.ndarray, np.ndarray], bytes]
-
-
-# --- other formats ----------------------------------------------------------------------------------------
+WHOLE_RUN_STEPS, SETTLED = 80, 20
 
 
-def int32_and_value(old: np.ndarray, new: np.ndarray) -> bytes:
-    """A 32-bit index and the new value of each changed element: six bytes."""
-    index = np.flatnonzero(old.ravel() != new.ravel())
-    return index.astype("<i4").tobytes() + new.ravel()[index].tobytes()
+class Size(NamedTuple):
+    """A Qwen3 in bf16 with random weights, and the load on its engine."""
+
+    hidden: int
+    layers: int
+    feed_forward: int
+    vocabulary: int
+    rank: int
+    """Of its adapters."""
+    repeats: int
+    """Versions of each kind; medians are taken."""
+    in_flight: int
+    """Completions that the engine works on at any time."""
+    window_seconds: float
+    swaps: int
+    """In a window that has some."""
+    elements: int
+    """Of the tensor that the codec is tried on."""
 
 
-def gap16_and_value(old: np.ndarray, new: np.ndarray) -> bytes:
-    """The distance from the last changed element in 16 bits (0xFFFF: 32 more bits follow), and the value."""
-    index = np.flatnonzero(old.ravel() != new.ravel())
-    gap = np.diff(index, prepend=-1) - 1
-    wide = gap[gap >= 0xFFFF].astype("<u4").tobytes()
-    return np.minimum(gap, 0xFFFF).astype("<u2").tobytes() + wide + new.ravel()[index].tobytes()
+SIZES: Final = {
+    "toy": Size(96, 2, 256, 29, 8, 7, 256, 4, 8, 16 << 20),
+    "large": Size(768, 12, 2304, 20480, 32, 3, 16, 12, 3, 64 << 20),
+}
+"""The quickstart's student and its load; 101 M parameters."""
+
+
+# --- codec --------------------------------------------------------------------------------------------------
 
 
 def row_gaps_and_values(old: np.ndarray, new: np.ndarray) -> bytes:
     """PULSE (arXiv 2602.03839): row and column differences in the narrowest type, absolute values, zstd-1."""
     row, column = np.nonzero(old != new)
-    down = np.diff(row, prepend=0)
-    right = np.diff(column, prepend=0)
+    down, right = np.diff(row, prepend=0), np.diff(column, prepend=0)
     right[down != 0] = column[down != 0]
     streams = [
         down.astype("<u1" if down.size == 0 or down.max() < 256 else "<i4"),
@@ -80,200 +139,308 @@ def xor_planes(old: np.ndarray, new: np.ndarray) -> bytes:
     return b"".join(compressor.compress(planes[:, byte].tobytes()) for byte in (0, 1))
 
 
-FORMATS: Final[dict[str, Encoder]] = {
-    "int32+value": int32_and_value,
-    "gap16+value": gap16_and_value,
-    "PULSE-style": row_gaps_and_values,
-    "XOR planes": xor_planes,
-}
-
-
-def entropy_given_exponent(old: np.ndarray, new: np.ndarray) -> float:
-    """Bits that the changes of flat bf16 arrays carry when the old exponent is known.
-
-    Σ over exponents of N · H(step), the step being 0 or the difference of the sign-ordered integers.
-    """
-    exponent = (old >> 7) & 255
-    step = _ordered(new) - _ordered(old)
-    pairs, counts = np.unique(exponent.astype(np.int64) << 32 | (step + (1 << 20)), return_counts=True)
-    total = np.bincount(pairs >> 32, counts, 256)[pairs >> 32]
-    return float(-(counts * np.log2(counts / total)).sum())
-
-
-def _ordered(bits: np.ndarray) -> np.ndarray:
-    """int64 that grows with the value of the float."""
-    wide = bits.astype(np.int64)
-    return np.where(wide & 0x8000, 0x7FFF - wide, wide)
-
-
-# --- weights on their way through post-training -----------------------------------------------------------
-
-Weights = dict[str, np.ndarray]
-"""Tensor name → uint16 bits of bf16, [rows, columns]; vectors are one row."""
-
-
-class Training(NamedTuple):
-    """What is trained, and how long."""
-
-    hidden: int
-    layers: int
-    vocabulary: int
-    tokens: int
-    """Per step."""
-    sequence: int
-    """Tokens of a row."""
-    warm_up: int
-    """Steps at learning rate 1e-3 before anything is measured."""
-    settle: int
-    """Steps at the measured learning rate before the first weights are kept."""
-
-
-def trajectory(
-    size: Training, lrs: Sequence[float], steps: Sequence[int]
-) -> Iterator[tuple[float, int, Weights, Weights]]:
-    """(learning rate, steps, old, new): for each of `lrs` the weights, and those each of `steps` later."""
-    torch.manual_seed(0)
-    model = qwen3(size.vocabulary, size.hidden, size.layers, 3 * size.hidden)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    _train(model, optimizer, size, size.warm_up)
-    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for lr in lrs:
-        model.load_state_dict(start[0])
-        optimizer.load_state_dict(copy.deepcopy(start[1]))
-        optimizer.param_groups[0]["lr"] = lr
-        _train(model, optimizer, size, size.settle)
-        old, done = _bits(model), 0
-        for count in steps:
-            _train(model, optimizer, size, count - done)
-            done = count
-            yield lr, count, old, _bits(model)
-
-
-def _train(model: Any, optimizer: Any, size: Training, steps: int) -> None:
-    """Next-token prediction on arithmetic sequences modulo the vocabulary, with noise."""
-    for _ in range(steps):
-        rows = size.tokens // size.sequence
-        first = torch.randint(size.vocabulary, (rows, 1))
-        stride = torch.randint(1, 17, (rows, 1))
-        tokens = (first + stride * torch.arange(size.sequence)) % size.vocabulary
-        noise = torch.rand(tokens.shape) < 0.1
-        tokens = torch.where(noise, torch.randint(size.vocabulary, tokens.shape), tokens)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _bits(model: Any) -> Weights:
-    """The masters rounded to bf16."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        bits = parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-        found[name] = bits.reshape(bits.shape[0] if bits.ndim > 1 else 1, -1).copy()
-    return found
-
-
-# --- bytes and speed of the codec ------------------------------------------------------------------------
-
-
-class Size(NamedTuple):
-    """What the codec is measured on."""
-
-    training: Training
-    speed_elements: int
-    """Of the tensor that speeds are taken on."""
-
-
-SIZES: Final = {
-    "toy": Size(Training(256, 3, 2048, tokens=512, sequence=64, warm_up=60, settle=4), 16 << 20),
-    "large": Size(Training(768, 12, 20480, tokens=256, sequence=64, warm_up=40, settle=2), 64 << 20),
-}
-
-
-def run_codec(size: Size) -> Figures:
-    """Bytes on the trajectory, speeds on one large tensor."""
-    rows, parameters = [], 0
-    for lr, steps, old, new in trajectory(size.training, LRS, STEPS):
-        rows.append({"lr": lr, "steps": steps} | row(old, new))
-        parameters = sum(bits.size for bits in old.values())
-    speeds = [speed(density, size.speed_elements) for density in DENSITIES]
-    return {"parameters": parameters, "rows": rows, "speeds": speeds}
-
-
-def row(old: Weights, new: Weights) -> Figures:
-    """Bytes per parameter of every format; "entropy" is the bound given the old exponent."""
-    flat_old, flat_new = (np.concatenate([bits.ravel() for bits in side.values()]) for side in (old, new))
-    encoders = FORMATS | {effort: partial(encode, effort) for effort in EFFORTS}
-    sizes: dict[str, float] = {
-        name: sum(len(encoder(bits, new[tensor])) for tensor, bits in old.items())
-        for name, encoder in encoders.items()
-    }
-    sizes["entropy"] = entropy_given_exponent(flat_old, flat_new) / 8
-    return {
-        "changed": float((flat_old != flat_new).mean()),
-        "bytes_per_parameter": {name: size / flat_old.size for name, size in sizes.items()},
-    }
-
-
-def speed(density: float, size: int) -> Figures:
-    """GB/s by processor time of dense weights, `density` of them one ULP away; "compare" only compares."""
-    random = np.random.default_rng(0)
-    old = ((random.standard_normal(size, np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
-    sign = random.choice(np.array([1, 65535], np.uint16), size)
-    new = np.where(random.random(size, np.float32) < density, old + sign, old)
-    works = {"compare": Work(partial(np.not_equal, old, new, out=np.ones(size, bool)))}
-    for effort in EFFORTS:
-        blob, target = encode(effort, old, new), old.copy()
-        codec.apply(target, blob, "bf16")
-        assert np.array_equal(target, new)
-        works[f"{effort}: encode"] = Work(partial(encode, effort, old, new))
-        works[f"{effort}: decode"] = Work(partial(codec.apply, blob=blob, kind="bf16"), old.copy)
-    found = interleaved(works, ROUNDS, time.process_time)
-    return {"density": density} | {name: old.nbytes / median(taken) / 1e9 for name, taken in found.items()}
-
-
 def encode(effort: Effort, old: np.ndarray, new: np.ndarray) -> bytes:
     """The delta of one tensor, as published."""
     return codec.encode(old.ravel(), new.ravel(), "bf16", effort)
 
 
-# --- parts -----------------------------------------------------------------------------------------------
-
-WHOLE_RUN_STEPS: Final = 80
-PARTS: Final[dict[str, Callable[[str, Path], Figures]]] = {
-    "codec": lambda size, _: run_codec(SIZES[size]),
-    "transports": lambda size, folder: {"rows": sync_replica.run_stores(SHAPES[size], folder)},
-    "swaps": lambda size, folder: sync_replica.run_swaps(SHAPES[size], folder),
-    "whole_run": lambda _, folder: whole_run(folder),
+FORMATS: Final[dict[str, Callable[[np.ndarray, np.ndarray], bytes]]] = {
+    "PULSE-style": row_gaps_and_values,
+    "XOR planes": xor_planes,
+    **{effort: partial(encode, effort) for effort in EFFORTS},
 }
+"""Take the bits of one tensor, old and new, uint16 [rows, columns], and return what they would send."""
 
 
-def run(folder: Path = Path("runs/bench-sync"), full: bool = False) -> dict[str, Figures]:
-    """Size → part → figures, of what is missing in `folder` and what was kept.
+def run_codec(size: Size, _: Path) -> Figures:
+    """Bytes and speeds on one tensor before and after a step, at several learning rates.
 
-    Raises DistillError when an engine or a store's server fails.
+    A step of Adam moves every weight by about the learning rate; of fp32 masters rounded to bf16 those change
+    that lie so near to a boundary.
     """
-    cache, figures = TrialCache(folder / "trials.jsonl"), {}
-    for size in ("toy", "large") if full else ("toy",):
-        figures[size] = {
-            name: cache.get({"size": size, "part": name}, lambda: part(size, folder))  # noqa: B023
-            for name, part in PARTS.items()
-            if (size, name) != ("large", "whole_run")
-        }
+    random = np.random.default_rng(0)
+    masters = random.standard_normal((size.elements // 4096, 4096), np.float32) * 0.02
+    signs = random.choice(np.array([-1, 1], np.float32), masters.shape)
+    return {"rows": [codec_row(rate, bits(masters), bits(masters + rate * signs)) for rate in RATES]}
+
+
+def bits(masters: np.ndarray) -> np.ndarray:
+    """uint16: rounded to bf16."""
+    return torch.from_numpy(masters).bfloat16().view(torch.uint16).numpy()
+
+
+def codec_row(rate: float, old: np.ndarray, new: np.ndarray) -> Figures:
+    """Bytes per parameter of every format; GB/s of dense weights by processor time."""
+    sizes = {name: len(form(old, new)) / old.size for name, form in FORMATS.items()}
+    works = {"compare": Work(partial(np.not_equal, old, new, out=np.ones(old.shape, bool)))}
+    for effort in EFFORTS:
+        blob, target = encode(effort, old, new), old.ravel().copy()
+        codec.apply(target, blob, "bf16")
+        assert np.array_equal(target, new.ravel())
+        works[f"{effort}: encode"] = Work(partial(encode, effort, old, new))
+        works[f"{effort}: decode"] = Work(partial(codec.apply, blob=blob, kind="bf16"), old.ravel().copy)
+    seconds = interleaved(works, ROUNDS, time.process_time)
+    speeds = {name: old.nbytes / median(taken) / 1e9 for name, taken in seconds.items()}
+    changed = float((old != new).mean())
+    return {"lr": rate, "changed": changed, "bytes_per_parameter": sizes, "gb_per_second": speeds}
+
+
+# --- transports: versions through every store ---------------------------------------------------------------
+
+
+def make(size: Size, folder: Path) -> tuple[Path, Path]:
+    """Write a model and an adapter over all its linear layers; their folders."""
+    model, adapter = folder / "model", folder / "adapter"
+    random = language_model(
+        "Qwen3",
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.hidden // 32,
+        num_key_value_heads=size.hidden // 64,
+        intermediate_size=size.feed_forward,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.02,
+        tie_word_embeddings=True,
+        eos_token_id=None,  # completions have the requested length
+    )
+    random.to(torch.bfloat16).save_pretrained(model)
+    save_words(model, (f"w{i}" for i in range(size.vocabulary)), eos_token="w1", pad_token="w0")
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    with_adapters(base, LoRAConfig(rank=size.rank), 0).save_pretrained(adapter)
+    (adapter / "README.md").unlink(missing_ok=True)
+    return model, adapter
+
+
+class MovedVersions(Versions):
+    """Of weights of which CHANGED of all elements move from one to the next."""
+
+    def __init__(self, folder: Path, work: Path, store: Store) -> None:
+        super().__init__(folder, work, store)
+        self._random, self._any = np.random.default_rng(0), False
+
+    def publish_moved(self, kind: str) -> wire.Published:
+        """The next version; the first one is the folder's weights."""
+        for array in self.arrays.values() if self._any else ():
+            moved = self._random.integers(0, array.size, max(1, int(CHANGED * array.size)))
+            array[moved] ^= 1
+        self._any = True
+        return self.publish(kind)
+
+
+@contextlib.contextmanager
+def opened(name: str, work: Path) -> Iterator[Store]:
+    """An empty store; `work` is its own. Raises ConfigError when its server does not start."""
+    if name == "directory":
+        yield DirectoryStore(work / "store")
+    elif name == "xet":
+        yield XetStore(work / "store")
+    elif name == "bucket":
+        with _server("bucket_server") as address:
+            yield BucketStore("bench/weights", work.name, endpoint=address, token="none")
+    else:
+        with _server("s3_server") as address:
+            options = {"endpoint": address, "region": "us-east-1"}
+            options |= {"access_key_id": "key", "secret_access_key": "secret"}
+            yield ObjectStore(f"s3://bucket/{work.name}", options)
+
+
+@contextlib.contextmanager
+def _server(name: str) -> Iterator[str]:
+    """Address of a server among the tests, which prints it and ends with its standard input."""
+    line = [sys.executable, "-P", str(SUPPORT / f"{name}.py")]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        if not address:
+            raise ConfigError(f"{name} did not start")
+        yield address
+
+
+def run_stores(size: Size, folder: Path) -> Figures:
+    """Medians of publishing and staging a version, by store and kind; staging decodes and verifies."""
+    rows: list[Figures] = []
+    model, adapter = make(size, folder)
+    plans: tuple[tuple[Path, tuple[str, ...]], ...] = ((model, ("full", "delta")), (adapter, ("lora",)))
+    for name, (source, kinds) in itertools.product(STORES, plans):
+        work = Path(tempfile.mkdtemp(dir=folder, prefix=f"{name}-"))
+        with opened(name, work) as store, Mirror(work / "mirror", store, RUN) as mirror:
+            versions = MovedVersions(source, work, store)
+            for kind in kinds:
+                published, stage_seconds = [], []
+                for _ in range(size.repeats):
+                    published.append(versions.publish_moved(kind))
+                    began = time.monotonic()
+                    mirror.stage(published[-1].version)
+                    stage_seconds.append(time.monotonic() - began)
+                    mirror.promote(published[-1].version)
+                row = {"store": name, "kind": kind, "bytes": median(version.bytes for version in published)}
+                row["publish_seconds"] = median(version.seconds for version in published)
+                rows.append({**row, "stage_seconds": median(stage_seconds)})
+    return {"rows": rows}
+
+
+# --- swaps: a replica under load ----------------------------------------------------------------------------
+
+
+def run_swaps(size: Size, folder: Path) -> Figures:
+    """Swaps by kind, vLLM's own reload, and a decode step. Raises DistillError when no engine comes up."""
+    model, adapter = make(size, folder)
+    figures = asyncio.run(weights(size, model, Path(tempfile.mkdtemp(dir=folder, prefix="weights-"))))
+    work = Path(tempfile.mkdtemp(dir=folder, prefix="adapters-"))
+    figures["swaps"]["lora"] = asyncio.run(adapters(size, model, adapter, work))
     return figures
 
 
-def whole_run(folder: Path) -> Figures:
-    """What syncing costs a quickstart. Raises DistillError when it fails."""
-    settings = [f"evaluation.every={WHOLE_RUN_STEPS}", "evaluation.prompts=64"]
-    asynchronous.run_quickstart(folder, "quickstart", 0, WHOLE_RUN_STEPS, settings)
-    return figures_of_run(folder / "quickstart")
+async def weights(size: Size, model: Path, work: Path) -> Figures:
+    """Swap full versions, then deltas in windows between quiet ones; then vLLM's own reload, and a copy."""
+    versions = _publish(model, work, ["full"] * size.repeats + ["delta"] * TURNS * size.swaps)
+    lost: list[float] = []
+    replies: list[wire.UpdateReply] = []
+    async with started(model, work) as replica:
+        async with in_flight(replica, size) as load:
+            full = [await _update(replica, versions.pop(0)) for _ in range(size.repeats)]
+            quiet = [await load.pace(asyncio.sleep(size.window_seconds))]
+            for turn in range(TURNS):
+                began = time.monotonic()
+                swapped = versions[turn * size.swaps : (turn + 1) * size.swaps]
+                pace = await load.pace(_swaps(replica, swapped, size.window_seconds, replies))
+                seconds = time.monotonic() - began
+                quiet.append(await load.pace(asyncio.sleep(size.window_seconds)))
+                lost.append(seconds * (1 - pace / mean(quiet[-2:])) / len(swapped))
+        reload_seconds = await _own_reloads(replica.url, size.repeats)
+    return {
+        "in_flight": size.in_flight,
+        "swaps": {"full": _medians(full), "delta": _medians(replies)},
+        "vllm_reload_seconds": reload_seconds,
+        "plain_copy_seconds": plain_copy(model),
+        "decode_step_seconds": size.in_flight / median(quiet),
+        "engine_seconds_per_swap": median(lost),
+    }
 
 
-def figures_of_run(run_dir: Path, settled: int = asynchronous.SETTLED) -> Figures:
-    """From a finished run's own files."""
-    steps = asynchronous.step_lines(run_dir)[settled:]
-    summary = json.loads((run_dir / "summary.json").read_text())
+async def adapters(size: Size, model: Path, adapter: Path, work: Path) -> Figures:
+    """Swap adapters under the same load."""
+    versions = _publish(adapter, work, ["lora"] * 2 * size.repeats)
+    async with started(model, work, size.rank) as replica, in_flight(replica, size):
+        return _medians([await _update(replica, version) for version in versions])
+
+
+def _publish(folder: Path, work: Path, plan: Sequence[str]) -> list[wire.Version]:
+    versions = MovedVersions(folder, work, DirectoryStore(work / "store"))
+    return [versions.publish_moved(kind).version for kind in plan]
+
+
+@contextlib.asynccontextmanager
+async def started(model: Path, work: Path, rank: int | None = None) -> AsyncIterator[HttpReplica]:
+    """A replica on loopback, with vLLM's development routes."""
+    config = StudentConfig(
+        path=str(model),
+        engine_args={"max-model-len": CONTEXT, "max-num-seqs": 256, "enforce-eager": True},
+        env={"VLLM_SERVER_DEV_MODE": "1"},
+    )
+    settings = ReplicaConfig(run=RUN, store_path=work / "store", mirror=work / "mirror", lora_rank=rank)
+    with Ports() as ports:
+        child = on_loopback(config, settings, 0, ports)
+        client = HttpReplica(str(child.url), token_from_environment())
+        async with serving([child], work / "logs", START_SECONDS), contextlib.aclosing(client) as replica:
+            yield replica
+
+
+class Load:
+    """Completions that are generated all the time."""
+
+    def __init__(self, replica: HttpReplica, size: Size) -> None:
+        self._replica, self._size, self._random = replica, size, np.random.default_rng(0)
+        self._tokens = 0
+
+    async def pace(self, meanwhile: Awaitable[None]) -> float:
+        """Tokens generated per second."""
+        before, began = self._tokens, time.monotonic()
+        await meanwhile
+        return (self._tokens - before) / (time.monotonic() - began)
+
+    async def run(self, requests: int | None = None) -> None:
+        """One request after the other; None: without end."""
+        shape = (self._size.in_flight // REQUESTS, PROMPT_TOKENS)
+        for _ in range(requests) if requests else itertools.count():
+            ids = self._random.integers(2, self._size.vocabulary, shape).tolist()
+            prompts = [wire.GeneratePrompt(str(number), row) for number, row in enumerate(ids)]
+            request = wire.GenerateRequest(sampling=wire.Sampling(max_tokens=TOKENS), prompts=prompts)
+            async for answer in self._replica.generate(request):
+                if isinstance(answer, wire.GenerateFailed):
+                    raise DistillError(f"the replica could not generate: {answer.error}")
+                self._tokens += len(wire.unpack(answer.token_ids))
+
+
+@contextlib.asynccontextmanager
+async def in_flight(replica: HttpReplica, size: Size) -> AsyncIterator[Load]:
+    """Keep `size.in_flight` completions in flight, warmed up; they are aborted at the end."""
+    load = Load(replica, size)
+    await asyncio.gather(*(load.run(3) for _ in range(REQUESTS)))
+    tasks = [asyncio.create_task(load.run()) for _ in range(REQUESTS)]
+    yield load
+    for task in tasks:
+        task.cancel()
+    for error in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(error, DistillError):
+            raise error
+
+
+async def _swaps(
+    replica: HttpReplica, versions: Sequence[wire.Version], seconds: float, replies: list[wire.UpdateReply]
+) -> None:
+    """One update after the other, spread evenly over `seconds` as far as they are fast enough."""
+    began = time.monotonic()
+    for number, version in enumerate(versions, 1):
+        replies.append(await _update(replica, version))
+        due = began + seconds * number / len(versions)
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+
+async def _update(replica: HttpReplica, version: wire.Version) -> wire.UpdateReply:
+    return await replica.update(wire.UpdateRequest(version=version), 300.0)
+
+
+async def _own_reloads(url: str, count: int) -> float:
+    """Median seconds of vLLM's own in-place reload of the folder it was started with."""
+    token = token_from_environment()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=300.0) as client:
+        seconds = []
+        for _ in range(count):
+            began = time.monotonic()
+            (await client.post("/collective_rpc", json={"method": "reload_weights"})).raise_for_status()
+            seconds.append(time.monotonic() - began)
+    return median(seconds)
+
+
+def plain_copy(model: Path) -> float:
+    """Median seconds of copying a model's weights within memory, in one thread."""
+    arrays = [np.array(array) for array in checkpoint.bits(checkpoint.tensors(model)).values()]
+    copies = [array.copy() for array in arrays]
+
+    def run() -> None:
+        for target, array in zip(copies, arrays, strict=True):
+            np.copyto(target, array)
+
+    return median(interleaved({"copy": Work(run)}, 7)["copy"])
+
+
+def _medians(replies: Sequence[wire.UpdateReply]) -> Figures:
+    names = ("pause_seconds", "apply_seconds")
+    return {name: median(getattr(reply, name) for reply in replies) for name in names}
+
+
+# --- the whole --------------------------------------------------------------------------------------------
+
+
+def whole_run(_: Size, folder: Path) -> Figures:
+    """What syncing costs a quickstart, by its own files. Raises DistillError when it fails."""
+    settings = [f"evaluation.every={WHOLE_RUN_STEPS}", "evaluation.prompts=64", "tracking.wandb=disabled"]
+    run_quickstart(folder / "quickstart", 0, WHOLE_RUN_STEPS, settings)
+    steps = step_lines(folder / "quickstart")[SETTLED:]
+    summary = json.loads((folder / "quickstart" / "summary.json").read_text())
     seconds = steps[-1]["time"] - steps[0]["time"]
     return {
         "steps": len(steps),
@@ -283,78 +450,94 @@ def figures_of_run(run_dir: Path, settled: int = asynchronous.SETTLED) -> Figure
     }
 
 
-# --- tables -----------------------------------------------------------------------------------------------
+PARTS: Final[dict[str, Callable[[Size, Path], Figures]]] = {
+    "codec": run_codec,
+    "transports": run_stores,
+    "swaps": run_swaps,
+    "whole_run": whole_run,
+}
+
+
+def run(
+    folder: Folder = Path("runs/bench-sync"),
+    full: Annotated[bool, typer.Option("--full", help="At 101 M parameters too.")] = False,
+    parts: Annotated[str, typer.Option(help="Parts, with commas.")] = ",".join(PARTS),
+) -> dict[str, Figures]:
+    """Measure a weight sync in parts: codec, transports, swaps, whole_run."""
+    folder, names, figures = folder.absolute(), chosen("--parts", parts, PARTS), {}
+    cache = TrialCache(folder)
+    for size in SIZES if full else ("toy",):
+        figures[size] = {
+            name: cache.get({"size": size, "part": name}, partial(PARTS[name], SIZES[size], folder))
+            for name in names
+            if (size, name) != ("large", "whole_run")
+        }
+    return figures
 
 
 def table(figures: Mapping[str, Figures]) -> str:
     """Everything that was measured, one section per part and size, and the goals."""
     lines: list[str] = []
     for size, parts in figures.items():
-        lines += _codec(size, parts["codec"]) + _transports(size, parts["transports"]["rows"])
-        lines += _swaps(size, parts["swaps"])
+        lines += _codec(size, parts["codec"]["rows"]) if "codec" in parts else []
+        lines += _transports(size, parts["transports"]["rows"]) if "transports" in parts else []
+        lines += _swaps_table(size, parts["swaps"]) if "swaps" in parts else []
+    if whole := figures["toy"].get("whole_run"):
+        lines += [
+            f"A run of {whole['steps']} steps of {_ms(whole['step_seconds'])} ms, with a version per step: "
+            f"pause {_ms(whole['pause_seconds'])} ms",
+            "",
+        ]
     rows = [
         [text, f"≤ {limit:.3g}", f"{reached:.3g}", "yes" if reached <= limit else "no"]
         for text, limit, reached in goals(figures)
     ]
-    whole = figures["toy"]["whole_run"]
-    lines += [
-        f"A run of {whole['steps']} steps of {_ms(whole['step_seconds'])} ms, with a version per step: "
-        f"pause {_ms(whole['pause_seconds'])} ms"
-    ]
-    return "\n".join([*lines, "", *markdown(["goal", "limit", "reached", "met"], rows)])
+    return "\n".join([*lines, *markdown(["goal", "limit", "reached", "met"], rows)])
 
 
 def goals(figures: Mapping[str, Figures]) -> Iterator[tuple[str, float, float]]:
     """(goal, limit, reached): met when it is not above the limit."""
-    swaps, whole = figures["toy"]["swaps"], figures["toy"]["whole_run"]
-    limit, pause = swaps["decode_step_seconds"] + 0.05, swaps["swaps"]["delta"]["pause_seconds"]
-    yield "pause of a delta, seconds (one decode step + 50 ms)", limit, pause
-    share = swaps["engine_seconds_per_swap"] / whole["step_seconds"]
-    yield "pause and recomputed KV cache, share of engine time at a version per step", 0.02, share
-    yield "trainer's time lost to publishing, share", 0.02, whole["trainer_blocked_share"]
-    if "large" in figures:
-        swaps = figures["large"]["swaps"]
-        limit, pause = swaps["decode_step_seconds"], swaps["swaps"]["delta"]["pause_seconds"]
-        limit += 1.2 * swaps["plain_copy_seconds"]
-        yield "pause at 101 M, seconds (one decode step + 1.2 times a plain copy)", limit, pause
-        yield "the same (0.8 of vLLM's own reload)", 0.8 * swaps["vllm_reload_seconds"], pause
+    swaps, whole = figures["toy"].get("swaps"), figures["toy"].get("whole_run")
+    if swaps:
+        pause = swaps["swaps"]["delta"]["pause_seconds"]
+        yield "pause of a delta, s (a decode step + 50 ms)", swaps["decode_step_seconds"] + 0.05, pause
+    if whole:
+        yield "trainer's time lost to publishing, share", 0.02, whole["trainer_blocked_share"]
+    if swaps and whole:
+        share = swaps["engine_seconds_per_swap"] / whole["step_seconds"]
+        yield "pause and recomputed KV cache, share of engine time at a version per step", 0.02, share
+    if large := figures.get("large", {}).get("swaps"):
+        pause = large["swaps"]["delta"]["pause_seconds"]
+        limit = large["decode_step_seconds"] + 1.2 * large["plain_copy_seconds"]
+        yield "pause at 101 M, s (a decode step + 1.2 times a plain copy)", limit, pause
+        yield "the same (0.8 of vLLM's own reload)", 0.8 * large["vllm_reload_seconds"], pause
 
 
-def _codec(size: str, found: Figures) -> list[str]:
-    columns, rows = (*FORMATS, *EFFORTS, "entropy"), []
-    for row in found["rows"]:
+def _codec(size: str, rows: list[Figures]) -> list[str]:
+    speeds = [*rows[0]["gb_per_second"]]
+    cells = []
+    for row in rows:
         sizes = row["bytes_per_parameter"]
-        rows.append(
-            [f"{row['lr']:.0e}, {row['steps']}", f"{row['changed']:.2%}"]
-            + [f"{sizes[name]:.3g}" for name in columns]
-            + [f"{sizes['small'] / sizes['PULSE-style']:.2f}"]
-        )
-    speeds = found["speeds"]
-    ways = [name for name in speeds[0] if name != "density"]
-    cells = [[f"{speed['density']:.0%}", *(f"{speed[way]:.2f}" for way in ways)] for speed in speeds]
-    return [
-        f"### Codec, {size}: bytes per parameter, {found['parameters']:,} parameters (dense bf16: 2)",
-        "",
-        *markdown(["lr, steps apart", "changed", *columns, "small / PULSE-style"], rows),
-        "",
-        "GB/s of dense bf16 on one core, medians by processor time",
-        "",
-        *markdown(["changed", *ways], cells),
-        "",
-    ]
+        ratio = sizes["small"] / sizes["PULSE-style"]
+        figures = [f"{sizes[name]:.3g}" for name in FORMATS]
+        figures += [f"{ratio:.2f}", *(f"{row['gb_per_second'][name]:.2f}" for name in speeds)]
+        cells.append([f"{row['lr']:.0e}", f"{row['changed']:.2%}", *figures])
+    head = ["lr", "changed", *FORMATS, "small / PULSE-style", *(f"{name}, GB/s" for name in speeds)]
+    title = f"### Codec, {size}: bytes per parameter (dense bf16: 2), GB/s of dense bf16 on one core"
+    return [title, "", *markdown(head, cells), ""]
 
 
 def _transports(size: str, rows: list[Figures]) -> list[str]:
-    parts = ("publish_seconds", "stage_seconds")
     cells = [
-        [one["store"], one["kind"], f"{one['bytes']:,.0f}", *(_ms(one[part]) for part in parts)]
-        for one in rows
+        [row["store"], row["kind"], f"{row['bytes']:,.0f}"]
+        + [_ms(row["publish_seconds"]), _ms(row["stage_seconds"])]
+        for row in rows
     ]
     head = ["store", "kind", "bytes", "publish, ms", "stage, ms"]
     return [f"### Transports, {size}: medians of one version", "", *markdown(head, cells), ""]
 
 
-def _swaps(size: str, swaps: Figures) -> list[str]:
+def _swaps_table(size: str, swaps: Figures) -> list[str]:
     rows = [
         [f"{kind}: pause, of it loading", f"{_ms(swap['pause_seconds'])}, {_ms(swap['apply_seconds'])}"]
         for kind, swap in swaps["swaps"].items()
@@ -374,4 +557,4 @@ def _ms(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    command("sync", run, table)
+    command(run, table)

@@ -1,10 +1,9 @@
 """How fast a teacher scores tokens: our service on either engine, a stock vLLM server, a plain forward pass.
 
 All see the same sequences of one model, in turns, with one thread each and all on the same core, so that
-none gains by more processes. A figure is the median of `repeats` turns, in scored positions per second,
+none gains by more processes. A figure is the median of `--repeats` turns, in scored positions per second,
 from token ids to arrays: of wall time, and of processor time over the processes that take part, which other
-work on the machine disturbs less. Then malformed requests and a flood, which come from the tests of a source
-checkout.
+work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
-import fuzz
 import httpx
 import numpy as np
 import psutil
-from kill_target import role_processes
+import torch
+import typer
+from transformers import AutoModelForCausalLM
 
 from distill.launch.preflight import serving
 from distill.launch.roles import Ports
@@ -35,106 +34,80 @@ from sync import wire
 from sync.vllm.plugin import PLUGIN
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Item
-from tests.benchmarks.figures import START_SECONDS, Figures, Work, command, interleaved
+from teacher_service.engines.transformers import PASS_TOKENS, padded_ids, rectangles
+from tests.benchmarks.figures import (
+    START_SECONDS,
+    Figures,
+    Work,
+    command,
+    cpu_seconds,
+    interleaved,
+    markdown,
+    role_families,
+)
 
 QUEUE_TOKENS: Final = 1 << 18
-STOCK_SERVER: Final = "sync.vllm.plugin"
-"""vLLM's API server, unchanged, on a port that is held for it."""
-ENGINE_ARGS: Final = {"kv_cache_memory_bytes": 1 << 30}
-VLLM_ENVIRONMENT: Final = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_PLUGINS": PLUGIN,
+KV_BYTES: Final = 1 << 30
+PROMPT_TOKENS, COMPLETION_TOKENS, TOPK = 8, 64, 64
+"""Completions vary from half to all of their length."""
+VLLM_ENVIRONMENT: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_PLUGINS": PLUGIN}
+GOALS: Final = {
+    ("vllm sampled", "plain forward"): 0.9,
+    ("vllm topk", "plain forward"): 0.9,
+    ("vllm sampled", "stock sampled"): 1.3,
+    ("vllm topk", "stock topk"): 5.0,
 }
-PROMPT_TOKENS: Final = 8
+"""Speed of one contender over another's."""
 Turn = Callable[[], int]
 """Score every sequence once; bytes received, 0 where nothing crosses a process."""
 
 
-class Setting(NamedTuple):
-    """What is scored, with one thread each; completions vary from half to all of their length."""
-
-    model: str
-    dtype: str = "float32"
-    """Of every contender's weights, torch's name for it."""
-    rollouts: int = 64
-    completion: int = 64
-    """Tokens."""
-    topk: int = 64
-    repeats: int = 7
-    malformed: int = 10_000
-    """Requests to each route."""
-    flood_factor: int = 20
-    """Times the bound of the queue; 0: no flood."""
-    vllm: bool = True
-    """Whether engine "vllm" and a stock server take part."""
-
-
-def run(model: str, dtype: str = "float32", rollouts: int = 64, repeats: int = 7) -> Figures:
-    """Figures by contender, their ratios, and what a fuzzer and a flood found.
-
-    Raises DistillError when a server does not come up.
-    """
+def run(
+    model: Annotated[str, typer.Argument(help="Folder of the teacher, or its id on the Hub.")],
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of every contender.")] = "float32",
+    rollouts: Annotated[int, typer.Option(min=1, help="Sequences of a turn.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 7,
+) -> Figures:
+    """Measure how fast a teacher scores tokens, against a stock vLLM server and a plain forward pass."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    it = Setting(model, dtype, rollouts, repeats=repeats)
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as loop, Ports() as ports:
-        children = [_teacher("transformers", it, Path(folder), ports)]
-        if it.vllm:
-            children += [_teacher("vllm", it, Path(folder), ports), _stock_server(it, ports)]
+        children = [teacher(engine, model, dtype, Path(folder), ports) for engine in ("transformers", "vllm")]
+        children.append(stock_server(model, dtype, ports))
         stack = AsyncExitStack()
         try:
             loop.run(stack.enter_async_context(serving(children, Path(folder), START_SECONDS)))
-            _pin({min(cores)})
-            urls = {child.name: str(child.url) for child in children}
-            found = {"setting": it._asdict(), "load": os.getloadavg(), **_speeds(it, loop, stack, urls)}
-            return found | loop.run(_attacked(it, urls["transformers"]))
+            pin({min(cores)})
+            turns, positions = contenders(model, dtype, rollouts, loop, stack, children)
+            figures = timed(turns, positions, repeats)
+            return {"model": model, "dtype": dtype, "load": os.getloadavg(), "figures": figures}
         finally:
-            _pin(cores)
+            pin(cores)
             loop.run(stack.aclose())
 
 
-def _pin(cores: set[int]) -> None:
+def pin(cores: set[int]) -> None:
     """Let every thread of this process and of its descendants run on `cores` alone."""
-    own = psutil.Process()
-    family = [own, *own.children(recursive=True)]
-    for thread in (thread.id for process in family for thread in process.threads()):
+    process = psutil.Process()
+    family = [process, *process.children(recursive=True)]
+    for thread in (thread.id for member in family for thread in member.threads()):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(thread, cores)
 
 
-def _taking_part(name: str) -> list[psutil.Process]:
-    """Processes that a contender needs: this one, and its server with all below it."""
-    servers = role_processes(os.getpid()).get(name.split()[0], [])
-    return [psutil.Process(), *servers, *(below for one in servers for below in one.children(recursive=True))]
-
-
-def _cpu_seconds(processes: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-
-def _speeds(setting: Setting, loop: asyncio.Runner, stack: AsyncExitStack, urls: dict[str, str]) -> Figures:
-    turns: dict[str, Turn] = {}
-    for engine in (name for name in ("transformers", "vllm") if name in urls):
-        client = TeacherClient(engine, [urls[engine]], request_tokens=QUEUE_TOKENS // 2)
-        loop.run(stack.enter_async_context(client))
-        vocab_size = loop.run(client.info()).vocab_size
-        k, items = min(setting.topk, vocab_size), _items(setting, vocab_size)
-        turns |= _service(engine, loop, client, items, k, vocab_size)
-    turns["plain forward"] = _plain(setting, items, vocab_size)
-    if "stock" in urls:
-        turns |= _stock(urls["stock"], items, k)
+def timed(turns: dict[str, Turn], positions: int, repeats: int) -> Figures:
+    """Speed of every contender, which takes part with this process and its server's family."""
     received = {name: turn() for name, turn in turns.items()}  # warms up, too
-    used: dict[str, list[float]] = {name: [] for name in turns}
-    part = {name: _taking_part(name) for name in turns}
+    families, used = role_families(os.getpid()), {name: list[float]() for name in turns}
 
-    def timed(name: str) -> None:
-        before = _cpu_seconds(part[name])
+    def turn(name: str) -> None:
+        members = [psutil.Process(), *families.get(name.split()[0], ())]
+        before = cpu_seconds(members)
         turns[name]()
-        used[name].append(_cpu_seconds(part[name]) - before)
+        used[name].append(cpu_seconds(members) - before)
 
-    taken = interleaved({name: Work(partial(timed, name)) for name in turns}, setting.repeats)
-    positions = sum(item.positions for item in items)
-    figures = {
+    taken = interleaved({name: Work(partial(turn, name)) for name in turns}, repeats)
+    return {
         name: {
             "positions_per_second": positions / median(taken[name]),
             "positions_per_cpu_second": positions / max(median(used[name]), 1e-9),
@@ -142,167 +115,159 @@ def _speeds(setting: Setting, loop: asyncio.Runner, stack: AsyncExitStack, urls:
         }
         for name in turns
     }
-    return {"figures": figures, "ratios": {} if "vllm" not in urls else _ratios(taken, used, k)}
 
 
-def _ratios(taken: dict[str, list[float]], used: dict[str, list[float]], k: int) -> Figures:
-    """Speed of engine "vllm" over another's, the median over rounds, by wall and by processor time."""
-    pairs = [("vllm sampled", "plain forward"), ("vllm sampled", "stock sampled")]
-    pairs += [(f"vllm topk {k}", "plain forward"), (f"vllm topk {k}", f"stock topk {k}")]
-    return {
-        f"{ours} / {other}": {
-            clock: median(b / max(a, 1e-9) for a, b in zip(of[ours], of[other], strict=True))
-            for clock, of in (("wall", taken), ("cpu", used))
-        }
-        for ours, other in pairs
-    }
-
-
-async def _attacked(setting: Setting, url: str) -> Figures:
-    async with TeacherClient("transformers", [url]) as client:
-        info = await client.info()
-    found = {}
-    item = _items(setting, info.vocab_size)[0]
-    prompt = wire.TeacherPrompt("0", wire.pack(item.token_ids_L[:PROMPT_TOKENS]), 0)
-    good = {
-        "malformed": wire.ScoreRequest(
-            sequences=_sequences([item, item], 2, info.vocab_size), want=wire.Want(topk=2)
-        ),
-        "malformed_to_write": wire.TeacherGenerateRequest(prompts=[prompt], max_tokens=4),
-    }
-    for name, request in good.items():
-        report = await fuzz.fuzz(url, setting.malformed, request)
-        found[name] = asdict(report) | {"clean": report.clean}
-    if setting.flood_factor:
-        length = min(info.max_length, PROMPT_TOKENS + setting.completion)
-        (process,) = role_processes(os.getpid())["transformers"]
-        report = await fuzz.flood(url, process.pid, QUEUE_TOKENS, length, setting.flood_factor)
-        found["flood"] = asdict(report)
-    return found
+def table(report: Figures) -> str:
+    """Speeds, and the ratios that have a goal, as Markdown."""
+    speeds = report["figures"]
+    rows = [[name, *(f"{value:,.0f}" for value in row.values())] for name, row in speeds.items()]
+    ratios = []
+    for (name, other), goal in GOALS.items():
+        pairs = ("positions_per_second", "positions_per_cpu_second")
+        ratio = [f"{speeds[name][clock] / speeds[other][clock]:.2f}" for clock in pairs]
+        ratios.append([f"{name} / {other}", *ratio, str(goal)])
+    return "\n".join(
+        [
+            f"{report['model']} in {report['dtype']}, all on one core",
+            "",
+            *markdown(["", "positions/s", "positions per CPU second", "bytes per position"], rows),
+            "",
+            *markdown(["speed of", "by wall time", "by processor time", "goal"], ratios),
+        ]
+    )
 
 
 # --- contenders -------------------------------------------------------------------------------------------
 
 
-def _items(setting: Setting, vocab_size: int) -> list[Item]:
-    rng = np.random.default_rng(0)
-    lengths = PROMPT_TOKENS + rng.integers(setting.completion // 2, setting.completion + 1, setting.rollouts)
-    return [Item(rng.integers(0, vocab_size, length).astype(np.int32), PROMPT_TOKENS) for length in lengths]
+def contenders(
+    model: str,
+    dtype: str,
+    rollouts: int,
+    loop: asyncio.Runner,
+    stack: AsyncExitStack,
+    children: list[ChildSpec],
+) -> tuple[dict[str, Turn], int]:
+    """What takes turns, and how many positions each scores."""
+    urls, turns, rng = (
+        {child.name: str(child.url) for child in children},
+        dict[str, Turn](),
+        np.random.default_rng(0),
+    )
+    items: list[Item] = []
+    for engine in ("transformers", "vllm"):
+        client = TeacherClient(engine, [urls[engine]], request_tokens=QUEUE_TOKENS // 2)
+        loop.run(stack.enter_async_context(client))
+        vocab = loop.run(client.info()).vocab_size
+        k = min(TOPK, vocab)
+        if not items:
+            lengths = PROMPT_TOKENS + rng.integers(COMPLETION_TOKENS // 2, COMPLETION_TOKENS + 1, rollouts)
+            items = [
+                Item(rng.integers(0, vocab, length).astype(np.int32), PROMPT_TOKENS) for length in lengths
+            ]
+        turns |= {
+            f"{engine} sampled": service(loop, client, items, wire.Want()),
+            f"{engine} topk": service(loop, client, items, wire.Want(topk=k)),
+            f"{engine} gather": service(loop, client, items, wire.Want(), rng.integers(0, vocab, k)),
+            f"{engine} entropy": service(loop, client, items, wire.Want(entropy=True)),
+            f"{engine} hidden": service(loop, client, items, wire.Want(hidden=True)),
+        }
+    turns["plain forward"] = plain(model, dtype, items, vocab)
+    turns |= {"stock sampled": stock(urls["stock"], items, 0), "stock topk": stock(urls["stock"], items, k)}
+    return turns, sum(item.positions for item in items)
 
 
-def _sequences(items: list[Item], k: int, vocab_size: int) -> list[wire.ScoreSequence]:
-    """With k random ids to gather at each position; 0: none."""
-    rng = np.random.default_rng(1)
-    ids = [rng.integers(0, vocab_size, (item.positions, k)).astype(np.int32) for item in items]
-    return [
-        wire.ScoreSequence(str(i), wire.pack(item.token_ids_L), item.first, wire.pack(ids[i]) if k else None)
+def service(
+    loop: asyncio.Runner,
+    client: TeacherClient,
+    items: list[Item],
+    want: wire.Want,
+    ids: np.ndarray | None = None,
+) -> Turn:
+    """Our own; `ids` [K] to gather at each position."""
+    gather = [None if ids is None else wire.pack(np.tile(ids, (item.positions, 1)), "i4") for item in items]
+    sequences = [
+        wire.ScoreSequence(str(i), wire.pack(item.token_ids_L), item.first, gather[i])
         for i, item in enumerate(items)
     ]
 
+    def score() -> int:
+        before = client.counters.received_bytes
+        loop.run(client.score(sequences, want))
+        return client.counters.received_bytes - before
 
-def _service(
-    engine: str, loop: asyncio.Runner, client: TeacherClient, items: list[Item], k: int, vocab_size: int
-) -> dict[str, Turn]:
-    def turn(want: wire.Want, gather: int = 0) -> Turn:
-        sequences = _sequences(items, gather, vocab_size)
-
-        def score() -> int:
-            before = client.counters.received_bytes
-            loop.run(client.score(sequences, want))
-            return client.counters.received_bytes - before
-
-        return score
-
-    return {
-        f"{engine} sampled": turn(wire.Want()),
-        f"{engine} topk {k}": turn(wire.Want(topk=k)),
-        f"{engine} gather {k}": turn(wire.Want(), k),
-        f"{engine} entropy": turn(wire.Want(entropy=True)),
-        f"{engine} hidden": turn(wire.Want(hidden=True)),
-    }
+    return score
 
 
-def _plain(setting: Setting, items: list[Item], vocab_size: int) -> Turn:
+def plain(path: str, dtype: str, items: list[Item], vocab: int) -> Turn:
     """The whole model in batches with little padding, full logits, log-softmax, the sampled token's value."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from teacher_service.engines.transformers import PASS_TOKENS, padded_ids, rectangles
-
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=setting.dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     groups = rectangles([len(item.token_ids_L) for item in items], QUEUE_TOKENS, PASS_TOKENS["cpu"])
     batches = [torch.from_numpy(padded_ids([items[i] for i in rows])) for rows in groups]
 
-    def turn() -> int:
+    def score() -> int:
         with torch.inference_mode():
             for ids in batches:
-                logits = model(input_ids=ids, use_cache=False).logits[:, :-1, :vocab_size]
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1, :vocab]
                 logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).numpy()
         return 0
 
-    return turn
+    return score
 
 
-def _stock(url: str, items: list[Item], k: int) -> dict[str, Turn]:
+def stock(url: str, items: list[Item], k: int) -> Turn:
     """vLLM's own route: one request with every prompt, its JSON turned into arrays of what was asked for."""
     http = httpx.Client(base_url=url, timeout=600, trust_env=False)
+    body = {
+        "model": http.get("/v1/models").json()["data"][0]["id"],
+        "prompt": [item.token_ids_L.tolist() for item in items],
+        "max_tokens": 1,
+        "prompt_logprobs": k,
+    }
 
-    def turn(k: int) -> Turn:
-        body = {
-            "model": http.get("/v1/models").json()["data"][0]["id"],
-            "prompt": [item.token_ids_L.tolist() for item in items],
-            "max_tokens": 1,
-            "prompt_logprobs": k,
-        }
+    def score() -> int:
+        answer = http.post("/v1/completions", json=body).raise_for_status()
+        choices = sorted(answer.json()["choices"], key=lambda choice: int(choice["index"]))
+        logprobs, top = list[float](), list[Any]()
+        for item, choice in zip(items, choices, strict=True):
+            entries = choice["prompt_logprobs"][item.first :]
+            for token, entry in zip(item.token_ids_L[item.first :].tolist(), entries, strict=True):
+                logprobs.append(entry[str(token)]["logprob"])
+                rows = sorted((e["rank"], int(i), e["logprob"]) for i, e in entry.items() if e["rank"] <= k)
+                top.append([row[1:] for row in rows[:k]])
+        np.array(logprobs, np.float32), np.array(top, np.float32)
+        return len(answer.content)
 
-        def score() -> int:
-            answer = http.post("/v1/completions", json=body).raise_for_status()
-            choices = sorted(answer.json()["choices"], key=lambda choice: int(choice["index"]))
-            _read_tables(items, [choice["prompt_logprobs"] for choice in choices], k)
-            return len(answer.content)
-
-        return score
-
-    return {"stock sampled": turn(0), f"stock topk {k}": turn(k)}
-
-
-def _read_tables(items: list[Item], tables: list[Any], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities [C] and the k most likely ids and theirs [C, K, 2], from a dict for each position."""
-    logprobs, top = [], []
-    for item, table in zip(items, tables, strict=True):
-        for token, entry in zip(item.token_ids_L[item.first :].tolist(), table[item.first :], strict=True):
-            logprobs.append(entry[str(token)]["logprob"])
-            rows = sorted((e["rank"], int(i), e["logprob"]) for i, e in entry.items() if e["rank"] <= k)
-            top.append([row[1:] for row in rows[:k]])
-    return np.array(logprobs, np.float32), np.array(top, np.float32)
+    return score
 
 
 # --- servers ----------------------------------------------------------------------------------------------
 
 
-def _teacher(engine: str, setting: Setting, folder: Path, ports: Ports) -> ChildSpec:
+def teacher(engine: str, model: str, dtype: str, folder: Path, ports: Ports) -> ChildSpec:
+    """Our service, on either engine."""
     config = folder / f"{engine}.json"
-    fields = {"path": setting.model, "threads": 1, "dtype": setting.dtype, "queue_tokens": QUEUE_TOKENS}
-    fields |= {"engine": engine, "engine_args": ENGINE_ARGS if engine == "vllm" else {}}
-    config.write_text(json.dumps(fields))
-    return _server(engine, ports, "teacher_service", "--config", str(config), "--name", engine)
+    fields = {"path": model, "threads": 1, "dtype": dtype, "queue_tokens": QUEUE_TOKENS, "engine": engine}
+    config.write_text(
+        json.dumps(fields | {"engine_args": {"kv_cache_memory_bytes": KV_BYTES} if engine == "vllm" else {}})
+    )
+    return server(engine, ports, "teacher_service", "--config", str(config), "--name", engine)
 
 
-def _stock_server(setting: Setting, ports: Ports) -> ChildSpec:
-    length = PROMPT_TOKENS + setting.completion + 1
-    flags = ["--enforce-eager", f"--kv-cache-memory-bytes={ENGINE_ARGS['kv_cache_memory_bytes']}"]
-    flags += [f"--dtype={setting.dtype}", f"--model={setting.model}"]
-    flags += ["--max-logprobs=64", f"--max-model-len={length}"]
-    return _server("stock", ports, STOCK_SERVER, *flags)
+def stock_server(model: str, dtype: str, ports: Ports) -> ChildSpec:
+    """vLLM's API server, unchanged, on a port that is held for it."""
+    flags = ["--enforce-eager", f"--kv-cache-memory-bytes={KV_BYTES}", f"--dtype={dtype}", f"--model={model}"]
+    flags += [f"--max-logprobs={TOPK}", f"--max-model-len={PROMPT_TOKENS + COMPLETION_TOKENS + 1}"]
+    return server("stock", ports, "sync.vllm.plugin", *flags)
 
 
-def _server(name: str, ports: Ports, *words: str) -> ChildSpec:
+def server(name: str, ports: Ports, *words: str) -> ChildSpec:
+    """A module with a port of its own."""
     port = ports.take("127.0.0.1", 0, f"{name}.port")
-    command = [sys.executable, "-P", "-m", *words, "--host", "127.0.0.1", "--port", str(port)]
-    env = {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    return ChildSpec(name, command, env, url=f"http://127.0.0.1:{port}")
+    line = [sys.executable, "-P", "-m", *words, "--host", "127.0.0.1", "--port", str(port)]
+    return ChildSpec(name, line, VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, url=f"http://127.0.0.1:{port}")
 
 
 if __name__ == "__main__":
-    command("teacher", run, lambda figures: json.dumps(figures, indent=2))
+    command(run, table)
