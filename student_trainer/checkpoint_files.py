@@ -124,7 +124,7 @@ def choose(folder: Path, altered: Mapping[str, str] | None = None, digested: int
 
 
 def damage(path: Path, digested: int) -> str | None:
-    """What is wrong with a checkpoint; None: nothing that is looked at. `digested`: see `choose`."""
+    """What is wrong with a checkpoint; None where nothing that is looked at is. `digested`: see `choose`."""
     header, problem = index(path)
     if header is None or sum(file.size for file in header.files.values()) > digested:
         return problem

@@ -20,7 +20,7 @@ class LoRAConfig(Settings):
     """Train adapters only, and send adapters only."""
 
     rank: int = Field(32, ge=1)
-    """Of the adapters' matrices."""
+    """Rank of the adapters' matrices."""
     alpha: float = Field(64.0, gt=0)
     """The adapters' product is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
@@ -139,14 +139,14 @@ class TrainerConfig(Settings):
     """How new versions are published."""
     keep_every: int | None = Field(None, ge=0)
     """With broadcasts: steps between two versions that go to the store too, for evaluations, beside the first
-    and the last; 0: those alone. None: none do."""
+    and the last; 0: those alone. None: nothing goes to the store."""
     steps: int = Field(ge=1)
     """Optimizer steps of the whole run."""
     temperature: float = Field(1.0, gt=0)
-    """Of the rollouts: the trainer's log-probabilities use the same."""
+    """Temperature of the rollouts; the trainer's log-probabilities use the same."""
     stop_token_ids: list[int] = []
     """Ids that end a rollout beside those of the student's tokenizer and generation config."""
     seed: int = 0
-    """Of new adapters."""
+    """Seed of new adapters."""
     heartbeat_seconds: float = Field(0.0, ge=0)
-    """Between two heartbeats of a rank; 0: none are sent."""
+    """Time between two heartbeats of a rank; 0: none are sent."""

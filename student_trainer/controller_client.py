@@ -40,7 +40,7 @@ class ControllerClient:
         self.stopping = stopping or threading.Event()
         self._peer, self._rank, self._world_size = peer, rank, world_size
         self.scores: TeacherScores | None = None
-        """Fetches what the rows of a batch refer to; None: they carry everything."""
+        """Fetches what the rows of a batch refer to; None where they carry everything."""
         self._fetching = ThreadPoolExecutor(1, "batches")
         self._fetched: tuple[wire.Version, Future[Any]] | None = None
         self._thread = ThreadPoolExecutor(1, "events")
@@ -140,7 +140,7 @@ class ControllerClient:
             raise Unreachable(f"{published.version} had no receivers for an hour: {error}") from error
 
     def lost(self, group: str) -> str | None:
-        """Why a replica will not receive a broadcast to its end; None: none is known to be lost."""
+        """Why a replica will not receive a broadcast to its end; None while none is known to be lost."""
         path = f"/v1/broadcasts/{group}"
         try:
             members = self._peer.call(path, None, wire.BroadcastMembers, _MEMBERS_SECONDS)

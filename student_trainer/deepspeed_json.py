@@ -182,7 +182,7 @@ class _Recorded(dict[str, Any]):
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[str]:
-        """Also keeps `**table` from going past `__getitem__`."""
+        """The same as before; being defined here keeps `**table` from going past `__getitem__`."""
         return super().__iter__()
 
     def keys(self) -> Any:

@@ -189,7 +189,7 @@ class Student(nn.Module):
         return routers(self.model)
 
     def routed(self, routes_SMK: Tensor | None) -> AbstractContextManager[None]:
-        """Meanwhile the routers take these experts, in forward and backward passes; None: they choose."""
+        """Have the routers take these experts, in forward and backward passes; with None they choose."""
         if routes_SMK is None:
             return nullcontext()
         return replayed(self._routers, routes_SMK.to(self.head.weight.device))

@@ -58,7 +58,7 @@ class Loss:
     discount: Discount | None = None
     """How later tokens are credited; None: credit is immediate."""
     heads: tuple[HeadWeights, ...] = ()
-    """Of the teachers, for objectives over the whole vocabulary; else empty."""
+    """The teachers' heads, for objectives over the whole vocabulary; else empty."""
     ends: tuple[int, ...] = ()
     """Ids that end a completion, whose probability is recorded; empty: it is not."""
     teachers: tuple[str, ...] = ()

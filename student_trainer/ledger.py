@@ -38,7 +38,7 @@ class _First(msgspec.Struct, forbid_unknown_fields=True):
     lineage: int
     parent: Version | None
     step: int
-    """Of the weights that the lineage began with."""
+    """Step of the weights that the lineage began with."""
     rank: int
 
 

@@ -44,7 +44,7 @@ from sync.wire.client import BlockingPeer
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 20.0
-"""Between two exchanges of the ranks about a version that is still on its way."""
+"""Time between two exchanges of the ranks about a version that is still on its way."""
 _UNSETTLED = 2.0
 _PAUSE_SECONDS = 1.0
 _POLL_SECONDS = 120.0
@@ -184,7 +184,7 @@ def teacher_heads(
 
 
 def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:
-    """The next batch, once every rank has its share of it; None: all stop. Collective.
+    """The next batch, once every rank has its share of it, or None where all stop. Collective.
 
     A rank that has its share keeps it while the others wait, or all publish what they hold once more: when a
     replica lacks it, or when its publication failed, for then the batch may be waiting for it.

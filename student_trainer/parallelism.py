@@ -31,7 +31,7 @@ class Family(NamedTuple):
 
 
 ATTENTIONS: Final = ("sdpa", "eager")
-"""Of trainer.attention, those that are computed for some of the heads at a time."""
+"""Values of trainer.attention that are computed for some of the heads at a time."""
 MOVING: Final = frozenset({"dynamic", "longrope"})
 """Kinds of rotary embeddings whose frequencies follow the longest position that a rank has."""
 FAMILIES: Final = {

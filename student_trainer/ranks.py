@@ -81,9 +81,6 @@ def all_done(ranks: Ranks, what: str, work: Callable[[], None]) -> None:
     until_disk_space(work, what, "training", lambda full: bool(ranks.highest(full)))
 
 
-# --- where they meet ----------------------------------------------------------------------------------------
-
-
 def meeting_point() -> dict[str, Any]:
     """Arguments of init_distributed; none where a launcher other than deepspeed's has a store of its own."""
     if "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -52,7 +52,7 @@ class Router:
     """What chooses the experts of one layer."""
 
     name: str
-    """Of the module, for messages."""
+    """Name of the module, for messages."""
     module: nn.Module
     experts: int
     """E"""
@@ -140,12 +140,9 @@ def check_routes(routed: Sequence[Router], routes_SMK: Tensor) -> None:
         )
 
 
-# --- the replay ---------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def replayed(routed: Sequence[Router], routes_SMK: Tensor) -> Iterator[None]:
-    """Within it, the routers of a model take the experts of `routes_SMK` in every forward pass over S tokens.
+    """Have the routers of a model take the experts of `routes_SMK` in every forward pass over S tokens.
 
     It must hold until the backward pass has ended: activation checkpointing runs the routers again. A
     backward pass after it raises DataError, as does a route that `check_routes` refuses, a forward pass over

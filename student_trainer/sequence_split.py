@@ -51,7 +51,7 @@ class SequenceGroup:
 
 
 def join(settings: TrainerSettings, ranks: Ranks) -> SequenceGroup | None:
-    """Neighbouring ranks form a group; None: every rank trains on whole rows. Collective."""
+    """Join neighbouring ranks to a group; None where every rank trains on whole rows. Collective."""
     if (size := settings.sequence_parallel) == 1:
         return None
     timeout = timedelta(seconds=settings.init_timeout_seconds)
@@ -66,7 +66,7 @@ class SplitRows:
 
     group: SequenceGroup
     columns: slice
-    """Of the L, padded to a multiple of n."""
+    """Columns of the L, padded to a multiple of n, that are this rank's"""
     position_RL: Tensor
     """int64: place of every column in its row"""
     index_C: Tensor
@@ -74,7 +74,7 @@ class SplitRows:
     count: int
     """C"""
     packed: PackedRows | None = None
-    """The whole rows that lie end to end, padding as one more; None: they are padded"""
+    """The whole rows that lie end to end, padding as one more; None where they are padded"""
     modules: set[int] = field(default_factory=set)
     """`id` of every module whose attention saw the other ranks' positions; filled by `split_attention`"""
 
@@ -122,9 +122,6 @@ def split(
     layout = SplitRows(group, columns, position_RL[:, columns], index_C, len(positions_C), packed)
     place_C = positions_C // length * width + column_C - columns.start
     return layout.part(tokens_RL), place_C[index_C], layout
-
-
-# --- the function that layers call --------------------------------------------------------------------------
 
 
 def split_rows(model: Any, attention: str) -> None:

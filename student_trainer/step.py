@@ -118,7 +118,7 @@ class MicroBatch:
     counts: dict[str, float]
     """the sums named in `token_statistics.COUNTS`, and `age_max`"""
     layout: PackedRows | SplitRows | None = None
-    """rows that lie end to end, or over several ranks; None: they are padded, and whole"""
+    """rows that lie end to end, or over several ranks; None where they are padded, and whole"""
     routes_SMK: Tensor | None = None
     """experts of the S = R · L places in each of M layers, see `routing.placed`; None: the routers choose"""
 
@@ -250,7 +250,7 @@ def _floats(rows: Rows, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Of one step, all ranks together."""
+    """What the rewards of one step sum up to, all ranks together."""
 
     mean: float | None
     """b: over the student's rollouts with a reward; None: there are none"""
@@ -323,7 +323,7 @@ class Stopwatch:
         self._times: list[tuple[str | None, Any]] = []
 
     def begin(self, part: str | None) -> None:
-        """End what was timed, and begin `part`; None: nothing begins."""
+        """End what was timed, and begin `part`; with None nothing begins."""
         self._times.append((part, self._now()))
 
     def _now(self) -> Any:

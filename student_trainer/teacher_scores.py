@@ -64,9 +64,9 @@ class RowScores(NamedTuple):
     """The scores of one row, cut to the tokens that are trained on."""
 
     parts: list[Scored]
-    """Of consecutive positions."""
+    """Scores of consecutive positions."""
     kept: Kept | None
-    """Where they were fetched; None: they were computed again."""
+    """Where they were fetched; None where they were computed again."""
 
 
 class TeacherScores:

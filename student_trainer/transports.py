@@ -65,7 +65,7 @@ Transport = Callable[[Version, bool], Work]
 MAX_FAILURES: Final = 3
 """Publications in a row that may fail before the run does."""
 REPEAT_SECONDS: Final = 60.0
-"""From a failure until the same version is published again: an outage of a minute or two ends no run."""
+"""Time from a failure until the same version is published again: an outage of a minute or two ends no run."""
 _TRIES: Final = 4  # of one broadcast, each time without the replicas that were lost before
 _PAUSE_SECONDS: Final = 0.5  # before another try: by then the controller has noticed replicas that died
 _COLLECT_SECONDS: Final = 600.0  # between two garbage collections of the store
@@ -87,7 +87,8 @@ class Publishing:
         self.arrived: Version | None = None
         """The newest version that can be read, or was received; meaningful on rank 0, after `settle`."""
         self.anchor_due = True
-        """Between `settle` and `publish`: this version should be a whole one; a failed one left no base."""
+        """Whether the next version should be a whole one, as after a failed one, which left no base; known
+        between `settle` and `publish`."""
         self._transport, self._failures, self._repeat_at = transport, 0, 0.0
         self._thread = ThreadPoolExecutor(1, "publish")
         self._running: Future[None] | None = None
@@ -255,9 +256,9 @@ class BroadcastTransport:
         client: ControllerClient,
         keeping: Keeping | None = None,
     ) -> None:
-        """`sender` on rank 0, None elsewhere. Once the client is stopping, nothing is retried. Collective.
+        """`sender` is None but on rank 0, `keeping` where nothing goes to a store. Collective.
 
-        `keeping` None: nothing goes to a store.
+        Once the client is stopping, nothing is retried.
         """
         self._sender, self._learner, self._client = sender, learner, client
         self._keeping = keeping

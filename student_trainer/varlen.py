@@ -163,8 +163,8 @@ def replace_attention(
 def window_of(
     *, config: Any, local_size: int | None = None, use_vmap: bool = False, **others: Any
 ) -> int | None:
-    """In the place of a mask: the window of a causal one, so the tokens that a token sees, itself included;
-    None where it has none. Called by the model.
+    """The window of a causal mask, in its place: how many tokens a token sees, itself included; None where it
+    has none. Called by the model.
 
     What lies in other rows is no part of it: `row_attention` never sees two rows at once.
     """

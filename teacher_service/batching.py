@@ -44,7 +44,7 @@ SLICE_SECONDS: Final = 0.1
 """Time slice of generation before queued scores may run; at least one step."""
 
 Outcome = EngineScores | EngineCompletion | str | Unreachable
-"""Of one item or prompt; str: why it has none, Unreachable: the server that computes is gone."""
+"""What one item or prompt gets; str: why it has none, Unreachable: the server that computes is gone."""
 A = TypeVar("A")
 
 

@@ -100,8 +100,6 @@ class TeacherClient(Processes):
         self._request_tokens = request_tokens
         self._answered: dict[str, str] = {}
 
-    # --- requests -----------------------------------------------------------------------------------------
-
     async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
         """TeacherInfo of all replicas; `max_length`, which may follow from free memory, is the least.
 
@@ -196,8 +194,6 @@ class TeacherClient(Processes):
         for replica in self._replicas:
             replica.excluded |= replica.peer.url == server
         return not all(replica.excluded for replica in self._replicas)
-
-    # --- exchanges ----------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> memoryview:
         return (await self._exchange(path, None, 0, time.monotonic() + TIMEOUT_SECONDS))[0]
@@ -304,7 +300,7 @@ def _refused(_: object, error: Exception) -> NoReturn:
 
 
 def _tokens(item: ScoreSequence | TeacherPrompt, extra: int) -> int:
-    """As many as its bytes hold, sound or not, and `extra`."""
+    """Count the tokens that its bytes hold, sound or not, and `extra`."""
     return len(item.token_ids.data) // 4 + extra
 
 

@@ -26,9 +26,9 @@ from sync.wire import DIGEST_BYTES, Kept
 
 log = logging.getLogger(__name__)
 PART_BYTES: Final = 1 << 22
-"""Of a file that are read at a time."""
+"""Bytes of a file that are read at a time."""
 FREE_BYTES: Final = 2 << 30
-"""Of the disk that kept scores leave to the others."""
+"""Bytes of the disk that kept scores leave to the others."""
 _SUFFIX: Final = ".scores"
 NAMESPACE: Final = "distill_teacher"
 """Prefix of a teacher's Prometheus metrics."""
@@ -92,7 +92,7 @@ class KeptScores:
         return Kept("", key, _size(parts), digest.digest(DIGEST_BYTES))
 
     def open(self, key: str) -> Body | None:
-        """The body of `key`; None: it is not kept, or no longer."""
+        """The body of `key`; None where it is not kept, or no longer."""
         with self._lock:
             where, body = "gone", None
             if (parts := self._memory.get(key)) is not None:

@@ -34,11 +34,11 @@ class Limits(NamedTuple):
     queue_tokens: int
     """Tokens queued or not yet answered."""
     reply_bytes: int
-    """Of one answer to several sequences."""
+    """Size of one answer to several sequences."""
     body_bytes: int
-    """Of one request."""
+    """Size of one request."""
     bodies_bytes: int
-    """Of all requests that are being read or answered."""
+    """Size of all requests that are being read or answered."""
 
     @property
     def line(self) -> str:

@@ -62,7 +62,7 @@ class Call(NamedTuple):
     """(id, item or prompt, the engine's outcome) → the result."""
     reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply]
     reply_bytes: int = 0
-    """Of all scores that were asked for, about."""
+    """Size of all scores that were asked for, about."""
     keep: bool = False
     """`Want.keep`"""
 

@@ -53,7 +53,7 @@ class Mixing(Settings):
     "temperature"."""
     max_supervised_tokens: int | None = Field(None, ge=1)
     """Completion tokens of a rollout that are trained on, from its beginning; those of environments do not
-    count. None: all."""
+    count. None: all are."""
 
 
 class ForwardTerm(Mixing):
@@ -79,7 +79,8 @@ class PolicyGradientTerms(Mixing):
     rho_cap: Cap = 5.0
     """Cap c of the importance weight min(ρ, c), ρ = p(y)/μ(y); inf: uncapped."""
     drop_rho_outside: tuple[float, float] | None = None
-    """Tokens whose ρ is outside [low, high] give no gradient (they stay in the denominator); None: none."""
+    """Tokens whose ρ is outside [low, high] give no gradient (they stay in the denominator). None: all give
+    theirs."""
     discount: float = Field(0.0, ge=0, lt=1)
     """γ: how much of the later tokens' d = log p − log q is credited to a token, each times the min(ρ, c) of
     all tokens up to its own; 0: immediate credit."""

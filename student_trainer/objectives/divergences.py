@@ -349,7 +349,7 @@ def _weighted(divergence: Callable[..., Terms]) -> Callable[[Any], Objective]:
 
 
 def _reverse(divergence: Callable[[Any], Objective]) -> Callable[[Any], Objective]:
-    """With the forward term that its configuration asks for."""
+    """Add the forward term that a configuration asks for."""
 
     def of(c: Any) -> Objective:
         reverse = divergence(c)

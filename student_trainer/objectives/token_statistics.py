@@ -89,7 +89,7 @@ def token_sums(logp_NV: Tensor, targets: Targets, ends: Sequence[int] = ()) -> d
 
 
 def _ends(logp_NV: Tensor, targets: Targets, ends_E: Tensor) -> dict[str, Tensor]:
-    """Of the ids that end a completion: the student's mass, and the teacher's where its scores say."""
+    """Mass of the student on the ids that end a completion, and the teacher's where its scores say."""
     count = torch.ones_like(targets.token_N).sum()
     sums = {"student_end": logp_NV[:, ends_E].exp().sum(), "end_tokens": count}
     if targets.teacher_logp_NV is not None:
@@ -107,7 +107,7 @@ def _entropy(logp_NV: Tensor) -> Tensor:
 
 
 def _support(logp_NV: Tensor, targets: Targets, ids_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
-    """Of S. The score gap is that of tokens inside S."""
+    """Sums that compare student and teacher on S. The score gap is that of tokens inside S."""
     member_NK, hit_NK = ids_NK >= 0, ids_NK == targets.token_N.unsqueeze(1)
     ids_NK = ids_NK.clamp(min=0)
     gap_NK = (logq_NK - targets.teacher_logp_N.unsqueeze(1)).abs()

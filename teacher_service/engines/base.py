@@ -36,7 +36,7 @@ class ScoreOptions(NamedTuple):
     entropy: bool = False
     hidden: bool = False
     temperature: float = 1.0
-    """Of everything but hidden states."""
+    """Temperature of everything but hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class EngineCompletion:
     logprob_T: np.ndarray
     """float32, at the temperature of sampling"""
     ended: bool
-    """By a stop id, which is the last token; False: at `GenerationParams.max_tokens`."""
+    """Whether a stop id ended it, the last token; else `GenerationParams.max_tokens` did."""
 
 
 Steps = Iterator[list[EngineCompletion] | None]

@@ -107,9 +107,9 @@ class CheckpointHead(NamedTuple):
 
     head: OutputHead
     dtype: torch.dtype
-    """Of the model."""
+    """Precision of the model."""
     rows: int
-    """Of the model; `head` has those below the tokenizer's size."""
+    """Rows of the model; `head` has those below the tokenizer's size."""
 
 
 def load_head(config: TeacherConfig, vocab_size: int, device: torch.device) -> CheckpointHead:
@@ -297,5 +297,5 @@ def largest(values_cV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _places(values_cV: torch.Tensor, k: int) -> torch.Tensor:
-    """Of the k largest values of each row [c, k], in no order; numpy selects in half of torch's time."""
+    """Places of the k largest values of each row [c, k], in no order; numpy takes half of torch's time."""
     return torch.from_numpy(np.argpartition(values_cV.numpy(), -k, axis=1)[:, -k:])

@@ -218,7 +218,7 @@ class IdleUnloadEngine(_ReloadingEngine):
                 self._unload(reason)
 
     def _reason(self) -> str | None:
-        """Why it is to be unloaded now; None: it is not."""
+        """Why it is to be unloaded now; None where it is not."""
         if self._engine is None or self._generating:
             return None
         if time.monotonic() - self._used >= self._idle_seconds:
@@ -260,7 +260,7 @@ class GpuSlot:
 
     @classmethod
     def from_environment(cls) -> GpuSlot:
-        """Of the slots in SLOTS_VARIABLE. Raises ConfigError when it is malformed."""
+        """The slot of this process among those in SLOTS_VARIABLE. Raises ConfigError when it is malformed."""
         text = os.environ.get(SLOTS_VARIABLE)
         try:
             return cls(GpuSlotsConfig.model_validate_json(text) if text else None)

@@ -53,7 +53,7 @@ PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size")
 KEY_VARIABLE: Final = "TEACHER_API_KEY"
 """Environment variable with the bearer token of the servers."""
 TIMEOUT_SECONDS: Final = 600.0
-"""Of one request; of a completion a second more for each of its `max_tokens`."""
+"""Limit of one request; that of a completion is a second more for each of its `max_tokens`."""
 START_SECONDS: Final = 60.0
 """How long a server that is still starting is waited for."""
 POOLING_FLAGS: Final = """--runner pooling --convert embed --pooler-config '{"task": "token_embed"}'"""

@@ -5,6 +5,7 @@ Letters in shapes: see `teacher_service.engines.base`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -99,6 +100,28 @@ class TableEngine:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class GatedEngine(TableEngine):
+    """A table teacher that notes its batches, and computes while `gate` is set, as it is at first."""
+
+    def __init__(self, table: np.ndarray, max_length: int = 4096) -> None:
+        super().__init__(table, max_length=max_length)
+        self.batches: list[tuple[ScoreOptions, list[int]]] = []
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.gate.set()
+
+    @property
+    def sequences(self) -> int:
+        """How many were scored, or wait at the gate."""
+        return sum(len(lengths) for _, lengths in self.batches)
+
+    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
+        """See `Engine.score`."""
+        self.batches.append((options, [len(item.token_ids_L) for item in items]))
+        self.begun.set()
+        self.gate.wait(600)
+        return super().score(items, options)
 
 
 def random_table(vocab: int, seed: int = 0) -> np.ndarray:

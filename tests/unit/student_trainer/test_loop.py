@@ -21,23 +21,10 @@ from student_trainer.ledger import Ledger, read
 from student_trainer.loop import Outcome, Trainer, checkpoint, checkpoint_due, finish, train
 from student_trainer.ranks import Ranks
 from student_trainer.transports import Publishing, SnapshotTransport
+from sync import wire
 from sync.base.errors import DataError, RemoteError, StoreError, Unreachable
 from sync.weights.snapshots.admin import Collected, Odd
-from sync.wire import (
-    CheckpointSaved,
-    FinalDigests,
-    Heartbeat,
-    Message,
-    Ok,
-    Published,
-    Rows,
-    StepReport,
-    Stop,
-    TrainBatch,
-    Version,
-    Wait,
-    pack,
-)
+from sync.wire import Published, Rows, StepReport, Stop, TrainBatch, Version, Wait, pack
 
 
 def batch(step: int) -> TrainBatch:
@@ -172,7 +159,7 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     story.learner.on_step = stepping
     assert train(story.trainer) is Outcome.INTERRUPTED
     assert story.lines == ["step 0", "publish 1", "step 1", "publish 2", "save 2"]
-    assert isinstance(story.client.reported[-1], CheckpointSaved)
+    assert isinstance(story.client.reported[-1], wire.CheckpointSaved)
 
 
 def test_a_trainer_that_was_rolled_back_saves_no_checkpoint(tmp_path: Path) -> None:
@@ -227,16 +214,14 @@ def test_the_end_of_another_rank_is_told_from_a_socket_that_was_reset(
 class FakePeer:
     """Answers in order, as soon as `may_answer` is set; keeps what it was asked."""
 
-    def __init__(self, answers: list[Message | Exception], at_once: bool = True) -> None:
-        self.asked: list[tuple[str, Message | None]] = []
+    def __init__(self, answers: list[wire.Message | Exception], at_once: bool = True) -> None:
+        self.asked: list[tuple[str, wire.Message | None]] = []
         self.may_answer = threading.Event()
         self._answers = answers
         if at_once:
             self.may_answer.set()
 
-    def call(
-        self, path: str, body: Message | None, kind: Any, timeout: float | None = None, max_bytes: int = 0
-    ) -> Any:
+    def call(self, path: str, body: Any, kind: Any, timeout: float | None = None, max_bytes: int = 0) -> Any:
         assert self.may_answer.wait(600)
         self.asked.append((path, body))
         answer = self._answers.pop(0)
@@ -286,7 +271,7 @@ def test_a_controller_that_is_gone_ends_the_trainer() -> None:
 
 def test_events_arrive_in_order_and_a_lost_one_is_raised() -> None:
     events = [StepReport(version=Version(0, step), metrics={}, seconds={}) for step in range(3)]
-    peer = FakePeer([Ok(), Ok(), Unreachable("gone")])
+    peer = FakePeer([wire.Ok(), wire.Ok(), Unreachable("gone")])
     controller = ControllerClient(peer)  # type: ignore[arg-type]
     for event in events:
         controller.report(event)
@@ -297,12 +282,12 @@ def test_events_arrive_in_order_and_a_lost_one_is_raised() -> None:
 
 def test_a_start_is_confirmed_behind_its_events_and_by_a_silent_controller_too() -> None:
     event = StepReport(version=Version(0, 3), metrics={}, seconds={})
-    answers = [Ok(), Ok(), Unreachable("gone"), RemoteError("rolled back")]
+    answers = [wire.Ok(), wire.Ok(), Unreachable("gone"), RemoteError("rolled back")]
     peer = FakePeer(answers)
     controller = ControllerClient(peer)  # type: ignore[arg-type]
     controller.report(event)
     controller.confirm(Version(0, 4))
-    assert [body for _, body in peer.asked] == [event, Heartbeat(version=Version(0, 4), rank=0)]
+    assert [body for _, body in peer.asked] == [event, wire.Heartbeat(version=Version(0, 4), rank=0)]
     controller.confirm(Version(0, 4))
     with pytest.raises(RemoteError, match="rolled back"):
         controller.confirm(Version(0, 4))
@@ -310,7 +295,7 @@ def test_a_start_is_confirmed_behind_its_events_and_by_a_silent_controller_too()
 
 
 def test_a_stopped_trainer_does_not_wait_for_a_controller_that_is_gone() -> None:
-    peer = FakePeer([Ok()], at_once=False)
+    peer = FakePeer([wire.Ok()], at_once=False)
     controller = ControllerClient(peer)  # type: ignore[arg-type]
     controller.report(StepReport(version=Version(0, 1), metrics={}, seconds={}))
     controller.close(0.05)
@@ -524,7 +509,7 @@ def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
 
 def test_the_digests_of_the_last_version_are_reported(tmp_path: Path) -> None:
     story = ended(tmp_path, 0, Outcome.STOP)
-    assert story.client.reported[-1] == FinalDigests(version=Version(0, 1), digests={"a": "digest"})
+    assert story.client.reported[-1] == wire.FinalDigests(version=Version(0, 1), digests={"a": "digest"})
     assert (tmp_path / "final").is_dir()
 
 
@@ -539,7 +524,7 @@ def test_an_export_that_fails_is_not_the_end_of_a_run(
     train(story.trainer)
     with pytest.raises(DataError, match="full"):
         finish(story.trainer, Outcome.STOP)
-    assert not [event for event in story.client.reported if isinstance(event, FinalDigests)], (
+    assert not [event for event in story.client.reported if isinstance(event, wire.FinalDigests)], (
         "what has reported the end is not started again"
     )
 
@@ -549,7 +534,7 @@ def test_a_last_version_that_failed_has_no_digests_and_is_an_error(
     tmp_path: Path, outcome: Outcome, caplog: pytest.LogCaptureFixture
 ) -> None:
     story = ended(tmp_path, 1, outcome)
-    assert not [event for event in story.client.reported if isinstance(event, FinalDigests)]
+    assert not [event for event in story.client.reported if isinstance(event, wire.FinalDigests)]
     assert (tmp_path / "final").is_dir() is (outcome is not Outcome.INTERRUPTED), "what was trained is there"
     loud = "the last version L000-v00000001 was not published, so no replica can be compared with it"
     assert (loud in caplog.text) is (outcome is Outcome.INTERRUPTED)

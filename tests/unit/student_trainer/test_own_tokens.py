@@ -22,19 +22,8 @@ from distill.buffer import Batch
 from distill.run_log.records import Rollout
 from student_trainer.engine import Student
 from student_trainer.head import HeadShape, HeadWeights
-from student_trainer.objectives.config import (
-    JSD,
-    SFT,
-    ForwardTopK,
-    Full,
-    ObjectiveConfig,
-    Sampled,
-    SkewReverse,
-    StudentTopK,
-    TaskReward,
-    TopK,
-    needs,
-)
+from student_trainer.objectives import config as objectives
+from student_trainer.objectives.config import Full, ObjectiveConfig, Sampled, TaskReward, TopK, needs
 from student_trainer.objectives.divergences import Discount, Targets, build, future_credit, sampled
 from student_trainer.step import Rewards, advantages, collate, loss_of, train_step
 from sync.wire import Rows, Scored, TrainBatch, Version, VersionSpan, pack, unpack
@@ -55,14 +44,14 @@ CONFIGS: tuple[ObjectiveConfig, ...] = (
     Sampled(task=TaskReward(baseline="group"), discount=0.5),
     TopK(k=K),
     TopK(k=K, discount=0.7, task=TaskReward()),
-    StudentTopK(k=K),
-    StudentTopK(k=K, discount=0.5),
-    ForwardTopK(k=K),
+    objectives.StudentTopK(k=K),
+    objectives.StudentTopK(k=K, discount=0.5),
+    objectives.ForwardTopK(k=K),
     Full(),
     Full(task=TaskReward(), coefficient=2.0),
-    JSD(beta=0.3),
-    SkewReverse(alpha=0.2),
-    SFT(),
+    objectives.JSD(beta=0.3),
+    objectives.SkewReverse(alpha=0.2),
+    objectives.SFT(),
     Sampled(max_supervised_tokens=3, discount=0.9),
 )
 
@@ -103,7 +92,7 @@ def rollouts(teacher: Student, config: ObjectiveConfig, other: bool = False) -> 
             for array in arrays.values():
                 array[written] = -0.25
         packed = {name: pack(array.copy()) for name, array in arrays.items()}
-        if isinstance(config, StudentTopK):
+        if isinstance(config, objectives.StudentTopK):
             del packed["topk_logprob"]
         else:
             del packed["gathered"]
@@ -120,7 +109,7 @@ def rollouts(teacher: Student, config: ObjectiveConfig, other: bool = False) -> 
                 [] if by_teacher else spans,
                 teacher=TEACHERS[number % 2],
                 scored=Scored(str(number), **packed),
-                topk_ids=pack(ids) if isinstance(config, StudentTopK) else None,
+                topk_ids=pack(ids) if isinstance(config, objectives.StudentTopK) else None,
                 reward=REWARDS[number],
                 by_teacher=by_teacher,
                 own=turns,

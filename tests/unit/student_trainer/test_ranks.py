@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import forked
+import psutil
 import pytest
 import torch
+from ports import free_port
 
+from student_trainer.launch import RENDEZVOUS
 from student_trainer.ranks import Ranks
+from sync.wire.server import ON_LOOPBACK
 
 RANK = """
 import json, sys
@@ -75,3 +79,58 @@ def test_a_forked_rank_is_what_the_deepspeed_launcher_would_start(tmp_path: Path
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
     said = "3 --local_rank=1"
     assert done.stdout.splitlines() == ["0 9 -9", f"False {[said, said, said, '']}"], done.stderr
+
+
+# --- where they meet, and what they listen on meanwhile -----------------------------------------------------
+
+
+MEETING = """
+import sys
+from torch import distributed, tensor
+from student_trainer.ranks import meeting_point
+distributed.init_process_group("gloo", **meeting_point())
+total = tensor([1.0])
+distributed.all_reduce(total)
+print(int(total), flush=True)
+sys.stdin.read()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("place", ["file", "port"])
+def test_ranks_meet_and_listen_on_loopback_alone(place: str, tmp_path: Path) -> None:
+    port = free_port()
+    where = {RENDEZVOUS: f"file://{tmp_path}/store"} if place == "file" else {}
+    where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEETING],
+            env=os.environ | ON_LOOPBACK | where | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == ["2\n", "2\n"]
+        found = [
+            one.laddr
+            for rank in ranks
+            for one in psutil.Process(rank.pid).net_connections("tcp")
+            if one.status == "LISTEN"
+        ]
+        assert {address.ip for address in found} <= {"127.0.0.1"}
+        assert (port in {address.port for address in found}) == (place == "port")
+    finally:
+        for rank in ranks:
+            rank.communicate("", timeout=60)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+def test_an_address_of_another_machine_is_refused_by_name() -> None:
+    where = {"MASTER_ADDR": "203.0.113.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", MEETING], env=os.environ | where, capture_output=True, text=True, check=False
+    )
+    assert "rank 0 cannot listen on 203.0.113.1:1 (Cannot assign requested address)" in ended.stderr

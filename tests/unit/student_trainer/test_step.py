@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from plain_step import ALONE, VOCAB, PlainEngine, student
 
 from distill.metrics.names import FIGURES
@@ -68,15 +69,13 @@ def scored_rows(teacher: Student, indices: list[int], step: int = 3) -> Rows:
 
 def own_topk(rows: Rows) -> Rows:
     """The same rows with S sent as the student's top-k."""
-    import msgspec
-
     moved = {
         "student_topk_ids": rows.teacher_topk_ids,
         "student_topk_teacher_logprob": rows.teacher_topk_logprob,
         "teacher_topk_ids": None,
         "teacher_topk_logprob": None,
     }
-    return msgspec.structs.replace(rows, **moved)
+    return replace(rows, **moved)
 
 
 def spec(config: ObjectiveConfig, teacher: Student) -> Loss:
@@ -170,9 +169,7 @@ def test_teacher_scores_shifted_by_one_token_raise_the_reverse_kl() -> None:
     teacher = student(1)
     rows = scored_rows(teacher, list(range(8)))
     hidden = np.frombuffer(rows.teacher_hidden.data, np.float32).reshape(rows.teacher_hidden.shape)
-    import msgspec
-
-    shifted = msgspec.structs.replace(rows, teacher_hidden=pack(np.roll(hidden, 1, axis=0)))
+    shifted = replace(rows, teacher_hidden=pack(np.roll(hidden, 1, axis=0)))
     kl = []
     for part in (rows, shifted):
         metrics = train_step(PlainEngine(student(1), 0.0), batch([part]), spec(Full(), teacher), ALONE)
@@ -209,23 +206,19 @@ def test_mismatch_kl_counts_tokens_of_the_current_version_alone() -> None:
 
 
 def test_tokens_of_weights_off_the_path_are_of_age_0_and_not_fresh() -> None:
-    import msgspec
-
     rows = scored_rows(student(1), [1, 2, 5], step=4)
     off_path = np.arange(rows.token_step.shape[0]) % 3 == 0
-    targets = collate(msgspec.structs.replace(rows, off_path=pack(off_path.astype("u1"))), 3, VOCAB).targets
+    targets = collate(replace(rows, off_path=pack(off_path.astype("u1"))), 3, VOCAB).targets
     assert targets.fresh_N.tolist() == (~off_path).tolist()
 
 
 def test_bad_rows_are_refused_with_value_rule_and_remedy() -> None:
-    import msgspec
-
     rows = scored_rows(student(1), [1, 2])
     with pytest.raises(DataError, match=r"tokenizer has 5 ids.*share one tokenizer"):
         collate(rows, 3, 5)
     broken = np.full(rows.teacher_logprob.shape, np.nan, np.float32)
     with pytest.raises(DataError, match="teacher_logprob of a batch is not finite"):
-        collate(msgspec.structs.replace(rows, teacher_logprob=pack(broken)), 3, VOCAB)
+        collate(replace(rows, teacher_logprob=pack(broken)), 3, VOCAB)
 
 
 def test_rows_laid_end_to_end_keep_their_places() -> None:
@@ -262,9 +255,7 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
 
 
 def rewarded(rows: Rows, rewards: list[float]) -> Rows:
-    import msgspec
-
-    return msgspec.structs.replace(rows, reward=pack(np.array(rewards, np.float32)))
+    return replace(rows, reward=pack(np.array(rewards, np.float32)))
 
 
 def gradients(
@@ -319,10 +310,8 @@ def test_a_batch_without_rewards_is_refused_where_they_are_part_of_the_loss() ->
 
 
 def test_rows_of_the_teacher_are_learned_by_cross_entropy() -> None:
-    import msgspec
-
-    rows = msgspec.structs.replace(scored_rows(student(1), [0, 1, 2], step=4))
-    written = msgspec.structs.replace(rows, by_teacher=pack(np.ones(3, np.uint8)))
+    rows = replace(scored_rows(student(1), [0, 1, 2], step=4))
+    written = replace(rows, by_teacher=pack(np.ones(3, np.uint8)))
     mixed, metrics = gradients([written], Sampled())
     supervised, _ = gradients([written], SFT())
     assert difference(mixed, supervised) <= 1e-7
@@ -331,21 +320,19 @@ def test_rows_of_the_teacher_are_learned_by_cross_entropy() -> None:
     assert difference(mixed, own) > 1e-3
     assert "mismatch_kl" not in metrics  # its tokens were not sampled from the student, whatever their step
     assert "mismatch_kl" in gradients([rows], Sampled())[1]
-    half = msgspec.structs.replace(rows, by_teacher=pack(np.array([1, 0, 1], np.uint8)))
+    half = replace(rows, by_teacher=pack(np.array([1, 0, 1], np.uint8)))
     assert collate(half, 3, VOCAB).targets.by_teacher_N is not None
     assert collate(half, 3, VOCAB).targets.by_teacher_N.tolist() == [True] + [False] * 4 + [True] * 7
 
 
 def test_a_teachers_coefficient_weights_its_samples_and_its_metrics_are_separate() -> None:
-    import msgspec
-
     teacher, names = student(1), ("math", "code")
     first = scored_rows(teacher, [0, 1, 2])
-    second = msgspec.structs.replace(scored_rows(teacher, [3, 4]), teacher=pack(np.ones(2, np.int32)))
+    second = replace(scored_rows(teacher, [3, 4]), teacher=pack(np.ones(2, np.int32)))
     config = Sampled(coefficient=0.5, teacher_coefficients={"code": 3.0})
     mixed, metrics = gradients([first, second], config, names)
     one, _ = gradients([first], Sampled())
-    two, _ = gradients([msgspec.structs.replace(second, teacher=pack(np.zeros(2, np.int32)))], Sampled())
+    two, _ = gradients([replace(second, teacher=pack(np.zeros(2, np.int32)))], Sampled())
     n1, n2 = first.behavior_logprob.shape[0], second.behavior_logprob.shape[0]
     wanted = [(0.5 * n1 * a + 1.5 * n2 * b) / (n1 + n2) for a, b in zip(one, two, strict=True)]
     assert difference(mixed, wanted) <= 1e-6
@@ -362,14 +349,12 @@ def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_
     config: ObjectiveConfig,
 ) -> None:
     """g = Σ_r w_r · (N_r / N) · g_r, both terms of a mixed loss alike."""
-    import msgspec
-
     teacher, weights = student(1), [1.0, 0.25, 0.5]
     scores = {} if config.task is None else {"baseline": 0.5, "reward": 1.0}
 
     def rows_of(indices: list[int]) -> Rows:
         more = {name: pack(np.full(len(indices), value, np.float32)) for name, value in scores.items()}
-        return msgspec.structs.replace(scored_rows(teacher, indices), **more)
+        return replace(scored_rows(teacher, indices), **more)
 
     def gradient(rows: Rows) -> list[torch.Tensor]:
         engine = PlainEngine(student(2), 0.1)
@@ -377,7 +362,7 @@ def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_
         return engine.gradients
 
     rows = rows_of([3, 4, 5])
-    weighted = gradient(msgspec.structs.replace(rows, weight=pack(np.array(weights, np.float32))))
+    weighted = gradient(replace(rows, weight=pack(np.array(weights, np.float32))))
     tokens = np.frombuffer(rows.completion_lens.data, "<i4")
     alone = [gradient(rows_of([index])) for index in (3, 4, 5)]
     shares = [w * n / tokens.sum() for w, n in zip(weights, tokens, strict=True)]
@@ -388,14 +373,12 @@ def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_
 
 def test_a_reward_is_compared_with_the_rows_own_baseline_where_there_is_one() -> None:
     """Rows at their group's mean teach nothing; the others as if the step's mean had been theirs."""
-    import msgspec
-
     teacher, config = student(1), Sampled(task=TaskReward(baseline="group"))
     rows = rewarded(scored_rows(teacher, [0, 1, 2]), [1.0, 0.0, 1.0])
 
     def mixed(baselines: list[float]) -> list[torch.Tensor]:
         baseline = pack(np.array(baselines, np.float32))
-        return gradients([msgspec.structs.replace(rows, baseline=baseline)], config)[0]
+        return gradients([replace(rows, baseline=baseline)], config)[0]
 
     assert difference(mixed([1.0, 0.0, 1.0]), gradients([rows], Sampled())[0]) <= 1e-7
     assert difference(mixed([2 / 3] * 3), gradients([rows], config)[0]) <= 1e-6

@@ -12,27 +12,9 @@ from blake3 import blake3
 
 from student_trainer.step import collate
 from student_trainer.teacher_scores import TeacherScores
+from sync import wire
 from sync.base.errors import DataError, Interrupted, Overloaded, RemoteError, Unreachable
-from sync.wire import (
-    DIGEST_BYTES,
-    Array,
-    Kept,
-    Rows,
-    Scored,
-    ScoreReply,
-    ScoreRequest,
-    ScoreSequence,
-    TeacherServers,
-    TrainBatch,
-    Version,
-    Want,
-    cut,
-    decode,
-    encode,
-    frame,
-    pack,
-    unpack,
-)
+from sync.wire import Array, Kept, Rows, Scored, ScoreReply, ScoreSequence, Version, Want, pack, unpack
 
 HERE, THERE = "http://here:1", "http://there:2"
 WANT = Want(topk=2, entropy=True, hidden=True)
@@ -56,7 +38,7 @@ def scores(sequence: ScoreSequence, marker: float = 0.0) -> Scored:
 def halves(scored: Scored) -> list[Scored]:
     """A Scored of the first two positions, and one of the others, if there are others."""
     names = [name for name in scored.__struct_fields__ if isinstance(getattr(scored, name), Array)]
-    first = {name: cut(getattr(scored, name), 2) for name in names}
+    first = {name: wire.cut(getattr(scored, name), 2) for name in names}
     rest = {}
     for name, part in first.items():
         whole = getattr(scored, name)
@@ -79,9 +61,9 @@ class Teacher:
 
     def keep(self, sequence: ScoreSequence, url: str = HERE) -> Kept:
         whole, key = scores(sequence), f"b0-{len(self.kept)}"
-        body = b"".join(frame(ScoreReply(results=[part])) for part in halves(whole))
+        body = b"".join(wire.frame(ScoreReply(results=[part])) for part in halves(whole))
         self.kept[url, key] = body
-        return Kept(url, key, len(body), blake3(body).digest(DIGEST_BYTES))
+        return Kept(url, key, len(body), blake3(body).digest(wire.DIGEST_BYTES))
 
     def connect(self, url: str) -> Any:
         teacher = self
@@ -102,14 +84,14 @@ class Teacher:
                     if isinstance(answer, Exception):
                         raise answer
                     return answer
-                (sequence,) = decode(body, ScoreRequest).sequences
+                (sequence,) = wire.decode(body, wire.ScoreRequest).sequences
                 teacher.requests.append(sequence)
-                return encode(ScoreReply(results=[teacher.make(sequence, 100.0)]))
+                return wire.encode(ScoreReply(results=[teacher.make(sequence, 100.0)]))
 
         return Peer()
 
 
-def batch(teacher: Teacher, *lengths: int, seen: list[int] | None = None, most: int = 99) -> TrainBatch:
+def batch(teacher: Teacher, *lengths: int, seen: list[int] | None = None, most: int = 99) -> wire.TrainBatch:
     """Rows whose prompts are one token, and whose completions are numbered on; `most` tokens are trained."""
     kept, tokens, start = [], [], 1
     for row, length in enumerate(lengths):
@@ -132,7 +114,7 @@ def batch(teacher: Teacher, *lengths: int, seen: list[int] | None = None, most: 
         kept=kept,
         teacher_prompts=[ids(seen) if seen else None] * len(lengths),
     )
-    return TrainBatch(version=Version(0, 0), denominator=sum(trained) or 1, micro_batches=[rows])
+    return wire.TrainBatch(version=Version(0, 0), denominator=sum(trained) or 1, micro_batches=[rows])
 
 
 def ids(values: list[int]) -> Array:
@@ -140,11 +122,11 @@ def ids(values: list[int]) -> Array:
 
 
 def rank(teacher: Teacher, want: Want = WANT, student_topk: int = 0) -> TeacherScores:
-    servers, never = TeacherServers(urls=[HERE, THERE], fingerprint="model"), threading.Event()
+    servers, never = wire.TeacherServers(urls=[HERE, THERE], fingerprint="model"), threading.Event()
     return TeacherScores(["t"], want, student_topk, 50, lambda name: servers, teacher.connect, never)
 
 
-def filled(teacher: Teacher, given: TrainBatch) -> Rows:
+def filled(teacher: Teacher, given: wire.TrainBatch) -> Rows:
     return rank(teacher).filled(given).micro_batches[0]
 
 
@@ -187,8 +169,9 @@ def test_too_few_positions_are_scored_again() -> None:
     teacher = Teacher()
     given = batch(teacher, 5)
     (place,) = teacher.kept
-    short = frame(ScoreReply(results=[halves(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4]))))[0]]))
-    kept = [Kept(HERE, place[1], len(short), blake3(short).digest(DIGEST_BYTES))]
+    first, _ = halves(scores(ScoreSequence.of("r0", ids([1]), ids([2, 3, 4]))))
+    short = wire.frame(ScoreReply(results=[first]))
+    kept = [Kept(HERE, place[1], len(short), blake3(short).digest(wire.DIGEST_BYTES))]
     teacher.kept[place] = short
     rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
     rows = filled(teacher, msgspec.structs.replace(given, micro_batches=[rows]))
@@ -234,10 +217,10 @@ def test_a_teacher_that_registers_elsewhere_is_looked_up(monkeypatch: pytest.Mon
     monkeypatch.setattr("student_trainer.teacher_scores.Backoff.next", lambda self, least=0.0: 0.0)
     teacher, never, told = Teacher(), threading.Event(), [Unreachable("none has registered")] * 2
     given = batch(teacher, 2)
-    where = iter([*told, TeacherServers(urls=["http://old:1"], fingerprint="model")])
-    now = TeacherServers(urls=[HERE, THERE], fingerprint="model")
+    where = iter([*told, wire.TeacherServers(urls=["http://old:1"], fingerprint="model")])
+    now = wire.TeacherServers(urls=[HERE, THERE], fingerprint="model")
 
-    def servers(_: str) -> TeacherServers:
+    def servers(_: str) -> wire.TeacherServers:
         found = next(where, now)
         if isinstance(found, Exception):
             raise found
@@ -258,7 +241,7 @@ def test_two_replies_that_cannot_be_used_name_server_field_value_and_rule() -> N
     teacher.kept.clear()
     bad = scores(ScoreSequence.of("r0", ids([1]), ids([2, 3])))
     bad = msgspec.structs.replace(bad, hidden=None)
-    teacher.answers = [encode(ScoreReply(results=[bad]))] * 2
+    teacher.answers = [wire.encode(ScoreReply(results=[bad]))] * 2
     with pytest.raises(DataError, match=f"teacher t at {THERE}: scores of r0: hidden is missing"):
         rank(teacher).filled(given)
 
@@ -267,7 +250,7 @@ def test_one_bad_reply_is_followed_by_another_try() -> None:
     teacher = Teacher()
     given = batch(teacher, 2)
     teacher.kept.clear()
-    teacher.answers = [encode(ScoreReply(results=[]))]
+    teacher.answers = [wire.encode(ScoreReply(results=[]))]
     assert unpack(filled(teacher, given).teacher_logprob).tolist() == [-102, -103]
 
 
@@ -285,9 +268,9 @@ def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_
     )
     given = batch(teacher, 2)
     (place,) = teacher.kept
-    body = frame(ScoreReply(results=[whole]))
+    body = wire.frame(ScoreReply(results=[whole]))
     teacher.kept = {} if gone else {place: body}
-    kept = [Kept(*place, len(body), blake3(body).digest(DIGEST_BYTES))]
+    kept = [Kept(*place, len(body), blake3(body).digest(wire.DIGEST_BYTES))]
     rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
     given = msgspec.structs.replace(given, micro_batches=[rows])
     (rows,) = rank(teacher, Want(entropy=True), student_topk=2).filled(given).micro_batches
@@ -311,7 +294,7 @@ def test_a_stop_ends_the_wait_for_a_teacher() -> None:
     teacher.kept.clear()
     teacher.answers = [Unreachable("gone")] * 9
     stopping = threading.Event()
-    servers = TeacherServers(urls=[HERE], fingerprint=None)
+    servers = wire.TeacherServers(urls=[HERE], fingerprint=None)
     waiting = TeacherScores(["t"], WANT, 0, 50, lambda name: servers, teacher.connect, stopping)
     threading.Timer(0.1, stopping.set).start()
     with pytest.raises(Interrupted):

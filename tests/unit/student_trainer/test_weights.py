@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,20 +15,25 @@ import numpy as np
 import pytest
 import torch
 from faults import BALLAST, free
+from flat_tensors import digests
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from memory_store import MemoryStore
+from routed_models import PUBLISHED, build
 from tmpfs import mounted
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from student_trainer import weights as module
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, check_head, with_adapters
 from student_trainer.head import HeadShape
 from student_trainer.ranks import Ranks
-from student_trainer.weights import Weights, copy_of
+from student_trainer.weights import BLOCK, Piece, Weights, block_sums, checksum, copy_of, layout, shape_of
 from sync.base import durable
 from sync.base.errors import ConfigError
-from sync.weights.publish import Publisher
+from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots.checkpoint import bits, fingerprint, tensors
 from sync.wire import RunIdentity, Version
 
@@ -113,12 +120,17 @@ def test_the_checksum_of_the_shards_changes_with_a_single_bit() -> None:
     assert weights.checksum() == before
 
 
+def cut_in_three(student: Any, value: float) -> None:
+    """Give every parameter a shard of `value` alone, as long as those of three ranks are."""
+    for parameter in student.parameters():
+        length = -(-parameter.numel() // 3)
+        parameter.ds_shape, parameter.ds_tensor = parameter.shape, torch.full((length,), value)
+
+
 def test_the_padding_of_a_shard_is_not_in_the_checksum() -> None:
     """DeepSpeed never sets it: two starts may find other bits there."""
     student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
-    for parameter in student.parameters():
-        length = -(-parameter.numel() // 3)
-        parameter.ds_shape, parameter.ds_tensor = parameter.shape, torch.ones(length)  # type: ignore[attr-defined]
+    cut_in_three(student, 1.0)
     weights = Weights(student.model, Ranks(2, 3, torch.device("cpu")))
     before, shard = weights.checksum(), next(p for p in student.parameters() if p.numel() == 8).ds_tensor  # type: ignore[attr-defined]
     shard[2] = 5.0
@@ -147,9 +159,7 @@ def test_a_snapshot_of_a_device_shard_stays_on_the_device(dtype: torch.dtype, bi
 def test_ranks_share_a_tensor_without_gaps() -> None:
     """Slices as ZeRO-3 cuts them: shards of one length, padded at the end."""
     student = Student(model(torch.float32, tied=True), HeadShape(11), 8)
-    for parameter in student.parameters():
-        length = -(-parameter.numel() // 3)
-        parameter.ds_shape, parameter.ds_tensor = parameter.shape, torch.zeros(length)  # type: ignore[attr-defined]
+    cut_in_three(student, 0.0)
     parts = [Weights(student.model, Ranks(rank, 3, torch.device("cpu"))).slices for rank in range(3)]
     for pieces in zip(*parts, strict=True):
         ends = [piece.start + piece.count for piece in pieces]
@@ -179,3 +189,227 @@ def test_adapters_alone_are_trained_and_published(tmp_path: Path) -> None:
     publisher = Publisher(MemoryStore(), RunIdentity("run", model=weights.fingerprint), weights.slices)
     report = publisher.anchor(Version(0, 0), None, tmp_path / "out", weights.snapshot(), "lora")
     assert report.kind == "lora"
+
+
+# --- checkpoint tensors as flat ranges of parameters --------------------------------------------------------
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def experts(kind: str = "Qwen3Moe", **more: Any) -> Any:
+    """Random weights of a model with three experts of 4 × 6."""
+    import transformers
+
+    size: dict[str, Any] = {"vocab_size": 12, "hidden_size": 6, "num_hidden_layers": 2, "head_dim": 4}
+    size |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    size |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "intermediate_size": 4}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(size | more))
+    return getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
+
+
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: shape_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def test_fused_experts_are_flat_ranges_gate_before_up() -> None:
+    model = experts()
+    found = layout(model, shapes_of(model))
+    assert found[f"{EXPERTS}.gate_up_proj"][:3] == [
+        Piece(f"{EXPERTS}.0.gate_proj.weight", (4, 6), 0),
+        Piece(f"{EXPERTS}.0.up_proj.weight", (4, 6), 24),
+        Piece(f"{EXPERTS}.1.gate_proj.weight", (4, 6), 48),
+    ]
+    assert [piece.start for piece in found[f"{EXPERTS}.down_proj"]] == [0, 24, 48]
+    assert found["lm_head.weight"] == [Piece("lm_head.weight", (12, 6), 0)]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_shards_of_fused_experts_are_the_bits_of_the_saved_folder(
+    family: str, world: int, tmp_path: Path
+) -> None:
+    model = build(family).to(torch.bfloat16)
+    student = Student(model, HeadShape(31), 8)
+    whole = Weights(student.model, ALONE)
+    whole.save_folder(tmp_path / "out", NoTokenizer())
+    saved = bits(tensors(tmp_path / "out"))
+    assert fingerprint(tmp_path / "out") == whole.fingerprint
+    assert whole.digests() == digests(tmp_path / "out")
+    if world > 1:
+        partition(model, world)
+    held = {name: np.zeros_like(array) for name, array in saved.items()}
+    for rank in range(world):
+        for parameter in model.parameters():
+            if world > 1:
+                parameter.ds_tensor = parameter.parts[rank]
+        weights = Weights(student.model, Ranks(rank, world, torch.device("cpu")))
+        shards = weights.snapshot()
+        for part in weights.slices:
+            place(held[part.name], part, shards[part.name])
+    assert saved.keys() == held.keys()
+    assert all(np.array_equal(saved[name], held[name]) for name in saved)
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_the_saved_folder_of_every_family_with_experts_is_what_transformers_saves(
+    family: str, tmp_path: Path
+) -> None:
+    """The correction of scores in a router too, which is no parameter."""
+    model = build(family)
+    weights = Weights(model, ALONE)
+    weights.save_folder(tmp_path / "ours", NoTokenizer())
+    model.save_pretrained(tmp_path / "theirs")
+    assert digests(tmp_path / "ours") == digests(tmp_path / "theirs")
+    assert digests(tmp_path / "ours") == weights.digests()
+    if family in ("deepseek-v3", "glm4"):
+        assert "model.layers.1.mlp.gate.e_score_correction_bias" in weights.digests()
+
+
+def partition(model: Any, world: int) -> None:
+    """Shards as ZeRO-3 cuts them: of one length, padded at the end."""
+    for parameter in model.parameters():
+        length = -(-parameter.numel() // world)
+        flat = torch.nn.functional.pad(
+            parameter.detach().flatten(), (0, length * world - parameter.numel()), value=9.0
+        )
+        parameter.parts, parameter.ds_shape = flat.split(length), parameter.shape
+
+
+def place(whole: np.ndarray, part: Slice, shard: np.ndarray) -> None:
+    """Put a slice where it belongs; nothing may lie there yet."""
+    assert shard.shape == (part.count,)
+    assert not whole[part.start : part.start + part.count].any()
+    whole[part.start : part.start + part.count] = shard
+
+
+def test_a_checkpoint_tensor_that_is_no_flat_range_is_refused() -> None:
+    from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
+
+    model = experts("Qwen3", intermediate_size=8)
+    model._weight_conversions = [
+        WeightConverter("mlp.turned_proj.weight", "mlp.up_proj.weight", [Transpose(0, 1)])
+    ]
+    with pytest.raises(ConfigError, match=r"turned_proj.weight is no flat range of .*up_proj"):
+        layout(model, shapes_of(model))
+    model._weight_conversions = [
+        WeightConverter(
+            ["mlp.left_proj.weight", "mlp.right_proj.weight"], "mlp.up_proj.weight", [Concatenate(dim=1)]
+        )
+    ]
+    with pytest.raises(ConfigError, match="no flat range"):
+        layout(model, shapes_of(model))
+
+
+# --- the checksum: what it must tell apart, in host memory and, by block sums, on a GPU ---------------------
+
+
+LENGTHS = [0, 1, 5, BLOCK - 1, BLOCK, 3 * BLOCK + 7]
+INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+Sum = Callable[[list[torch.Tensor]], str]
+
+
+def of_blocks(shards: list[torch.Tensor]) -> str:
+    """What a GPU's shards are represented by."""
+    return str([block_sums(shard.view(INTEGERS[shard.dtype])).tolist() for shard in shards])
+
+
+BOTH = pytest.mark.parametrize("summed", [checksum, of_blocks])
+
+
+@cache
+def drawn(dtype: torch.dtype) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(length, generator=draw).to(dtype) for length in LENGTHS]
+
+
+def drawn_weights(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of which the last may be altered."""
+    *others, last = drawn(dtype)
+    return [*others, last.clone()]
+
+
+@cache
+def unaltered(summed: Sum, dtype: torch.dtype) -> str:
+    return summed(drawn_weights(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("blocks", [1, 2, 256])
+def test_block_sums_are_their_definition(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, blocks: int
+) -> None:
+    monkeypatch.setattr(module, "_BLOCKS_AT_ONCE", blocks)
+    keys = module._keys(torch.device("cpu")).tolist()
+    assert all(key % 2 for key in keys)
+    for shard in drawn_weights(dtype):
+        numbers = shard.view(INTEGERS[dtype])
+        parts = [numbers[start : start + BLOCK].tolist() for start in range(0, len(numbers), BLOCK)]
+        expected = [sum(k * x for k, x in zip(keys, part, strict=False)) % (1 << 64) for part in parts]
+        assert [int(one) % (1 << 64) for one in block_sums(numbers)] == expected
+
+
+@BOTH
+def test_shards_may_begin_anywhere_in_memory(summed: Sum) -> None:
+    """DeepSpeed's lie behind one another in one buffer."""
+    for shard in drawn_weights(torch.bfloat16):
+        moved = torch.cat([torch.zeros(1, dtype=torch.bfloat16), shard])[1:]
+        assert summed([moved]) == summed([shard])
+
+
+def test_the_checksum_of_fixed_weights_is_fixed() -> None:
+    """Ledgers of different days are compared."""
+    assert checksum([torch.arange(40000.0)]) == "23597cfb2b1d886c"
+    assert block_sums(torch.arange(3, dtype=torch.int32)).tolist() == [6298312645221868911]
+
+
+@BOTH
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, LENGTHS[-1] - 1), bit=st.integers(0, 14))
+def test_every_single_bit_counts(summed: Sum, position: int, bit: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        shards = drawn_weights(dtype)
+        shards[-1].view(INTEGERS[dtype])[position] ^= 1 << bit
+        assert summed(shards) != unaltered(summed, dtype)
+
+
+@BOTH
+@given(data=st.data())
+def test_swapped_elements_change_the_checksum(summed: Sum, data: Any) -> None:
+    shards, last = drawn_weights(torch.bfloat16), LENGTHS[-1] - 1
+    one, other = (data.draw(st.integers(0, last)) for _ in range(2))
+    kept = shards[-1].clone()
+    shards[-1][[one, other]] = kept[[other, one]]
+    same = summed(shards) == unaltered(summed, torch.bfloat16)
+    assert same is torch.equal(shards[-1], kept)
+
+
+@BOTH
+def test_signed_zeros_and_nan_payloads_count(summed: Sum) -> None:
+    assert summed([torch.tensor([0.0])]) != summed([torch.tensor([-0.0])])
+    nans = [torch.tensor([0x7FC00000 + i], dtype=torch.int32).view(torch.float32) for i in (0, 1)]
+    assert summed(nans[:1]) != summed(nans[1:])
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_opposite_steps_of_two_elements_do_not_cancel(summed: Sum, dtype: torch.dtype) -> None:
+    """What an update without a gradient looks like: one element up by a unit, another down."""
+    shards = drawn_weights(dtype)
+    before, bits = summed(shards), shards[-1].view(INTEGERS[dtype])
+    for other in (1, 2, BLOCK, 2 * BLOCK):
+        bits[0] += 1
+        bits[other] -= 1
+        assert summed(shards) != before
+        bits[0] -= 1
+        bits[other] += 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_finds_the_same_block_sums(dtype: torch.dtype) -> None:
+    for shard in drawn_weights(dtype):
+        numbers = shard.view(INTEGERS[dtype])
+        assert torch.equal(block_sums(numbers.cuda()).cpu(), block_sums(numbers))

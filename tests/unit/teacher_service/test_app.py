@@ -3,62 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from table_engine import TableEngine, random_table
+from starlette.requests import Request
+from starlette.types import Message
+from table_engine import GatedEngine, TableEngine, random_table
 
-from sync.base.errors import Overloaded, RemoteError
-from sync.wire import (
-    Head,
-    Ok,
-    Scored,
-    ScoreRefused,
-    ScoreReply,
-    ScoreRequest,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherGenerateReply,
-    TeacherGenerateRequest,
-    TeacherInfo,
-    TeacherPrompt,
-    Want,
-    decode,
-    encode,
-    pack,
-    unpack,
-)
+from sync import wire
+from sync.base.errors import Overloaded, RemoteError, WireError
+from sync.wire import Scored, ScoreRefused, ScoreReply, ScoreRequest, ScoreSequence, Want, pack, unpack
 from sync.wire.client import Peer
+from teacher_service.app import BodyLimit
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 from teacher_service.messages import scored
 
 V = 11
 TABLE = random_table(V)
-Serve = Callable[..., AbstractAsyncContextManager[str]]
-
-
-class GatedEngine(TableEngine):
-    """A table teacher whose batches wait for a gate, and are counted."""
-
-    def __init__(self) -> None:
-        super().__init__(TABLE, max_length=64)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.begun = threading.Event()
-        self.sequences = 0
-
-    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
-        self.begun.set()
-        self.gate.wait(600)
-        self.sequences += len(items)
-        return super().score(items, options)
 
 
 def sequence(ids: list[int], start: int, gather: list[list[int]] | None = None) -> ScoreSequence:
@@ -66,14 +32,14 @@ def sequence(ids: list[int], start: int, gather: list[list[int]] | None = None) 
     return ScoreSequence(str(len(ids)), pack(np.array(ids, np.int32)), start, gather_ids)
 
 
-async def test_every_score_equals_the_table(serve: Serve) -> None:
+async def test_every_score_equals_the_table(serve: Any) -> None:
     request = ScoreRequest(
         sequences=[sequence([1, 2, 3, 4], 2, [[0, -1], [5, 4]])],
         want=Want(topk=3, entropy=True, hidden=True),
     )
     async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
         (scores,) = (await peer.call("/v1/score", request, ScoreReply)).results
-        head = await peer.call("/v1/head", None, Head)
+        head = await peer.call("/v1/head", None, wire.Head)
     assert isinstance(scores, Scored)
     rows = TABLE[[2, 3]]
     assert scores.topk_ids is not None
@@ -90,7 +56,7 @@ async def test_every_score_equals_the_table(serve: Serve) -> None:
     np.testing.assert_allclose(unpack(scores.hidden) @ unpack(head.weight).T, rows, atol=1e-6)
 
 
-async def test_prompt_positions_come_only_when_asked_for(serve: Serve) -> None:
+async def test_prompt_positions_come_only_when_asked_for(serve: Any) -> None:
     async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
         for want, expected in ((Want(), [TABLE[2, 3]]), (Want(prompt=True), [TABLE[1, 2], TABLE[2, 3]])):
             request = ScoreRequest(sequences=[sequence([1, 2, 3], 2)], want=want)
@@ -99,7 +65,7 @@ async def test_prompt_positions_come_only_when_asked_for(serve: Serve) -> None:
             np.testing.assert_array_equal(unpack(scores.logprob), expected)
 
 
-async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked(serve: Serve) -> None:
+async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked(serve: Any) -> None:
     request = ScoreRequest(sequences=[sequence([1, 99], 1), sequence([1, 2, 3], 1), sequence([1] * 65, 1)])
     async with serve(TableEngine(TABLE, max_length=64)) as url, Peer(url) as peer:
         first, second, third = (await peer.call("/v1/score", request, ScoreReply)).results
@@ -113,33 +79,33 @@ async def test_bad_sequences_are_refused_one_by_one_in_the_order_asked(serve: Se
     assert isinstance(refused, ScoreRefused)
 
 
-async def test_a_full_teacher_answers_429_with_retry_after(serve: Serve) -> None:
-    engine = GatedEngine()
+async def test_a_full_teacher_answers_429_with_retry_after(serve: Any) -> None:
+    engine = GatedEngine(TABLE, 64)
     request = ScoreRequest(sequences=[sequence([1] * 20, 1)])
     async with serve(engine, queue_tokens=30) as url, Peer(url) as peer, httpx.AsyncClient() as http:
         engine.gate.clear()
         first = asyncio.create_task(peer.call("/v1/score", request, ScoreReply))
         await asyncio.to_thread(engine.begun.wait, 600)
-        refusal = await http.post(f"{url}/v1/score", content=encode(request))
+        refusal = await http.post(f"{url}/v1/score", content=wire.encode(request))
         assert refusal.status_code == 429
         assert float(refusal.headers["retry-after"]) > 0
         with pytest.raises(Overloaded):
-            await peer.once("/v1/score", encode(request), 5)
+            await peer.once("/v1/score", wire.encode(request), 5)
         assert (await http.get(f"{url}/health")).status_code == 200
         engine.gate.set()
         assert len((await first).results) == 1
         assert len((await peer.call("/v1/score", request, ScoreReply)).results) == 1
 
 
-async def test_a_request_that_could_never_fit_is_refused_for_good(serve: Serve) -> None:
+async def test_a_request_that_could_never_fit_is_refused_for_good(serve: Any) -> None:
     request = ScoreRequest(sequences=[sequence([1] * 20, 1), sequence([1] * 20, 1)])
     async with serve(TableEngine(TABLE), queue_tokens=30) as url, Peer(url) as peer:
         with pytest.raises(RemoteError, match="413: 40 tokens pass queue_tokens = 30"):
-            await peer.once("/v1/score", encode(request), 5)
+            await peer.once("/v1/score", wire.encode(request), 5)
 
 
 async def test_a_body_that_is_too_long_is_refused_with_the_reason_while_it_is_sent(
-    serve: Serve,
+    serve: Any,
 ) -> None:
     async with serve(TableEngine(TABLE), body_bytes=1 << 20) as url, Peer(url) as peer:
         for _ in range(3):
@@ -147,8 +113,8 @@ async def test_a_body_that_is_too_long_is_refused_with_the_reason_while_it_is_se
                 await peer.once("/v1/score", bytes(32 << 20), 60)
 
 
-async def test_a_deadline_is_answered_in_time_and_the_work_is_not_done(serve: Serve) -> None:
-    engine = GatedEngine()
+async def test_a_deadline_is_answered_in_time_and_the_work_is_not_done(serve: Any) -> None:
+    engine = GatedEngine(TABLE, 64)
     request = ScoreRequest(sequences=[sequence([1, 2], 1)])
     async with serve(engine) as url, Peer(url) as peer:
         engine.gate.clear()
@@ -156,15 +122,15 @@ async def test_a_deadline_is_answered_in_time_and_the_work_is_not_done(serve: Se
         await asyncio.to_thread(engine.begun.wait, 600)
         late = ScoreRequest(sequences=[sequence([1, 2], 1)], deadline=0.05)
         with pytest.raises(RemoteError, match=r"408.*deadline of 0.05 s passed"):
-            await peer.once("/v1/score", encode(late), 5)
+            await peer.once("/v1/score", wire.encode(late), 5)
         engine.gate.set()
         await first
         await peer.call("/v1/score", request, ScoreReply)
     assert engine.sequences == 2
 
 
-async def test_work_of_a_caller_that_left_is_not_done(serve: Serve) -> None:
-    engine = GatedEngine()
+async def test_work_of_a_caller_that_left_is_not_done(serve: Any) -> None:
+    engine = GatedEngine(TABLE, 64)
     request = ScoreRequest(sequences=[sequence([1, 2], 1)])
     async with serve(engine) as url, Peer(url) as peer:
         engine.gate.clear()
@@ -190,27 +156,30 @@ async def held_tokens(url: str, expected: int) -> None:
     raise AssertionError(f"held tokens never became {expected}")
 
 
-async def test_every_route_but_health_needs_the_token(serve: Serve) -> None:
+async def test_every_route_but_health_needs_the_token(serve: Any) -> None:
     async with serve(TableEngine(TABLE), token="secret") as url, httpx.AsyncClient() as http:
         assert (await http.get(f"{url}/health")).status_code == 200
         assert (await http.get(f"{url}/v1/info")).status_code == 401
         async with Peer(url, "secret") as peer:
-            assert (await peer.call("/v1/info", None, TeacherInfo)).vocab_size == V
+            assert (await peer.call("/v1/info", None, wire.TeacherInfo)).vocab_size == V
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"{}", encode(Ok()), encode(ScoreRequest(sequences=[]))[:-3]])
-async def test_what_is_no_score_request_is_answered_with_400(serve: Serve, body: bytes) -> None:
+CUT = wire.encode(ScoreRequest(sequences=[]))[:-3]
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"{}", wire.encode(wire.Ok()), CUT])
+async def test_what_is_no_score_request_is_answered_with_400(serve: Any, body: bytes) -> None:
     async with serve(TableEngine(TABLE)) as url, httpx.AsyncClient() as http:
         answer = await http.post(f"{url}/v1/score", content=body)
         assert answer.status_code == 400
         assert "is not a ScoreRequest" in answer.json()["error"]
 
 
-async def test_a_function_teacher_has_no_head(serve: Serve) -> None:
+async def test_a_function_teacher_has_no_head(serve: Any) -> None:
     engine = TableEngine(lambda ids: TABLE[ids], vocab_size=V)
     async with serve(engine) as url, Peer(url) as peer:
         with pytest.raises(RemoteError, match="422"):
-            await peer.call("/v1/head", None, Head)
+            await peer.call("/v1/head", None, wire.Head)
 
 
 def test_replies_keep_half_precision_only_for_lists() -> None:
@@ -220,38 +189,38 @@ def test_replies_keep_half_precision_only_for_lists() -> None:
     half = scored("a", scores, "f2")
     assert half.topk_logprob is not None
     assert (half.logprob.dtype, half.topk_logprob.dtype) == ("f4", "f2")
-    body = encode(ScoreReply(results=[half]))
-    assert decode(body, ScoreReply).results == [half]
+    body = wire.encode(ScoreReply(results=[half]))
+    assert wire.decode(body, ScoreReply).results == [half]
 
 
-def generation(*ids: list[int], max_tokens: int = 6, seed: int = 3, **more: Any) -> TeacherGenerateRequest:
-    prompts = [TeacherPrompt(str(i), pack(np.array(one, np.int32)), seed + i) for i, one in enumerate(ids)]
-    return TeacherGenerateRequest(prompts=prompts, max_tokens=max_tokens, **more)
+def generation(*prompts: list[int], max_tokens: int = 6, seed: int = 3, **more: Any) -> Any:
+    ids = [pack(np.array(prompt, np.int32)) for prompt in prompts]
+    prompts = [wire.TeacherPrompt(str(i), part, seed + i) for i, part in enumerate(ids)]
+    return wire.TeacherGenerateRequest(prompts=prompts, max_tokens=max_tokens, **more)
 
 
 async def test_a_completion_has_the_tables_log_probabilities_and_depends_on_its_seed_alone(
-    serve: Serve,
+    serve: Any,
 ) -> None:
     async with serve(TableEngine(TABLE)) as url, Peer(url) as peer:
         request = generation([1, 2], [4], stop_token_ids=[5])
-        both = (await peer.call("/v1/generate", request, TeacherGenerateReply)).results
-        (alone,) = (
-            await peer.call("/v1/generate", generation([4], seed=4, stop_token_ids=[5]), TeacherGenerateReply)
-        ).results
-        (other,) = (await peer.call("/v1/generate", generation([4], seed=9), TeacherGenerateReply)).results
+        both, (alone,), (other,) = [
+            (await peer.call("/v1/generate", asked, wire.TeacherGenerateReply)).results
+            for asked in (request, generation([4], seed=4, stop_token_ids=[5]), generation([4], seed=9))
+        ]
     for prompt, completion in zip(([1, 2], [4]), both, strict=True):
-        assert isinstance(completion, TeacherCompletion)
+        assert isinstance(completion, wire.TeacherCompletion)
         ids = [prompt[-1], *unpack(completion.token_ids).tolist()]
         np.testing.assert_allclose(unpack(completion.logprob), TABLE[ids[:-1], ids[1:]], atol=1e-6)
         assert (completion.finish_reason == "stop") == (ids[-1] == 5)
         assert len(ids) == 7 or ids[-1] == 5
-    assert isinstance(both[1], TeacherCompletion)
-    assert isinstance(alone, TeacherCompletion)
-    assert isinstance(other, TeacherCompletion)
+    assert isinstance(both[1], wire.TeacherCompletion)
+    assert isinstance(alone, wire.TeacherCompletion)
+    assert isinstance(other, wire.TeacherCompletion)
     assert alone.token_ids == both[1].token_ids != other.token_ids
 
 
-async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve: Serve) -> None:
+async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve: Any) -> None:
     """Against the table: log softmax(log q / T)."""
 
     class OnlyAtOne(TableEngine):
@@ -277,7 +246,7 @@ async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve:
             await client.score([one], Want(temperature=temperature))
 
 
-async def test_an_engine_that_cannot_generate_says_so(serve: Serve) -> None:
+async def test_an_engine_that_cannot_generate_says_so(serve: Any) -> None:
     class ScoresOnly(TableEngine):
         def __init__(self) -> None:
             super().__init__(TABLE)
@@ -285,17 +254,17 @@ async def test_an_engine_that_cannot_generate_says_so(serve: Serve) -> None:
 
     async with serve(ScoresOnly()) as url, Peer(url) as peer:
         with pytest.raises(RemoteError, match="cannot give 'generate'"):
-            await peer.call("/v1/generate", generation([1]), TeacherGenerateReply)
+            await peer.call("/v1/generate", generation([1]), wire.TeacherGenerateReply)
 
 
-async def test_the_client_generates_in_requests_of_bounded_size(serve: Serve) -> None:
+async def test_the_client_generates_in_requests_of_bounded_size(serve: Any) -> None:
     engine = TableEngine(TABLE)
     prompts = generation(*[[1, 2]] * 10).prompts
     async with serve(engine) as url, TeacherClient("t", [url], request_tokens=20) as client:
         completions = await client.generate(prompts, 6, [5])
         assert client.counters.requests == 5
     assert [one.id for one in completions] == [prompt.id for prompt in prompts]
-    assert all(isinstance(one, TeacherCompletion) for one in completions)
+    assert all(isinstance(one, wire.TeacherCompletion) for one in completions)
 
 
 class LyingEngine(TableEngine):
@@ -328,7 +297,7 @@ class LyingEngine(TableEngine):
     ],
 )
 async def test_an_engine_that_lies_costs_that_sequence_alone(
-    serve: Serve, column: str, value: float, field: str
+    serve: Any, column: str, value: float, field: str
 ) -> None:
     request = [
         ScoreSequence(name, pack(np.array([first, 2, 3], "i4")), 1) for name, first in (("a", 7), ("b", 1))
@@ -341,9 +310,49 @@ async def test_an_engine_that_lies_costs_that_sequence_alone(
     assert isinstance(second, Scored)
 
 
-async def test_an_entropy_that_cannot_be_used_is_left_out(serve: Serve) -> None:
+async def test_an_entropy_that_cannot_be_used_is_left_out(serve: Any) -> None:
     request = [ScoreSequence("a", pack(np.array([7, 2, 3], "i4")), 1)]
     async with serve(LyingEngine("entropy_C", np.nan)) as url, TeacherClient("t", [url]) as client:
         (answer,) = await client.score(request, Want(entropy=True))
     assert isinstance(answer, Scored)
     assert answer.entropy is None
+
+
+# --- bodies within bounds, one by one and all together ------------------------------------------------------
+
+
+def request_of(*chunks: bytes, leaves: bool = False) -> Request:
+    """A request whose body comes in chunks, from a caller that may leave before its end."""
+    messages: list[Message] = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
+    messages.append({"type": "http.disconnect"} if leaves else {"type": "http.request", "body": b""})
+    left = iter(messages)
+
+    async def receive() -> Message:
+        return next(left)
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+async def read(gate: BodyLimit, options: Request) -> bytes:
+    async with gate.read(options) as body:
+        return body
+
+
+async def test_a_body_counts_until_its_request_is_answered_and_not_after() -> None:
+    gate = BodyLimit(request_limit=10, total=12)
+    for _ in range(5):
+        async with gate.read(request_of(b"12345", b"678")) as first:
+            assert first == b"12345678"
+            assert await read(gate, request_of(b"1234")) == b"1234"
+            with pytest.raises(Overloaded):
+                await read(gate, request_of(b"12345"))
+
+
+async def test_a_body_that_is_too_long_or_cut_is_refused_and_leaves_nothing_behind() -> None:
+    gate = BodyLimit(request_limit=10, total=12)
+    for _ in range(5):
+        with pytest.raises(WireError, match="longer than 10 bytes"):
+            await read(gate, request_of(b"123456", b"123456", b"123456"))
+        with pytest.raises(WireError, match="left before"):
+            await read(gate, request_of(b"123456", leaves=True))
+    assert await read(gate, request_of(b"1234567890")) == b"1234567890"

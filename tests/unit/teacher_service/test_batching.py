@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from table_engine import TableEngine, random_table
+from table_engine import GatedEngine, TableEngine, random_table
 
 from sync.base.errors import DataError, Overloaded, Unreachable
 from sync.wire import Head
@@ -31,24 +31,18 @@ from teacher_service.engines.base import (
 POISON = 7
 
 
-class RecordingEngine(TableEngine):
-    """A table teacher that notes its batches, waits for a gate, and fails on sequences of POISON."""
+class RecordingEngine(GatedEngine):
+    """A table teacher that fails on sequences of POISON."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__(random_table(11))
-        self.batches: list[tuple[ScoreOptions, list[int]]] = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.begun = threading.Event()
         self.error = error or DataError("poisoned")
 
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
-        self.batches.append((options, [len(item.token_ids_L) for item in items]))
-        self.begun.set()
-        self.gate.wait(600)
+        scores = super().score(items, options)
         if any(item.token_ids_L[0] == POISON for item in items):
             raise self.error
-        return super().score(items, options)
+        return scores
 
     def head(self) -> Head | None:
         return None

@@ -5,60 +5,25 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from ports import free_port
-from table_engine import TableEngine, random_table
+from table_engine import GatedEngine, random_table
 
+from sync import wire
 from sync.base.errors import ConfigError, Overloaded, RemoteError, Unreachable, WrongServer
-from sync.wire import (
-    RunIdentity,
-    Scored,
-    ScoreRefused,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherPrompt,
-    Want,
-    pack,
-    unpack,
-)
+from sync.wire import RunIdentity, Scored, ScoreRefused, ScoreSequence, TeacherPrompt, pack, unpack
 from sync.wire.claims import Claim
 from teacher_service import client as client_module
 from teacher_service.client import TeacherClient
-from teacher_service.engines.base import (
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-    Steps,
-)
+from teacher_service.engines import base
 
 V = 11
 TABLE = random_table(V)
-Serve = Callable[..., AbstractAsyncContextManager[str]]
-
-
-class CountingEngine(TableEngine):
-    """A table teacher that counts sequences, and waits for a gate."""
-
-    def __init__(self) -> None:
-        super().__init__(TABLE)
-        self.sequences = 0
-        self.begun = threading.Event()
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
-        self.begun.set()
-        self.gate.wait(600)
-        self.sequences += len(items)
-        return super().score(items, options)
 
 
 def sequences(n: int, length: int = 6, seed: int = 0) -> list[ScoreSequence]:
@@ -76,37 +41,37 @@ def right(given: Sequence[ScoreSequence], results: Sequence[Scored | ScoreRefuse
     return True
 
 
-async def test_what_a_teacher_did_is_counted(serve: Serve) -> None:
-    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+async def test_what_a_teacher_did_is_counted(serve: Any) -> None:
+    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
         given = [sequences(3, seed=seed) for seed in range(10)]
         answers = await asyncio.gather(*(client.score(one) for one in given))
         assert all(right(one, answer) for one, answer in zip(given, answers, strict=True))
         assert (client.counters.requests, client.counters.sequences, client.counters.tokens) == (10, 30, 180)
 
 
-async def test_a_long_call_is_cut_into_bounded_requests(serve: Serve) -> None:
-    async with serve(CountingEngine()) as url, TeacherClient("t", [url], request_tokens=20) as client:
+async def test_a_long_call_is_cut_into_bounded_requests(serve: Any) -> None:
+    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url], request_tokens=20) as client:
         given = sequences(10)
         assert right(given, await client.score(given))
         assert client.counters.requests == 4
 
 
-async def test_what_a_teacher_does_not_queue_at_once_is_sent_in_halves(serve: Serve) -> None:
+async def test_what_a_teacher_does_not_queue_at_once_is_sent_in_halves(serve: Any) -> None:
     """10 × 6 tokens, of which 15 may wait."""
-    async with serve(CountingEngine(), queue_tokens=15) as url, TeacherClient("t", [url]) as client:
+    async with serve(GatedEngine(TABLE), queue_tokens=15) as url, TeacherClient("t", [url]) as client:
         given = sequences(10)
         assert right(given, await client.score(given, deadline=60))
         assert (client.counters.sequences, client.counters.tokens) == (10, 60)
 
 
-async def test_nothing_asked_is_nothing_sent(serve: Serve) -> None:
-    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+async def test_nothing_asked_is_nothing_sent(serve: Any) -> None:
+    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
         assert await client.score([]) == []
         assert client.counters.requests == 0
 
 
-async def test_work_goes_to_the_replica_with_the_least_outstanding(serve: Serve) -> None:
-    one, two = CountingEngine(), CountingEngine()
+async def test_work_goes_to_the_replica_with_the_least_outstanding(serve: Any) -> None:
+    one, two = GatedEngine(TABLE), GatedEngine(TABLE)
     async with (
         serve(one) as first,
         serve(two) as second,
@@ -117,8 +82,8 @@ async def test_work_goes_to_the_replica_with_the_least_outstanding(serve: Serve)
     assert one.sequences == two.sequences == 20
 
 
-async def test_a_dead_replica_is_passed_over_and_used_again_when_it_is_back(serve: Serve) -> None:
-    one, two, port = CountingEngine(), CountingEngine(), free_port()
+async def test_a_dead_replica_is_passed_over_and_used_again_when_it_is_back(serve: Any) -> None:
+    one, two, port = GatedEngine(TABLE), GatedEngine(TABLE), free_port()
     urls = [f"http://127.0.0.1:{port}"]
     async with serve(one) as living, TeacherClient("t", [*urls, living], request_tokens=6) as client:
         given = sequences(8)
@@ -134,11 +99,11 @@ async def test_a_dead_replica_is_passed_over_and_used_again_when_it_is_back(serv
 
 
 async def test_a_replica_that_stops_answering_loses_its_work_to_another(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer that accepts connections and sends nothing, as a stopped process does."""
     monkeypatch.setattr(client_module, "HEALTH_SECONDS", 0.1)
-    engine = CountingEngine()
+    engine = GatedEngine(TABLE)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -149,8 +114,8 @@ async def test_a_replica_that_stops_answering_loses_its_work_to_another(
     assert engine.sequences == 2
 
 
-async def test_a_replica_whose_answers_cannot_be_used_is_left_out_until_none_is_left(serve: Serve) -> None:
-    good, bad = CountingEngine(), CountingEngine()
+async def test_a_replica_whose_answers_cannot_be_used_is_left_out_until_none_is_left(serve: Any) -> None:
+    good, bad = GatedEngine(TABLE), GatedEngine(TABLE)
     async with serve(good) as url, serve(bad) as other, TeacherClient("t", [other, url]) as client:
         given = sequences(2)
         await client.score(given)
@@ -166,26 +131,26 @@ async def test_a_replica_whose_answers_cannot_be_used_is_left_out_until_none_is_
 
 
 async def test_a_completion_may_take_longer_than_other_calls(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "TIMEOUT_SECONDS", 0.1)
 
-    class Slow(CountingEngine):
+    class Slow(GatedEngine):
         begun_prompts = 0
 
-        def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+        def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
             self.begun_prompts += len(prompts)
             end = time.monotonic() + 0.5
             while time.monotonic() < end:
                 yield None
             yield from super().generate(prompts, params)
 
-    engine, gone = Slow(), f"http://127.0.0.1:{free_port()}"
+    engine, gone = Slow(TABLE), f"http://127.0.0.1:{free_port()}"
     async with serve(engine) as url, TeacherClient("t", [gone, url]) as client:
         prompts = [TeacherPrompt(f"{seed}", pack(np.array([1, 2], np.int32)), seed) for seed in range(3)]
         completions = await client.generate(prompts, 4)
         assert [one.id for one in completions] == ["0", "1", "2"]
-        assert all(isinstance(one, TeacherCompletion) for one in completions)
+        assert all(isinstance(one, wire.TeacherCompletion) for one in completions)
         assert engine.begun_prompts == 3
         with pytest.raises(Unreachable):
             await client.generate(prompts, 4, deadline=0.1)
@@ -199,8 +164,8 @@ async def test_a_teacher_that_is_gone_is_a_typed_error_at_the_deadline() -> None
         assert time.monotonic() - started < 60
 
 
-async def test_a_teacher_that_stays_full_is_overloaded_at_the_deadline(serve: Serve) -> None:
-    engine = CountingEngine()
+async def test_a_teacher_that_stays_full_is_overloaded_at_the_deadline(serve: Any) -> None:
+    engine = GatedEngine(TABLE)
     async with serve(engine, queue_tokens=10) as url, TeacherClient("t", [url], request_tokens=6) as client:
         engine.gate.clear()
         first = asyncio.create_task(client.score(sequences(1)))
@@ -212,25 +177,25 @@ async def test_a_teacher_that_stays_full_is_overloaded_at_the_deadline(serve: Se
 
 
 async def test_what_the_teacher_cannot_do_is_not_tried_again(
-    serve: Serve, caplog: pytest.LogCaptureFixture
+    serve: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
         with pytest.raises(RemoteError, match="topk is 12"):
-            await client.score(sequences(1), Want(topk=12))
+            await client.score(sequences(1), wire.Want(topk=12))
     assert "retrying" not in caplog.text
 
 
-async def test_one_refused_sequence_leaves_its_neighbours(serve: Serve) -> None:
+async def test_one_refused_sequence_leaves_its_neighbours(serve: Any) -> None:
     bad = ScoreSequence("bad", pack(np.array([1, V], np.int32)), 1)
-    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
         good, refused = await asyncio.gather(client.score(sequences(2)), client.score([bad]))
         assert right(sequences(2), good)
         assert isinstance(refused[0], ScoreRefused)
         assert client.counters.refused == 1
 
 
-async def test_cancelling_aborts_the_callers_own_work_alone(serve: Serve) -> None:
-    engine = CountingEngine()
+async def test_cancelling_aborts_the_callers_own_work_alone(serve: Any) -> None:
+    engine = GatedEngine(TABLE)
     async with serve(engine) as url, TeacherClient("t", [url]) as client:
         engine.gate.clear()
         stays = asyncio.create_task(client.score(sequences(2)))
@@ -241,8 +206,8 @@ async def test_cancelling_aborts_the_callers_own_work_alone(serve: Serve) -> Non
         assert right(sequences(2), await stays)
 
 
-async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Serve) -> None:
-    async with serve(CountingEngine()) as one, serve(CountingEngine(), model="other") as two:
+async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Any) -> None:
+    async with serve(GatedEngine(TABLE)) as one, serve(GatedEngine(TABLE), model="other") as two:
         async with TeacherClient("t", [one]) as client:
             assert (await client.info()).vocab_size == V
         async with TeacherClient("t", [one, two]) as client:
@@ -250,16 +215,16 @@ async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Serve) 
                 await client.info()
 
 
-async def test_replicas_may_differ_in_the_length_that_their_memory_takes(serve: Serve) -> None:
-    engines = [CountingEngine(), CountingEngine()]
+async def test_replicas_may_differ_in_the_length_that_their_memory_takes(serve: Any) -> None:
+    engines = [GatedEngine(TABLE), GatedEngine(TABLE)]
     for engine, length in zip(engines, (3072, 2048), strict=True):
         engine.engine_info = dataclasses.replace(engine.engine_info, max_length=length)
     async with serve(engines[0]) as one, serve(engines[1]) as two, TeacherClient("t", [one, two]) as client:
         assert (await client.info()).max_length == 2048
 
 
-async def test_a_replica_that_comes_back_with_another_model_is_left_to_the_others(serve: Serve) -> None:
-    engines, port = [CountingEngine() for _ in range(3)], free_port()
+async def test_a_replica_that_comes_back_with_another_model_is_left_to_the_others(serve: Any) -> None:
+    engines, port = [GatedEngine(TABLE) for _ in range(3)], free_port()
     async with serve(engines[0]) as steady:
         urls = [steady, f"http://127.0.0.1:{port}"]
         async with TeacherClient("t", urls, request_tokens=6) as client:
@@ -277,10 +242,10 @@ async def test_a_replica_that_comes_back_with_another_model_is_left_to_the_other
                         await ask
 
 
-async def test_a_teacher_that_follows_a_run_serves_that_run_alone(serve: Serve) -> None:
+async def test_a_teacher_that_follows_a_run_serves_that_run_alone(serve: Any) -> None:
     mine, other = Claim(RunIdentity("toy", "aa")), Claim(RunIdentity("toy", "bb"))
     async with (
-        serve(CountingEngine(), claim=Claim(RunIdentity("toy"))) as url,
+        serve(GatedEngine(TABLE), claim=Claim(RunIdentity("toy"))) as url,
         TeacherClient("t", [url], claim=mine) as one,
         TeacherClient("t", [url], claim=other) as two,
     ):
@@ -288,14 +253,14 @@ async def test_a_teacher_that_follows_a_run_serves_that_run_alone(serve: Serve) 
         assert right(sequences(2), await one.score(sequences(2)))
         with pytest.raises(WrongServer, match=r"it serves run 'toy' \(id aa\) and was asked for .*bb"):
             await two.score(sequences(2))
-    async with serve(CountingEngine()) as url:
+    async with serve(GatedEngine(TABLE)) as url:
         for claim in (mine, other):
             async with TeacherClient("t", [url], claim=claim) as client:
                 assert right(sequences(2), await client.score(sequences(2)))
 
 
-async def test_the_head_comes_through_any_replica(serve: Serve) -> None:
-    async with serve(CountingEngine()) as url, TeacherClient("t", [url]) as client:
+async def test_the_head_comes_through_any_replica(serve: Any) -> None:
+    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
         np.testing.assert_array_equal(unpack((await client.head()).weight), TABLE.T)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import httpx
 import msgspec
@@ -12,28 +11,19 @@ import pytest
 from fuzz import fuzz
 from table_engine import TableEngine, random_table
 
-from sync.wire import (
-    Array,
-    ScoreRequest,
-    ScoreSequence,
-    TeacherGenerateRequest,
-    TeacherPrompt,
-    Want,
-    encode,
-    pack,
-)
+from sync import wire
+from sync.wire import Array, ScoreRequest, TeacherGenerateRequest, TeacherPrompt, encode, pack
 from teacher_service import messages
 
 V = 11
-Serve = Callable[..., AbstractAsyncContextManager[str]]
 IDS = pack(np.array([1, 2, 3], np.int32))
 GOOD = TeacherGenerateRequest(prompts=[TeacherPrompt("a", IDS, 1), TeacherPrompt("b", IDS, 2)], max_tokens=5)
-SCORED = ScoreRequest(sequences=[ScoreSequence("a", IDS, 1)], want=Want(topk=2))
+SCORED = ScoreRequest(sequences=[wire.ScoreSequence("a", IDS, 1)], want=wire.Want(topk=2))
 
 
 @pytest.mark.parametrize("good", [SCORED, GOOD], ids=["score", "generate"])
 async def test_malformed_requests_of_each_route_are_refused_with_a_reason(
-    serve: Serve, good: ScoreRequest | TeacherGenerateRequest
+    serve: Any, good: ScoreRequest | TeacherGenerateRequest
 ) -> None:
     async with serve(TableEngine(random_table(V), max_length=64)) as url:
         report = await fuzz(url, 800, good)
@@ -42,7 +32,7 @@ async def test_malformed_requests_of_each_route_are_refused_with_a_reason(
     assert report.statuses[422] > 20
 
 
-async def test_a_route_that_breaks_is_not_called_clean(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_route_that_breaks_is_not_called_clean(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(*_: object) -> None:
         raise ZeroDivisionError
 
@@ -73,7 +63,7 @@ async def test_a_route_that_breaks_is_not_called_clean(serve: Serve, monkeypatch
     ],
 )
 async def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole(
-    serve: Serve, change: dict[str, object], status: int, reason: str
+    serve: Any, change: dict[str, object], status: int, reason: str
 ) -> None:
     async with (
         serve(TableEngine(random_table(V), max_length=64)) as url,
@@ -99,7 +89,7 @@ async def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole
     ],
 )
 async def test_a_prompt_that_cannot_be_completed_is_refused_alone(
-    serve: Serve, prompt: TeacherPrompt, reason: str
+    serve: Any, prompt: TeacherPrompt, reason: str
 ) -> None:
     request = msgspec.structs.replace(GOOD, prompts=[GOOD.prompts[0], prompt])
     async with (

@@ -18,18 +18,10 @@ from table_engine import TableEngine, random_table
 from sync.base.errors import ConfigError, Unreachable
 from teacher_service.batching import Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
-from teacher_service.engines import build, reload
-from teacher_service.engines.base import (
-    Engine,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-)
+from teacher_service.engines import base, build, reload
 from teacher_service.engines.reload import GpuSlot, GpuSlotsConfig, IdleUnloadEngine
 
-ITEM = Item(np.array([1, 2, 3], np.int32), 1)
+ITEM = base.Item(np.array([1, 2, 3], np.int32), 1)
 
 
 class Loads:
@@ -38,7 +30,7 @@ class Loads:
     def __init__(self) -> None:
         self.loaded = self.closed = 0
 
-    def __call__(self) -> Engine:
+    def __call__(self) -> base.Engine:
         self.loaded += 1
         loads = self
 
@@ -61,12 +53,12 @@ def wait_until_unloaded(engine: IdleUnloadEngine) -> None:
 def test_it_is_unloaded_without_work_and_gives_the_same_scores_when_loaded_again() -> None:
     loads = Loads()
     engine = IdleUnloadEngine(loads, 60.0)
-    before = engine.score([ITEM], ScoreOptions()).logprob_C
+    before = engine.score([ITEM], base.ScoreOptions()).logprob_C
     engine._idle_seconds = 0.05
     wait_until_unloaded(engine)
     assert (loads.loaded, loads.closed) == (1, 1)
     engine._idle_seconds = 60.0  # it is not to be unloaded again before it was looked at
-    after = engine.score([ITEM], ScoreOptions()).logprob_C
+    after = engine.score([ITEM], base.ScoreOptions()).logprob_C
     assert np.array_equal(before, after)
     assert engine._engine is not None
     assert loads.loaded == 2
@@ -79,7 +71,7 @@ def test_work_keeps_it_loaded() -> None:
     loads = Loads()
     engine = IdleUnloadEngine(loads, 60)
     for _ in range(3):
-        engine.score([ITEM], ScoreOptions())
+        engine.score([ITEM], base.ScoreOptions())
     assert engine.head() is not None
     assert (loads.loaded, loads.closed) == (1, 0)
     engine.close()
@@ -126,12 +118,12 @@ def with_slot(loads: Loads, tmp_path: Path, slots: int = 1) -> IdleUnloadEngine:
 def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Path) -> None:
     loads = Loads()
     first, second = with_slot(loads, tmp_path, 2), with_slot(loads, tmp_path, 2)
-    first.score([ITEM], ScoreOptions())
-    second.score([ITEM], ScoreOptions())
-    first.score([ITEM], ScoreOptions())
+    first.score([ITEM], base.ScoreOptions())
+    second.score([ITEM], base.ScoreOptions())
+    first.score([ITEM], base.ScoreOptions())
     third = with_slot(loads, tmp_path, 2)
     assert [engine._engine is not None for engine in (first, second, third)] == [True, False, True]
-    second.score([ITEM], ScoreOptions())
+    second.score([ITEM], base.ScoreOptions())
     assert [engine._engine is not None for engine in (first, second, third)] == [False, True, True]
     assert (loads.loaded, loads.closed) == (4, 2)
     for engine in (first, second, third):
@@ -142,12 +134,12 @@ def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Pat
 def test_teachers_that_share_one_slot_take_turns_and_never_hold_two(tmp_path: Path) -> None:
     loads = Loads()
     engines = [with_slot(loads, tmp_path) for _ in range(3)]
-    expected = TableEngine(random_table(11)).score([ITEM], ScoreOptions()).logprob_C
+    expected = TableEngine(random_table(11)).score([ITEM], base.ScoreOptions()).logprob_C
     most = []
 
     def work(engine: IdleUnloadEngine) -> None:
         for _ in range(3):
-            assert np.array_equal(engine.score([ITEM], ScoreOptions()).logprob_C, expected)
+            assert np.array_equal(engine.score([ITEM], base.ScoreOptions()).logprob_C, expected)
             most.append(loads.loaded - loads.closed)
 
     with ThreadPoolExecutor(3) as pool:
@@ -219,8 +211,8 @@ def test_a_slot_that_was_given_up_goes_to_whoever_requested_it(
 def test_generation_keeps_the_model_and_the_slot_to_its_end(tmp_path: Path) -> None:
     loads = Loads()
     first = with_slot(loads, tmp_path)
-    prompts = [EnginePrompt(np.array([1, 2], np.int32), seed) for seed in range(3)]
-    steps = first.generate(prompts, GenerationParams(2, 1.0, ()))
+    prompts = [base.EnginePrompt(np.array([1, 2], np.int32), seed) for seed in range(3)]
+    steps = first.generate(prompts, base.GenerationParams(2, 1.0, ()))
     assert next(steps) is None
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(with_slot, loads, tmp_path)
@@ -242,7 +234,7 @@ def test_generation_keeps_the_model_and_the_slot_to_its_end(tmp_path: Path) -> N
 async def test_a_load_that_fails_later_refuses_no_sequence_and_the_next_request_loads_again() -> None:
     loads, disk_fails = Loads(), False
 
-    def load() -> Engine:
+    def load() -> base.Engine:
         engine = loads()
         if disk_fails:
             raise OSError("Stale file handle")
@@ -253,7 +245,7 @@ async def test_a_load_that_fails_later_refuses_no_sequence_and_the_next_request_
     batcher.start()
 
     async def outcomes() -> list[Outcome]:
-        with batcher.submit([Work(ITEM, ScoreOptions())] * 3) as futures:
+        with batcher.submit([Work(ITEM, base.ScoreOptions())] * 3) as futures:
             return list(await asyncio.gather(*futures))
 
     engine._idle_seconds, disk_fails = 0.0, True
@@ -265,13 +257,13 @@ async def test_a_load_that_fails_later_refuses_no_sequence_and_the_next_request_
     assert loads.loaded == 2, "it is not loaded for each half of the batch"
     assert batcher.healthy
     disk_fails = False
-    assert all(isinstance(one, EngineScores) for one in await outcomes())
+    assert all(isinstance(one, base.EngineScores) for one in await outcomes())
     await batcher.stop()
     engine.close()
 
 
 def test_a_load_that_fails_gives_its_slot_back(tmp_path: Path) -> None:
-    def broken() -> Engine:
+    def broken() -> base.Engine:
         raise ConfigError("no such model")
 
     config = GpuSlotsConfig(folder=tmp_path, slots=1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,24 +12,12 @@ from blake3 import blake3
 from prometheus_client import CollectorRegistry
 from table_engine import TableEngine, random_table
 
+from sync import wire
 from sync.base.errors import RemoteError
-from sync.wire import (
-    DIGEST_BYTES,
-    Scored,
-    ScoreReply,
-    ScoreRequest,
-    ScoreSequence,
-    Want,
-    encode,
-    frames,
-    pack,
-    unpack,
-)
+from sync.wire import Scored, ScoreReply, ScoreRequest, ScoreSequence, Want, pack, unpack
 from sync.wire.client import Peer
 from teacher_service.client import TeacherClient
 from teacher_service.kept import PART_BYTES, KeptScores
-
-Serve = Callable
 
 
 def store(folder: Path | None, memory: int, disk: int) -> KeptScores:
@@ -58,7 +46,7 @@ def test_a_body_larger_than_the_memory_is_kept_on_disk(tmp_path: Path) -> None:
     kept = store(tmp_path, 0, 1 << 30)
     body = np.random.default_rng(0).bytes(3 * PART_BYTES + 7)
     one = kept.put([body])
-    assert (one.size, one.digest, one.url) == (len(body), blake3(body).digest(DIGEST_BYTES), "")
+    assert (one.size, one.digest, one.url) == (len(body), blake3(body).digest(wire.DIGEST_BYTES), "")
     assert read(kept, one.key) == body
 
 
@@ -99,7 +87,7 @@ def sequence(name: str, length: int) -> ScoreSequence:
 
 
 async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released(
-    serve: Serve,
+    serve: Any,
 ) -> None:
     want = Want(topk=3, entropy=True, hidden=True)
     ids = pack(np.array([[7, -1], [1, 2], [3, 4]], "i4"))
@@ -114,11 +102,11 @@ async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released
             assert reference.kept is not None
             assert reference.kept.url == url
             body = await peer.once(f"/v1/scores/{reference.kept.key}", None, 5)
-            assert (len(body), blake3(body).digest(DIGEST_BYTES)) == (
+            assert (len(body), blake3(body).digest(wire.DIGEST_BYTES)) == (
                 reference.kept.size,
                 reference.kept.digest,
             )
-            (reply,) = frames(body, ScoreReply)
+            (reply,) = wire.frames(body, ScoreReply)
             given = next(one.gather_ids for one in asked if one.id == whole.id)
             assert reply.results == [msgspec.structs.replace(whole, gather_ids=given)]
         first, second = (one.kept for one in kept)
@@ -130,7 +118,7 @@ async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released
 
 
 async def test_a_long_body_comes_in_frames_of_some_positions(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("teacher_service.messages.FRAME_BYTES", 100 * 204)  # 50 floats and a log-probability
     count = 250
@@ -140,16 +128,16 @@ async def test_a_long_body_comes_in_frames_of_some_positions(
         assert isinstance(scored, Scored)
         assert scored.kept is not None
         body = await peer.once(f"/v1/scores/{scored.kept.key}", None, 5)
-        assert (len(body), blake3(body).digest(DIGEST_BYTES)) == (scored.kept.size, scored.kept.digest)
-        parts = [one for reply in frames(body, ScoreReply) for one in reply.results]
+        assert (len(body), blake3(body).digest(wire.DIGEST_BYTES)) == (scored.kept.size, scored.kept.digest)
+        parts = [one for reply in wire.frames(body, ScoreReply) for one in reply.results]
         assert [part.hidden.shape for part in parts] == [(100, 50), (100, 50), (49, 50)]
         logprob = np.concatenate([unpack(part.logprob) for part in parts])
         assert logprob.tolist() == unpack(scored.logprob).tolist()
 
 
-async def test_a_sequence_longer_than_the_queue_is_scored_when_it_comes_alone(serve: Serve) -> None:
+async def test_a_sequence_longer_than_the_queue_is_scored_when_it_comes_alone(serve: Any) -> None:
     async with serve(TableEngine(TABLE), queue_tokens=30) as url, Peer(url) as peer:
         request = ScoreRequest(sequences=[sequence("a", 40)])
         (scored,) = (await peer.call("/v1/score", request, ScoreReply)).results
         assert isinstance(scored, Scored)
-        assert encode(request)
+        assert wire.encode(request)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +13,7 @@ import pytest
 
 from sync.wire import Array, ScoreRequest, ScoreSequence, Want, pack
 from teacher_service.engines.base import EngineInfo, Item
-from teacher_service.messages import BadRequest, admit, check_score, reply_size
+from teacher_service.messages import BadRequest, admit, check_score, model_fingerprint, reply_size
 
 INFO = EngineInfo("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden", "prompt"))
 SAMPLED_ONLY = EngineInfo("m", "float32", "openai", 10, 0, 8, (), max_topk=0)
@@ -99,3 +101,22 @@ def test_several_answers_beyond_the_limit_are_refused_before_they_are_computed_a
         reply_size([item, item], Want(topk=4, hidden=True), INFO, 14 * row)
     assert refusal.value.status == 413
     assert reply_size([item], Want(topk=3, hidden=True), INFO, 1) == 7 * row
+
+
+def test_the_fingerprint_changes_with_weights_revision_and_precision_alone(tmp_path: Path) -> None:
+    weights = bytearray(range(256)) * 8192
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    engine_info = EngineInfo(str(tmp_path), "float32", "transformers", 8, 8, 64, ())
+    first = model_fingerprint(engine_info)
+    assert model_fingerprint(engine_info) == first
+    others = [replace(engine_info, dtype="bfloat16"), replace(engine_info, revision="b")]
+    found = {first, *map(model_fingerprint, others)}
+    for place in (0, len(weights) - 1):  # training changes far more than one byte
+        changed = bytearray(weights)
+        changed[place] ^= 1
+        (tmp_path / "model.safetensors").write_bytes(changed)
+        found.add(model_fingerprint(engine_info))
+    (tmp_path / "model.safetensors").write_bytes(weights + b"0")
+    found.add(model_fingerprint(engine_info))
+    assert len(found) == 6
+    assert len(model_fingerprint(replace(engine_info, model="org/name"))) == 64

@@ -9,39 +9,51 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from sync.base.errors import ConfigError
 from sync.wire import unpack
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import (
-    EngineCompletion,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
+from teacher_service.engines import base
+from teacher_service.engines.base import EnginePrompt, Item, ScoreOptions
+from teacher_service.engines.head import CPU_COLUMNS, OutputHead, find_head, largest, load_head, log_sum_exp
+from teacher_service.engines.transformers import (
+    TransformersEngine,
+    check_fits,
+    inverse,
+    load,
+    padded_ids,
+    rectangles,
 )
-from teacher_service.engines.head import OutputHead
-from teacher_service.engines.transformers import TransformersEngine, check_fits, inverse, load
 
 VOCAB = 37
 """Ids of the tokenizer; the model has PADDED rows."""
 PADDED = 48
-
-
+SMALL = {
+    "vocab_size": PADDED,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+HEADS = {
+    "soft cap": ("Gemma2", {"head_dim": 16, "final_logit_softcapping": 3.0}),
+    "bias": ("Phi", {}),
+    "divided": ("Granite", {"logits_scaling": 4.0}),
+    "multiplied": ("Cohere", {"logit_scale": 0.0625}),
+}
 EVERYTHING = ScoreOptions(topk=5, gather=3, entropy=True, hidden=True)
 LENGTHS = [9, 3, 17, 2, 9, 30, 5, 12]
 
@@ -49,20 +61,7 @@ LENGTHS = [9, 3, 17, 2, 9, 30, 5, 12]
 @pytest.fixture(scope="session")
 def qwen() -> Qwen3ForCausalLM:
     """A random Qwen3 in float32 with PADDED rows in its head."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=PADDED,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return small("Qwen3", {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": False}, seed=0)
 
 
 def random_items(seed: int, lengths: list[int], k: int = 0) -> list[Item]:
@@ -109,7 +108,7 @@ def check_against_plain(
         close(logprobs_from_head(engine, scores), logp_CV, tolerance)
 
 
-def logprobs_from_head(engine: TransformersEngine, scores: EngineScores) -> np.ndarray:
+def logprobs_from_head(engine: TransformersEngine, scores: base.EngineScores) -> np.ndarray:
     """float64 [C, V]: what a reader computes from hidden states and the Head message, by its formula."""
     head = engine.head()
     assert head is not None
@@ -192,33 +191,19 @@ def test_a_shift_by_one_position_cannot_hide(qwen: Any) -> None:
         assert shifted.mean() > 1e4 * right
 
 
-SMALL = {
-    "vocab_size": PADDED,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-
-
-@pytest.mark.parametrize(
-    ("model_class", "config"),
-    [
-        (Gemma2ForCausalLM, Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=3.0)),
-        (PhiForCausalLM, PhiConfig(**SMALL)),
-        (GraniteForCausalLM, GraniteConfig(**SMALL, logits_scaling=4.0)),
-        (CohereForCausalLM, CohereConfig(**SMALL, logit_scale=0.0625)),
-    ],
-    ids=["soft cap", "bias", "divided", "multiplied"],
-)
-def test_heads_with_cap_bias_or_scale_are_reproduced(model_class: Any, config: Any) -> None:
-    torch.manual_seed(1)
-    model = model_class(config).eval()
+def small(kind: str, more: dict[str, Any], seed: int = 1) -> Any:
+    """A random model of a family, its head's bias too."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**SMALL | more)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     if (bias := getattr(model.lm_head, "bias", None)) is not None:
         torch.nn.init.normal_(bias)
+    return model
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_with_cap_bias_or_scale_are_reproduced(head: str) -> None:
+    model = small(*HEADS[head])
     check_against_plain(model, TransformersEngine(model, VOCAB), 2e-5)
 
 
@@ -317,15 +302,15 @@ def test_scores_do_not_depend_on_where_the_parts_of_a_model_are(qwen: Any, tmp_p
     assert spread.model.layers[1].mlp.up_proj.weight.is_meta
     engine = TransformersEngine(spread, VOCAB)
     check_against_plain(qwen, engine)
-    completions_of(engine, [EnginePrompt(np.array([3, 1], np.int32), 0)], GenerationParams(4, 1.0, ()))
+    completions_of(engine, [EnginePrompt(np.array([3, 1], np.int32), 0)], base.GenerationParams(4, 1.0, ()))
 
 
 # --- completions ------------------------------------------------------------------------------------------
 
 
 def completions_of(
-    engine: TransformersEngine, prompts: list[EnginePrompt], generation: GenerationParams
-) -> list[EngineCompletion]:
+    engine: TransformersEngine, prompts: list[EnginePrompt], generation: base.GenerationParams
+) -> list[base.EngineCompletion]:
     *steps, completions = engine.generate(prompts, generation)
     assert steps.count(None) == len(steps) <= generation.max_tokens
     assert completions is not None
@@ -340,7 +325,7 @@ def test_a_completion_has_the_scores_it_is_given_and_does_not_depend_on_its_batc
     prompts = [
         EnginePrompt(rng.integers(0, VOCAB, n).astype(np.int32), seed) for seed, n in enumerate((3, 9, 1, 5))
     ]
-    generation = GenerationParams(12, 1.0, (4, 5))
+    generation = base.GenerationParams(12, 1.0, (4, 5))
     together = completions_of(engine, prompts, generation)
     for prompt, one in zip(prompts, together, strict=True):
         (alone,) = completions_of(engine, [prompt], generation)
@@ -359,7 +344,7 @@ def test_tokens_are_drawn_as_often_as_the_model_says(qwen: Qwen3ForCausalLM) -> 
     engine = TransformersEngine(qwen, VOCAB)
     prompt, count = np.array([3, 1, 4], np.int32), 4000
     for temperature in (1.0, 2.0):
-        generation = GenerationParams(1, temperature, ())
+        generation = base.GenerationParams(1, temperature, ())
         completions = completions_of(
             engine, [EnginePrompt(prompt, seed) for seed in range(count)], generation
         )
@@ -378,3 +363,104 @@ def test_a_draw_at_the_edges_takes_no_id_of_probability_zero() -> None:
         sum_V = torch.tensor([0.0, 0.25, 0.25, 0.75, 1.0, 1.0]) * total
         for number, expected in ((0.0, 1), (0.2, 1), (0.25, 3), (0.5, 3), (0.75, 4), (below, 4), (1.0, 4)):
             assert inverse(sum_V[None], torch.tensor([[number]])).item() == expected, (total, number)
+
+
+# --- forward passes of sequences of unequal length ----------------------------------------------------------
+
+
+lengths = st.lists(st.integers(2, 50), min_size=1, max_size=40)
+
+
+@given(lengths, st.integers(1, 200), st.integers(0, 100))
+def test_every_sequence_lies_in_one_rectangle_within_budget_and_padding(
+    sizes: list[int], budget: int, overhead: int
+) -> None:
+    groups = rectangles(sizes, budget, overhead)
+    assert sorted(row for rows in groups for row in rows) == list(range(len(sizes)))
+    for rows in groups:
+        width = max(sizes[row] for row in rows)
+        assert width == sizes[rows[0]]
+        assert len(rows) == 1 or width * len(rows) <= budget
+        assert sum(width - sizes[row] for row in rows) <= overhead
+
+
+def test_ids_are_padded_on_the_right() -> None:
+    items = [Item(np.arange(5, dtype=np.int32), 2), Item(np.arange(10, 13, dtype=np.int32), 1)]
+    assert padded_ids(items).tolist() == [[0, 1, 2, 3, 4], [10, 11, 12, 0, 0]]
+
+
+# --- the head that is read from a checkpoint without its layers ---------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+LAYERS = {
+    "untied": ("Qwen3", {"tie_word_embeddings": False}),
+    "tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "mixture": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS | LAYERS)
+def test_a_head_without_its_model_is_the_head_of_the_model(kind: str, tmp_path: Path) -> None:
+    model = small(*(HEADS | LAYERS)[kind])
+    model.save_pretrained(tmp_path)
+    head, dtype, rows = load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
+    assert (dtype, rows) == (torch.float32, PADDED)
+    for name, expected in dataclasses.asdict(find_head(model, VOCAB)).items():
+        got = getattr(head, name)
+        assert torch.equal(got, expected) if isinstance(expected, torch.Tensor) else got == expected, name
+    assert len(head.weight_VH) == VOCAB
+
+
+def test_precision_is_the_checkpoints_unless_another_is_named(tmp_path: Path) -> None:
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU).dtype == torch.bfloat16
+    assert load_head(TeacherConfig(path=str(tmp_path), dtype="float32"), VOCAB, CPU).dtype == torch.float32
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be readable here, also when a server computes"):
+        load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
+
+
+def test_logits_of_a_bf16_model_are_the_products_of_what_it_holds_summed_in_fp32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64).bfloat16()
+    exact = hidden.double() @ weight.double().T
+    logits = OutputHead(weight, None).placed(CPU).logits(hidden)
+    assert logits.dtype == torch.float32
+    assert float((logits - exact).abs().max()) < 1e-4  # bf16 would round these to 0.1
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
+
+
+def test_a_head_that_bf16_cannot_hold_is_multiplied_in_fp32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64)
+    exact = hidden.double() @ weight.double().T
+    assert float((OutputHead(weight, None).placed(CPU).logits(hidden) - exact).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("width", "k"), [(37, 37), (37, 1), (519, 64), (520, 64), (4096, 64), (4103, 64)])
+def test_the_largest_of_each_row_are_those_of_topk(width: int, k: int) -> None:
+    values = torch.stack([torch.randperm(width) for _ in range(9)]).float()
+    top, places = largest(values, k)
+    expected = values.topk(k, dim=1)
+    assert torch.equal(top, expected.values)
+    assert torch.equal(places, expected.indices)
+
+
+def test_of_equal_values_the_largest_are_different_places() -> None:
+    values = torch.randint(3, (9, 600)).float()
+    top, places = largest(values, 64)
+    assert torch.equal(top, values.topk(64, dim=1).values)
+    assert torch.equal(values.gather(1, places), top)
+    assert all(len(set(row)) == 64 for row in places.tolist())
+
+
+@pytest.mark.parametrize("width", [1, CPU_COLUMNS, CPU_COLUMNS + 1, 3 * CPU_COLUMNS])
+def test_the_sum_by_parts_is_that_of_whole_rows(width: int) -> None:
+    values = 20 * torch.randn(5, width)
+    assert torch.allclose(log_sum_exp(values).double(), values.double().logsumexp(1), atol=1e-5)

@@ -16,14 +16,7 @@ from table_engine import TableEngine, random_table
 from sync.base.errors import ConfigError, DataError, Unreachable
 from sync.wire import unpack
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import (
-    EngineCompletion,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-)
+from teacher_service.engines import base
 from teacher_service.engines.head import OutputHead
 from teacher_service.engines.vllm import ServedCompletions, ServedStates, VllmEngine, engine_args, on_cpu
 
@@ -33,8 +26,8 @@ TRUTH = TableEngine(TABLE)
 HEAD = OutputHead(torch.from_numpy(TABLE.T.copy()), None)
 CONFIG = TeacherConfig(path="org/m", engine="vllm", engine_url="http://teacher")
 ITEMS = [
-    Item(np.array([1, 2, 3, 4], np.int32), 2, np.array([[0, -1], [5, 4]], np.int32)),
-    Item(np.array([10, 0], np.int32), 1, np.array([[7, 7]], np.int32)),
+    base.Item(np.array([1, 2, 3, 4], np.int32), 2, np.array([[0, -1], [5, 4]], np.int32)),
+    base.Item(np.array([10, 0], np.int32), 1, np.array([[7, 7]], np.int32)),
 ]
 
 
@@ -78,8 +71,8 @@ def connected(server: Server, generator: Server | None = None) -> VllmEngine:
     return VllmEngine(CONFIG, HEAD, torch.float32, states(server), other)
 
 
-def same(got: EngineScores, expected: EngineScores) -> None:
-    for name in EngineScores.__slots__:
+def same(got: base.EngineScores, expected: base.EngineScores) -> None:
+    for name in base.EngineScores.__slots__:
         one, other = getattr(got, name), getattr(expected, name)
         assert (one is None) == (other is None), name
         if one is not None:
@@ -89,13 +82,13 @@ def same(got: EngineScores, expected: EngineScores) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ScoreOptions(),
-        ScoreOptions(topk=3),
-        ScoreOptions(topk=V, gather=2, temperature=0.7),
-        ScoreOptions(gather=2, entropy=True, hidden=True),
+        base.ScoreOptions(),
+        base.ScoreOptions(topk=3),
+        base.ScoreOptions(topk=V, gather=2, temperature=0.7),
+        base.ScoreOptions(gather=2, entropy=True, hidden=True),
     ],
 )
-def test_hidden_states_of_a_server_give_the_tables_scores(options: ScoreOptions) -> None:
+def test_hidden_states_of_a_server_give_the_tables_scores(options: base.ScoreOptions) -> None:
     engine = connected(Server())
     same(engine.score(ITEMS, options), TRUTH.score(ITEMS, options))
     head = engine.head()
@@ -106,7 +99,7 @@ def test_hidden_states_of_a_server_give_the_tables_scores(options: ScoreOptions)
 
 def test_states_are_asked_for_as_token_ids_and_bytes_without_normalisation() -> None:
     server = Server()
-    connected(server).score(ITEMS, ScoreOptions())
+    connected(server).score(ITEMS, base.ScoreOptions())
     assert server.bodies[-1] == {
         "model": "m",
         "input": [[1, 2, 3, 4], [10, 0]],
@@ -135,14 +128,14 @@ def test_a_server_that_does_not_answer_is_unreachable_and_no_fault_of_a_sequence
     engine = connected(server)
     server.fail = 1
     with pytest.raises(Unreachable, match="answered 503"):
-        engine.score(ITEMS, ScoreOptions())
-    same(engine.score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
+        engine.score(ITEMS, base.ScoreOptions())
+    same(engine.score(ITEMS, base.ScoreOptions()), TRUTH.score(ITEMS, base.ScoreOptions()))
 
 
 def test_a_server_that_is_still_starting_is_waited_for() -> None:
     server = Server()
     server.fail = 3
-    same(connected(server).score(ITEMS, ScoreOptions()), TRUTH.score(ITEMS, ScoreOptions()))
+    same(connected(server).score(ITEMS, base.ScoreOptions()), TRUTH.score(ITEMS, base.ScoreOptions()))
 
 
 def test_a_server_that_cannot_serve_this_teacher_is_refused_with_the_remedy() -> None:
@@ -165,12 +158,12 @@ def test_states_of_fewer_tokens_are_not_taken_for_those_of_all() -> None:
     engine = connected(server)
     server.dropped = 1
     with pytest.raises(DataError, match="leaves tokens out"):
-        engine.score(ITEMS, ScoreOptions())
+        engine.score(ITEMS, base.ScoreOptions())
 
 
 # --- completions ------------------------------------------------------------------------------------------
 
-PROMPTS = [EnginePrompt(np.array([1, 2], np.int32), 7), EnginePrompt(np.array([4], np.int32), 8)]
+PROMPTS = [base.EnginePrompt(np.array([1, 2], np.int32), 7), base.EnginePrompt(np.array([4], np.int32), 8)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -179,14 +172,14 @@ def test_a_completion_of_the_generating_server_has_the_log_probabilities_of_scor
 ) -> None:
     generator = Server()
     engine = connected(Server(), generator)
-    *_, texts = engine.generate(PROMPTS, GenerationParams(3, temperature, (0,)))
+    *_, texts = engine.generate(PROMPTS, base.GenerationParams(3, temperature, (0,)))
     assert texts is not None
     for prompt, text in zip(PROMPTS, texts, strict=True):
-        assert isinstance(text, EngineCompletion)
-        whole = Item(
+        assert isinstance(text, base.EngineCompletion)
+        whole = base.Item(
             np.concatenate([prompt.token_ids_P, [3, 5, 0]]).astype(np.int32), len(prompt.token_ids_P)
         )
-        expected = TRUTH.score([whole], ScoreOptions(temperature=temperature)).logprob_C
+        expected = TRUTH.score([whole], base.ScoreOptions(temperature=temperature)).logprob_C
         np.testing.assert_allclose(text.logprob_T, expected, atol=1e-6)
         np.testing.assert_array_equal(text.token_ids_T, [3, 5, 0])
         assert text.ended
@@ -216,7 +209,7 @@ def test_a_completion_has_a_time_limit_that_grows_with_its_length() -> None:
         seconds.append(request.extensions["timeout"]["read"])
         return generator(request)
 
-    completions(timed).complete(PROMPTS[0], GenerationParams(16384, 1.0, ()))
+    completions(timed).complete(PROMPTS[0], base.GenerationParams(16384, 1.0, ()))
     assert seconds == [600, 600 + 16384]
 
 
@@ -224,14 +217,14 @@ def test_a_generated_id_without_a_token_is_refused_before_it_is_scored() -> None
     generator = Server()
     generator.completion = {"token_ids": [3, V], "finish_reason": "length"}
     with pytest.raises(DataError, match=f"id {V} was generated, a row of the model that the tokenizer"):
-        list(connected(Server(), generator).generate(PROMPTS, GenerationParams(3, 1.0, ())))
+        list(connected(Server(), generator).generate(PROMPTS, base.GenerationParams(3, 1.0, ())))
 
 
 def test_a_generating_server_without_token_ids_or_with_less_room_is_refused() -> None:
     silent = Server()
     silent.completion = {"text": "x", "finish_reason": "stop"}
     with pytest.raises(DataError, match="returns no token_ids"):
-        list(connected(Server(), silent).generate(PROMPTS, GenerationParams(3, 1.0, ())))
+        list(connected(Server(), silent).generate(PROMPTS, base.GenerationParams(3, 1.0, ())))
     with pytest.raises(ConfigError, match="generate_url takes 16 tokens, and 32 are scored"):
         connected(Server(), Server(length=16))
 
