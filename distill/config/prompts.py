@@ -130,6 +130,13 @@ PromptsConfig = Annotated[
 ]
 
 
+def sources_of(prompts: PromptsConfig) -> dict[str, PartPrompts]:
+    """Key of each source of prompts, "prompts" or "prompts.parts.NAME" → the source."""
+    if isinstance(prompts, MixturePrompts):
+        return {f"prompts.parts.{name}": part for name, part in prompts.parts.items()}
+    return {"prompts": prompts}
+
+
 def pass_threshold(prompts: PromptsConfig, source: str) -> float:
     """The least reward that passes, for a prompt of data source `source`."""
     return (prompts.parts[source] if isinstance(prompts, MixturePrompts) else prompts).pass_threshold

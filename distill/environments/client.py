@@ -12,9 +12,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-from distill.environments.episode import EnvironmentAnswer, FinishReason
+from distill.environments.episode import ANSWER, EnvironmentAnswer, FinishReason
 from sync.base.address import Place
 from sync.base.errors import DistillError, Overloaded, Unreachable, WireError
 from sync.base.retry import Backoff
@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 10.0
 """Beyond the environment's own limit of a call: for the way there and back, or a restart."""
 END_SECONDS: Final = 2.0
-
-_ANSWER: Final[Any] = EnvironmentAnswer
 
 
 @dataclass(eq=False)
@@ -83,31 +81,28 @@ class EnvironmentClient(Processes):
 
     async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         """The first turn of an episode, from any process; waits while all are full."""
+        body, expires = encode(EpisodeBegin(id=id, task=task)), time.monotonic() + self._limit
         try:
-            return await self._begun(id, task)
+            while True:
+                process = min(self._processes, key=lambda server: (server.pause, server.episodes))
+                await asyncio.sleep(process.pause)
+                self._place(id, process)
+                try:
+                    answer = await process.peer.once("/v1/begin", body, self._limit, MAX_SMALL)
+                    process.backoff.reset()
+                    return self._checked(id, decode(answer, ANSWER))
+                except Overloaded as error:
+                    process.back_at = time.monotonic() + error.retry_after
+                    expires = time.monotonic() + self._limit
+                except Unreachable as error:
+                    if time.monotonic() >= expires:
+                        raise
+                    if not process.pause:  # of the episodes that it was to begin, the first to notice
+                        process.back_at = time.monotonic() + process.backoff.next()
+                        log.warning("%s; retrying", error)
         except (DistillError, asyncio.CancelledError):
             self._place(id, None)
             raise
-
-    async def _begun(self, id: str, task: int) -> EnvironmentAnswer:
-        body, expires = encode(EpisodeBegin(id=id, task=task)), time.monotonic() + self._limit
-        while True:
-            process = min(self._processes, key=lambda server: (server.pause, server.episodes))
-            await asyncio.sleep(process.pause)
-            self._place(id, process)
-            try:
-                answer = await process.peer.once("/v1/begin", body, self._limit, MAX_SMALL)
-                process.backoff.reset()
-                return self._checked(id, decode(answer, _ANSWER))
-            except Overloaded as error:
-                process.back_at = time.monotonic() + error.retry_after
-                expires = time.monotonic() + self._limit
-            except Unreachable as error:
-                if time.monotonic() >= expires:
-                    raise
-                if not process.pause:  # of the episodes that it was to begin, the first to notice
-                    process.back_at = time.monotonic() + process.backoff.next()
-                    log.warning("%s; retrying", error)
 
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
@@ -116,7 +111,7 @@ class EnvironmentClient(Processes):
         if (process := self._places.get(id)) is None:
             return EpisodeFailed(id=id, error=f"episode {id} has not begun", lost=True)
         body = EpisodeContinue(id=id, turn=turn, token_ids=token_ids, finish_reason=finish_reason)
-        return self._checked(id, await process.peer.call("/v1/continue", body, _ANSWER))
+        return self._checked(id, await process.peer.call("/v1/continue", body, ANSWER))
 
     async def end(self, ids: list[str]) -> None:
         """Give these up. A process that cannot be reached frees their places once it needs them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from sync.wire.checks import LARGEST_REWARD, Problem, turn_tokens
 FinishReason = Literal["stop", "length", "time"]
 EnvironmentAnswer = Turn | EpisodeOver | EpisodeFailed
 """To EpisodeBegin and EpisodeContinue."""
+ANSWER: Final[Any] = EnvironmentAnswer
+"""The same, for decoders: a union is no type."""
 
 
 class Environment(Protocol):

@@ -72,21 +72,18 @@ class Renderer:
             message = turn[place]
             kind = (turn[place - 1]["role"] if place else None, *sorted(message), message["role"])
             if kind not in self._written:
-                self._check_written(turn, place, tools, text)
+                try:
+                    without: str | None = self._rendered([*turn[:place], *turn[place + 1 :]], tools)
+                except DataError:  # the others are refused without it, so it counts
+                    without = None
+                if without == text:
+                    raise DataError(
+                        f"the student's chat template leaves a message of role {message['role']!r} out, "
+                        f"{message.get('content')!r:.60}: say it in another role, or set the student's "
+                        "chat_template"
+                    )
                 self._written.add(kind)
         return text
-
-    def _check_written(self, turn: list[Message], place: int, tools: Sequence[Any] | None, text: str) -> None:
-        try:
-            without = self._rendered([*turn[:place], *turn[place + 1 :]], tools)
-        except DataError:  # the others are refused without it, so it counts
-            return
-        if without == text:
-            raise DataError(
-                f"the student's chat template leaves a message of role {turn[place]['role']!r} out, "
-                f"{turn[place].get('content')!r:.60}: say it in another role, or set the student's "
-                "chat_template"
-            )
 
     def _rendered(self, messages: list[Message], tools: Sequence[Any] | None) -> str:
         roles = ", ".join(message["role"] for message in messages)
@@ -105,18 +102,16 @@ def _turn(messages: Any) -> list[Message]:
         raise DataError(
             f"a turn is {messages!r:.80}: give a text, a message with role and content, or a list of messages"
         )
-    turn: list[Message] = [_message(message) for message in messages]
+    turn: list[Message] = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"a message is {message!r:.80}: give a role and a content")
+        content = message.get("content")
+        whole = content is None and message.get("tool_calls")
+        turn.append({**message} if whole else {**message, "content": content_text(content)})
     if turn[-1]["role"] == "assistant":
         raise DataError(
             f"the last message is the assistant's, {turn[-1].get('content')!r:.60}, and the student is to "
             "answer: leave it out, or end with another role"
         )
     return turn
-
-
-def _message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(f"a message is {message!r:.80}: give a role and a content")
-    if message.get("content") is None and message.get("tool_calls"):
-        return {**message}
-    return {**message, "content": content_text(message.get("content"))}

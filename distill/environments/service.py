@@ -36,7 +36,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from distill.environments.config import EnvironmentConfig, EnvironmentService
-from distill.environments.episode import Environment, EnvironmentAnswer
+from distill.environments.episode import ANSWER, Environment, EnvironmentAnswer
 from distill.environments.rendering import Renderer
 from sync.base.address import TOKEN_VARIABLE, token_from_environment
 from sync.base.errors import DataError, Overloaded
@@ -77,8 +77,6 @@ RETRY_SECONDS: Final = 1.0
 """When to come back, for one that finds no room."""
 MAX_BODY: Final = 1 << 26
 """Bytes of a request."""
-
-_ANSWER: Final[Any] = EnvironmentAnswer
 
 
 class Host(Environment, Protocol):
@@ -137,22 +135,16 @@ class Service:
             Route("/v1/end", self.end, methods=["POST"]),
             Route("/v1/info", self.get_info),
         ]
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            async with host:
+                yield
+
         claiming = ("/v1/begin", "/v1/continue")
         self.app = application(
-            Role.ENVIRONMENT,
-            routes,
-            registry,
-            token,
-            claim,
-            claiming,
-            lifespan=self._lifespan,
-            statuses={},
+            Role.ENVIRONMENT, routes, registry, token, claim, claiming, lifespan=lifespan, statuses={}
         )
-
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        async with self._host:
-            yield
 
     # --- routes
 
@@ -240,8 +232,13 @@ class Service:
             with self._spent.time():
                 async with asyncio.timeout(limit):
                     with own_code(key, about, "mend it"):
-                        said = decode(encode(await work()), _ANSWER)
-            if problem := self._unusable(said, id, turn):
+                        said = decode(encode(await work()), ANSWER)
+            problem: str | Problem | None = None
+            if said.id != id or (isinstance(said, Turn) and said.turn != turn):
+                problem = f"it is of episode {said.id!r}, turn {getattr(said, 'turn', None)}"
+            elif isinstance(said, Turn):
+                problem = turn_tokens(said.token_ids, self._vocab_size)
+            if problem:
                 raise DataError(f"{key}: {about} cannot be used: {problem}")
         except TimeoutError:
             error = f"{key}: {about} took longer than call_timeout_seconds = {limit:g}: raise it, or mend it"
@@ -251,10 +248,6 @@ class Service:
         if isinstance(said, EpisodeFailed):
             log.error("%s", said.error)
             await self._host.end([id])
-        self._note(id, said)
-        return said
-
-    def _note(self, id: str, said: EnvironmentAnswer) -> None:
         if isinstance(said, Turn):
             self._turns.inc()
         else:
@@ -262,11 +255,7 @@ class Service:
         episode = self._episodes.get(id)
         if episode is not None and episode.call is asyncio.current_task():
             episode.answered_at, episode.over = time.monotonic(), not isinstance(said, Turn)
-
-    def _unusable(self, said: EnvironmentAnswer, id: str, turn: int) -> str | Problem | None:
-        if said.id != id or (isinstance(said, Turn) and said.turn != turn):
-            return f"it is of episode {said.id!r}, turn {getattr(said, 'turn', None)}"
-        return turn_tokens(said.token_ids, self._vocab_size) if isinstance(said, Turn) else None
+        return said
 
 
 async def _answered(episode: _Episode) -> Response:
@@ -281,18 +270,6 @@ async def _answered(episode: _Episode) -> Response:
 # --- the process
 
 
-def make_host(settings: EnvironmentService, tokenizer: Any) -> Host:
-    """The environment of a configuration; `tokenizer`: the student's. Raises ConfigError."""
-    name, config = settings.name, settings.environment
-    if config.type == "python":
-        from distill.environments.python_host import PythonEnvironment
-
-        return PythonEnvironment(name, config, Renderer(tokenizer, config.chat_template_kwargs))
-    from distill.environments.verifiers_host import VerifiersEnvironment
-
-    return VerifiersEnvironment(name, config, tokenizer)
-
-
 def serve(settings: EnvironmentService, host: str, port: int, index: int) -> None:
     """Load tokenizer and environment, then answer until SIGTERM or SIGINT."""
     token = token_from_environment()
@@ -305,9 +282,18 @@ def serve(settings: EnvironmentService, host: str, port: int, index: int) -> Non
     setproctitle.setproctitle(f"distill environment {settings.name}[{index}]")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while loading, and at uvicorn's end
     tokenizer = load_tokenizer(settings.student)
-    environment = make_host(settings, tokenizer)
+    name, config = settings.name, settings.environment
+    environment: Host
+    if config.type == "python":
+        from distill.environments.python_host import PythonEnvironment
+
+        environment = PythonEnvironment(name, config, Renderer(tokenizer, config.chat_template_kwargs))
+    else:
+        from distill.environments.verifiers_host import VerifiersEnvironment
+
+        environment = VerifiersEnvironment(name, config, tokenizer)
     known = fingerprint(tokenizer), vocab_size(tokenizer, settings.student.known_ids)
-    service = Service(environment, settings.environment, known, token, Claim(RunIdentity(settings.run)))
+    service = Service(environment, config, known, token, Claim(RunIdentity(settings.run)))
     serve_app(service.app, host, port, grace=1)
 
 

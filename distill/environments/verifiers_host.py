@@ -121,6 +121,11 @@ class VerifiersEnvironment:
         """Start what the environment serves."""
         import verifiers.v1 as vf
 
+        async def watch_servers() -> None:
+            while True:
+                await asyncio.sleep(_GONE_SECONDS)
+                self._end_without_servers()
+
         async with contextlib.AsyncExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-"))
             self._tokenizer.save_pretrained(folder)
@@ -132,7 +137,7 @@ class VerifiersEnvironment:
             self._servers = [
                 child for child in psutil.Process().children() if child not in before and _runs(child)
             ]
-            stack.callback(asyncio.create_task(self._watch_servers()).cancel)
+            stack.callback(asyncio.create_task(watch_servers()).cancel)
             self._open = stack.pop_all()
         return self
 
@@ -248,13 +253,6 @@ class VerifiersEnvironment:
         added = np.array(said.prompt_ids[keep:], "i4")
         return Turn(id=episode.id, turn=episode.turn, token_ids=pack(added), keep=keep)
 
-    # --- servers of tools
-
-    async def _watch_servers(self) -> None:
-        while True:
-            await asyncio.sleep(_GONE_SECONDS)
-            self._end_without_servers()
-
     def _end_without_servers(self) -> None:
         """End this process, to be started again, when one is gone: verifiers starts each once."""
         if not all(map(_runs, self._servers)):
@@ -287,17 +285,8 @@ def _conclusion(episode: _Episode, done: Any) -> EpisodeOver | EpisodeFailed:
         return EpisodeFailed(
             id=episode.id, error="the episode ended without a turn of the student: nothing can be trained"
         )
-    rewards = [
-        (name, part.value)
-        for trace in episode.traces
-        for name, part in trace.rewards.items()
-        if part is not None
-    ]
-    metrics = [
-        (name, metric)
-        for trace in episode.traces
-        for name, metric in trace.metrics.items()
-        if metric is not None
-    ]
-    reward = sum(value for _, value in rewards) if rewards else None
-    return EpisodeOver(id=episode.id, reward=reward, metrics=dict(rewards + metrics))
+    rewards = [pair for trace in episode.traces for pair in trace.rewards.items() if pair[1] is not None]
+    metrics = [pair for trace in episode.traces for pair in trace.metrics.items() if pair[1] is not None]
+    reward = sum(part.value for _, part in rewards) if rewards else None
+    figures = {name: part.value for name, part in rewards} | dict(metrics)
+    return EpisodeOver(id=episode.id, reward=reward, metrics=figures)

@@ -22,7 +22,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,6 @@ from sync.wire import (
     Generated,
     GeneratePrompt,
     GenerateRequest,
-    Sampling,
     Version,
     checks,
     unpack,
@@ -62,8 +61,6 @@ LONGEST: Final = 32
 LEAST: Final = 12
 """Tokens of a loop."""
 GRAM: Final = 4
-Generate = Callable[[Episode], Awaitable[Generated]]
-"""The student's checked answer to a turn."""
 
 
 class Tokens(NamedTuple):
@@ -99,41 +96,11 @@ class Completion:
         return sum(end - start for sequence in self.sequences for start, end in sequence.own)
 
 
-def _completed(index: int, prompt: Prompt, answer: Generated) -> Completion:
-    token_ids = unpack(answer.token_ids).copy()
-    sequence = Tokens(prompt.token_ids, token_ids, [(0, len(token_ids))])
-    return Completion(index, [sequence], answer.finish_reason)
-
-
-def _played(index: int, played: Played) -> Completion:
-    """As in training, an episode that a limit ended has reward 0."""
-    episode = played.episode
-    return Completion(
-        index,
-        [
-            Tokens(sequence.prompt, np.array(sequence.token_ids, np.int32), sequence.own)
-            for sequence in episode.sequences
-        ],
-        "failed" if played.error else episode.finish_reason,
-        reward=episode.reward if played.error or episode.ended == "over" else 0.0,
-        error=played.error,
-        metrics=episode.metrics,
-    )
-
-
 # --- generation
 
 
-class Played(NamedTuple):
-    """An episode that has ended."""
-
-    episode: Episode
-    error: str | None = None
-    """Why its environment failed it; None: it did not."""
-
-
-class Playing:
-    """Plays the held-out tasks of a run, at most `rollout.max_in_flight` at once.
+class Generation:
+    """Asks a replica for the completions of sets, and plays their episodes with it.
 
     A lost episode begins again, until its environment has been gone for GONE_SECONDS. One that the
     environment fails begins again too, `rollout.max_attempts` times; then it is kept with the error, without
@@ -144,80 +111,12 @@ class Playing:
         self, config: RunConfig, environments: Mapping[str, Environment], context: int, vocab_size: int
     ) -> None:
         """`context`: the longest sequence that student and teachers take."""
-        self._environments, self._rollout, self._guard = environments, config.rollout, config.guard
+        self._rollout, self._guard = config.rollout, config.guard
+        self._environments, self._vocab_size = environments, vocab_size
         self._limits = {
             name: Limits.of(environment, config.rollout.max_tokens, context, vocab_size)
             for name, environment in config.environments.items()
         }
-
-    async def run(self, prompts: Mapping[str, Prompt], generate: Generate) -> dict[str, Played]:
-        """An episode for each prompt, by its id.
-
-        Raises what `generate` raises, RemoteError when an environment stays away, DataError when one fails
-        `guard.bad_answers` tasks in a row, or all.
-        """
-        gate = asyncio.Semaphore(self._rollout.max_in_flight)
-        in_a_row, limit = 0, min(self._guard.bad_answers, len(prompts))
-
-        async def one(id: str, prompt: Prompt) -> Played:
-            nonlocal in_a_row
-            async with gate:
-                played = await self._played(id, prompt, generate)
-            in_a_row = 0 if played.error is None else in_a_row + 1
-            if played.error is not None and in_a_row >= limit:
-                raise DataError(
-                    f"{played.error}; the last of {in_a_row} tasks in a row: mend the environment"
-                )
-            return played
-
-        tasks = {id: asyncio.create_task(one(id, prompt)) for id, prompt in prompts.items()}
-        try:
-            await asyncio.gather(*tasks.values())
-        finally:
-            await cancel(tasks.values())
-        return {id: task.result() for id, task in tasks.items()}
-
-    async def _played(self, id: str, prompt: Prompt, generate: Generate) -> Played:
-        name, replica_failed, until = prompt.environment, False, time.monotonic() + GONE_SECONDS
-        assert name is not None, "a prompt that is completed once is not played"
-
-        async def answer(episode: Episode) -> Generated:
-            nonlocal replica_failed, until
-            until = time.monotonic() + GONE_SECONDS  # it has just spoken
-            try:
-                return await generate(episode)
-            except DistillError:
-                replica_failed = True
-                raise
-
-        backoff, failures = Backoff(0.5, 10.0), 0
-        while True:
-            episode = Episode(id)
-            try:
-                await play(self._environments[name], episode, prompt.task, answer, self._limits[name])
-                return Played(episode)
-            except DistillError as error:
-                if replica_failed:
-                    raise
-                told = f"environment {name} failed task {prompt.task}: {error}"
-                log.warning("%s", told)
-                if not isinstance(error, Unreachable | EnvironmentLost):
-                    failures += 1
-                    if failures >= self._rollout.max_attempts:
-                        return Played(episode, told)
-                elif time.monotonic() > until:
-                    raise RemoteError(
-                        f"environment {name} was not up for {GONE_SECONDS:.0f} s: {error}"
-                    ) from error
-            await asyncio.sleep(backoff.next())
-
-
-class Generation:
-    """Asks a replica for the completions of sets, and plays their episodes with it."""
-
-    def __init__(self, size: int, parallel: int, vocab_size: int, playing: Playing) -> None:
-        """`size` prompts a request, `parallel` requests at once; each turn of an episode is one more."""
-        self._size, self._parallel, self._vocab_size, self._playing = size, parallel, vocab_size, playing
         self.requests = 0
         """Under way."""
 
@@ -225,7 +124,8 @@ class Generation:
         """Every completion of a set, by prompt.
 
         Raises Unreachable when the replica is lost, RemoteError when it refuses a prompt or holds another
-        version, WireError for an answer that cannot be used, and what `Playing.run` raises.
+        version, or an environment stays away, WireError for an answer that cannot be used, DataError when an
+        environment fails `guard.bad_answers` tasks in a row, or all.
         """
         asked = {}
         for index, prompt in enumerate(prompt_set.prompts):
@@ -238,29 +138,37 @@ class Generation:
             if not source.environment
         ]
         completions: dict[str, Completion] = {}
-        gate = asyncio.Semaphore(self._parallel)
+        size, in_flight = self._rollout.request_size, self._rollout.max_in_flight
+        gate, episode_gate = asyncio.Semaphore(max(1, in_flight // size)), asyncio.Semaphore(in_flight)
+        in_a_row, limit = 0, min(self._guard.bad_answers, len(asked) - len(prompts))
 
         async def send(part: Sequence[GeneratePrompt]) -> None:
-            async with gate, aclosing(self._answers(replica, version, prompt_set, part)) as answers:
-                async for answer in answers:
-                    completions[answer.id] = _completed(*asked[answer.id], answer)
+            async with gate:
+                for answer in await self._answers(replica, version, prompt_set, part):
+                    index, prompt = asked[answer.id]
+                    token_ids = unpack(answer.token_ids).copy()
+                    tokens = Tokens(prompt.token_ids, token_ids, [(0, len(token_ids))])
+                    completions[answer.id] = Completion(index, [tokens], answer.finish_reason)
 
         async def turn(episode: Episode) -> Generated:
             part = [GeneratePrompt(episode.id, episode.context)]
-            async with aclosing(self._answers(replica, version, prompt_set, part)) as answers:
-                async for answer in answers:
-                    if answer.token_ids.shape[0]:
-                        return answer
+            for answer in await self._answers(replica, version, prompt_set, part):
+                if answer.token_ids.shape[0]:
+                    return answer
             raise Unreachable(f"{replica.url} left a turn of an episode unanswered")
 
-        async def episodes() -> None:
-            tasks = {id: source for id, (_, source) in asked.items() if source.environment}
-            for id, played in (await self._playing.run(tasks, turn)).items():
-                completions[id] = _played(asked[id][0], played)
+        async def played(id: str) -> None:
+            nonlocal in_a_row
+            async with episode_gate:
+                completion = completions[id] = await self._played(id, *asked[id], turn)
+            in_a_row = in_a_row + 1 if completion.error else 0
+            if completion.error and in_a_row >= limit:
+                rule = f"the last of {in_a_row} tasks in a row: mend the environment"
+                raise DataError(f"{completion.error}; {rule}")
 
-        starts = range(0, len(prompts), self._size)
-        work = [send(prompts[start : start + self._size]) for start in starts]
-        tasks = [asyncio.create_task(task) for task in (*work, episodes())]
+        work = [send(prompts[start : start + size]) for start in range(0, len(prompts), size)]
+        work += [played(id) for id, (_, prompt) in asked.items() if prompt.environment]
+        tasks = [asyncio.create_task(task) for task in work]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -269,34 +177,77 @@ class Generation:
             raise Unreachable(f"{replica.url} left {missing} of {len(asked)} prompts unanswered")
         return [completions[id] for id in asked]
 
+    async def _played(
+        self, id: str, index: int, prompt: Prompt, generate: Callable[[Episode], Awaitable[Generated]]
+    ) -> Completion:
+        """The episode of a prompt. As in training, one that a limit ended has reward 0."""
+        name, replica_failed, until = prompt.environment, False, time.monotonic() + GONE_SECONDS
+        assert name is not None, "a prompt that is completed once is not played"
+
+        async def answer(episode: Episode) -> Generated:
+            nonlocal replica_failed, until
+            until = time.monotonic() + GONE_SECONDS  # the environment has just spoken
+            try:
+                return await generate(episode)
+            except DistillError:
+                replica_failed = True
+                raise
+
+        backoff, failures = Backoff(0.5, 10.0), 0
+        while True:
+            episode, error = Episode(id), None
+            try:
+                await play(self._environments[name], episode, prompt.task, answer, self._limits[name])
+                break
+            except DistillError as failure:
+                if replica_failed:
+                    raise
+                error = f"environment {name} failed task {prompt.task}: {failure}"
+                log.warning("%s", error)
+                if not isinstance(failure, Unreachable | EnvironmentLost):
+                    failures += 1
+                    if failures >= self._rollout.max_attempts:
+                        break
+                elif time.monotonic() > until:
+                    raise RemoteError(
+                        f"environment {name} was not up for {GONE_SECONDS:.0f} s: {failure}"
+                    ) from failure
+            await asyncio.sleep(backoff.next())
+        return Completion(
+            index,
+            [Tokens(part.prompt, np.array(part.token_ids, np.int32), part.own) for part in episode.sequences],
+            "failed" if error else episode.finish_reason,
+            reward=episode.reward if error or episode.ended == "over" else 0.0,
+            error=error,
+            metrics=episode.metrics,
+        )
+
     async def _answers(
         self, replica: ReplicaEngine, version: Version, prompt_set: PromptSet, part: Sequence[GeneratePrompt]
-    ) -> AsyncGenerator[Generated, None]:
-        request = GenerateRequest(sampling=prompt_set.sampling, prompts=list(part))
+    ) -> list[Generated]:
+        """The checked answers to one request."""
+        request, answers = (
+            GenerateRequest(sampling=prompt_set.sampling, prompts=list(part)),
+            list[Generated](),
+        )
         self.requests += 1
         try:
-            async with aclosing(replica.generate(request)) as answers:
-                async for answer in answers:
+            async with aclosing(replica.generate(request)) as stream:
+                async for answer in stream:
                     if not isinstance(answer, Generated):
                         raise RemoteError(f"{replica.url} refuses a prompt of the evaluation: {answer.error}")
-                    self._check(answer, prompt_set.sampling, version)
-                    yield answer
+                    if problem := checks.generated(answer, prompt_set.sampling, self._vocab_size):
+                        raise WireError(f"a completion of the evaluation cannot be used: {problem}")
+                    if answer.finish_reason not in ("stop", "length"):
+                        raise Unreachable(f"a completion of the evaluation ended by {answer.finish_reason!r}")
+                    for span in answer.spans:  # step 0 of every lineage is the model folder
+                        if span.version != version and not span.version.step == version.step == 0:
+                            rule = f"the replica generated with {span.version} and must hold {version}"
+                            raise RemoteError(rule)
+                    answers.append(answer)
         finally:
             self.requests -= 1
-
-    def _check(self, answer: Generated, sampling: Sampling, version: Version) -> None:
-        if problem := checks.generated(answer, sampling, self._vocab_size):
-            raise WireError(f"a completion of the evaluation cannot be used: {problem}")
-        if answer.finish_reason not in ("stop", "length"):
-            raise Unreachable(f"a completion of the evaluation ended by {answer.finish_reason!r}")
-        other = [span.version for span in answer.spans if not _same_weights(span.version, version)]
-        if other:
-            raise RemoteError(f"the replica generated with {other[0]} and must hold {version}")
-
-
-def _same_weights(version: Version, other: Version) -> bool:
-    """Step 0 of every lineage is the model folder."""
-    return version == other or version.step == other.step == 0
+        return answers
 
 
 # --- files

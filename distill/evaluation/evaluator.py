@@ -32,7 +32,6 @@ from distill.evaluation import statistics
 from distill.evaluation.completions import (
     Completion,
     Generation,
-    Playing,
     Tokens,
     behaviour,
     file_of,
@@ -104,7 +103,7 @@ class Evaluator:
         self._vocab = vocab_size(self._tokenizer, config.student.known_ids)
         context = longest_sequence(config)
         self._sets = open_sets(config, open_prompts(config, self._tokenizer, context), self._tokenizer)
-        self._playing = Playing(config, environments, context, self._vocab)
+        self._generation = Generation(config, environments, context, self._vocab)
         self._route = Router(config.teachers).route
         self._own = replica
         self._pools: dict[str, RewardPool] = {}
@@ -119,9 +118,7 @@ class Evaluator:
 
     async def complete(self, request: CompletionsRequest) -> CompletionsReply:
         """Generate what is not on disk yet."""
-        began, rollout, version = time.monotonic(), self._config.rollout, request.version
-        size = rollout.request_size
-        generation = Generation(size, max(1, rollout.max_in_flight // size), self._vocab, self._playing)
+        began, version = time.monotonic(), request.version
         replica = self._own or self._connect(request.replica or "")
         try:
             if self._own is not None:
@@ -130,7 +127,7 @@ class Evaluator:
                 path, prompt_set = file_of(self._config.run_dir, version, name), self._sets[name]
                 if not path.is_file():
                     completions = await self._watched(
-                        replica, generation, generation.run(replica, version, prompt_set)
+                        replica, self._generation.run(replica, version, prompt_set)
                     )
                     await asyncio.to_thread(write_completions, path, completions, prompt_set, self._tokenizer)
         except Unreachable as error:
@@ -141,9 +138,7 @@ class Evaluator:
         self._spent = {version: time.monotonic() - began}
         return CompletionsReply(version=version)
 
-    async def _watched(
-        self, replica: ReplicaEngine, generation: Generation, work: Coroutine[Any, Any, T]
-    ) -> T:
+    async def _watched(self, replica: ReplicaEngine, work: Coroutine[Any, Any, T]) -> T:
         """`work`. Raises Unreachable when the replica, with requests, has no new token for the time limit."""
         limit, seen = self._config.rollout.stall_timeout_seconds, -1
 
@@ -152,7 +147,7 @@ class Evaluator:
             before = seen
             with contextlib.suppress(DistillError):
                 seen = (await replica.state()).tokens or 0
-            return seen != before or generation.requests == 0
+            return seen != before or self._generation.requests == 0
 
         told = f"{replica.url} generated no token for rollout.stall_timeout_seconds = {limit:g} s"
         return await unless(until_stalled(progresses, limit), work, f"{told}: it is stalled")
@@ -271,15 +266,15 @@ class Evaluator:
 
     # --- reverse KL ---------------------------------------------------------------------------------------
 
-    def _load_student(self, version: Version) -> TransformersEngine:
-        source, settings = self._config.student, self._settings
-        folder = self._weights.folder(version) if version.step > 0 else None
-        model = load_student(source, folder, settings.device)
-        limits = TeacherConfig(path=source.path, batch_tokens=settings.batch_tokens)
-        return TransformersEngine(model, self._vocab, limits)
-
     async def _reverse_kl(self, version: Version, completions: list[Completion]) -> list[ReverseKL]:
-        student = await asyncio.to_thread(self._load_student, version)
+        def loaded() -> TransformersEngine:
+            source, settings = self._config.student, self._settings
+            folder = self._weights.folder(version) if version.step > 0 else None
+            model = load_student(source, folder, settings.device)
+            limits = TeacherConfig(path=source.path, batch_tokens=settings.batch_tokens)
+            return TransformersEngine(model, self._vocab, limits)
+
+        student = await asyncio.to_thread(loaded)
         prompts = self._sets[HELD_OUT].prompts
         by_teacher: dict[str, list[_Routed]] = {}
         for number, completion in enumerate(completions):

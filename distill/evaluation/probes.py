@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import psutil
@@ -99,24 +99,18 @@ def not_loaded(teacher: TeacherConfig, free: int) -> str | None:
     """Why no forward pass of ours gives a teacher's scores, beside `free` bytes; None: one does."""
     if is_own(teacher.engine):
         return f"engine {teacher.engine!r} is your own, and need not score as the model of `path` does"
-    if (reason := too_large(teacher, free)) is not None:
-        reason += "; compare a small model on the same engine, or start the evaluator where there is room"
-    return reason
-
-
-def too_large(source: ModelSource, free: int) -> str | None:
-    """Why a model is not loaded beside `free` bytes; None: it is small enough."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    trusted = {"trust_remote_code": source.trust_remote_code}
-    shape = AutoConfig.from_pretrained(source.path, revision=source.revision, **trusted)
+    trusted = {"trust_remote_code": teacher.trust_remote_code}
+    shape = AutoConfig.from_pretrained(teacher.path, revision=teacher.revision, **trusted)
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(shape, **trusted).num_parameters()
     if 4 * parameters <= SHARE * free:
         return None
     return (
         f"{parameters / 1e9:.2f} B parameters take {4 * parameters / GIB:.1f} GiB in fp32, and "
-        f"{SHARE:.0%} of the evaluator's {free / GIB:.1f} GiB of free memory is {SHARE * free / GIB:.1f}"
+        f"{SHARE:.0%} of the evaluator's {free / GIB:.1f} GiB of free memory is {SHARE * free / GIB:.1f}; "
+        "compare a small model on the same engine, or start the evaluator where there is room"
     )
 
 
@@ -143,14 +137,6 @@ class LanguageModel:
     head: OutputHead
 
 
-class SelfAndTeacher(NamedTuple):
-    """An objective on real distributions; per token."""
-
-    self_loss: float
-    self_gradient: float
-    teacher_gradient: float
-
-
 def probe_teacher(
     sequences: Sequence[ScoreSequence],
     logq_TV: Sequence[Tensor] | None,
@@ -164,7 +150,7 @@ def probe_teacher(
     `logq_TV`: its distributions of the completion tokens of each sequence, fp32, temperature 1; None: they
     are not known. `not_shown`: why no forward pass of ours gave them; None: one did.
     """
-    figures: SelfAndTeacher | tuple[None, None, None] = (None, None, None)
+    figures: tuple[float, float, float] | tuple[None, None, None] = (None, None, None)
     if not isinstance(objective, SFT):
         live_NV = torch.cat([log_probs(student, sequence, temperature) for sequence in sequences])
         token_N = torch.cat([_completion(sequence, live_NV.device) for sequence in sequences])
@@ -201,15 +187,17 @@ def log_probs(model: LanguageModel, sequence: ScoreSequence, temperature: float 
 
 def objective_figures(
     objective: Objective, live_NV: Tensor, teacher_NV: Tensor, token_N: Tensor, k: int = 0
-) -> SelfAndTeacher:
-    """The objective with the student as its own teacher, and the change of its gradient with the real one.
+) -> tuple[float, float, float]:
+    """Loss and gradient of the objective with the student as its own teacher, and the gradient's change with
+    the real one; per token.
 
     `k`: size of S for objectives that have one: the teacher's top-k.
     """
     own_loss, own_NV = _gradient(objective, live_NV, live_NV, token_N, k)
     _, other_NV = _gradient(objective, live_NV, teacher_NV, token_N, k)
     sums = abs(own_loss), float(own_NV.norm()), float((other_NV - own_NV).norm())
-    return SelfAndTeacher(*(total / len(token_N) for total in sums))
+    loss, gradient, change = (total / len(token_N) for total in sums)
+    return loss, gradient, change
 
 
 def _gradient(

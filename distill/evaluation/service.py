@@ -161,23 +161,19 @@ class BestKeeper:
         self._record = config.run_dir / "best.json"
 
     async def __call__(self, version: Version) -> EvalReport:
-        report = await self._evaluate(version)
-        if self._is_best(report):
+        report, best = await self._evaluate(version), True
+        if self._record.is_file():
+            known = json.loads(self._record.read_text())
+            if known.pop("run_id", None) in (None, self._claim.run_id):  # else another run's, in this folder
+                old = convert({**known, "version": Version.parse(known["version"])}, EvalReport)
+                best = score(report, self._metric) > score(old, self._metric)
+        if best:
             if version.step > 0:
                 folder = await asyncio.to_thread(self._weights.folder, version)
                 await asyncio.to_thread(keep_best, folder, self._target)
             figures = {**msgspec.to_builtins(report), "version": str(version)}
             write_json(self._record, {**figures, "run_id": self._claim.run_id})
         return report
-
-    def _is_best(self, report: EvalReport) -> bool:
-        if not self._record.is_file():
-            return True
-        known = json.loads(self._record.read_text())
-        if known.pop("run_id", None) not in (None, self._claim.run_id):
-            return True  # another run left it in this folder
-        old = convert({**known, "version": Version.parse(known["version"])}, EvalReport)
-        return score(report, self._metric) > score(old, self._metric)
 
 
 def keep_best(folder: Path, target: Path) -> None:
@@ -214,8 +210,16 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     claim = Claim(RunIdentity(config.run.name))
     weights = Subscriber(config.subscriber("evaluator"), claim)
     at, names = expected_servers(config), config.processes()
+
+    def controller_place() -> str:
+        """The URL that the run's folder says, where it is shared, else `controller`."""
+        try:
+            return controller_url(config.run_dir)
+        except ConfigError:
+            return str(controller)
+
     if controller is not None:
-        follow(partial(_where, config.run_dir, controller), token, at)
+        follow(controller_place, token, at)
 
     def places(section: str, urls: Sequence[str]) -> list[Place]:
         return places_of(names.get(section, ()), urls, at)
@@ -243,14 +247,6 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
     asgi = app(evaluator.complete, keeper, partial(probe, config, teachers), token, claim)
     serve_app(asgi, host, port, grace=5)
-
-
-def _where(run_dir: Path, url: str) -> str:
-    """The controller's URL: what the run's folder says, where it is shared, else `url`."""
-    try:
-        return controller_url(run_dir)
-    except ConfigError:
-        return url
 
 
 def main() -> int:

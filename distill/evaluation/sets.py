@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from distill import tasks
 from distill.config import RunConfig
 from distill.config.evaluation import HELD_OUT, EvaluationConfig, EvaluationSet
-from distill.config.prompts import JsonlPrompts, PromptsConfig, TaskPrompts, pass_threshold
+from distill.config.prompts import PromptsConfig, TaskPrompts, pass_threshold
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
-from distill.prompts.rows import RowReader, dataset_rows, jsonl_rows, row_encoder
+from distill.prompts.rows import RowReader, row_encoder, rows_of
 from distill.prompts.sources import (
     NOTHING_HELD_OUT,
     PromptSplit,
@@ -83,8 +83,7 @@ def _open(
         prompts = [task.held_out(index) for index in range(evaluation_set.prompts or TASK_PROMPTS)]
     else:
         reader = RowReader(source, row_encoder(tokenizer, source), longest)
-        rows = jsonl_rows(source.path) if isinstance(source, JsonlPrompts) else dataset_rows(source)
-        prompts = [*reader.prompts(rows)][: evaluation_set.prompts]
+        prompts = [*reader.prompts(rows_of(source))][: evaluation_set.prompts]
     if not prompts:
         raise DataError("0 prompts were found: check the path and the field")
     if (longest_prompt := max(len(prompt.token_ids) for prompt in prompts)) > longest:

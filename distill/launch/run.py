@@ -42,7 +42,7 @@ from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
 from distill.preflight_checks import checks, machine
 from distill.preflight_checks import engines as live
-from distill.preflight_checks.experts import routing_of
+from distill.preflight_checks.machine import routing_of
 from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position, longest_sequence

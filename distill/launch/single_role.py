@@ -32,12 +32,12 @@ from distill.launch.roles import (
 from distill.launch.run_folder import TOKEN_FILE
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import (
+    check_environment,
     check_following,
     check_model,
     check_secrets,
     refuse,
 )
-from distill.preflight_checks.environments import check_environment
 from distill.preflight_checks.machine import runs_vllm
 from distill.preflight_checks.objective import with_objective
 from distill.registry import controller_url

@@ -19,8 +19,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from distill.preflight_checks.devices import kv_bytes
-from distill.preflight_checks.experts import expert_parameters, experts_of, has_experts, layers_of_experts
-from distill.preflight_checks.machine import count_parameters
+from distill.preflight_checks.machine import (
+    count_parameters,
+    expert_parameters,
+    experts_of,
+    has_experts,
+    layers_of_experts,
+)
 from distill.prompts.sources import text_config
 from sync.base.settings import ModelSource
 

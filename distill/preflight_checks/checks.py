@@ -14,25 +14,32 @@ from urllib.parse import urlsplit
 
 from distill.buffer import rules
 from distill.config import RunConfig
-from distill.config.prompts import EnvironmentPrompts, MixturePrompts, RowPrompts
+from distill.config.prompts import EnvironmentPrompts, RowPrompts, sources_of
 from distill.evaluation.sets import check_rewards, open_sets
-from distill.preflight_checks import environments, experts, objective, vocabulary
+from distill.preflight_checks import objective, tokens
 from distill.preflight_checks.devices import Where, check_devices
-from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
-from distill.prompts.sources import PromptSplit, all_known, data_sources, open_prompts, text_config
-from distill.prompts.understood import check_rendering, first_prompts
+from distill.preflight_checks.machine import (
+    FAMILIES,
+    NOT_UPDATED,
+    bulk_bytes,
+    check_processor,
+    has_experts,
+    routing,
+    runs_vllm,
+)
+from distill.preflight_checks.probes import environment_sources
+from distill.prompts.sources import PromptSplit, TableSource, data_sources, open_prompts, text_config
+from distill.prompts.stream import Mixture
 from student_trainer.config import unpackable
 from student_trainer.deepspeed_json import deepspeed_config
-from student_trainer.launch import names_others
+from student_trainer.launch import machines, names_others
 from student_trainer.objectives.config import (
-    ObjectiveConfig,
     Own,
     TopK,
     needs,
-    student_topk,
     teacher_temperature,
 )
-from student_trainer.parallelism import row_problems
+from student_trainer.parallelism import expert_problems, row_problems
 from sync.base import secrets, tokenizers
 from sync.base.address import is_loopback
 from sync.base.errors import ConfigError, SnapshotError
@@ -62,40 +69,7 @@ def check(config: RunConfig, where: Where | None = None) -> Checked:
     `where`: the GPUs of processes that are started elsewhere; None: all are started on this machine.
     """
     use_folder(config.run.code_folder)
-    _find_own_code(config)
-    if not config.student.urls:
-        check_processor("student")
-    check_model(config.student, "student")
-    for name, teacher in config.teachers.items():
-        if not teacher.urls:
-            check_model(teacher, f"teachers.{name}", runs_vllm(teacher))
-    templated = {name: shares_template(config, name) for name in config.teachers}
-    config, tokenizer, differences = vocabulary.resolve(config, templated)
-    config, lines = objective.resolve(config)
-    config, rendering = check_rendering(config, tokenizer)
-    lines += [*differences, *rendering]
-    deepspeed_config(config.trainer)
-    check_secrets(config)
-    rules(config)
-    sections = environments.problems(config)
-    model = [*_packing(config), *experts.problems(config)]
-    refuse([*_teachers(config), *_reach(config), *sections, *_others(config), *model])
-    refuse(wrong_among(_peers(config)))
-    _warn_of_temperature(config)
-    router = Router(config.teachers)
-    vocab_size = tokenizers.vocab_size(tokenizer, config.student.known_ids)
-    refuse([*_topk(config, vocab_size), *objective.heads(config, vocab_size)])
-    lines += check_devices(config, where)
-    split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
-    router.check(data_sources(split))
-    refuse([*_unrouted(config, split, router), *_rewards(config, split)])
-    if config.evaluation is not None:
-        check_rewards(open_sets(config, split, tokenizer))
-    return Checked(config, split, [*lines, *split.notes, *first_prompts(config, split, tokenizer)])
-
-
-def _find_own_code(config: RunConfig) -> None:
-    """Raise ConfigError for code of the user's that only processes started later import, and cannot find."""
+    # code of the user's that only processes started later import
     if isinstance(config.objective, Own):
         check_module(config.objective.name, "objective.type")
         objective.try_own(config.objective)
@@ -104,6 +78,34 @@ def _find_own_code(config: RunConfig) -> None:
     for name, teacher in config.teachers.items():
         if is_own(teacher.engine) and not teacher.urls:
             check_module(teacher.engine, f"teachers.{name}.engine")
+    if not config.student.urls:
+        check_processor("student")
+    check_model(config.student, "student")
+    for name, teacher in config.teachers.items():
+        if not teacher.urls:
+            check_model(teacher, f"teachers.{name}", runs_vllm(teacher))
+    templated = {name: shares_template(config, name) for name in config.teachers}
+    config, tokenizer, differences = tokens.resolve(config, templated)
+    config, lines = objective.resolve(config)
+    config, rendering = tokens.check_rendering(config, tokenizer)
+    lines += [*differences, *rendering]
+    deepspeed_config(config.trainer)
+    check_secrets(config)
+    rules(config)
+    sections = [*_teachers(config), *environment_problems(config), *_others(config)]
+    refuse([*sections, *model_problems(config)])
+    refuse(wrong_among(_peers(config)))
+    _warn_of_temperature(config)
+    router = Router(config.teachers)
+    vocab_size = tokenizers.vocab_size(tokenizer, config.student.known_ids)
+    refuse(objective.too_large(config, vocab_size))
+    lines += check_devices(config, where)
+    split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
+    router.check(data_sources(split))
+    refuse(_prompts(config, split, router))
+    if config.evaluation is not None:
+        check_rewards(open_sets(config, split, tokenizer))
+    return Checked(config, split, [*lines, *split.notes, *tokens.first_prompts(config, split, tokenizer)])
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -179,8 +181,7 @@ def must_differ(config: RunConfig, teacher: str) -> bool:
 
 def shares_template(config: RunConfig, teacher: str) -> bool:
     """Whether prompts go through the student's chat template and that teacher sees them as they are."""
-    prompts = config.prompts
-    parts = prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]
+    parts = sources_of(config.prompts).values()
     templated = any(
         isinstance(part, EnvironmentPrompts) or (isinstance(part, RowPrompts) and part.template == "chat")
         for part in parts
@@ -189,26 +190,6 @@ def shares_template(config: RunConfig, teacher: str) -> bool:
 
 
 # --- the sections against each other
-
-
-def _reach(config: RunConfig) -> Iterator[str]:
-    """Teachers whose kept scores a trainer on other machines could not fetch."""
-    controller, hostfile = config.controller, config.trainer.hostfile
-    place = urlsplit(controller.url).hostname if controller.url else controller.host
-    external = controller.trainer == "external" and not is_loopback(place or "")
-    elsewhere = external or config.trainer.nodes > 1 or (hostfile is not None and names_others(hostfile))
-    if not elsewhere or not config.buffer.by_reference(bulk_bytes(config)):
-        return
-    for name, teacher in config.teachers.items():
-        if not teacher.urls and config.cluster.type != "local":
-            continue  # it registers where others reach it
-        hosts = [urlsplit(url).hostname or "" for url in teacher.urls] or [teacher.host]
-        for host in (host for host in hosts if is_loopback(host) or host in ("0.0.0.0", "::")):
-            yield (
-                f"teacher {name!r} keeps scores at {host}, where a trainer on other machines cannot fetch "
-                f"them: set teachers.{name}.{'urls' if teacher.urls else 'host'} to an address that they "
-                'reach, or buffer.scores = "inline"'
-            )
 
 
 def _peers(config: RunConfig) -> Iterator[tuple[str, str, Role]]:
@@ -236,10 +217,18 @@ def _others(config: RunConfig) -> Iterator[str]:
             f"rollout.{name} is {value:g} and rollout.top_k is 0: the ids that a token was sampled from are "
             "sent with it, and top_k bounds their number; set it, say to 20"
         )
-    if rollout.top_k and (why := _unmasked(chosen)):
-        yield f"rollout.top_k is {rollout.top_k} and {why}: leave one of the two out"
-    kept = getattr(config.objective, "drop_rho_outside", None)
-    if kept is not None and config.objective.type != "sft" and not kept[0] <= 1 <= kept[1]:
+    kept, unmasked = getattr(chosen, "drop_rho_outside", None), ""  # with sampling masks, docs/objectives.md
+    if getattr(chosen, "discount", 0.0):
+        unmasked = (
+            "objective.discount credits later tokens, whose teacher's mass within their masks is not known"
+        )
+    elif isinstance(chosen, TopK) and kept is not None:
+        unmasked = "objective.drop_rho_outside would judge p/μ of the whole vocabulary, below 1 within masks"
+    elif isinstance(chosen, Own):
+        unmasked = "an objective of your own is given the whole vocabulary, and μ is of the mask"
+    if rollout.top_k and unmasked:
+        yield f"rollout.top_k is {rollout.top_k} and {unmasked}: leave one of the two out"
+    if kept is not None and chosen.type != "sft" and not kept[0] <= 1 <= kept[1]:
         yield f"objective.drop_rho_outside {kept} drops every token of age 0: give an interval around 1"
     for name, teacher in config.teachers.items():
         same = (teacher.path, teacher.revision) == (config.student.path, config.student.revision)
@@ -252,28 +241,6 @@ def _others(config: RunConfig) -> Iterator[str]:
             "tracking.tensorboard is true and the package tensorboard is not installed: pip install "
             "'onpolicy-distill[tensorboard]', or set it to false"
         )
-
-
-def _unmasked(objective: ObjectiveConfig) -> str | None:
-    """What of an objective does not go together with sampling masks (docs/objectives.md)."""
-    if getattr(objective, "discount", 0.0):
-        return "objective.discount credits later tokens, whose teacher's mass within their masks is not known"
-    if isinstance(objective, TopK) and objective.drop_rho_outside is not None:
-        return "objective.drop_rho_outside would judge p/μ of the whole vocabulary, below 1 within masks"
-    if isinstance(objective, Own):
-        return "an objective of your own is given the whole vocabulary, and μ is of the mask"
-    return None
-
-
-def _packing(config: RunConfig) -> Iterator[str]:
-    if config.trainer.packing == "varlen" and (kinds := unpackable(text_config(config.student))):
-        yield (
-            f"student.path {config.student.path} has layers of the kind {', '.join(kinds)}, through which "
-            'rows laid end to end would see each other: set trainer.packing = "padded"'
-        )
-    if config.trainer.sequence_parallel > 1:
-        ranks = experts.trainer_ranks(config)
-        yield from row_problems(config.trainer, text_config(config.student), ranks)
 
 
 def _teachers(config: RunConfig) -> Iterator[str]:
@@ -290,6 +257,23 @@ def _teachers(config: RunConfig) -> Iterator[str]:
             f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
             f"{', '.join(config.teachers)}: use their names"
         )
+    # kept scores that a trainer on other machines could not fetch
+    controller, hostfile = config.controller, config.trainer.hostfile
+    place = urlsplit(controller.url).hostname if controller.url else controller.host
+    external = controller.trainer == "external" and not is_loopback(place or "")
+    elsewhere = external or config.trainer.nodes > 1 or (hostfile is not None and names_others(hostfile))
+    if not elsewhere or not config.buffer.by_reference(bulk_bytes(config)):
+        return
+    for name, teacher in config.teachers.items():
+        if not teacher.urls and config.cluster.type != "local":
+            continue  # it registers where others reach it
+        hosts = [urlsplit(url).hostname or "" for url in teacher.urls] or [teacher.host]
+        for host in (host for host in hosts if is_loopback(host) or host in ("0.0.0.0", "::")):
+            yield (
+                f"teacher {name!r} keeps scores at {host}, where a trainer on other machines cannot fetch "
+                f"them: set teachers.{name}.{'urls' if teacher.urls else 'host'} to an address that they "
+                'reach, or buffer.scores = "inline"'
+            )
 
 
 # --- what the files hold
@@ -307,30 +291,17 @@ def _warn_of_temperature(config: RunConfig) -> None:
         )
 
 
-def _topk(config: RunConfig, vocab: int) -> Iterator[str]:
-    k = max(needs(config.objective).topk, student_topk(config.objective))
-    if k > vocab:
-        yield (
-            f"objective.k is {k} and the student's tokenizer has {vocab} ids: set objective.k = {vocab} or "
-            'less, or objective.type = "full"'
-        )
-
-
-def _unrouted(config: RunConfig, split: PromptSplit, router: Router) -> Iterator[str]:
-    """Teachers that would be idle, where the data sources of all prompts are known."""
-    sources = data_sources(split)
+def _prompts(config: RunConfig, split: PromptSplit, router: Router) -> Iterator[str]:
+    """Teachers that would be idle, where all data sources are known, and rewards that are missing."""
+    sources, evaluation, kind = data_sources(split), config.evaluation, config.prompts.type
     taught = {router.route(source) for source in sources}
-    for name in config.teachers if all_known(split) else ():
+    for name in config.teachers if isinstance(split.train, TableSource | Mixture) else ():
         if name not in taught:
             yield (
                 f"teachers.{name} would have nothing to score, the prompts' data sources are "
                 f"{', '.join(sorted(sources))}: change its route, prompts.source_field or the prompts, or "
                 "leave it out"
             )
-
-
-def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:
-    evaluation, kind = config.evaluation, config.prompts.type
     if config.objective.task is not None and not split.rewarded:
         yield (
             f'objective.task is set and prompts of type "{kind}" have no reward: '
@@ -345,4 +316,93 @@ def _rewards(config: RunConfig, split: PromptSplit) -> Iterator[str]:
         yield (
             f'evaluation.metric is "{evaluation.metric}" and prompts of type "{kind}" have no reward: '
             'set prompts.reward_fn, or evaluation.metric = "reverse_kl"'
+        )
+
+
+# --- environments and experts
+
+
+def environment_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong between [environments.NAME] and the other sections."""
+    sections, used = config.environments, environment_sources(config)
+    for key, source in used.items():
+        if source.environment not in sections:
+            known = ", ".join(sections) or "none"
+            rule = f"{key}.environment is {source.environment!r}, the environments are {known}"
+            yield f"{rule}: use their names"
+    for name in sections.keys() - {entry.environment for entry in used.values()}:
+        yield f"environments.{name} is named by no prompts: set prompts.environment, or leave it out"
+    if used and config.objective.on_policy < 1:
+        yield (
+            f"objective.on_policy is {config.objective.on_policy:g}, and a teacher's completion of a prompt "
+            "is no episode: set it to 1, or take prompts of another type"
+        )
+    for name, teacher in config.teachers.items():
+        if used and teacher.prompt_transform is not None:
+            yield (
+                f"teachers.{name}.prompt_transform is set, and prompts of an environment come with its first "
+                "turn: leave it out"
+            )
+    for name in sections:
+        yield from check_environment(config, name)
+
+
+def check_environment(config: RunConfig, name: str) -> Iterator[str]:
+    """What keeps this environment from being started here; nothing where it is reached by URL."""
+    section = config.environments[name]
+    if section.urls:
+        return
+    if section.python is not None and not section.python.is_file():
+        remedy = (
+            "make one with `make environments`, or" if section.type == "verifiers" else "leave it out, or"
+        )
+        yield (
+            f"environments.{name}.python {section.python} does not exist: {remedy} name the interpreter of a "
+            "virtual environment"
+        )
+    if section.type == "python" and section.python is None:
+        try:
+            check_module(section.environment, f"environments.{name}.environment")
+        except ConfigError as error:
+            yield str(error)
+
+
+def model_problems(config: RunConfig) -> Iterator[str]:
+    """Why the student cannot be packed, shared or updated in a replica, or its routing replayed, as asked."""
+    trainer, model = config.trainer, text_config(config.student)
+    if trainer.packing == "varlen" and (kinds := unpackable(model)):
+        yield (
+            f"student.path {config.student.path} has layers of the kind {', '.join(kinds)}, through which "
+            'rows laid end to end would see each other: set trainer.packing = "padded"'
+        )
+    ranks = None  # not known of a trainer that is started by hand
+    if (
+        max(trainer.sequence_parallel, trainer.expert_parallel) > 1
+        and config.controller.trainer != "external"
+    ):
+        ranks = trainer.ranks * machines(trainer)
+    if trainer.sequence_parallel > 1:
+        yield from row_problems(trainer, model, ranks)
+    if model.model_type in NOT_UPDATED and trainer.lora is None:
+        yield (
+            f"the student is a {model.model_type}: vLLM loads its experts past the reload of a model that "
+            "serves, and replicas could not take new weights; train adapters (trainer.lora), or another "
+            "student"
+        )
+    if trainer.expert_parallel > 1:
+        yield from expert_problems(trainer, model, ranks)
+    if not config.rollout.routing_replay:
+        return
+    asked = "rollout.routing_replay is true and "
+    if not has_experts(model):
+        yield f"{asked}the student, a {model.model_type}, has no experts: leave it out"
+    elif routing(model) is None:
+        yield (
+            f"{asked}the student is a {model.model_type}: the families that can be replayed are "
+            f"{', '.join(FAMILIES)}; leave it out, and watch train/mismatch_kl and train/rho_max"
+        )
+    if config.student.flags().get("enable-prefix-caching"):
+        yield (
+            f"{asked}student.engine_args turns on enable-prefix-caching: tokens that are read from the cache "
+            "are not routed again, and their routes would be missing; leave one of the two out"
         )

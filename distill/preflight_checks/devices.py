@@ -25,12 +25,13 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from distill.config import RunConfig
-from distill.preflight_checks.experts import expert_parameters, layers_of_experts
 from distill.preflight_checks.machine import (
     GIB,
     count_parameters,
+    expert_parameters,
     installed_for_cpu,
     item_bytes,
+    layers_of_experts,
     runs_vllm,
     weight_bytes,
 )

@@ -23,7 +23,7 @@ from distill.config import RunConfig
 from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
 from distill.interfaces import Transform
-from distill.preflight_checks import environments, objective, probes
+from distill.preflight_checks import objective, probes
 from distill.preflight_checks.checks import must_differ, shares_template
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
@@ -97,7 +97,7 @@ class _Checks:
         self.sample = sample_prompts(self.split)
         if not await self._environments(tokenizer, limit):
             return
-        self.longest = max(longest_prompt(self.split), environments.longest(config, limit) - token_limit)
+        self.longest = max(longest_prompt(self.split), probes.longest_episode(config, limit) - token_limit)
         remedy = "raise max-model-len in student.engine_args"
         self._note(probes.fits("the student", self.longest, token_limit, limit, remedy))
         for name, teacher in self.engines.teachers.items():
@@ -112,16 +112,16 @@ class _Checks:
         fingerprint = tokenizers.fingerprint(tokenizer)
         for name, client in clients.items():
             info = await client.info(config.run.start_seconds)
-            passed &= self._note(environments.same_tokenizer(fingerprint, info), name, "environment")
-            passed &= self._note(environments.enough_tasks(config, name, info), name, "environment")
+            passed &= self._note(probes.makes_same_tokens(fingerprint, info), name, "environment")
+            passed &= self._note(probes.enough_tasks(config, name, info), name, "environment")
         if not passed:
             return False
         count = config.preflight.sequences
-        self.sample = await environments.with_first_prompts(self.sample, clients, count, tokenizer)
+        self.sample = await probes.with_first_prompts(self.sample, clients, count, tokenizer)
         for name in clients:
             first = [prompt for prompt in self.sample if prompt.environment == name]
             token_limit = min(limit, config.environments[name].max_tokens or limit)
-            passed &= self._note(environments.first_fits(first, token_limit), name, "environment")
+            passed &= self._note(probes.first_fits(first, token_limit), name, "environment")
         return passed
 
     def _note(self, finding: Finding, name: str = "", role: str = "teacher") -> bool:

@@ -9,10 +9,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from distill.config import RunConfig
-from distill.preflight_checks.experts import has_experts
+from distill.preflight_checks.machine import has_experts, precision
 from distill.prompts.sources import text_config
 from student_trainer.objectives.config import (
     Auto,
@@ -69,6 +69,7 @@ def with_objective(config: RunConfig) -> Resolved:
         return Resolved(config, [f"objective: {_costs(config, config.objective)}"])
     mixing = {name: getattr(config.objective, name) for name in Auto.model_fields if name != "type"}
     full, topk = Full(**mixing), TopK(**mixing)
+    step_tokens = config.rollout.batch * config.rollout.max_tokens
     unserved = [
         f"engine {teacher.engine!r} of teacher {name!r} gives no hidden states"
         for name, teacher in config.teachers.items()
@@ -77,18 +78,12 @@ def with_objective(config: RunConfig) -> Resolved:
     chosen: ObjectiveConfig
     if unserved:
         chosen, reason = topk, unserved[0]
-    elif (step := score_bytes(config, full) * _step_tokens(config)) > FULL_STEP_BYTES:
+    elif (step := score_bytes(config, full) * step_tokens) > FULL_STEP_BYTES:
         chosen, reason = topk, f"{_costs(config, full)}, more than {FULL_STEP_BYTES / GB:g} GB"
     else:
         chosen, reason = full, f"{step / GB:.2f} GB a step is at most {FULL_STEP_BYTES / GB:g} GB"
     line = f"objective: {_costs(config, chosen)} (objective.type is not set, and {reason})"
     return Resolved(config.model_copy(update={"objective": chosen}), [line])
-
-
-def precision(model: Any, dtype: str) -> str:
-    """Name of the weights' precision, where "auto" stands for that of transformers' config."""
-    stored = str(getattr(model, "dtype", None) or "float32").removeprefix("torch.")
-    return stored if dtype == "auto" else dtype
 
 
 # --- bytes
@@ -120,8 +115,13 @@ def _hidden_bytes(name: str, teacher: TeacherConfig) -> int:
     return int(model.hidden_size) * (2 if precision(model, teacher.dtype) == "bfloat16" else 4)
 
 
-def heads(config: RunConfig, vocab: int) -> Iterator[str]:
-    """A line for each teacher whose output head, of `vocab` rows, does not fit into an answer."""
+def too_large(config: RunConfig, vocab: int) -> Iterator[str]:
+    """What goes beyond the `vocab` ids of the student, or, of a teacher's output head, into no answer."""
+    if (k := max(needs(config.objective).topk, student_topk(config.objective))) > vocab:
+        yield (
+            f"objective.k is {k} and the student's tokenizer has {vocab} ids: set objective.k = {vocab} or "
+            'less, or objective.type = "full"'
+        )
     for name, teacher in config.teachers.items() if needs(config.objective).hidden else ():
         if (size := vocab * _hidden_bytes(name, teacher)) >= MAX_ANSWER:
             yield (
@@ -131,13 +131,9 @@ def heads(config: RunConfig, vocab: int) -> Iterator[str]:
             )
 
 
-def _step_tokens(config: RunConfig) -> int:
-    return config.rollout.batch * config.rollout.max_tokens
-
-
 def _costs(config: RunConfig, objective: ObjectiveConfig) -> str:
     token, rollout = score_bytes(config, objective), config.rollout
-    step = token * _step_tokens(config) / GB
+    step = token * rollout.batch * rollout.max_tokens / GB
     return (
         f'"{objective.type}" takes {token:,} bytes a token from the teacher, {step:.2f} GB a step of '
         f"{rollout.batch:,} x {rollout.max_tokens:,} tokens or fewer"

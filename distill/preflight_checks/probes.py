@@ -8,15 +8,33 @@ Letters: T completion tokens of a sequence, L prompt + completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+from uuid import uuid4
 
 import msgspec
 import numpy as np
 
+from distill.config import RunConfig
+from distill.config.prompts import EnvironmentPrompts, sources_of
+from distill.environments.client import EnvironmentClient
+from distill.prompts.stream import Prompt
 from sync.base import tokenizers
-from sync.wire import Scored, ScoreRefused, ScoreSequence, TeacherInfo, Want, pack, unpack
+from sync.base.errors import ConfigError
+from sync.wire import (
+    Array,
+    EnvironmentInfo,
+    EpisodeFailed,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    TeacherInfo,
+    Turn,
+    Want,
+    pack,
+    unpack,
+)
 
 Score = Callable[[list[ScoreSequence], Want], Awaitable[list[Scored | ScoreRefused]]]
 """A teacher's `score`: answers in the order of the request."""
@@ -27,6 +45,8 @@ SHARPEST_NOISE: Final = 1e-3
 """Nats below which a difference says nothing, however exactly a teacher repeats itself."""
 SELF_TOLERANCE: Final = 1e-4
 """Nats, and gradient norm, per token: what fp32 leaves of an objective whose teacher is the student."""
+ANSWER: Final = "I do not know."
+"""The student's answer to the first turns that the preflight plays."""
 EQUALS_PLAIN: Final = "equals a plain forward pass"
 LEAST_GRADIENT: Final = 1e-6
 """Per token: a teacher that changes the gradient by less teaches nothing."""
@@ -262,3 +282,85 @@ def mismatch(logp: list[np.ndarray], behavior: list[np.ndarray]) -> float:
     """Mean of ρ − 1 − log ρ, ρ = p(y)/μ(y): an estimate of KL(μ‖p) that is never negative."""
     log_rho = np.concatenate(logp) - np.concatenate(behavior)
     return float((np.exp(np.minimum(log_rho, 20.0)) - 1.0 - log_rho).mean())
+
+
+# --- environments
+
+
+def environment_sources(config: RunConfig) -> dict[str, EnvironmentPrompts]:
+    """Key of each source of prompts that is an environment → its name and tasks."""
+    return {
+        key: part for key, part in sources_of(config.prompts).items() if isinstance(part, EnvironmentPrompts)
+    }
+
+
+def longest_episode(config: RunConfig, limit: int) -> int:
+    """Tokens of the longest episode; `limit`: of the student. 0: there are no environments."""
+    return max((environment.max_tokens or limit for environment in config.environments.values()), default=0)
+
+
+def makes_same_tokens(student: str, info: EnvironmentInfo) -> Finding:
+    """Whether it makes the student's tokens; `student`: fingerprint of the student's tokenizer."""
+    parts = tokenizers.differing_parts(student, info.tokenizer_fingerprint)
+    figure = f"of {info.environment}"
+    problem = f"different {', '.join(parts)}: start it from this run's configuration"
+    return Finding("same tokenizer", figure, problem if parts else None)
+
+
+def enough_tasks(config: RunConfig, name: str, info: EnvironmentInfo) -> Finding:
+    """Whether it has the tasks that the prompts name."""
+    there, problem = info.tasks, None
+    for key, source in environment_sources(config).items():
+        if (
+            source.environment == name
+            and there is not None
+            and (source.tasks is None or source.tasks > there)
+        ):
+            count = "not set" if source.tasks is None else source.tasks
+            problem = f"{key}.tasks is {count}: set it to {there} or less"
+    return Finding("tasks", "endless" if there is None else f"{there}", problem)
+
+
+def first_fits(prompts: Sequence[Prompt], limit: int) -> Finding:
+    """Whether its first prompts leave room for an answer in an episode of `most` tokens."""
+    longest_ = max((len(prompt.token_ids) for prompt in prompts), default=0)
+    problem = "no answer fits behind that: raise max_tokens of the environment, or max-model-len"
+    figure = f"up to {longest_} tokens of an episode of {limit}"
+    return Finding("first prompts", figure, problem if longest_ >= limit else None)
+
+
+async def with_first_prompts(
+    sample: Sequence[Prompt], clients: Mapping[str, EnvironmentClient], limit: int, tokenizer: Any
+) -> list[Prompt]:
+    """`sample` with the first prompts of its first `limit` episodes of each environment, others left out.
+
+    Each is played on by an answer of `tokenizer`'s, to the second turn or the end. Raises ConfigError for a
+    task that does not begin with a turn, or fails at the answer.
+    """
+    ids = list(tokenizer(ANSWER, add_special_tokens=False)["input_ids"])
+    end = tokenizer.eos_token_id
+    answer = pack(np.array(ids if end is None else [*ids, end], "i4"))
+    prompts: list[Prompt] = []
+    begun = dict.fromkeys(clients, 0)
+    for prompt in sample:
+        if not (name := prompt.environment):
+            prompts.append(prompt)
+        elif begun[name] < limit:
+            begun[name] += 1
+            prompts.append(await _begun(prompt, clients[name], answer))
+    return prompts
+
+
+async def _begun(prompt: Prompt, client: EnvironmentClient, answer: Array) -> Prompt:
+    id, task = f"preflight:{uuid4().hex}", f"environments.{client.name}: task {prompt.task}"
+    try:
+        said = await client.begin(id, prompt.task)
+        second = await client.proceed(id, said.turn, answer, "stop") if isinstance(said, Turn) else said
+    finally:
+        await client.end([id])
+    if not isinstance(said, Turn):
+        error = getattr(said, "error", "it is over before the student's first turn")
+        raise ConfigError(f"{task} cannot be played: {error}")
+    if isinstance(second, EpisodeFailed):
+        raise ConfigError(f"{task} cannot be played on when the student answers {ANSWER!r}: {second.error}")
+    return msgspec.structs.replace(prompt, token_ids=unpack(said.token_ids).tolist())

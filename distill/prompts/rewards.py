@@ -101,7 +101,11 @@ def maths(prompt: Prompt, completion: str) -> Reward:
         raise DataError(f"math-verify reads no answer in the reference {gold!r:.80}: correct it")
     answer = parse(completion, parsing_timeout=None, raise_on_error=True)
     failure: Exception | None = None
-    for pair in sorted(product(reference, answer), key=_is_symbolic):
+    # two texts are compared first, and at once; what sympy compares comes later
+    pairs = sorted(
+        product(reference, answer), key=lambda pair: not all(isinstance(side, str) for side in pair)
+    )
+    for pair in pairs:
         try:
             if verify(*pair, timeout_seconds=None, raise_on_error=True):
                 return Reward(True, _named(answer))
@@ -113,11 +117,6 @@ def maths(prompt: Prompt, completion: str) -> Reward:
             f"({type(failure).__name__}: {failure!s:.80}): the completion is left out"
         )
     return Reward(False, _named(answer))
-
-
-def _is_symbolic(pair: tuple[Any, Any]) -> bool:
-    """Whether sympy compares a pair: two texts are compared first, and at once."""
-    return not all(isinstance(side, str) for side in pair)
 
 
 def _named(answer: Sequence[Any]) -> str | None:
@@ -194,16 +193,6 @@ def load_rewards(prompts: PromptsConfig) -> RewardFn:
     return partial(_reward, f"prompts.reward_fn {name!r}", of_text)
 
 
-def _in_bounds(value: Any) -> bool:
-    """As a float, for half precision holds no bound; an int may be larger than any float."""
-    return abs(value if isinstance(value, int) else float(value)) <= LARGEST_REWARD
-
-
-def _is_text(answer: Any) -> bool:
-    """Whether UTF-8 holds an answer: half of a surrogate pair is a str, and no text."""
-    return isinstance(answer, str) and answer.encode(errors="replace").decode() == answer
-
-
 def _reward(
     name: str, function: Callable[[Prompt, Any], Any], prompt: Prompt, completion: Completion
 ) -> Reward:
@@ -218,8 +207,12 @@ def _reward(
     with own_code(name, about, remedy):
         returned = function(prompt, completion)
     value, answer = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-    is_number = isinstance(value, bool | int | float | np.bool | np.integer | np.floating)
-    if not is_number or not _in_bounds(value) or not (answer is None or _is_text(answer)):
+    fits = isinstance(value, bool | int | float | np.bool | np.integer | np.floating)
+    # as a float, for half precision holds no bound; an int may be larger than any float
+    fits = fits and abs(value if isinstance(value, int) else float(value)) <= LARGEST_REWARD
+    if answer is not None:  # half of a surrogate pair is a str, and no text
+        fits = fits and isinstance(answer, str) and answer.encode(errors="replace").decode() == answer
+    if not fits:
         raise DataError(
             f"{name} gave {returned!r:.80} for {about}: it must return a bool or a number within "
             f"±{LARGEST_REWARD:g}, or a pair of that and the answer as text that UTF-8 holds"

@@ -29,6 +29,8 @@ FEWEST_SEEN: Final = 32
 log = logging.getLogger(__name__)
 _OURS: Final = ("messages", "add_generation_prompt")
 """Variables of a chat template that the encoder sets itself."""
+REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What a template may raise for messages that it does not take."""
 _CHECKED = ("system", "developer", "user", "tool")
 """Roles whose content a template must write; it may shorten the assistant's, such as its reasoning."""
 
@@ -124,7 +126,12 @@ def row_encoder(tokenizer: Any, config: RowsConfig) -> Encode:
             'set prompts.template = "plain", or name a Jinja file in student.chat_template'
         )
     template = str(tokenizer.chat_template)
-    _check_kwargs(template, kwargs)
+    for name in kwargs:
+        if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(
+                f"prompts.chat_template_kwargs sets {name!r}, which the student's chat template does not "
+                "read, or which is set from the prompt: leave it out, or correct its name"
+            )
 
     def chat(prompt: str | list[Any]) -> Sequence[int]:
         prompt = listed(prompt)
@@ -152,16 +159,6 @@ def _plain(tokenizer: Any, text: str) -> Sequence[int]:
     ids = tokenizer.encode(text, add_special_tokens=False) if begun else tokenizer.encode(text)
     check_ids(tokenizer, ids)
     return ids
-
-
-def _check_kwargs(template: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a variable that the template never mentions: it would change nothing."""
-    for name in kwargs:
-        if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", template):
-            raise ConfigError(
-                f"prompts.chat_template_kwargs sets {name!r}, which the student's chat template does not "
-                "read, or which is set from the prompt: leave it out, or correct its name"
-            )
 
 
 # --- rows
@@ -229,9 +226,11 @@ class RowReader:
                 f"{place}: no field {missing}; the row has {', '.join(sorted(row.fields))}: rename it, or "
                 "name the one that is meant in [prompts]"
             ) from None
-        ids = self._token_ids(value, place)
-        if reason := self._filtered(len(ids)):
-            self.dropped[reason] += 1
+        ids, least, upper = self._token_ids(value, place), config.min_prompt_tokens, config.max_prompt_tokens
+        if len(ids) < least or (upper is not None and len(ids) > upper):
+            self.dropped[
+                f"shorter than {least} tokens" if len(ids) < least else f"longer than {upper} tokens"
+            ] += 1
             return None
         if not 1 <= len(ids) <= self.longest:
             raise DataError(
@@ -241,15 +240,12 @@ class RowReader:
             )
         if answer is not None and (problem := answer_problem(config.reward_fn, answer)):
             raise DataError(f"{place}: {problem}: correct the row, or choose another reward_fn")
-        self._notice(row.fields, value)
-        return Prompt(row.name, ids, source, answer, value if isinstance(value, str) else "")
-
-    def _notice(self, fields: Mapping[str, Any], value: Any) -> None:
-        chat = self.config.template == "chat"
-        if chat and fields.get("tools"):
+        chat = config.template == "chat"
+        if chat and row.fields.get("tools"):
             self.noticed["have a field 'tools', which no prompt shows"] += 1
         if chat and self.control and (token := self.control.search(_all_text(value))):
             self.noticed[f"hold a control token in their text, such as {token.group()!r}"] += 1
+        return Prompt(row.name, ids, source, answer, value if isinstance(value, str) else "")
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -264,12 +260,6 @@ class RowReader:
         total = f"{self.dropped.total():,} of {self.read:,} rows"
         return f"prompts: {total} of {self.config.path} dropped: {reasons}" if reasons else None
 
-    def _filtered(self, length: int) -> str | None:
-        least, upper = self.config.min_prompt_tokens, self.config.max_prompt_tokens
-        if length < least:
-            return f"shorter than {least} tokens"
-        return f"longer than {upper} tokens" if upper is not None and length > upper else None
-
     def _token_ids(self, value: Any, place: str) -> list[int]:
         """Token ids of a row's prompt. Raises DataError for what is neither a text nor chat messages."""
         if not isinstance(value, str | list) or not value:
@@ -283,7 +273,7 @@ class RowReader:
             return list(self.encode(value))
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except REFUSALS as error:
             kind = type(error).__name__
             raise DataError(
                 f"{place}: chat template or tokenizer refuse {value!r:.80} ({kind}: {error}): "
@@ -355,6 +345,11 @@ def _text(row: Row, name: str) -> str:
 
 
 # --- where they are read from
+
+
+def rows_of(config: RowsConfig) -> Iterator[Row]:
+    """Every row that a source names."""
+    return jsonl_rows(config.path) if isinstance(config, JsonlPrompts) else dataset_rows(config)
 
 
 def jsonl_rows(path: Path) -> Iterator[Row]:

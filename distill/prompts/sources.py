@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence, Set, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from distill.config import RunConfig
 from distill.config.prompts import (
     DatasetPrompts,
     EnvironmentPrompts,
-    JsonlPrompts,
     MixturePrompts,
     TaskPrompts,
 )
@@ -30,9 +28,8 @@ from distill.prompts.rows import (
     RowsConfig,
     check_ids,
     control_tokens,
-    dataset_rows,
-    jsonl_rows,
     row_encoder,
+    rows_of,
 )
 from distill.prompts.stream import Mixture, Prompt, PromptSource, by_weight
 from distill.prompts.streaming import StreamSource, open_stream
@@ -84,9 +81,9 @@ class EnvironmentSource:
         task = self._first + index
         return Prompt(str(task), [], environment=self._environment, task=task)
 
-    def beyond(self, first: int) -> EnvironmentSource:
-        """Those from task `first` on."""
-        return EnvironmentSource(self._environment, max(self._first, first))
+    def without(self, ids: Set[str]) -> EnvironmentSource:
+        """Those behind as many first tasks: what is held out is the first ones."""
+        return EnvironmentSource(self._environment, max(self._first, len(ids)))
 
 
 class CountedEnvironmentSource(EnvironmentSource):
@@ -96,8 +93,8 @@ class CountedEnvironmentSource(EnvironmentSource):
         super().__init__(environment, first)
         self._count = count
 
-    def beyond(self, first: int) -> CountedEnvironmentSource:
-        fewer = max(0, first - self._first)
+    def without(self, ids: Set[str]) -> CountedEnvironmentSource:
+        fewer = max(0, len(ids) - self._first)
         return CountedEnvironmentSource(self._environment, self._first + fewer, self._count - fewer)
 
     def __len__(self) -> int:
@@ -188,11 +185,6 @@ def longest_prompt(split: PromptSplit) -> int:
     return max(known, getattr(split.train, "longest", 0))
 
 
-def all_known(split: PromptSplit) -> bool:
-    """Whether `data_sources` are all that there will be."""
-    return isinstance(split.train, TableSource | Mixture)
-
-
 def data_sources(split: PromptSplit) -> set[str]:
     """Every data source, or those of a sample where prompts are not all known."""
     if isinstance(split.train, TableSource | Mixture):
@@ -219,107 +211,97 @@ def open_prompts(config: RunConfig, tokenizer: Any, context: int | None = None) 
             Renderer(tokenizer, section.chat_template_kwargs).check()
         except DataError as error:
             raise ConfigError(f"environments.{name} cannot be played: {error}") from error
-    held_out_count = config.evaluation.prompts if config.evaluation else 0
-    opening = _Opening(tokenizer, longest, config.run.seed, config.rollout.stop_token_ids)
-    prompts = config.prompts
-    return (
-        opening.mixture(prompts, held_out_count)
-        if isinstance(prompts, MixturePrompts)
-        else opening.one(prompts, held_out_count)
-    )
-
-
-@dataclass(frozen=True)
-class _Opening:
-    """What every source is opened with; `wanted`: prompts to hold out."""
-
-    tokenizer: Any
-    longest: int
-    """Tokens of a prompt."""
-    seed: int
-    stop_token_ids: list[int]
-
-    def mixture(self, prompts: MixturePrompts, held_out_count: int) -> PromptSplit:
-        """The parts, each with its share of the held-out prompts."""
-        names, weights = [*prompts.parts], prompts.weights
-        if unknown := weights.keys() - prompts.parts.keys():
+    held_out_count, prompts = config.evaluation.prompts if config.evaluation else 0, config.prompts
+    if not isinstance(prompts, MixturePrompts):
+        return _open(config, prompts, tokenizer, longest, held_out_count)
+    names, weights = [*prompts.parts], prompts.weights
+    if unknown := weights.keys() - prompts.parts.keys():
+        raise ConfigError(
+            f"prompts.weights names {', '.join(sorted(unknown))}, the parts are {', '.join(names)}: use "
+            "their names"
+        )
+    counts, splits = by_weight(held_out_count, [weights.get(name, 1.0) for name in names]), {}
+    for name, count in zip(names, counts, strict=True):
+        part = prompts.parts[name]
+        if getattr(part, "source_field", None) is not None:
             raise ConfigError(
-                f"prompts.weights names {', '.join(sorted(unknown))}, the parts are {', '.join(names)}: use "
-                "their names"
+                f"prompts.parts.{name}.source_field is set, and the data source of a part is its name: "
+                "leave it out"
             )
-        counts = by_weight(held_out_count, [weights.get(name, 1.0) for name in names])
-        splits = {}
-        for name, count in zip(names, counts, strict=True):
-            part = prompts.parts[name]
-            if getattr(part, "source_field", None) is not None:
-                raise ConfigError(
-                    f"prompts.parts.{name}.source_field is set, and the data source of a part is its name: "
-                    "leave it out"
-                )
-            splits[name] = self.one(part, count)
-        _hold_out_together(prompts, splits)
-        held_out = [
-            msgspec.structs.replace(prompt, id=f"{name}/{prompt.id}", source=name)
-            for name, split in splits.items()
-            for prompt in split.held_out
-        ]
-        train = Mixture({name: split.train for name, split in splits.items()}, weights, self.seed)
-        rewards, notes = _rewards_of_parts(prompts, splits)
-        notes += [note for split in splits.values() for note in split.notes]
-        rewarded = all(split.rewarded for split in splits.values())
-        return PromptSplit(train, held_out, rewards, notes=tuple(notes), by_environment=rewarded)
+        splits[name] = _open(config, part, tokenizer, longest, count)
+    return _mixed(config, prompts, splits)
 
-    def one(self, prompts: TaskPrompts | RowsConfig | EnvironmentPrompts, held_out_count: int) -> PromptSplit:
-        if isinstance(prompts, EnvironmentPrompts):
-            return _environment(prompts, held_out_count)
-        if isinstance(prompts, TaskPrompts):
-            return self._task(prompts, held_out_count)
-        control = control_tokens(self.tokenizer)
-        reader = RowReader(prompts, row_encoder(self.tokenizer, prompts), self.longest, control=control)
-        rewards = reward_source(prompts, self.tokenizer, self.stop_token_ids)
-        if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
-            stream, held_out = open_stream(prompts, reader, self.seed, held_out_count, LARGEST_SHARE)
-            split = PromptSplit(stream, held_out, rewards)
-        else:
-            rows = jsonl_rows(prompts.path) if isinstance(prompts, JsonlPrompts) else dataset_rows(prompts)
-            table = TableSource(reader.prompts(rows))
-            if not len(table):
-                raise DataError(
-                    f"0 prompts were found in {prompts.path} ({reader.note or 'it has no rows'}): a run "
-                    "needs at least one; check the path, the field and the filters"
-                )
-            split = split_table(table, held_out_count, self.seed, rewards)
-        if rewards is not None and prompts.reward_fn not in BUILT_IN:
-            RewardPool(rewards).check((split.held_out or [split.train[0]])[0])
-        return split._replace(notes=reader.notes)
 
-    def _task(self, prompts: TaskPrompts, held_out_count: int) -> PromptSplit:
+def _open(
+    config: RunConfig,
+    prompts: TaskPrompts | RowsConfig | EnvironmentPrompts,
+    tokenizer: Any,
+    longest: int,
+    held_out_count: int,
+) -> PromptSplit:
+    """The prompts of one source, of at most `longest` tokens each."""
+    if isinstance(prompts, EnvironmentPrompts):
+        name, count = prompts.environment, held_out_count
+        train: PromptSource = EnvironmentSource(name, count)
+        if prompts.tasks is not None:
+            count = min(count, int(prompts.tasks * LARGEST_SHARE))
+            train = CountedEnvironmentSource(name, count, prompts.tasks - count)
+        held_out = [EnvironmentSource(name, 0)[task] for task in range(count)]
+        return PromptSplit(train, held_out, None, by_environment=True)
+    rewards = reward_source(prompts, tokenizer, config.rollout.stop_token_ids)
+    if isinstance(prompts, TaskPrompts):
         task = tasks.load(prompts.task, prompts.options)
-        source = TaskSource(prompts.task, task, self.seed, self.tokenizer.encode)
+        source = TaskSource(prompts.task, task, config.run.seed, tokenizer.encode)
         held_out = [source.held_out(i) for i in range(held_out_count)]
         for prompt in held_out:
+            about = f"prompt {prompt.text!r:.60} of task {prompts.task}"
             try:
-                check_ids(self.tokenizer, prompt.token_ids)
+                check_ids(tokenizer, prompt.token_ids)
             except DataError as error:
-                raise DataError(f"prompt {prompt.text!r:.60} of task {prompts.task}: {error}") from None
-            if len(prompt.token_ids) > self.longest:
+                raise DataError(f"{about}: {error}") from None
+            if len(prompt.token_ids) > longest:
                 raise DataError(
-                    f"prompt {prompt.text!r:.60} of task {prompts.task} has {len(prompt.token_ids)} tokens, "
-                    f"{self.longest} are left beside rollout.max_tokens: lower rollout.max_tokens"
+                    f"{about} has {len(prompt.token_ids)} tokens, {longest} are left beside "
+                    "rollout.max_tokens: lower rollout.max_tokens"
                 )
-        return PromptSplit(source, held_out, reward_source(prompts, self.tokenizer))
+        return PromptSplit(source, held_out, rewards)
+    control = control_tokens(tokenizer)
+    reader = RowReader(prompts, row_encoder(tokenizer, prompts), longest, control=control)
+    if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
+        stream, held_out = open_stream(prompts, reader, config.run.seed, held_out_count, LARGEST_SHARE)
+        split = PromptSplit(stream, held_out, rewards)
+    else:
+        table = TableSource(reader.prompts(rows_of(prompts)))
+        if not len(table):
+            raise DataError(
+                f"0 prompts were found in {prompts.path} ({reader.note or 'it has no rows'}): a run "
+                "needs at least one; check the path, the field and the filters"
+            )
+        split = split_table(table, held_out_count, config.run.seed, rewards)
+    if rewards is not None and prompts.reward_fn not in BUILT_IN:
+        RewardPool(rewards).check((split.held_out or [split.train[0]])[0])
+    return split._replace(notes=reader.notes)
 
 
-def _environment(prompts: EnvironmentPrompts, held_out_count: int) -> PromptSplit:
-    name, tasks_ = prompts.environment, prompts.tasks
-    count = held_out_count if tasks_ is None else min(held_out_count, int(tasks_ * LARGEST_SHARE))
-    held_out = [EnvironmentSource(name, 0)[task] for task in range(count)]
-    train: PromptSource = (
-        EnvironmentSource(name, count)
-        if tasks_ is None
-        else CountedEnvironmentSource(name, count, tasks_ - count)
-    )
-    return PromptSplit(train, held_out, None, by_environment=True)
+def _mixed(config: RunConfig, prompts: MixturePrompts, splits: dict[str, PromptSplit]) -> PromptSplit:
+    """The prompts of a mixture: rewarded by its parts, or not at all where one of them has no reward."""
+    _hold_out_together(prompts, splits)
+    held_out = [
+        msgspec.structs.replace(prompt, id=f"{name}/{prompt.id}", source=name)
+        for name, split in splits.items()
+        for prompt in split.held_out
+    ]
+    train = Mixture({name: split.train for name, split in splits.items()}, prompts.weights, config.run.seed)
+    parts = {name: split.rewards for name, split in splits.items() if split.rewards is not None}
+    missing = sorted(name for name, split in splits.items() if not split.rewarded)
+    notes, rewards = [note for split in splits.values() for note in split.notes], None
+    if missing and len(missing) < len(splits):
+        without = f"{', '.join(missing)} of prompts.parts has none"
+        notes.insert(0, f"prompts: completions have no reward, because {without}")
+    if parts and not missing:
+        seconds = max(part.seconds for part in parts.values())
+        rewards = RewardSource(prompts, seconds, lambda prompt, ids: parts[prompt.source].read(prompt, ids))
+    return PromptSplit(train, held_out, rewards, notes=tuple(notes), by_environment=not missing)
 
 
 def _hold_out_together(prompts: MixturePrompts, splits: dict[str, PromptSplit]) -> None:
@@ -335,38 +317,14 @@ def _hold_out_together(prompts: MixturePrompts, splits: dict[str, PromptSplit]) 
     for names in readers.values():
         held_out = {prompt.id for name in names for prompt in splits[name].held_out}
         for name in names if len(names) > 1 else ():
-            splits[name] = splits[name]._replace(train=_without(splits[name].train, held_out))
-
-
-def _without(source: PromptSource, ids: Set[str]) -> PromptSource:
-    """A source of rows or of an environment, without these."""
-    if isinstance(source, StreamSource):
-        source.hold_out(map(int, ids))
-    elif isinstance(source, TableSource):
-        return source.without(ids)
-    elif isinstance(source, EnvironmentSource):
-        return source.beyond(len(ids))
-    return source
-
-
-def _rewards_of_parts(
-    prompts: MixturePrompts, splits: Mapping[str, PromptSplit]
-) -> tuple[RewardSource | None, list[str]]:
-    """The reward of a prompt by its part, and a note for parts without one: then there is none at all."""
-    parts = {name: split.rewards for name, split in splits.items() if split.rewards is not None}
-    if missing := sorted(name for name, split in splits.items() if not split.rewarded):
-        note = f"prompts: completions have no reward, because {', '.join(missing)} of prompts.parts has none"
-        return None, [note] if len(missing) < len(splits) else []
-    if not parts:
-        return None, []
-    seconds = max(part.seconds for part in parts.values())
-    return RewardSource(prompts, seconds, lambda prompt, ids: parts[prompt.source].read(prompt, ids)), []
+            source: Any = splits[name].train
+            splits[name] = splits[name]._replace(train=source.without(held_out))
 
 
 def split_table(
     table: TableSource, held_out_count: int, seed: int, rewards: RewardSource | None = None
 ) -> PromptSplit:
-    """Hold out `wanted` rows, at most a tenth; which ones depends on the seed and the number of rows."""
+    """Hold out as many rows, at most a tenth; which ones depends on the seed and the number of rows."""
     order = np.random.default_rng(seed).permutation(len(table))
     count = min(held_out_count, int(len(table) * LARGEST_SHARE))
     held_out = [table[row] for row in sorted(order[:count].tolist())]

@@ -89,9 +89,10 @@ class StreamSource:
         settings = self._config.model_dump_json(), self._seed, sorted(self._held_out), self._reader.longest
         return blake3(msgspec.json.encode([_FORMAT, *settings])).hexdigest()
 
-    def hold_out(self, rows: Iterable[int]) -> None:
-        """Never give out these rows either; before the first prompt is asked for."""
-        self._held_out |= frozenset(rows)
+    def without(self, ids: Iterable[str]) -> StreamSource:
+        """This stream, which never gives out these rows either; before the first prompt is asked for."""
+        self._held_out |= frozenset(map(int, ids))
+        return self
 
     def keep(self, path: Path) -> None:
         """Remember beginnings of blocks in a file, and take those of the same stream that it holds."""
@@ -211,7 +212,7 @@ class StreamSource:
 def open_stream(
     config: DatasetPrompts, reader: RowReader, seed: int, held_out_count: int, share: float
 ) -> tuple[StreamSource, list[Prompt]]:
-    """A stream, and `wanted` prompts of its first rows, at most `share` of those, that it never gives out.
+    """A stream, and prompts of its first rows, at most `share` of those, that it never gives out.
 
     Raises DataError for a dataset that cannot be read, ConfigError for one that may change before a resume.
     """

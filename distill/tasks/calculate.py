@@ -58,9 +58,7 @@ def calculate_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word of the game, with the chat template."""
     call = r"<tool_call>|</tool_call>|\{[^\d]*\"(?=[\d+*])|\"\}\}"
     error = r"(?<=t:)[^\d-][\s\S]*?(?=t:\d|a:\z)"
-    tokenizer = make_tokenizer(VOCABULARY, rf"<eos>|{error}|[uat]:|{call}|.", EOS, PAD)
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return make_tokenizer(VOCABULARY, rf"<eos>|{error}|[uat]:|{call}|.", EOS, PAD, TEMPLATE)
 
 
 def untaught(recipe: Recipe) -> Any:

@@ -73,9 +73,7 @@ def make_models(folder: Path, seed: int) -> Models:
 
 def guess_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word of the game, with the chat template."""
-    tokenizer = make_tokenizer(VOCABULARY, r"u:|a:|higher|lower|\[\d+\]|.", EOS, PAD)
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return make_tokenizer(VOCABULARY, r"u:|a:|higher|lower|\[\d+\]|.", EOS, PAD, TEMPLATE)
 
 
 def untaught(recipe: Recipe) -> Any:

@@ -100,14 +100,13 @@ class ReasoningGym:
             entry = self._puzzles[number]
             if (zlib.crc32(entry["question"].encode()) % HELD_OUT_SHARE == 0) == held_out:
                 text = entry["question"]
-                return TaskPrompt(text, self._encoded(text), f"{number} {entry['answer']}")
+                if self._system is None:
+                    ids = self._tokenizer.encode(text)
+                else:
+                    messages = [*self._system, {"role": "user", "content": text}]
+                    ids = self._tokenizer.apply_chat_template(
+                        messages, add_generation_prompt=True, return_dict=False
+                    )
+                return TaskPrompt(text, list(ids), f"{number} {entry['answer']}")
         side = "held out" if held_out else "left to train on"
         raise DataError(f"no puzzle of {len(self._puzzles)} is {side}: raise size in prompts.options")
-
-    def _encoded(self, text: str) -> Sequence[int]:
-        if self._system is None:
-            return list(self._tokenizer.encode(text))
-        messages = [*self._system, {"role": "user", "content": text}]
-        return list(
-            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        )

@@ -7,12 +7,11 @@ or the last, in the alphabet, of those not yet listed, at the student's choice. 
 
     python -m distill.tasks.sort_letters FOLDER SEED    makes the models and prints their two folders
 
-Letters in shapes: B rows, N letters of a prompt, L tokens of a row, V vocabulary, S spellings, l alphabet.
+Letters in shapes: B rows, N letters of a prompt, L tokens of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 import string
 import sys
@@ -36,8 +35,6 @@ VOCABULARY = [PAD, EOS, ASK, *LETTERS]
 """Token of each id: one per character, no token before or after a text."""
 PAD_ID, EOS_ID, ASK_ID, FIRST_LETTER_ID = range(4)
 SHORTEST, LONGEST = 5, 9
-ONE_SPELLING = np.ones(1)
-"""Share of a letter's only spelling."""
 HELD_OUT_SHARE = 16
 """One prompt in so many, by a hash of its text, is never trained on."""
 TEACHER = Recipe(128, 3, 4, 2, 384, steps=500, rows=64, rate=4e-3, muon=True, both_choices=True)
@@ -50,51 +47,30 @@ def make() -> SortLetters:
 
 
 class SortLetters:
-    """The task, with prompts of `shortest` to `longest` letters.
-
-    `shares`: probability of each of a letter's spellings, every one of which is a token of its own.
-    """
-
-    def __init__(
-        self, shortest: int = SHORTEST, longest: int = LONGEST, shares: Sequence[float] = (1.0,)
-    ) -> None:
-        self._lengths = shortest, longest
-        self._spellings, self._cumulated = len(shares), list(itertools.accumulate(shares))
-        names = LETTERS if len(shares) == 1 else [f"{a}{n}" for a in LETTERS for n in range(len(shares))]
-        self._vocabulary = [PAD, EOS, ASK, *names]
+    """The task."""
 
     def prompt(self, seed: int, index: int) -> TaskPrompt:
-        return self._prompt(random.Random(f"{seed}/{index}"), held_out=False)
+        return _prompt(random.Random(f"{seed}/{index}"), held_out=False)
 
     def held_out(self, seed: int, index: int) -> TaskPrompt:
-        return self._prompt(random.Random(f"{seed}/held out/{index}"), held_out=True)
+        return _prompt(random.Random(f"{seed}/held out/{index}"), held_out=True)
 
     def passes(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
         left = {character for character in prompt.text if character in LETTERS}
         *letters, last = completion or [PAD_ID]
-        for token in letters:
-            letter = self._letter(token)
+        for letter in (VOCABULARY[token] for token in letters):
             if not left or letter not in (min(left), max(left)):
                 return False
             left.remove(letter)
         return not left and last == EOS_ID
 
-    def _letter(self, token: int) -> str:
-        place, _ = divmod(token - FIRST_LETTER_ID, self._spellings)
-        return LETTERS[place] if token >= FIRST_LETTER_ID else VOCABULARY[token]
 
-    def _prompt(self, rng: random.Random, held_out: bool) -> TaskPrompt:
-        """Held out are sequences of letters, in all their spellings."""
-        while True:
-            letters = rng.sample(range(len(LETTERS)), rng.randint(*self._lengths))
-            if is_held_out("".join(LETTERS[i] for i in letters) + ASK) == held_out:
-                break
-        ids = [FIRST_LETTER_ID + i * self._spellings for i in letters]
-        if self._spellings > 1:
-            spelled = rng.choices(range(self._spellings), cum_weights=self._cumulated, k=len(ids))
-            ids = [first + n for first, n in zip(ids, spelled, strict=True)]
-        ids.append(ASK_ID)
-        return TaskPrompt("".join(self._vocabulary[i] for i in ids), ids)
+def _prompt(rng: random.Random, held_out: bool) -> TaskPrompt:
+    while True:
+        letters = rng.sample(range(len(LETTERS)), rng.randint(SHORTEST, LONGEST))
+        text = "".join(LETTERS[place] for place in letters) + ASK
+        if is_held_out(text) == held_out:
+            return TaskPrompt(text, [*(FIRST_LETTER_ID + place for place in letters), ASK_ID])
 
 
 def is_held_out(text: str) -> bool:
@@ -108,12 +84,32 @@ def is_held_out(text: str) -> bool:
 def make_models(folder: Path, seed: int) -> Models:
     """A teacher that has learned the task and a student that hardly has; made once, kept in `folder`."""
     pair, sources = (TEACHER, STUDENT), (__file__,)
-    return taught_pair(folder / "sort_letters", pair, seed, letter_tokenizer(), untaught, lesson, sources)
+    return taught_pair(
+        folder / "sort_letters", pair, seed, letter_tokenizer(), untaught, lesson_loss, sources
+    )
 
 
-def lesson(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
-    """Loss of one step of teaching."""
-    return lesson_loss(model, recipe, rng, *examples(rng, recipe.rows, letters_at(step)))
+def lesson_loss(model: Any, recipe: Recipe, rng: np.random.Generator, step: int) -> torch.Tensor:
+    """Mean cross-entropy per completion token, end token included, of prompts of each length in turn.
+
+    Against the whole distribution of the next token with `recipe.both_choices`, else against one sampled
+    answer.
+    """
+    import torch
+
+    letters = SHORTEST + step % (LONGEST + 1 - SHORTEST)
+    asked_BN, answer_BN, other_BN = examples(rng, recipe.rows, letters)
+    rows = len(asked_BN)
+    ask_B1, end_B1 = np.full((rows, 1), ASK_ID), np.full((rows, 1), EOS_ID)
+    row_BL = np.hstack([FIRST_LETTER_ID + asked_BN, ask_B1, FIRST_LETTER_ID + answer_BN, end_B1])
+    tokens_BL = torch.from_numpy(row_BL)
+    hidden = model.model(tokens_BL[:, :-1]).last_hidden_state[:, letters:]
+    logp_BLV = model.lm_head(hidden).log_softmax(dim=-1)
+    if not recipe.both_choices:
+        return -logp_BLV.gather(-1, tokens_BL[:, letters + 1 :, None]).mean()
+    either_BN2 = torch.from_numpy(np.stack([answer_BN, other_BN], axis=-1))
+    expected_BN = logp_BLV[:, :letters, FIRST_LETTER_ID:].gather(2, either_BN2).mean(-1)
+    return -(expected_BN.sum() + logp_BLV[:, letters, EOS_ID].sum()) / (rows * (letters + 1))
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
@@ -124,11 +120,6 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
 def untaught(recipe: Recipe) -> Qwen3ForCausalLM:
     """Random weights, fp32."""
     return new_model(recipe, len(VOCABULARY), EOS_ID, PAD_ID)
-
-
-def letters_at(step: int, shortest: int = SHORTEST, longest: int = LONGEST) -> int:
-    """Letters of the prompts of one teaching step: each length in turn."""
-    return shortest + step % (longest + 1 - shortest)
 
 
 def examples(rng: np.random.Generator, rows: int, letters: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -149,48 +140,6 @@ def examples(rng: np.random.Generator, rows: int, letters: int) -> tuple[np.ndar
         other_BN[:, step] = sorted_BN[row, np.where(takes_first, last, first)]
         first, last = first + takes_first, last - ~takes_first
     return asked_BN, answer_BN, other_BN
-
-
-def lesson_loss(
-    model: Any,
-    recipe: Recipe,
-    rng: np.random.Generator,
-    asked_BN: np.ndarray,
-    answer_BN: np.ndarray,
-    other_BN: np.ndarray,
-    shares_S: np.ndarray = ONE_SPELLING,
-    even: float = 0.0,
-) -> torch.Tensor:
-    """Mean cross-entropy per completion token, end token included.
-
-    Against the whole distribution of the next token with `recipe.both_choices`, else against one sampled
-    answer. `even`: share of the letters that are spelled evenly instead of by `shares_S`.
-    """
-    import torch
-
-    rows, letters = asked_BN.shape
-    ask_B1, end_B1 = np.full((rows, 1), ASK_ID), np.full((rows, 1), EOS_ID)
-    asked, answer = (spelled(rng, places, shares_S, even) for places in (asked_BN, answer_BN))
-    tokens_BL = torch.from_numpy(np.hstack([asked, ask_B1, answer, end_B1]))
-    hidden = model.model(tokens_BL[:, :-1]).last_hidden_state[:, letters:]
-    logp_BLV = model.lm_head(hidden).log_softmax(dim=-1)
-    if not recipe.both_choices:
-        return -logp_BLV.gather(-1, tokens_BL[:, letters + 1 :, None]).mean()
-    logp_BNlS = logp_BLV[:, :letters, FIRST_LETTER_ID:].unflatten(-1, (len(LETTERS), len(shares_S)))
-    either_BN2 = torch.from_numpy(np.stack([answer_BN, other_BN], axis=-1))
-    logp_BN2S = logp_BNlS.gather(2, either_BN2[..., None].expand(-1, -1, -1, len(shares_S)))
-    expected_BN = (logp_BN2S @ torch.tensor(shares_S, dtype=torch.float32)).mean(-1)
-    return -(expected_BN.sum() + logp_BLV[:, letters, EOS_ID].sum()) / (rows * (letters + 1))
-
-
-def spelled(rng: np.random.Generator, places_BN: np.ndarray, shares_S: np.ndarray, even: float) -> np.ndarray:
-    """Token ids of letters; a share of `even` is spelled evenly, the rest by `shares_S`."""
-    if len(shares_S) == 1:
-        return FIRST_LETTER_ID + places_BN
-    spelling_BN = rng.choice(len(shares_S), size=places_BN.shape, p=shares_S)
-    evenly_BN = rng.integers(len(shares_S), size=places_BN.shape)
-    chosen_BN = np.where(rng.random(places_BN.shape) < even, evenly_BN, spelling_BN)
-    return FIRST_LETTER_ID + places_BN * len(shares_S) + chosen_BN
 
 
 if __name__ == "__main__":

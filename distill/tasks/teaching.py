@@ -83,17 +83,21 @@ def save_pair(folder: Path, tokenizer: Any, teacher: Any, student: Any) -> None:
         tokenizer.save_pretrained(folder / name)
 
 
-def make_tokenizer(vocabulary: Sequence[str], token: str, end: str, pad: str) -> PreTrainedTokenizerFast:
-    """One id per word of `vocabulary`; `token` is the pattern that cuts a text into words."""
+def make_tokenizer(
+    vocabulary: Sequence[str], token: str, end: str, pad: str, template: str | None = None
+) -> PreTrainedTokenizerFast:
+    """One id per word of `vocabulary`; `token`: the pattern that cuts a text into words; a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=pad))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(token), "isolated")
     core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=end, pad_token=pad, clean_up_tokenization_spaces=False
     )
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def new_model(recipe: Recipe, vocabulary: int, end_id: int, pad_id: int) -> Qwen3ForCausalLM:
@@ -156,22 +160,6 @@ def _taught(recipe: Recipe, seed: int, new: Callable[[Recipe], Any], loss: Loss)
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     model = new(recipe)
-    optimizers = _optimizers(model, recipe)
-    for step in range(recipe.steps):
-        warm_up, decay = (step + 1) / WARM_UP_STEPS, max(LAST_RATE_SHARE, 1 - step / recipe.steps)
-        loss(model, recipe, rng, step).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.rate * min(1.0, warm_up) * decay
-            optimizer.step()
-            optimizer.zero_grad()
-    return model.eval()
-
-
-def _optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    import torch
-
     named = list(model.named_parameters())
     matrices = [p for name, p in named if recipe.muon and p.ndim == 2 and "embed" not in name]
     rest = [p for _, p in named if all(p is not matrix for matrix in matrices)]
@@ -182,4 +170,13 @@ def _optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Opti
         optimizers.append(
             torch.optim.Muon(matrices, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
         )
-    return optimizers
+    for step in range(recipe.steps):
+        warm_up, decay = (step + 1) / WARM_UP_STEPS, max(LAST_RATE_SHARE, 1 - step / recipe.steps)
+        loss(model, recipe, rng, step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.rate * min(1.0, warm_up) * decay
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.eval()

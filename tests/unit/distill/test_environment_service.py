@@ -31,7 +31,7 @@ from distill.environments.rendering import Renderer
 from distill.environments.service import Service
 from distill.launch.roles import Ports, plan_servers
 from distill.launch.run_folder import write_role
-from distill.preflight_checks import environments as checks
+from distill.preflight_checks import checks, probes
 from distill.prompts.sources import EnvironmentSource, open_prompts
 from distill.tasks.teaching import make_tokenizer
 from distill.trainer_api.http_api import listen, serving
@@ -627,27 +627,27 @@ def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path
     ],
 )
 def test_sections_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str, Any], problem: str) -> None:
-    found = list(checks.problems(run_config(tmp_path, **sections)))
+    found = list(checks.environment_problems(run_config(tmp_path, **sections)))
     assert [problem in one for one in found].count(True) == 1, found
 
 
 async def test_the_preflight_takes_first_prompts_from_the_environment(tmp_path: Path) -> None:
     async with served() as (service, url), client_of(url) as client:
         sample = [EnvironmentSource("e", 0)[task] for task in (0, 6, 7, 8)]
-        found = await checks.with_first_prompts(sample, {"e": client}, 3, TOKENIZER)
+        found = await probes.with_first_prompts(sample, {"e": client}, 3, TOKENIZER)
         assert [TOKENIZER.decode(one.token_ids) for one in found] == ["s:s;u:go;a:"] * 3
         assert not service._open(), "they are ended"
         info = await client.info()
         with pytest.raises(ConfigError, match=r"environments.e: task 1 cannot be played: .*no such task"):
-            await checks.with_first_prompts([EnvironmentSource("e", 0)[1]], {"e": client}, 1, TOKENIZER)
+            await probes.with_first_prompts([EnvironmentSource("e", 0)[1]], {"e": client}, 1, TOKENIZER)
     config = section("odd_environments:saying", options={"second": {"role": "user"}})
     async with served(config) as (_, url), client_of(url) as client:
         problem = r"task 0 cannot be played on when the student answers 'I do not know.': .*turn 1: .*None"
         with pytest.raises(ConfigError, match=problem):
-            await checks.with_first_prompts([EnvironmentSource("e", 0)[0]], {"e": client}, 1, TOKENIZER)
-    assert checks.same_tokenizer(tokenizers.fingerprint(TOKENIZER), info).problem is None
-    assert checks.same_tokenizer("0" * 96, info).problem
-    endless = checks.enough_tasks(run_config(tmp_path), "e", info)
+            await probes.with_first_prompts([EnvironmentSource("e", 0)[0]], {"e": client}, 1, TOKENIZER)
+    assert probes.makes_same_tokens(tokenizers.fingerprint(TOKENIZER), info).problem is None
+    assert probes.makes_same_tokens("0" * 96, info).problem
+    endless = probes.enough_tasks(run_config(tmp_path), "e", info)
     assert endless.problem == "prompts.tasks is not set: set it to 9 or less"
-    assert checks.first_fits(found, 11).problem
-    assert checks.first_fits(found, 12).problem is None
+    assert probes.first_fits(found, 11).problem
+    assert probes.first_fits(found, 12).problem is None

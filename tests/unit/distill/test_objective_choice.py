@@ -130,7 +130,7 @@ def test_a_head_counts_in_the_precision_that_it_is_sent_in(tmp_path: Path) -> No
     teacher, vocab = {"path": model_config(tmp_path)}, 2_100_000
     for dtype, heads in {"bfloat16": 0, "float16": 1, "float32": 1}.items():
         config = unnamed(tmp_path, objective={"type": "full"}, teachers={"t": teacher | {"dtype": dtype}})
-        assert len([*objective.heads(config, vocab)]) == heads, "2,100,000 x 512 x 4 bytes pass 4 GiB"
+        assert len([*objective.too_large(config, vocab)]) == heads, "2,100,000 x 512 x 4 bytes pass 4 GiB"
 
 
 def test_the_table_of_engines_names_what_messages_name() -> None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from distill.config import RunConfig
-from distill.preflight_checks.vocabulary import resolve
+from distill.preflight_checks.tokens import resolve
 from sync.base.errors import ConfigError, DataError
 
 VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", "A", "B"]
@@ -63,12 +63,11 @@ def test_a_base_student_ends_where_its_instruct_teacher_does_and_takes_its_templ
 ) -> None:
     make("student", BASE)
     make("teacher", INSTRUCT)
-    shared = resolve(configured(tmp_path, t="teacher"), {"t": True})
-    assert shared.config.rollout.stop_token_ids == [2]
-    assert shared.config.student.known_ids is None
-    assert shared.config.student.chat_template == str(tmp_path / "teacher")
-    assert shared.tokenizer.chat_template == CHATML
-    names, template, ends = shared.lines
+    config, tokenizer, (names, template, ends) = resolve(configured(tmp_path, t="teacher"), {"t": True})
+    assert config.rollout.stop_token_ids == [2]
+    assert config.student.known_ids is None
+    assert config.student.chat_template == str(tmp_path / "teacher")
+    assert tokenizer.chat_template == CHATML
     assert "bos is '<|endoftext|>' and '<|im_start|>'" in names
     assert "the student has no chat template: prompts are rendered by the teacher's" in template
     assert "the teacher ends at '<|im_end|>' (2), the student at '<|endoftext|>' (0)" in ends
@@ -112,11 +111,8 @@ def test_the_ends_of_all_teachers_are_learnt(make: Make, tmp_path: Path) -> None
     make("student", BASE)
     make("one", INSTRUCT)
     make("other", INSTRUCT, eos_token_id=[2, 7])
-    templated = {"a": False, "b": False}
-    assert resolve(configured(tmp_path, a="one", b="other"), templated).config.rollout.stop_token_ids == [
-        2,
-        7,
-    ]
+    config, _, _ = resolve(configured(tmp_path, a="one", b="other"), {"a": False, "b": False})
+    assert config.rollout.stop_token_ids == [2, 7]
 
 
 def test_an_id_beyond_the_students_rows_is_refused_by_name(make: Make, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from distill.config import RunConfig
 from distill.config.loading import validate
+from distill.preflight_checks.tokens import check_rendering, first_prompts
 from distill.prompts.sources import open_prompts
-from distill.prompts.understood import check_rendering, first_prompts
 from sync.base.errors import DataError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import end_ids, load_tokenizer

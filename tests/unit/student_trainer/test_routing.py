@@ -36,8 +36,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from distill.preflight_checks import experts
-from distill.preflight_checks.experts import has_experts, routing
+from distill.preflight_checks import machine
+from distill.preflight_checks.checks import model_problems
+from distill.preflight_checks.machine import has_experts, routing
 from student_trainer import parallelism
 from student_trainer.engine import Student
 from student_trainer.head import HeadShape
@@ -225,15 +226,15 @@ def test_the_table_of_families_is_that_of_the_tests() -> None:
     lists = (CONFIGS, BY_RANKS, PUBLISHED, SERVED, SCORED)
     shown = [{config_of(family).model_type for family in families} for families in lists]
     assert told == {name: [name in families for families in shown] for name in shown[0]}
-    assert shown[0] == {*experts.FAMILIES}
+    assert shown[0] == {*machine.FAMILIES}
     assert shown[1] == {*parallelism.FAMILIES}
 
 
 def test_a_student_whose_experts_replicas_cannot_update_is_refused(tmp_path: Path) -> None:
     config_of("gpt-oss").save_pretrained(tmp_path)
-    (problem,) = experts.problems(make_config(student={"path": str(tmp_path)}))
+    (problem,) = model_problems(make_config(student={"path": str(tmp_path)}))
     assert "the student is a gpt_oss: vLLM loads its experts past the reload" in problem
-    assert not [*experts.problems(make_config(student={"path": str(tmp_path)}, trainer={"lora": {}}))]
+    assert not [*model_problems(make_config(student={"path": str(tmp_path)}, trainer={"lora": {}}))]
 
 
 def test_every_known_router_is_tested() -> None:
