@@ -32,8 +32,7 @@ from distill.run_log.records import Rollout
 from distill.run_log.validation import Validator
 from sync import wire
 from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
-from sync.base.isolate import isolate
-from sync.base.retry import Backoff
+from sync.base.retry import Backoff, isolate
 from sync.wire import Array, Kept, Scored, ScoreRefused, TeacherCompletion, checks, cut, pack
 from sync.wire.checks import Problem
 

@@ -15,8 +15,7 @@ from typing import Any, Final
 from student_trainer.teacher_scores import TeacherScores
 from sync import wire
 from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable
-from sync.wire.answers import MAX_ANSWER
-from sync.wire.client import BlockingPeer
+from sync.wire.client import MAX_ANSWER, BlockingPeer
 
 log = logging.getLogger(__name__)
 FINAL_REPORT_SECONDS: Final = 5.0

@@ -27,7 +27,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from sync.base.errors import DataError, Overloaded, Unreachable
-from sync.base.isolate import isolate
+from sync.base.retry import isolate
 from sync.wire.server import process_registry
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item

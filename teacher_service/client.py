@@ -20,12 +20,10 @@ from msgspec.structs import replace
 from sync import wire
 from sync.base.address import Place
 from sync.base.errors import DistillError, Overloaded, TooLarge, Unreachable, WireError, WrongServer
-from sync.base.isolate import isolate
-from sync.base.retry import Backoff
+from sync.base.retry import Backoff, isolate
 from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
-from sync.wire.answers import MAX_SMALL
 from sync.wire.claims import Claim
-from sync.wire.client import Peer, Processes
+from sync.wire.client import MAX_SMALL, Peer, Processes
 from sync.wire.peers import Role
 
 log = logging.getLogger(__name__)

@@ -30,9 +30,8 @@ from sync.wire import (
     decode,
     encode,
 )
-from sync.wire.answers import MAX_SMALL
 from sync.wire.claims import Claim
-from sync.wire.client import Peer, Processes
+from sync.wire.client import MAX_SMALL, Peer, Processes
 from sync.wire.peers import Role
 
 log = logging.getLogger(__name__)

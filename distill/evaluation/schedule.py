@@ -39,8 +39,7 @@ from sync.wire import (
     Version,
     checks,
 )
-from sync.wire.answers import MAX_ANSWER
-from sync.wire.client import Peer
+from sync.wire.client import MAX_ANSWER, Peer
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)

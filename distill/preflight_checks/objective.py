@@ -25,7 +25,7 @@ from student_trainer.objectives.config import (
     teacher_temperature,
 )
 from sync.base.errors import ConfigError, how_it_ended
-from sync.wire.answers import MAX_ANSWER
+from sync.wire.client import MAX_ANSWER
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import CAPABILITIES, ENGINE_CAN, MAX_TOPK
 

@@ -7,8 +7,7 @@ from typing import Protocol, cast
 
 from sync import wire
 from sync.wire import Generated, GenerateFailed, GenerateRequest
-from sync.wire.answers import MAX_SMALL
-from sync.wire.client import Peer
+from sync.wire.client import MAX_SMALL, Peer
 
 Answer = Generated | GenerateFailed
 

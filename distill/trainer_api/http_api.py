@@ -28,8 +28,8 @@ from sync.base.errors import (
     WrongServer,
 )
 from sync.wire import Message, checks, server
-from sync.wire.answers import GONE
 from sync.wire.claims import MISDIRECTED
+from sync.wire.client import GONE
 from sync.wire.peers import Role
 from sync.wire.server import (
     KEEP_ALIVE_SECONDS,

@@ -86,9 +86,7 @@ def address_towards(host: str, port: int) -> str:
 
 def own_address(url: str) -> str:
     """The address by which this machine reaches the server at `url`, and others of its network reach it.
-
-    Raises ConfigError when there is no way to that server.
-    """
+    Raises ConfigError when there is no way to that server."""
     parts = httpx.URL(checked_url(url))
     try:
         return address_towards(parts.host, parts.port or 80)
@@ -105,11 +103,8 @@ def is_loopback(host: str) -> bool:
 
 
 def token_from_environment() -> str | None:
-    """The bearer token of this process; None when unset or empty.
-
-    Whitespace around it is no part of it. Raises ConfigError for a token file that cannot be read, and for
-    what no HTTP header can carry.
-    """
+    """The bearer token of this process; None when unset or empty. Whitespace around it is no part of it.
+    Raises ConfigError for a token file that cannot be read, and for what no HTTP header can carry."""
     token, path = os.environ.get(TOKEN_VARIABLE, "").strip(), os.environ.get(TOKEN_FILE_VARIABLE)
     source = TOKEN_VARIABLE
     if not token:

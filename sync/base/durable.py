@@ -76,9 +76,7 @@ def is_full(error: BaseException) -> bool:
 
 def append(path: Path, data: bytes, durable: bool = False) -> bool:
     """Append all of `data`; False, and nothing changed, when the disk is full. Raises other OSErrors.
-
-    `durable`: it is on disk when this returns.
-    """
+    `durable`: it is on disk when this returns."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
@@ -106,9 +104,7 @@ def until_disk_space(
     work: Callable[[], T], what: str, paused: str = "the run", anywhere: Callable[[bool], bool] = bool
 ) -> T:
     """What `work` returns, repeated while the disk is full, which is said once. `work` is all or nothing.
-
-    `paused`: what waits with it. `anywhere`: whether a disk is full, given whether one is in this process.
-    """
+    `paused`: what waits with it. `anywhere`: whether a disk is full, given whether one is in this process."""
     waiting = False
     while True:
         problem: Exception | None = None

@@ -97,11 +97,9 @@ _HINTS: Final = {
 
 
 def ended_by(status: int) -> signal.Signals | None:
-    """The signal behind an exit status; None: there was none.
-
-    It is −n of a child process, 128 + n of one behind a shell or a guardian, and 256 − n of a rank behind the
-    deepspeed launcher (read so only for faults, for 255 is many a program's own).
-    """
+    """The signal behind an exit status; None: there was none. It is −n of a child process, 128 + n of one
+    behind a shell or a guardian, and 256 − n of a rank behind the deepspeed launcher (read so only for
+    faults, for 255 is many a program's own)."""
     if 0 < -status < signal.NSIG or 0 < status - 128 < 32:
         return signal.Signals(-status if status < 0 else status - 128)
     return next((fault for fault in _FAULTS if status == 256 - fault), None)

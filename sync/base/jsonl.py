@@ -20,9 +20,8 @@ log = logging.getLogger(__name__)
 
 class JsonLines:
     """Appends one JSON value a line; a last line that a crash tore is removed. Not finite floats become null.
-
-    What a full disk refuses is kept and written with the next line; what it still refuses at the end is lost.
-    """
+    What a full disk refuses is kept and written with the next line; what it still refuses at the end is
+    lost."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._pending = path, b""
@@ -45,10 +44,8 @@ class JsonLines:
 
 
 def read_lines(path: Path, kind: Any = Row) -> list[Row]:
-    """Objects of a JSONL file, without a torn last line; empty when there is no file.
-
-    `kind`: what msgspec must be able to read every object as. Raises DataError for any other line.
-    """
+    """Objects of a JSONL file, without a torn last line; empty when there is no file. `kind`: what msgspec
+    must be able to read every object as. Raises DataError for any other line."""
     *lines, torn = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     rows = [_object(path, number, line, kind) for number, line in enumerate(lines, 1)]
     with contextlib.suppress(DataError):  # the newline alone may be missing

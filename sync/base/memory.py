@@ -16,10 +16,8 @@ taken again: with temporaries of a vocabulary's size, nearly half of a step. Wit
 
 
 def allocator() -> dict[str, str]:
-    """The variables of ALLOCATOR for a role; empty on GPUs, whose temporaries are not the host's.
-
-    This process's own values of them win.
-    """
+    """The variables of ALLOCATOR for a role; empty on GPUs, whose temporaries are not the host's. This
+    process's own values of them win."""
     if not metadata.version("torch").endswith("+cpu"):
         return {}
     return {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}

@@ -28,9 +28,7 @@ _AS_JSON: Final = re.compile(r"arguments['\"\]]*\s*\|\s*tojson")
 
 def content_text(content: Any) -> str:
     """The text of a message's content: a text, or a list of text parts, which are joined by line breaks.
-
-    Raises DataError for null, a number, a mapping, and a part that is no text, such as an image.
-    """
+    Raises DataError for null, a number, a mapping, and a part that is no text, such as an image."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -51,10 +49,8 @@ def content_text(content: Any) -> str:
 
 
 def listed(value: Any) -> Any:
-    """The messages of a text that is a JSON list of them; any other value as it is.
-
-    Raises DataError for a list of messages in another notation, such as Python's.
-    """
+    """The messages of a text that is a JSON list of them; any other value as it is. Raises DataError for a
+    list of messages in another notation, such as Python's."""
     if not isinstance(value, str) or not _LISTED.match(value):
         return value
     try:

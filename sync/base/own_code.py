@@ -30,9 +30,7 @@ _appended: list[str] = []
 
 def use_folder(folder: Path | None) -> None:
     """Look for modules in `folder` too, here and in processes started from now on; None: in no other place.
-
-    One folder at a time: the one before is forgotten. A module that was imported stays imported.
-    """
+    One folder at a time: the one before is forgotten. A module that was imported stays imported."""
     while _appended:
         with suppress(ValueError):
             sys.path.remove(_appended.pop())
@@ -48,9 +46,7 @@ def is_own(kind: object) -> bool:
 
 def registered(name: str, group: str) -> str:
     """The "package.module:name" that an installed package registers as `name`; without one, `name` itself.
-
-    `group`: of entry points, such as "distill.objectives". Raises ConfigError when packages disagree.
-    """
+    `group`: of entry points, such as "distill.objectives". Raises ConfigError when packages disagree."""
     values = sorted({entry.value for entry in _entry_points(group).select(name=name)})
     if len(values) > 1:
         raise ConfigError(
@@ -61,10 +57,8 @@ def registered(name: str, group: str) -> str:
 
 
 def typed(kinds: Sequence[Any], table: Any) -> Any:
-    """A section whose `type` is the user's own code, as one of type "own" with its `name`.
-
-    `kinds`: the classes of the section; the own one's `group` is that of its entry points.
-    """
+    """A section whose `type` is the user's own code, as one of type "own" with its `name`. `kinds`: the
+    classes of the section; the own one's `group` is that of its entry points."""
     tags = {tag: kind for kind in kinds for tag in get_args(kind.model_fields["type"].annotation)}
     named = table.get("type") if isinstance(table, dict) else None
     if "own" not in tags or not isinstance(named, str) or named in tags:
@@ -82,10 +76,8 @@ def resolve(name: str) -> Any:
 def load_function(
     name: str, field: str, others: Sequence[str] = (), group: str | None = None
 ) -> Callable[..., Any]:
-    """The function or class that "package.module:name", or an entry point of `group`, names.
-
-    Raises ConfigError that names `field` when there is none; `others`: what else may stand in the field.
-    """
+    """The function or class that "package.module:name", or an entry point of `group`, names. Raises
+    ConfigError that names `field` when there is none; `others`: what else may stand in the field."""
     try:
         name = registered(name, group) if group else name
         function = resolve(name)
@@ -116,10 +108,8 @@ def check_module(name: str, field: str) -> None:
 def make_own(
     name: str, field: str, fits: Callable[[Any], bool], expected: str, *arguments: Any, **options: Any
 ) -> Any:
-    """What the named function makes of `arguments` and `options`; `wanted`: what `fits` accepts, in words.
-
-    Raises ConfigError that names `field` when it fails or makes something else.
-    """
+    """What the named function makes of `arguments` and `options`; `expected`: what `fits` accepts, in words.
+    Raises ConfigError that names `field` when it fails or makes something else."""
     make = load_function(name, field)
     try:
         made = make(*arguments, **options)
@@ -137,10 +127,8 @@ def make_own(
 
 @contextmanager
 def own_code(name: str, about: str, remedy: str) -> Iterator[None]:
-    """Around a call of the user's own code: DataError with function, input and exception when it raises.
-
-    A DistillError that passes through it names its remedy itself.
-    """
+    """Around a call of the user's own code: DataError with function, input and exception when it raises. A
+    DistillError that passes through it names its remedy itself."""
     try:
         yield
     except DistillError as error:

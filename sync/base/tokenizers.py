@@ -83,10 +83,8 @@ def vocab_size(tokenizer: Tokenizer, known_ids: int | None = None) -> int:
 
 def never_sample_from(model: Any, known: int) -> None:
     """Give ids from `known` on a probability of 0 in all logits that `model.compute_logits` makes after this.
-
     For rows of the output head that the tokenizer has no id for: the trainer leaves them out too. The shape
-    stays, ids below `known` keep their logits.
-    """
+    stays, ids below `known` keep their logits."""
     compute = model.compute_logits
 
     def compute_logits(*args: Any, **kwargs: Any) -> Any:
@@ -144,11 +142,9 @@ def end_ids(source: ModelSource, tokenizer: Any) -> list[int]:
 
 
 def text_reader(tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> Callable[[Sequence[int]], str]:
-    """A function that turns a completion's ids into its text as code reads it.
-
-    The text has its special tokens, such as markers of tool calls, but not the token that ends it: one of
-    `end_ids`, `end_of_turn` or, of the run, `stop_token_ids`.
-    """
+    """A function that turns a completion's ids into its text as code reads it. The text has its special
+    tokens, such as markers of tool calls, but not the token that ends it: one of `end_ids`, `end_of_turn` or,
+    of the run, `stop_token_ids`."""
     ends = {getattr(tokenizer, "eos_token_id", None), end_of_turn(tokenizer), *stop_token_ids}
     if name := getattr(tokenizer, "name_or_path", ""):
         ends |= _listed_ends(name, _raise_exceptions_for_connection_errors=False)
@@ -164,9 +160,7 @@ def text_reader(tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> Callable[
 
 def end_of_turn(tokenizer: Any, variables: Mapping[str, Any] = {}) -> int | None:
     """The special token that the chat template, with `variables`, writes right behind an assistant's content.
-
-    None: it writes none there, it refuses a conversation, or there is no template.
-    """
+    None: it writes none there, it refuses a conversation, or there is no template."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     from jinja2 import TemplateError

@@ -109,10 +109,8 @@ def ranks(sampling: Sampling, vocab_size: int) -> int:
 def generated(
     id: str, completion: Completion, sampling: Sampling, routes: np.ndarray | None = None
 ) -> Generated | GenerateFailed:
-    """The answer for one finished completion; top-k ids without probability become -1.
-
-    `routes`: as in Generated, of a completion with tokens.
-    """
+    """The answer for one finished completion; top-k ids without probability become -1. `routes`: as in
+    Generated, of a completion with tokens."""
     length = len(completion.token_ids)
     reason = completion.finish_reason
     if reason not in _REASONS or (length == 0 and reason not in ("abort", TIMED_OUT)):

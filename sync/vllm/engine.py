@@ -72,10 +72,8 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
-    """Brings checkpoints into one worker's model, or adapters when it was started for them.
-
-    Registered as "distill" by `sync.vllm.plugin`.
-    """
+    """Brings checkpoints into one worker's model, or adapters when it was started for them. Registered as
+    "distill" by `sync.vllm.plugin`."""
 
     init_info_cls = NoInfo
     update_info_cls = NoUpdate
@@ -102,9 +100,7 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
 
     def prepare(self, update: Update, rank: int) -> None:
         """Begin to receive or read one version and to stage it, in the background, after what began before.
-
-        `rank`: of this worker in its replica.
-        """
+        `rank`: of this worker in its replica."""
         before, reception = self._preparing, None
         if update.broadcast is not None:
             ticket = msgspec.structs.replace(update.broadcast, rank=update.broadcast.rank + rank)
@@ -264,9 +260,8 @@ def native_routes(runner: Any, config: VllmConfig) -> NativeRoutes | None:
 
 def record_routes(runner: Any, config: VllmConfig) -> RouteRecord:
     """The record that every later forward pass of this model runner adds to, for requests with ROUTES_FROM.
-
-    Raises ConfigError when routes cannot be recorded as this engine was started, or its model has no experts.
-    """
+    Raises ConfigError when routes cannot be recorded as this engine was started, or its model has no
+    experts."""
     layers = _layers(runner)
     if problem := _problem(runner, config) or _problem_of_layers(layers):
         raise ConfigError(f"this replica cannot record the experts of its tokens: {problem}")
@@ -340,7 +335,7 @@ class _Recorder:
         self._pass = [None] * len(self._pass)
         output = inner(**inputs)
         names = self._runner.input_batch.req_ids
-        first = {name: place for name in names if (place := self._wanted(name)) is not None}
+        first = {name: place for name in names if (place := self._routes_from(name)) is not None}
         if not first:  # a warm-up, or an evaluation
             return output
         ends = self._runner.query_start_loc.np[1 : self._runner.input_batch.num_reqs + 1].tolist()
@@ -354,7 +349,7 @@ class _Recorder:
                 self.record.write(name, int(position_N[start]), *of_name, first[name])
         return output
 
-    def _wanted(self, name: str) -> int | None:
+    def _routes_from(self, name: str) -> int | None:
         """First position of a request whose route is wanted; None: none is."""
         params = self._runner.requests[name].sampling_params
         first = ((params and params.extra_args) or {}).get(ROUTES_FROM)

@@ -142,14 +142,12 @@ class _Routes:
     async def _state(self, request: Request) -> Response:
         updater = self._following(request)
         digests = await updater.digests() if request.query_params.get("digests") == "1" else None
-        in_flight = sum(generation.open for generation in self._generations)
-        tokens = vllm_compat.tokens_written()
         return reply(
             wire.ReplicaState(
                 version=updater.version,
-                requests=in_flight,
+                requests=sum(generation.open for generation in self._generations),
                 digests=digests,
-                tokens=tokens,
+                tokens=vllm_compat.tokens_written(),
                 workers=vllm_compat.workers(request.app.state.engine_client),
             )
         )
@@ -239,9 +237,7 @@ class Generation:
 
 class Updater:
     """Brings one replica from version to version: stage while generating, then pause, swap, stamp, resume.
-
-    Updates wait for each other; one to the version that is served already returns at once.
-    """
+    Updates wait for each other; one to the version that is served already returns at once."""
 
     def __init__(self, engine: Any, config: ReplicaConfig, claim: Claim) -> None:
         """`claim`: the run that updates are made for."""
@@ -268,9 +264,7 @@ class Updater:
 
     async def digests(self) -> dict[str, str] | None:
         """Digests of the bytes last given to the loader, equal in all workers; None: nothing was loaded yet.
-
-        Raises SnapshotError when workers differ.
-        """
+        Raises SnapshotError when workers differ."""
         async with self._turn:
             answers = await vllm_compat.call_workers(self._engine, "distill_digests")
         if any(answer != answers[0] for answer in answers):
@@ -278,18 +272,20 @@ class Updater:
         return answers[0]
 
     async def update(self, request: wire.UpdateRequest) -> wire.UpdateReply:
-        """Serve `request.version`.
-
-        Raises SnapshotError when it must not be applied, StoreError when it cannot be read or the mirror
-        cannot be written; the old one goes on.
-        """
+        """Serve `request.version`. Raises SnapshotError when it must not be applied, StoreError when it
+        cannot be read or the mirror cannot be written; the old one goes on."""
         async with self._turn:
             if request.version == self.version:
                 return wire.UpdateReply(
                     version=request.version, bytes_read=0, stage_seconds=0, pause_seconds=0, apply_seconds=0
                 )
+            if request.kv_on_swap == "keep" and vllm_compat.shares_kv(self._engine):
+                raise SnapshotError(  # KV of old weights stays, and would be handed to new requests
+                    'kv_on_swap = "keep" would share prefixes between versions while prefix caching or a KV '
+                    "connector is on: start the replica without enable-prefix-caching, kv-offloading-size "
+                    'and kv-transfer-config, or use kv_on_swap = "recompute"'
+                )
             started = time.perf_counter()
-            self._check_cache(request)
             bytes_read = await self._stage(request)
             staged = time.perf_counter()
             load = await self._swap(request)
@@ -314,22 +310,11 @@ class Updater:
         if self.version is not None and self._mirror.holds(self.version):
             self._mirror.promote(self.version)
 
-    def _check_cache(self, request: wire.UpdateRequest) -> None:
-        """With `keep`, KV of old weights stays, and one that shares KV would hand it to new requests."""
-        if request.kv_on_swap == "keep" and vllm_compat.shares_kv(self._engine):
-            raise SnapshotError(
-                'kv_on_swap = "keep" would share prefixes between versions while prefix caching or a KV '
-                "connector is on: start the replica without enable-prefix-caching, kv-offloading-size and "
-                'kv-transfer-config, or use kv_on_swap = "recompute"'
-            )
-
     async def _stage(self, request: wire.UpdateRequest) -> int:
-        """Bytes that came, from the store or by broadcast; the version is staged in all workers.
-
-        Raises SnapshotError or StoreError when it is not; nothing has changed then.
-        """
-        names, bytes_read = ("timeout_seconds", "staging_bytes"), 0
-        update = {name: getattr(self._config, name) for name in names}
+        """Bytes that came, from the store or by broadcast; the version is staged in all workers. Raises
+        SnapshotError or StoreError when it is not; nothing has changed then."""
+        update = self._config.model_dump(include={"timeout_seconds", "staging_bytes"})
+        bytes_read = 0
         if request.broadcast is None:
             self._mirror.follow(self._claim.run_id)
             await asyncio.to_thread(self._promote)

@@ -86,11 +86,9 @@ class _Request:
 
 
 class RouteRecord:
-    """Routes of the requests of one worker, from their first pass until they are taken.
-
-    A request that ended and is not taken within KEPT_SECONDS is forgotten at the next end of another one. In
-    flight it takes up to twice `shape.bytes_per_token` + 4 bytes a token.
-    """
+    """Routes of the requests of one worker, from their first pass until they are taken. A request that ended
+    and is not taken within KEPT_SECONDS is forgotten at the next end of another one. In flight it takes up to
+    twice `shape.bytes_per_token` + 4 bytes a token."""
 
     def __init__(self, shape: Routing, clock: Callable[[], float] = time.monotonic) -> None:
         self.shape, self._clock = shape, clock
@@ -102,10 +100,8 @@ class RouteRecord:
     def write(
         self, request: str, start: int, token_N: np.ndarray, route_NMK: np.ndarray, first: int = 0
     ) -> None:
-        """What one pass gave for the tokens of `request` at positions `start` … `start` + N - 1.
-
-        `first`: R, the same in all passes of a request.
-        """
+        """What one pass gave for the tokens of `request` at positions `start` … `start` + N - 1. `first`: R,
+        the same in all passes of a request."""
         recorded = self._requests.get(request)
         if recorded is None:
             recorded = self._requests[request] = _Request(self.shape, first)
@@ -128,10 +124,8 @@ class RouteRecord:
             del self._requests[request]
 
     def take(self, request: str) -> dict[str, Any] | None:
-        """Message for `routes_of` with all that is recorded of `request`, which is forgotten.
-
-        None: nothing is. Only a request whose completion was given out is taken: it writes no more.
-        """
+        """Message for `routes_of` with all that is recorded of `request`, which is forgotten. None: nothing
+        is. Only a request whose completion was given out is taken: it writes no more."""
         recorded = self._requests.pop(request, None)
         return None if recorded is None else recorded.message()
 

@@ -66,18 +66,14 @@ class Swap:
         return self._current.digests
 
     def prepare(self, source: Source) -> None:
-        """Read and stage `source` for `apply`, in place of what was staged before.
-
-        Raises what reading and staging raise; the model is as it was.
-        """
+        """Read and stage `source` for `apply`, in place of what was staged before. Raises what reading and
+        staging raise; the model is as it was."""
         self._staged = None
         self._staged = _stage(source)
 
     def apply(self) -> None:
         """Put in place what `prepare` staged. On failure `error` says why, and the caller must `revert`.
-
-        Raises SnapshotError when nothing is staged, or an earlier failure was not reverted.
-        """
+        Raises SnapshotError when nothing is staged, or an earlier failure was not reverted."""
         staged, self._staged = self._staged, None
         if self.mixed:
             raise SnapshotError("an update failed before and was not reverted: revert it, or restart")
@@ -94,11 +90,9 @@ class Swap:
         self._replaced = staged
 
     def revert(self) -> None:
-        """Stage and place again what the model held before the last `apply`.
-
-        Raises whatever the loader raises, or SnapshotError when the old checkpoint is no longer what it was;
-        the model is then mixed for good and the process must end.
-        """
+        """Stage and place again what the model held before the last `apply`. Raises whatever the loader
+        raises, or SnapshotError when the old checkpoint is no longer what it was; the model is then mixed for
+        good and the process must end."""
         target = self._current if self.mixed else self._previous
         self.mixed, self._replaced = True, None
         self._current = self._previous = _place(_stage(target))

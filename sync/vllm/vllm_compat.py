@@ -63,11 +63,9 @@ T = TypeVar("T")
 
 
 def avoid_amx_attention() -> None:
-    """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". Again changes nothing.
-
-    The AMX kernel of vLLM 0.32 ends the engine by SIGILL: tiles are used in threads that have not configured
-    them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: it is untried.
-    """
+    """Let attention on CPUs use the kernel "vec" where vLLM would choose "amx". Again changes nothing. The
+    AMX kernel of vLLM 0.32 ends the engine by SIGILL: tiles are used in threads that have not configured
+    them. "vec" is as fast. Raises ConfigError for another version on a processor with AMX: it is untried."""
     from vllm.v1.attention.backends import cpu_attn
 
     if not vllm.__version__.startswith(_AMX_TRIED):
@@ -110,9 +108,7 @@ def serve_on_held_port() -> None:
 
 def fork_engine() -> None:
     """Fork the engine process on CPUs; vLLM would spawn it, and pay for every import twice (8 s of one core).
-
-    Only with a single OpenMP thread: a pool of threads does not survive a fork.
-    """
+    Only with a single OpenMP thread: a pool of threads does not survive a fork."""
     if torch.get_num_threads() == 1:
         engine_processes.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
 
@@ -236,10 +232,8 @@ async def _end_after(engine: Any, request_id: str, seconds: float, late: asyncio
 
 
 async def _answer(engine: Any, call: Awaitable[T]) -> T:
-    """Result of a call into the engine process.
-
-    Raises EngineDead when that ends, where vLLM lets the call wait, and CallFailed.
-    """
+    """Result of a call into the engine process. Raises EngineDead when that ends, where vLLM lets the call
+    wait, and CallFailed."""
     task = asyncio.ensure_future(call)
     try:
         while not (await asyncio.wait({task}, timeout=_DEATH_WATCH_SECONDS))[0]:
@@ -255,10 +249,8 @@ async def _answer(engine: Any, call: Awaitable[T]) -> T:
 
 
 async def pause(engine: Any, clear_cache: bool) -> None:
-    """Stop between two decode steps, keeping requests; `clear_cache` drops their KV and all prefixes.
-
-    On CallFailed, as of a cache that cannot be cleared, the engine may be paused: `resume`.
-    """
+    """Stop between two decode steps, keeping requests; `clear_cache` drops their KV and all prefixes. On
+    CallFailed, as of a cache that cannot be cleared, the engine may be paused: `resume`."""
     await _answer(engine, engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
 
 

@@ -116,10 +116,8 @@ def stage_weights(
 
 @torch.no_grad()
 def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -> None:
-    """Put a whole checkpoint into a live model that is not staged, in place, through layerwise reload.
-
-    Raises as `stage_weights`; the model is then mixed, but can be loaded again.
-    """
+    """Put a whole checkpoint into a live model that is not staged, in place, through layerwise reload. Raises
+    as `stage_weights`; the model is then mixed, but can be loaded again."""
     names = {name for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
     try:
@@ -135,7 +133,7 @@ def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -
 
 
 def _fill(model: Any, names: set[str], tensors: NamedTensors) -> set[str]:
-    """Parameters that got nothing, of a model in layerwise reload that otherwise has those of `held`."""
+    """Parameters that got nothing, of a model in layerwise reload that otherwise has those of `names`."""
     expected = names & {name for name, _ in model.named_parameters()}  # without what vLLM computes of them
     loaded = model.load_weights(tensors)
     if past := _not_reloaded(model) & (loaded or set()):
@@ -150,11 +148,9 @@ def _refuse(missing: set[str]) -> None:
 
 @torch.no_grad()
 def stage_adapter(model: Any, config: VllmConfig, settings: str | None, tensors: NamedTensors) -> Place:
-    """Make an adapter ready for the place of the one before, under ADAPTER's number.
-
-    `settings`: the text of its adapter_config.json, which says how `tensors` apply; None: an empty adapter.
-    Raises ValueError for an adapter that does not fit.
-    """
+    """Make an adapter ready for the place of the one before, under ADAPTER's number. `settings`: the text of
+    its adapter_config.json, which says how `tensors` apply; None: an empty adapter. Raises ValueError for an
+    adapter that does not fit."""
     manager, lora = model.lora_manager, config.lora_config
     assert lora is not None, "started with --enable-lora"
     if settings is None:
@@ -309,15 +305,14 @@ class Staging:
                 raise ValueError(f"{name} of {type(live).__name__} has another layout than at the start")
             self._new[id(old)] = new if current_platform.is_cpu() else None
             if not torch.equal(_bits(old.data), _bits(new)):
-                self._copies.append((old.data, _in_host_memory(new)))
+                pinned = None if new.is_cpu else torch.empty_like(new, device="cpu", pin_memory=True)
+                self._copies.append((old.data, new if pinned is None else pinned.copy_(new)))
             if not current_platform.is_cpu():  # free the device's memory, layer by layer
                 staged[name].data = torch.empty(0, dtype=new.dtype, device=new.device)
 
     def finish(self) -> None:
         """After the shadow's loader is through: process layers with padding, and take over what is left.
-
-        Raises ValueError for what no swap can bring.
-        """
+        Raises ValueError for what no swap can bring."""
         for live, shadow in self._pairs:
             info = get_layerwise_info(shadow)
             if info.can_load() and info.load_numel > 0:
@@ -384,9 +379,3 @@ def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Integers, which compare bit by bit."""
     return tensor.view(_BITS[tensor.element_size()])
-
-
-def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)

@@ -90,11 +90,9 @@ def _fail(future: Future[Any], error: Exception) -> None:
 
 
 class BroadcastSender:
-    """Rank 0's side. One at a time: `send` for every version, `close` at the end.
-
-    `host` is the address that replicas can reach; `timeout`, in seconds, bounds every single wait. `token` is
-    the run's, which receivers must hold too.
-    """
+    """Rank 0's side. One at a time: `send` for every version, `close` at the end. `host` is the address that
+    replicas can reach; `timeout`, in seconds, bounds every single wait. `token` is the run's, which receivers
+    must hold too."""
 
     def __init__(
         self,
@@ -162,11 +160,9 @@ class BroadcastSender:
         groups: list[Group],
         given_up: Callable[[], bool],
     ) -> None:
-        """All of one broadcast; see `used` for `groups`.
-
-        Its keys are deleted at the end: whoever said "received" asks for none of them, and where it failed,
-        whoever waits for one hears that it was given up.
-        """
+        """All of one broadcast; see `used` for `groups`. Its keys are deleted at the end: whoever said
+        "received" asks for none of them, and where it failed, whoever waits for one hears that it was given
+        up."""
         ranks = range(1, audience.world_size)
         here, received = [f"here/{rank}" for rank in ranks], [f"received/{rank}" for rank in ranks]
         store = self._meeting(audience.group)
@@ -232,10 +228,8 @@ class Received(NamedTuple):
 
 class Receiver:
     """One worker's side: `receive` for every ticket, `close` at the end. Senders hold the same `token`.
-
     `timeout`, in seconds, bounds every single wait but those for the sender's word, which last as long as the
-    sender answers. Give the sender's own.
-    """
+    sender answers. Give the sender's own."""
 
     def __init__(self, timeout: float, device: torch.device | str = "cpu", token: str | None = None) -> None:
         self.timeout, self.device = timedelta(seconds=timeout), torch.device(device)
@@ -257,10 +251,8 @@ class Receiver:
         return kept.name if kept is not None and kept.rank == ticket.rank else _NEW
 
     def group(self, name: str, ticket: BroadcastTicket) -> Group:
-        """The one that is held, where that is `name`; else, for _NEW, one under the ticket's name.
-
-        Not held meanwhile: `keep` it when its broadcast has succeeded.
-        """
+        """The one that is held, where that is `name`; else, for _NEW, one under the ticket's name. Not held
+        meanwhile: `keep` it when its broadcast has succeeded."""
         kept, self._held = self._held, None
         if kept is not None:
             if kept.name == name:
@@ -336,7 +328,12 @@ class Reception:
         if store.check(["given up"]):
             raise SnapshotError(store.get("given up").decode())
         get = partial(store.get, given_up=self._given_up.is_set)
-        self._check_backend(get("backend").decode())
+        device, backend = self._receiver.device, backend_name(self._receiver.device)
+        if (sent_by := get("backend").decode()) != backend:  # the two sides could never meet
+            raise SnapshotError(
+                f"the trainer broadcasts with {sent_by} and this replica is on a {device.type} device, "
+                f'which receives with {backend}: set weights.transport = "snapshot", or run both on one kind'
+            )
         plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(get("plan")))
         store.set(f"here/{ticket.rank}", self._receiver.held(ticket))
         group = self._receiver.group(store.told("go", self._given_up.is_set).decode(), ticket)
@@ -350,16 +347,6 @@ class Reception:
         self._receiver.keep(group)
         store.set(f"received/{ticket.rank}", "1")
         return Received(ticket.group, tensors, digests, plan.adapter_config)
-
-    def _check_backend(self, sent: str) -> None:
-        """Raise SnapshotError when the sender and this side could never meet."""
-        device = self._receiver.device
-        backend = backend_name(device)
-        if sent != backend:
-            raise SnapshotError(
-                f"the trainer broadcasts with {sent} and this replica is on a {device.type} device, "
-                f'which receives with {backend}: set weights.transport = "snapshot", or run both on one kind'
-            )
 
     def _receive_buckets(self, group: Group, plan: Plan) -> dict[str, torch.Tensor]:
         whole_N, device = torch.empty(plan.nbytes, dtype=torch.uint8), self._receiver.device

@@ -29,10 +29,8 @@ class Piece(NamedTuple):
 
 class Plan:
     """Tensors one behind the other, each from its offset on, a multiple of 16; `nbytes` in all.
-
     `adapter_config`: the text of an adapter's adapter_config.json; None: the tensors are a whole checkpoint.
-    Raises SnapshotError for a dtype that torch lacks.
-    """
+    Raises SnapshotError for a dtype that torch lacks."""
 
     def __init__(
         self,
@@ -59,7 +57,10 @@ class Plan:
 
     def tensors(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """All of them by name, from all bytes, whose memory they share."""
-        return {meta.name: _view(whole, meta, at) for meta, at in zip(self.metas, self.offsets, strict=True)}
+        return {
+            meta.name: whole[at : at + nbytes(meta)].view(_dtype(meta)).view(meta.shape)
+            for meta, at in zip(self.metas, self.offsets, strict=True)
+        }
 
 
 class Digests:
@@ -91,7 +92,3 @@ def _dtype(meta: TensorMeta) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise SnapshotError(f"tensor {meta.name!r} has dtype {meta.dtype!r}: torch has no such dtype")
     return dtype
-
-
-def _view(whole: torch.Tensor, meta: TensorMeta, offset: int) -> torch.Tensor:
-    return whole[offset : offset + nbytes(meta)].view(_dtype(meta)).view(meta.shape)

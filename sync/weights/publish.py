@@ -91,9 +91,7 @@ class Publisher:
     @property
     def anchor_due(self) -> bool:
         """There is no base to build on, or the deltas since the last anchor cost `anchor_share` full ones.
-
-        Meaningful on rank 0.
-        """
+        Meaningful on rank 0."""
         return self._base is None or self._delta_bytes >= self._config.anchor_share * self._full_bytes
 
     @property
@@ -141,11 +139,9 @@ class Publisher:
             )
 
     def delta(self, version: Version, shards: Mapping[str, Bits]) -> Published:
-        """Publish the difference to the last version that this publisher published.
-
-        Raises SnapshotError when there is none or the ranks disagree about it, AlreadyPublished when the
-        version exists, StoreError when the store fails or a rank's receipt does not come in time.
-        """
+        """Publish the difference to the last version that this publisher published. Raises SnapshotError when
+        there is none or the ranks disagree about it, AlreadyPublished when the version exists, StoreError
+        when the store fails or a rank's receipt does not come in time."""
         start = time.monotonic()
         with self._lock:
             base, self._base, self._begun = self._base, None, version
@@ -158,8 +154,12 @@ class Publisher:
             )
             data = self._held.delta(header, self._slices, shards, self.codec)
             encode_seconds = time.monotonic() - begun
-            part = self._write_file(version, base, data)
-            size = part.file.size if self._rank > 0 else self._publish_delta(version, base, part)
+            file = File(f"delta-{self._rank:05d}.bin", len(data), blake3(data).hexdigest())
+            self._write(self._key(version, file.key), data)
+            part = Part(rank=self._rank, base=base, file=file, shard_bytes=self._shard_bytes)
+            if self._rank > 0:
+                self._write(self._key(version, _receipt(self._rank)), dump(part))
+            size = file.size if self._rank > 0 else self._publish_delta(version, base, part)
             self._held.advance(shards)
             self._base = version
             self._delta_bytes += size
@@ -212,15 +212,6 @@ class Publisher:
         if size >= _TIMED_BYTES:
             self._store_speed = size / seconds
         return size
-
-    def _write_file(self, version: Version, base: Version, data: bytes) -> Part:
-        name = f"delta-{self._rank:05d}.bin"
-        self._write(self._key(version, name), data)
-        file = File(name, len(data), blake3(data).hexdigest())
-        part = Part(rank=self._rank, base=base, file=file, shard_bytes=self._shard_bytes)
-        if self._rank > 0:
-            self._write(self._key(version, _receipt(self._rank)), dump(part))
-        return part
 
     # --- rank 0 -------------------------------------------------------------------------------------------
 
@@ -377,7 +368,7 @@ class BaseShard:
     def delta(
         self, header: Header, slices: Sequence[Slice], shards: Mapping[str, Bits], effort: Effort
     ) -> bytes:
-        """This rank's file from what is held to `shards`; `advance` or a new anchor must follow."""
+        """This rank's file from the copy to `shards`; `advance` or a new anchor must follow."""
 
         def after(part: Slice, blob: bytes) -> np.ndarray:
             new = shards[part.name]

@@ -85,10 +85,8 @@ class _Line:
         self._connection.sendall(len(body).to_bytes(4, "little") + seal + body)
 
     def receive(self, limit: int = _MOST_FRAME, deadline: float | None = None) -> bytes:
-        """The next frame, of at most `most` bytes; `deadline`: see `_exactly`.
-
-        Raises StrangerError, and OSError at the end of the connection.
-        """
+        """The next frame, of at most `limit` bytes; `deadline`: see `_exactly`. Raises StrangerError, and
+        OSError at the end of the connection."""
         length = int.from_bytes(_exactly(self._connection, 4, deadline), "little")
         if length > limit:
             raise StrangerError
@@ -101,11 +99,8 @@ class _Line:
 
 
 def _exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
-    """`count` bytes. Raises ConnectionError when the connection ends before.
-
-    `deadline`: time.monotonic() at which all must be there, else TimeoutError; None: the connection's own
-    time-out holds, for each part.
-    """
+    """`count` bytes. Raises ConnectionError when the connection ends before. `deadline`: time.monotonic() at
+    which all must be there, else TimeoutError; None: the connection's own time-out holds, for each part."""
     data = bytearray()
     while len(data) < count:
         if deadline is not None:
@@ -142,10 +137,8 @@ class Meeting(Store):
 
     def told(self, key: str, given_up: Callable[[], bool]) -> bytes:
         """Value of a key that the sender sets, unless it gives up; waits for as long as the sender answers.
-
         How long it may take others is the sender's to bound: a member that stopped waiting before would be
-        counted as there. Raises RuntimeError when the sender is gone, or the broadcast is `given_up`.
-        """
+        counted as there. Raises RuntimeError when the sender is gone, or the broadcast is `given_up`."""
         while not self.come([key]):
             if given_up():
                 raise RuntimeError(f"{key} did not come: the broadcast was given up")
@@ -196,15 +189,12 @@ class Served:
             elif ask.do == "get":
                 return self._values.get(ask.keys[0])
             elif not self._changed.wait_for(
-                lambda: self._all_there(ask.keys), min(ask.seconds, _SLICE_SECONDS)
+                lambda: self._closed or self._values.keys() >= {*ask.keys}, min(ask.seconds, _SLICE_SECONDS)
             ):
                 return None
             if self._closed:
                 raise ConnectionResetError("the sender is closed")
         return b""
-
-    def _all_there(self, keys: list[str]) -> bool:
-        return self._closed or self._values.keys() >= set(keys)
 
     def close(self) -> None:
         """Stop listening; connected clients are refused with their next request."""
@@ -348,10 +338,8 @@ def _backend(
 
 @contextlib.contextmanager
 def used(group: Group, groups: list[Group], given_up: Callable[[], bool]) -> Iterator[None]:
-    """Use `group`, among `groups` meanwhile, so that giving up can abort it.
-
-    It is closed when the block fails. Raises RuntimeError when it was given up.
-    """
+    """Use `group`, among `groups` meanwhile, so that giving up can abort it. It is closed when the block
+    fails. Raises RuntimeError when it was given up."""
 
     def check() -> None:
         if given_up():

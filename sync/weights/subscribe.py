@@ -86,10 +86,8 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, store: Store, run: str) -> None:
-        """Open or make the mirror of `run` in `folder`; its model is that of the first version staged.
-
-        Raises SnapshotError when another process holds the folder, or it mirrors another run.
-        """
+        """Open or make the mirror of `run` in `folder`; its model is that of the first version staged. Raises
+        SnapshotError when another process holds the folder, or it mirrors another run."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._store, self._run = folder, store, run
         self._run_id: str | None = None
@@ -142,10 +140,8 @@ class Mirror:
         return Staged(version, self._folder / self._spare, read)
 
     def promote(self, version: Version) -> None:
-        """Make the spare live; again changes nothing.
-
-        Raises SnapshotError unless it holds `version`, StoreError when the disk fails.
-        """
+        """Make the spare live; again changes nothing. Raises SnapshotError unless it holds `version`,
+        StoreError when the disk fails."""
         if version == self.version:
             return
         if self._held(self._spare) != version:
@@ -176,7 +172,7 @@ class Mirror:
         return deltas.bytes_read
 
     def _chain_from(self, local: Version | None, version: Version) -> list[Manifest]:
-        """Deltas that lead from `held` to `version`; none when there is no such chain."""
+        """Deltas that lead from `local` to `version`; none when there is no such chain."""
         if local is None:
             return []
         try:
@@ -187,10 +183,8 @@ class Mirror:
         return chain if chain[0].base == local else []
 
     def _take(self, slot: str | None, chain: list[Manifest], deltas: Deltas) -> None:
-        """Bring the spare along one route: deltas on what `slot` holds, or from the anchor (None).
-
-        Raises SnapshotError when a file or its result is not what the trainer had.
-        """
+        """Bring the spare along one route: deltas on what `slot` holds, or from the anchor (None). Raises
+        SnapshotError when a file or its result is not what the trainer had."""
         self._check_model(chain)
         links = [link for link in chain if link.base is not None]
         spare = self._folder / self._spare
@@ -211,13 +205,9 @@ class Mirror:
             self._write(**{self._spare: None})
         apply_chain(spare, (deltas.open(link, places) for link in links))
         self._write(**{self._spare: chain[-1].version}, fingerprint=chain[-1].fingerprint)
-        deltas.keep(self._needed_again(chain))
-
-    def _needed_again(self, chain: list[Manifest]) -> set[Version]:
-        """Deltas of `chain` that the live slot will need, once it is the spare."""
         bases = [link.base for link in chain]
         start = bases.index(self.version) if self.version and self.version in bases else len(chain)
-        return {link.version for link in chain[start:] if link.base is not None}
+        deltas.keep({link.version for link in chain[start:] if link.base is not None})  # the live slot's next
 
     def _check_model(self, chain: list[Manifest]) -> None:
         known = self._state.fingerprint or chain[0].fingerprint
@@ -260,11 +250,9 @@ class Mirror:
 
 
 def check_local(folder: Path) -> None:
-    """Raise ConfigError when a folder, which need not exist yet, is on a network file system.
-
-    All that follow a run's weights read and write checkpoints there all the time; over a network these would
-    travel several times per version.
-    """
+    """Raise ConfigError when a folder, which need not exist yet, is on a network file system. All that follow
+    a run's weights read and write checkpoints there all the time; over a network these would travel several
+    times per version."""
     path = folder.resolve()
     mounts = [line.split() for line in _MOUNTS.read_text().splitlines()] if _MOUNTS.exists() else []
     holds = [(Path(re.sub(r"\\040", " ", mount[1])), mount[2]) for mount in mounts]
@@ -310,11 +298,9 @@ def _read(path: Path, run: str) -> _State:
 
 
 class Subscriber:
-    """Versions of a run, read from its store into a mirror; not for two threads at once.
-
-    `claim` is the run whose requests are served: versions of another one are refused. Raises ConfigError when
-    the mirror is on a network file system.
-    """
+    """Versions of a run, read from its store into a mirror; not for two threads at once. `claim` is the run
+    whose requests are served: versions of another one are refused. Raises ConfigError when the mirror is on a
+    network file system."""
 
     def __init__(self, config: ReplicaConfig, claim: Claim) -> None:
         check_local(config.mirror)

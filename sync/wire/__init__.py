@@ -27,9 +27,7 @@ H teacher's hidden size, V vocabulary, R rows of a batch, C completion tokens of
 """
 
 from sync.wire.base import *  # noqa: F403
-from sync.wire.environment import *  # noqa: F403
 from sync.wire.evaluator import *  # noqa: F403
 from sync.wire.replica import *  # noqa: F403
-from sync.wire.servers import *  # noqa: F403
 from sync.wire.teacher import *  # noqa: F403
 from sync.wire.trainer import *  # noqa: F403

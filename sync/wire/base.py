@@ -50,10 +50,8 @@ def pack(array: np.ndarray, dtype: str | None = None) -> Array:
 
 
 def unpack(array: Array) -> np.ndarray:
-    """Read-only numpy view of an Array message; "bf16" comes back as uint16 bits.
-
-    Raises WireError when the bytes do not fill the shape.
-    """
+    """Read-only numpy view of an Array message; "bf16" comes back as uint16 bits. Raises WireError when the
+    bytes do not fill the shape."""
     dtype = DTYPES[array.dtype]
     expected = math.prod(array.shape) * dtype.itemsize
     if min(array.shape, default=0) < 0 or expected != len(array.data):
@@ -77,9 +75,7 @@ def cut(array: Array, count: int) -> Array:
 
 def joined(arrays: Sequence[Array]) -> Array:
     """Concatenated along the first axis; floats of unlike precision become f4. There must be one array.
-
-    Raises WireError for arrays whose other sizes differ.
-    """
+    Raises WireError for arrays whose other sizes differ."""
     if len({array.shape[1:] for array in arrays}) > 1:
         shapes = sorted({str(list(array.shape)) for array in arrays})
         raise WireError(
@@ -105,11 +101,9 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Version(NamedTuple):
-    """Name of one state of the student's weights within a run.
-
-    `step` is the optimizer step whose weights it holds (0: before training). `lineage` counts the trainer's
-    starts in this run: resuming or rolling back opens a new lineage, so no name is ever published twice.
-    """
+    """Name of one state of the student's weights within a run. `step` is the optimizer step whose weights it
+    holds (0: before training). `lineage` counts the trainer's starts in this run: resuming or rolling back
+    opens a new lineage, so no name is ever published twice."""
 
     lineage: Count
     step: Count
@@ -165,10 +159,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | memoryview, kind: type[M]) -> M:
-    """The message in `body`, validated; `kind` may be a union of message types.
-
-    Raises WireError when it is another message, another schema, or no message.
-    """
+    """The message in `body`, validated; `kind` may be a union of message types. Raises WireError when it is
+    another message, another schema, or no message."""
     try:
         message = msgpack_decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -82,10 +82,8 @@ def array(
     within: Range | None,
     asked: bool = True,
 ) -> Problem | None:
-    """Dtype, shape, bytes and elements of an array; missing is a problem, and so is one not `wanted`.
-
-    `shape`: None for any size in that dimension. `within`: None: the elements are not looked at.
-    """
+    """Dtype, shape, bytes and elements of an array; missing is a problem, and so is one not `asked` for.
+    `shape`: None for any size in that dimension. `within`: None: the elements are not looked at."""
     if not asked:
         rule = "left out: it was not asked for"
         return None if value is None else Problem(field, f"of shape {_text(value.shape)}", rule)
@@ -144,7 +142,7 @@ def prompt(token_ids: Array, vocab_size: int) -> Problem | None:
 
 
 def tokens(token_ids: Array, logprob: Array, limit: int, vocab_size: int, least: int = 1) -> Problem | None:
-    """Tokens of a completion, `least` to `most` of them, and their log-probabilities."""
+    """Tokens of a completion, `least` to `limit` of them, and their log-probabilities."""
     if problem := array("token_ids", token_ids, I4, (None,), ids(vocab_size)):
         return problem
     count = token_ids.shape[0]
@@ -195,10 +193,8 @@ def topk_ids(
 def mask(
     sampling_mask: SamplingMask | None, token_ids: Array, vocab_size: int, top_k: int, least: int = 1
 ) -> Problem | None:
-    """Sampling masks of the tokens [T] of a completion: different ids, the sampled one among them.
-
-    `top_k`: of the request; 0: they were not asked for. `least` 0: an environment's tokens have none.
-    """
+    """Sampling masks of the tokens [T] of a completion: different ids, the sampled one among them. `top_k`:
+    of the request; 0: they were not asked for. `least` 0: an environment's tokens have none."""
     if not top_k:
         return Problem("mask", "there", "left out: it was not asked for") if sampling_mask else None
     if sampling_mask is None:
@@ -335,11 +331,8 @@ def evaluation(report: EvalReport, version: Version) -> Problem | None:
 
 
 def event(message: Event, start: int, reached: int, newest: int) -> Problem | None:
-    """What a trainer did.
-
-    Its lineage began at `start`; it has reported step `reached`, and its batches go up to `newest`. A loss
-    that is not finite is no fault of the message: metrics may hold anything.
-    """
+    """What a trainer did. Its lineage began at `start`; it has reported step `reached`, and its batches go up
+    to `newest`. A loss that is not finite is no fault of the message: metrics may hold anything."""
     newest_step = min(newest, reached + 1) if isinstance(message, StepReport) else newest
     if not start <= (step := message.version.step) <= newest_step:
         return Problem("version.step", f"{step}", f"in {start} … {newest_step}")

@@ -44,9 +44,7 @@ class Claim:
 
     def admit(self, asking: RunIdentity | None, claims: bool) -> None:
         """Check a request against the run that is served; `claims`: it changes or uses that run's state.
-
-        Raises WrongServer.
-        """
+        Raises WrongServer."""
         if asking is None:
             if claims and self.run_id is not None:
                 raise WrongServer(f"it serves {self.run} and the request names no run: {REMEDY}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import socket
 import ssl
 import time
@@ -22,13 +23,32 @@ import aiohttp
 import httpx
 
 from sync.base.address import Address, Place, checked_url
-from sync.base.errors import ConfigError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
-from sync.base.retry import retrying, retrying_async
+from sync.base.errors import (
+    ConfigError,
+    Overloaded,
+    RemoteError,
+    Replaced,
+    TooLarge,
+    Unreachable,
+    WireError,
+    WrongServer,
+)
+from sync.base.retry import pause_told, retrying, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
-from sync.wire.answers import MAX_ANSWER, MAX_REFUSAL, MAX_SMALL, Answer, Unavailable, check_plain
-from sync.wire.claims import MODEL_HEADER, Claim
+from sync.wire.claims import MISDIRECTED, MODEL_HEADER, Claim
 from sync.wire.peers import Role, refuse_wrong
 
+GONE: Final = 410
+"""Status of a refusal: another process has registered in the place of the one that asks."""
+MAX_ANSWER: Final = 1 << 32
+"""Bytes of the longest answers: a rank's share of a batch with hidden states, the head of a large teacher."""
+MAX_SMALL: Final = 1 << 26
+"""Bytes of all other answers: digests of 100,000 tensors, with their names, are 20 MB."""
+SLOWEST: Final = 1 << 18
+"""Bytes a second that a long answer must bring: its time limit is longer by a second for each so many."""
+MAX_REFUSAL: Final = 1 << 16
+"""Bytes of an answer with another status than 200."""
+_REFUSALS: Final = {MISDIRECTED: WrongServer, GONE: Replaced, 413: TooLarge}
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
 IDLE_SECONDS: Final = 4.0
@@ -40,9 +60,70 @@ LARGE_BODY: Final = 1 << 20
 
 _FAILED: Final = (aiohttp.ClientError, httpx.RequestError, TimeoutError)
 """No answer, or not all of it."""
+M = TypeVar("M", bound=Message)
+
+
+class Unavailable(RemoteError):
+    """A status that says to come back; the clients here do, and raise something else."""
+
+
 _RETRIED: Final = (Overloaded, Unavailable, *_FAILED)
 
-M = TypeVar("M", bound=Message)
+
+class Answer:
+    """One answer, whose parts are added as they come, up to a limit."""
+
+    def __init__(self, url: str, status: int, headers: Mapping[str, str], limit: int) -> None:
+        """`limit`: bytes of a 200. Raises RemoteError for an encoded answer, or one that announces more."""
+        self.url, self.status, self.headers, self.content = url, status, headers, bytearray()
+        self._most = limit if status == 200 else MAX_REFUSAL
+        check_plain(url, headers)
+        length = headers.get("content-length", "0")
+        self._check(int(length) if length.isdecimal() else 0)
+
+    def _check(self, length: int) -> None:
+        if length > self._most:
+            raise RemoteError(f"{self.url} answered with more than {self._most} bytes: ask for fewer at once")
+
+    def add(self, part: bytes) -> None:
+        """Take the next part. Raises RemoteError when the answer is too long."""
+        self.content += part
+        self._check(len(self.content))
+
+    @property
+    def more_seconds(self) -> float:
+        """What its length, so far, adds to its time limit."""
+        return len(self.content) / SLOWEST
+
+    def body(self, retry: bool) -> memoryview:
+        """The content of a 200, no copy. Raises what any other status means. With `retry`, 502-504 raise
+        Unavailable."""
+        if self.status == 200:
+            return memoryview(self.content)
+        if retry and self.status in (502, 503, 504):
+            raise Unavailable(f"status {self.status}")
+        try:
+            text = str(json.loads(self.content)["error"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            text = self.content[:500].decode("utf-8", "replace")
+        message = f"{self.url} answered {self.status}: {text}"
+        if self.status == 429:
+            raise Overloaded(message, pause_told(self.headers.get("retry-after", "")))
+        raise _REFUSALS.get(self.status, RemoteError)(message)
+
+    def only(self) -> memoryview:
+        """As `body`, for callers that retry elsewhere: any 5xx raises Unreachable."""
+        if self.status >= 500:
+            text = self.content[:500].decode("utf-8", "replace")
+            raise Unreachable(f"{self.url} answered {self.status}: {text}")
+        return self.body(retry=False)
+
+
+def check_plain(url: str, headers: Mapping[str, str]) -> None:
+    """Raise RemoteError for an answer that would have to be decompressed."""
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise RemoteError(f"{url} answered with content-encoding {encoding[:100]!r}: send plain bytes")
 
 
 async def _read(response: aiohttp.ClientResponse, limit: asyncio.Timeout, max_bytes: int) -> Answer:
@@ -105,7 +186,7 @@ class Peer:
     reached, as one that does not answer.
     `call` retries with backoff what is safe to retry (no connection, 502-504, 429 as told) until `timeout`
     seconds have passed in all, then raises Unreachable (Overloaded for 429). A time limit is of the whole
-    exchange; a long answer has a second more for every 256 KiB that have come (`sync.wire.answers.SLOWEST`).
+    exchange; a long answer has a second more for every 256 KiB that have come (`SLOWEST`).
     """
 
     def __init__(
@@ -155,9 +236,7 @@ class Peer:
         self, path: str, content: bytes | None, headers: Mapping[str, str], timeout: float | None
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
         """POST `content`, GET when None. `timeout`: seconds until the end, which the Timeout can put off.
-
-        aiohttp sends a GET again, once, when its connection turns out to be closed.
-        """
+        aiohttp sends a GET again, once, when its connection turns out to be closed."""
         if self._closed:
             raise Unreachable(f"the client of {self.url} is closed")
         if (url := self._address.url) is None:
@@ -199,7 +278,7 @@ class Peer:
         timeout: float | None = None,
         max_bytes: int = MAX_SMALL,
     ) -> M:
-        """POST `body` (GET when None) and decode the answer, of up to `most` bytes, as `kind`."""
+        """POST `body` (GET when None) and decode the answer, of up to `max_bytes`, as `kind`."""
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 
@@ -214,11 +293,9 @@ class Peer:
     async def once(
         self, path: str, body: bytes | None, timeout: float | None, max_bytes: int = MAX_ANSWER
     ) -> memoryview:
-        """POST an encoded body (GET when None), a single time: for callers that retry elsewhere.
-
-        Raises Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError.
-        None: no limit once it is connected.
-        """
+        """POST an encoded body (GET when None), a single time: for callers that retry elsewhere. Raises
+        Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError. None:
+        no limit once it is connected."""
         try:
             return (await self._send(path, body, timeout, max_bytes)).only()
         except _FAILED as error:
@@ -236,11 +313,9 @@ class Peer:
             _check_model(self.url, response.headers, self.model)
 
     async def stream(self, path: str, body: Message, kind: type[M]) -> AsyncIterator[M]:
-        """POST `body` and yield the frames of the answer as they come.
-
-        Nothing is retried: a lost connection raises Unreachable, and the caller knows which frames it has.
-        There is no time limit of an answer with status 200 (a long completion is no fault).
-        """
+        """POST `body` and yield the frames of the answer as they come. Nothing is retried: a lost connection
+        raises Unreachable, and the caller knows which frames it has. There is no time limit of an answer with
+        status 200 (a long completion is no fault)."""
         try:
             async with self._open(path, encode(body), self._claim.headers(), None) as (response, limit):
                 if response.status != 200:
@@ -289,25 +364,14 @@ class Processes:
         await asyncio.gather(*(peer.aclose() for peer in self._peers))
 
     async def agreed(self, path: str, kind: type[M], timeout: float | None = None) -> M:
-        """What all of them answer. Raises ConfigError when they differ."""
-        return self._same(await self._answers(path, kind, timeout))
-
-    async def _answers(self, path: str, kind: type[M], timeout: float | None) -> list[M]:
-        """What each of them says of itself. Raises WrongServer for a process of another role."""
+        """What all of them answer. Raises WrongServer for another role, ConfigError when they differ."""
         try:
-            return await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
+            answers = await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
         except (RemoteError, WireError):
-            await self._refuse_strangers()
+            for peer in self._peers:
+                if peer.placed:
+                    await asyncio.to_thread(refuse_wrong, peer.url, self._role)
             raise
-
-    async def _refuse_strangers(self) -> None:
-        """Raise WrongServer with what a process is that has another role."""
-        for peer in self._peers:
-            if peer.placed:
-                await asyncio.to_thread(refuse_wrong, peer.url, self._role)
-
-    def _same(self, answers: Sequence[M]) -> M:
-        """Their one answer. Raises ConfigError when they differ."""
         for peer, answer in zip(self._peers, answers, strict=True):
             if answer != answers[0]:
                 raise ConfigError(
@@ -338,11 +402,8 @@ class BlockingPeer:
         timeout: float | None = None,
         max_bytes: int = MAX_SMALL,
     ) -> M:
-        """As `Peer.call`.
-
-        A single try takes at most the client's own `timeout`, all of them at most this one. A peer that falls
-        silent within an answer is noticed a `timeout` after its last byte.
-        """
+        """As `Peer.call`. A single try takes at most the client's own `timeout`, all of them at most this
+        one. A peer that falls silent within an answer is noticed a `timeout` after its last byte."""
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 

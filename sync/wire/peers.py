@@ -68,11 +68,8 @@ class Answerer(NamedTuple):
 
 
 def identify(url: str) -> Answerer | None:
-    """What answers at `url`; None: nothing that could be told yet.
-
-    None stands for no connection, no answer within SECONDS, and a gateway's 502-504: who expects a server
-    there goes on waiting for it.
-    """
+    """What answers at `url`; None: nothing that could be told yet. None stands for no connection, no answer
+    within SECONDS, and a gateway's 502-504: who expects a server there goes on waiting for it."""
     with httpx.Client(trust_env=False, timeout=SECONDS) as http:
         try:
             health = http.get(url.rstrip("/") + "/health")
@@ -93,10 +90,8 @@ def identify(url: str) -> Answerer | None:
 
 
 def wrong(url: str, expected: Role) -> str | None:
-    """Why the server at `url` is not the one `expected` there: what it is, and the remedy.
-
-    None: it is that server, or nothing can be told yet (see `identify`).
-    """
+    """Why the server at `url` is not the one `expected` there: what it is, and the remedy. None: it is that
+    server, or nothing can be told yet (see `identify`)."""
     answerer = identify(url)
     if answerer is None or answerer.role is expected:
         return None

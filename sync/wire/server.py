@@ -47,11 +47,9 @@ M = TypeVar("M", bound=Message)
 
 
 def stray(scope: Scope) -> str | None:
-    """Why a request was not meant for this server; None: it was.
-
-    A page in a browser of this machine reaches loopback too, under its own origin, or under a name of its own
-    that is made to resolve to loopback (DNS rebinding). Nothing of a run sends an origin, or another name.
-    """
+    """Why a request was not meant for this server; None: it was. A page in a browser of this machine reaches
+    loopback too, under its own origin, or under a name of its own that is made to resolve to loopback (DNS
+    rebinding). Nothing of a run sends an origin, or another name."""
     headers = dict(scope["headers"])
     if (origin := headers.get(b"origin")) is not None:
         return f"it comes from a page of {origin.decode('latin-1')}, and this server is not for browsers"
@@ -69,9 +67,7 @@ def stray(scope: Scope) -> str | None:
 
 class TokenGuard:
     """ASGI middleware: 403 for what is not for this server (`stray`), 401 unless the bearer token fits.
-
-    /health needs no token; where none is set, nothing does.
-    """
+    /health needs no token; where none is set, nothing does."""
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
         self.app = app
@@ -92,10 +88,8 @@ class TokenGuard:
 
 
 class RunGuard:
-    """ASGI middleware: 421 for a request of another run than `claim`'s; answers name run and model.
-
-    A request to a path of `claiming` claims a server that no run has claimed.
-    """
+    """ASGI middleware: 421 for a request of another run than `claim`'s; answers name run and model. A request
+    to a path of `claiming` claims a server that no run has claimed."""
 
     def __init__(
         self,
@@ -140,10 +134,8 @@ class RunGuard:
 
 
 async def read_message(request: Request, kind: type[M], limit: int = MAX_BODY) -> M:
-    """Body of a request as a message of `kind`.
-
-    Raises WireError when it is none, when it is longer than `limit` bytes, or when the caller left early.
-    """
+    """Body of a request as a message of `kind`. Raises WireError when it is none, when it is longer than
+    `limit` bytes, or when the caller left early."""
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -188,10 +180,8 @@ def application(
     statuses: Mapping[type[DistillError], int] | None = None,
 ) -> Starlette:
     """`routes` behind both guards, with GET /metrics (Prometheus) and, unless they have one, GET /health.
-
     `statuses`: of refusals, besides 400 for a bad message and 429 for not yet; 409 of the others. None: a
-    DistillError is an error of the server, 500.
-    """
+    DistillError is an error of the server, 500."""
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
@@ -214,9 +204,7 @@ def application(
 
 def run_role(log: logging.Logger, title: str, serve: Callable[[], None], quiet: Sequence[str] = ()) -> int:
     """`serve`, with a log on stderr in which every line has `title`; the exit status, 2 for a DistillError.
-
-    `quiet`: loggers of which only warnings are shown.
-    """
+    `quiet`: loggers of which only warnings are shown."""
     redact_process()
     form = f"%(asctime)s %(levelname)s {title} %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
@@ -248,10 +236,8 @@ refused while its body was still coming, and who is cut off then does not learn 
 
 
 def serve_app(app: ASGIApp, host: str, port: int, grace: int) -> None:
-    """Answer on a port that a launcher may hold, until SIGTERM or SIGINT and `grace` seconds more.
-
-    Raises ConfigError when another server has the port.
-    """
+    """Answer on a port that a launcher may hold, until SIGTERM or SIGINT and `grace` seconds more. Raises
+    ConfigError when another server has the port."""
     import uvicorn
 
     config = uvicorn.Config(
@@ -265,10 +251,8 @@ def serve_app(app: ASGIApp, host: str, port: int, grace: int) -> None:
 
 
 def bind_alone(host: str, port: int) -> socket.socket:
-    """A socket on a free port; connections that an earlier server left behind do not count.
-
-    Raises OSError, or OverflowError for a number that is no port.
-    """
+    """A socket on a free port; connections that an earlier server left behind do not count. Raises OSError,
+    or OverflowError for a number that is no port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for reuse in (0, 1):
         with contextlib.ExitStack() as closing:
@@ -286,10 +270,8 @@ def bind_alone(host: str, port: int) -> socket.socket:
 
 
 def join_port(host: str, port: int) -> socket.socket:
-    """A socket to listen with, on a port that a launcher may hold; see `distill.launch.roles`.
-
-    Raises ConfigError when another server listens there.
-    """
+    """A socket to listen with, on a port that a launcher may hold; see `distill.launch.roles`. Raises
+    ConfigError when another server listens there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     joined = socket.socket(family)
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):

@@ -26,10 +26,8 @@ class Want(msgspec.Struct, frozen=True):
     """Answer with the log-probabilities of the tokens, and a reference to the rest (`Scored.kept`)."""
 
     def bulk_bytes(self, gather: int, width: int) -> int:
-        """Bytes a position in half precision, besides its log-probability and entropy.
-
-        `gather`: ids to score (K of ScoreSequence.gather_ids); `width`: of the teacher's hidden states.
-        """
+        """Bytes a position in half precision, besides its log-probability and entropy. `gather`: ids to score
+        (K of ScoreSequence.gather_ids); `width`: of the teacher's hidden states."""
         return 6 * (self.topk + gather) + 2 * width * self.hidden
 
 
@@ -79,10 +77,8 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """A teacher's scores of one sequence: nats, full support, at `Want.temperature`.
-
-    Every array but `logprob` is None when it was not asked for, or is kept.
-    """
+    """A teacher's scores of one sequence: nats, full support, at `Want.temperature`. Every array but
+    `logprob` is None when it was not asked for, or is kept."""
 
     id: str
     logprob: Array

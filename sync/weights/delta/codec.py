@@ -50,11 +50,9 @@ class Mode(IntEnum):
 
 
 def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
-    """Blob that turns `old` into `new`: equally long 1-D contiguous arrays of the bits of `kind`.
-
-    numpy arrays of unsigned integers are read by the compiled loops. torch tensors of integers as wide are
-    compared where they lie, on a GPU; the blob is the same.
-    """
+    """Blob that turns `old` into `new`: equally long 1-D contiguous arrays of the bits of `kind`. numpy
+    arrays of unsigned integers are read by the compiled loops. torch tensors of integers as wide are compared
+    where they lie, on a GPU; the blob is the same."""
     if old.dtype != new.dtype or old.shape != new.shape or old.ndim != 1:
         raise SnapshotError(
             f"cannot take the difference of {old.dtype}{old.shape} and {new.dtype}{new.shape}: "
@@ -63,16 +61,15 @@ def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
     blob = None
     if kind in MANTISSA and new.itemsize in (2, 4) and len(new) > 0:
         blob = _differences(old, new, MANTISSA[kind], effort)
-    elif _equal(old, new):
+    elif bool((old == new).all()):
         return bytes([Mode.SAME])
-    return _whole(on_host(new)) if blob is None or len(blob) > new.nbytes else blob
+    whole = blob is None or len(blob) > new.nbytes
+    return bytes([Mode.WHOLE]) + _pack([on_host(new)]) if whole else blob
 
 
 def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
-    """Turn `bits` (1-D, writable) in place into what `blob` was made for.
-
-    Raises SnapshotError when the blob does not fit `bits`, which are then undefined; never writes elsewhere.
-    """
+    """Turn `bits` (1-D, writable) in place into what `blob` was made for. Raises SnapshotError when the blob
+    does not fit `bits`, which are then undefined; never writes elsewhere."""
     reader = _Reader(blob)
     mode = reader.byte()
     if mode == Mode.WHOLE:
@@ -99,14 +96,6 @@ def on_host(bits: Bits) -> np.ndarray:
 
 
 # --- modes ------------------------------------------------------------------------------------------------
-
-
-def _equal(old: Any, new: Any) -> bool:
-    return np.array_equal(old, new) if isinstance(new, np.ndarray) else old.equal(new)
-
-
-def _whole(new: np.ndarray) -> bytes:
-    return bytes([Mode.WHOLE]) + _pack([new])
 
 
 def _differences(old: Any, new: Any, mantissa: int, effort: Effort) -> bytes | None:
@@ -245,7 +234,7 @@ class _Reader:
         return self._bytes(1)[0]
 
     def number(self, limit: int) -> int:
-        """A LEB128 number that is at most `most`."""
+        """A LEB128 number that is at most `limit`."""
         value, shift = 0, 0
         while shift < 64:
             byte = self.byte()
@@ -260,7 +249,7 @@ class _Reader:
         return value
 
     def stream(self, least: int, limit: int, dtype: np.dtype = _BYTES) -> np.ndarray:
-        """The next stream, of `least` to `most` elements of `dtype`."""
+        """The next stream, of `least` to `limit` elements of `dtype`."""
         length = self.number(limit * dtype.itemsize)
         stored = self._bytes(self.number(length))
         if length < least * dtype.itemsize or length % dtype.itemsize:

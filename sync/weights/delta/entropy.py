@@ -325,7 +325,7 @@ def _fresh_block() -> tuple[Any, Any, Any]:
 
 @typed("Tuple((uint64, uint64, uint64))(uint32, int64, int64)")
 def _parts(further: Any, gap: int, width: int) -> tuple[Any, Any, Any]:
-    """(start, one up or down, further): parts of 2**28 for an element of hazard `own` after `gap`."""
+    """(start, one up or down, further): parts of 2**28 for an element of hazard `width` after `gap`."""
     start = chance(gap)
     size = chance(min(gap + width, CELL)) - start
     unit = (size - (((size - np.uint64(3)) * np.uint64(further)) >> np.uint64(16)) - _ONE) >> _ONE
@@ -345,7 +345,7 @@ def _put_change(
     width: int,
     code: int,
 ) -> tuple[Any, Any, int]:
-    """Code that an element of class c and hazard `own`, after `gap`, changed by `code` (`kernels.zigzag`)."""
+    """Code that an element of class c and hazard `width`, after `gap`, changed by `code` (of `zigzag`)."""
     while gap >= CELL:
         start = (span >> _SHARE) * chance(CELL)
         low, span, pos = put(low, pos, out, start, span - start)

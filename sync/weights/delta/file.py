@@ -84,9 +84,7 @@ def build(
     after: Callable[[Slice, bytes], np.ndarray] | None = None,
 ) -> bytes:
     """File of one rank; `header` comes without ranges, `old` and `new` hold this rank's flat bits by name.
-
-    `after`: the new bits of a slice in host memory, given its blob; None: `new` holds arrays itself.
-    """
+    `after`: the new bits of a slice in host memory, given its blob; None: `new` holds arrays itself."""
 
     def encode(part: Slice) -> tuple[bytes, bytes]:
         bits = new[part.name]
@@ -119,9 +117,7 @@ def most_bytes(places: Mapping[str, TensorAt], ranks: int) -> int:
 
 def parse(data: bytes | memoryview, limit: int = _MOST_HEADER) -> tuple[Header, memoryview]:
     """(header, blobs) of a file; every range lies within the blobs. Raises SnapshotError on anything else.
-
-    `most`: bytes that its header may decompress to (`most_header`); no more is taken.
-    """
+    `limit`: bytes that its header may decompress to (`most_header`); no more is taken."""
     view = memoryview(data)
     if bytes(view[:8]) != _MAGIC:
         raise SnapshotError(
@@ -195,11 +191,9 @@ def verify(header: Header, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def apply_chain(folder: Path, links: Iterable[Sequence[tuple[Header, memoryview]]]) -> None:
-    """Apply versions' files one after the other to a checkpoint folder that holds the first one's base.
-
-    Each of `links` holds every rank's file of one version and is read when its turn comes. The result is
-    verified. Raises SnapshotError when a version does not cover the model, or the result differs.
-    """
+    """Apply versions' files one after the other to a checkpoint folder that holds the first one's base. Each
+    of `links` holds every rank's file of one version and is read when its turn comes. The result is verified.
+    Raises SnapshotError when a version does not cover the model, or the result differs."""
     places = checkpoint.tensors(folder)
     arrays = checkpoint.bits(places, writable=True)
     files: Sequence[tuple[Header, memoryview]] = ()

@@ -126,10 +126,8 @@ def prefetch(old: Any, new: Any, begin: int, end: int) -> int:
 
 
 def scan(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(gaps, wide gaps, steps, wide steps) of the elements that changed.
-
-    A gap is the distance from the changed element before, a step the ULP difference, both less 1.
-    """
+    """(gaps, wide gaps, steps, wide steps) of the elements that changed. A gap is the distance from the
+    changed element before, a step the ULP difference, both less 1."""
     gaps, steps = np.empty(old.size, np.uint8), np.empty(old.size, np.uint8)
     wide_gaps, wide_steps = np.empty(old.size // ESCAPE + 1, np.uint64), np.empty(old.size, new.dtype)
     k, g, s = _scan(old, new, gaps, wide_gaps, steps, wide_steps)

@@ -89,10 +89,8 @@ def ls(store: Store, run: str) -> list[Listed | Odd]:
 
 
 def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verified]:
-    """Read every version as a replica would, oldest first.
-
-    Takes room for two checkpoints in a temporary folder inside `work` (None: the system's).
-    """
+    """Read every version as a replica would, oldest first. Takes room for two checkpoints in a temporary
+    folder inside `work` (None: the system's)."""
     with (
         tempfile.TemporaryDirectory(dir=work) as folder,
         Mirror(Path(folder) / "mirror", store, run) as mirror,
@@ -147,10 +145,8 @@ def gc(
 
 
 def export(store: Store, run: str, version: Version, folder: Path) -> None:
-    """Write a version as a Hugging Face checkpoint folder (for kind "lora": as an adapter folder).
-
-    Raises SnapshotError when `folder` exists and is not empty, or the version does not verify.
-    """
+    """Write a version as a Hugging Face checkpoint folder (for kind "lora": as an adapter folder). Raises
+    SnapshotError when `folder` exists and is not empty, or the version does not verify."""
     if folder.exists() and any(folder.iterdir()):
         raise SnapshotError(f"{folder} is not empty: export {version} into a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

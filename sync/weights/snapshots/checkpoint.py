@@ -52,9 +52,7 @@ class TensorAt(NamedTuple):
 
 def weight_files(folder: Path) -> list[Path]:
     """The *.safetensors files that hold a folder's weights: those that its index names, without one all.
-
-    Raises SnapshotError for an index that cannot be read, and when a file that it names is missing.
-    """
+    Raises SnapshotError for an index that cannot be read, and when a file that it names is missing."""
     return _indexed(folder, _WHOLE) or sorted(folder.glob("*.safetensors"))
 
 
@@ -125,10 +123,8 @@ def vllm_formats(path: str) -> dict[str, str]:
 
 
 def tensors(folder: Path) -> dict[str, TensorAt]:
-    """Every tensor of `weight_files`, by name.
-
-    Raises SnapshotError when there is none, when a file is damaged, or when a name appears twice.
-    """
+    """Every tensor of `weight_files`, by name. Raises SnapshotError when there is none, when a file is
+    damaged, or when a name appears twice."""
     places: dict[str, TensorAt] = {}
     for file in weight_files(folder):
         for name, tensor in _read_header(file):
@@ -143,10 +139,8 @@ def tensors(folder: Path) -> dict[str, TensorAt]:
 
 
 def let_others_read(folder: Path) -> None:
-    """Give the weights in a folder that `save_pretrained` wrote the permissions of its config.
-
-    safetensors writes files that their owner alone may read.
-    """
+    """Give the weights in a folder that `save_pretrained` wrote the permissions of its config. safetensors
+    writes files that their owner alone may read."""
     mode = next(folder.glob("*config.json")).stat().st_mode
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)
@@ -301,10 +295,8 @@ def hasher(nbytes: int) -> blake3:
 
 
 def digesting(tensors: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Pass tensors on, noting in `digests` the digest of each just before it is handed over.
-
-    Raises SnapshotError when a name comes twice.
-    """
+    """Pass tensors on, noting in `digests` the digest of each just before it is handed over. Raises
+    SnapshotError when a name comes twice."""
     for name, tensor in tensors:
         if name in digests:
             raise SnapshotError(f"tensor {name!r} comes twice in one checkpoint: publish it again")
@@ -313,10 +305,8 @@ def digesting(tensors: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[
 
 
 def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Memory-mapped tensors of `weight_files`, in the order they lie in.
-
-    Raises SnapshotError when there is no such file, or one is cut.
-    """
+    """Memory-mapped tensors of `weight_files`, in the order they lie in. Raises SnapshotError when there is
+    no such file, or one is cut."""
     files = weight_files(folder)
     if not files:
         raise SnapshotError(f"{folder} has no *.safetensors file: it is no checkpoint folder")

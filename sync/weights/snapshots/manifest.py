@@ -188,11 +188,8 @@ def named(folders: Iterable[str]) -> Iterator[tuple[str, Version | None]]:
 def read_chain(
     store: Store, run: str, version: Version, have: frozenset[Version] = frozenset()
 ) -> list[Manifest]:
-    """Manifests that lead to `version`, oldest first.
-
-    The first one is an anchor, or a delta on a version in `have`; nothing older is read.
-    Raises SnapshotError when a link is missing or leads nowhere.
-    """
+    """Manifests that lead to `version`, oldest first. The first one is an anchor, or a delta on a version in
+    `have`; nothing older is read. Raises SnapshotError when a link is missing or leads nowhere."""
     chain, files = [read_manifest(store, run, version)], 0
     while (base := chain[0].base) is not None and base not in have:
         if base >= chain[0].version:
@@ -216,10 +213,8 @@ def read_chain(
 
 
 def fetch_file(store: Store, manifest: Manifest, file: File, path: Path) -> int:
-    """Bring `path` to hold `file`; returns the bytes read from the store, 0 when it held them already.
-
-    Raises SnapshotError when the store's bytes are not the manifest's; then there is no `path`.
-    """
+    """Bring `path` to hold `file`; returns the bytes read from the store, 0 when it held them already. Raises
+    SnapshotError when the store's bytes are not the manifest's; then there is no `path`."""
     if path.exists() and _is(path, file):
         return 0
     key = version_key(manifest.run, manifest.version, check_key(file.key))
@@ -234,11 +229,9 @@ def fetch_file(store: Store, manifest: Manifest, file: File, path: Path) -> int:
 
 
 def fetch_folder(store: Store, manifest: Manifest, folder: Path) -> int:
-    """Write an anchor's files into the new `folder`; returns the bytes read from the store.
-
-    Raises StoreError, before anything is read, when the disk has no room for them, and SnapshotError when
-    they name code.
-    """
+    """Write an anchor's files into the new `folder`; returns the bytes read from the store. Raises
+    StoreError, before anything is read, when the disk has no room for them, and SnapshotError when they name
+    code."""
     folder.mkdir(parents=True)
     if (free := shutil.disk_usage(folder).free) < manifest.bytes:
         raise StoreError(
@@ -328,10 +321,8 @@ class Lease(msgspec.Struct, frozen=True):
 
 @contextmanager
 def lease(store: Store, run: str, version: Version, seconds: float = LEASE_SECONDS) -> Iterator[None]:
-    """Hold a lease on the chain to `version`, renewed three times in `seconds`.
-
-    A store that refuses it costs a warning, never the read: `gc` has a grace period besides.
-    """
+    """Hold a lease on the chain to `version`, renewed three times in `seconds`. A store that refuses it costs
+    a warning, never the read: `gc` has a grace period besides."""
     key, done = f"{run}/leases/{uuid4().hex}.json", threading.Event()
 
     def write() -> None:

@@ -20,11 +20,9 @@ __all__ = ["MOST_SMALL", "Store", "check_key", "content", "open_store", "read_sm
 
 
 def open_store(config: StoreConfig, default_path: Path) -> Store:
-    """The store that `config` names; local kinds without a path of their own use `default_path`.
-
-    Raises StoreError when it cannot be opened, ConfigError when a needed package is missing or the user's own
-    code makes none.
-    """
+    """The store that `config` names; local kinds without a path of their own use `default_path`. Raises
+    StoreError when it cannot be opened, ConfigError when a needed package is missing or the user's own code
+    makes none."""
     if isinstance(config, DirectoryStoreConfig):
         from sync.weights.stores.store import DirectoryStore
 
@@ -41,11 +39,8 @@ def open_store(config: StoreConfig, default_path: Path) -> Store:
     options = {name: value for name, value in config.options.items() if value != HIDDEN}
     if isinstance(config, OwnStoreConfig):
         field, expected = "weights.store.type", "a sync.weights.stores.Store"
-        return cast(Store, make_own(config.name, field, _is_store, expected, **options))
+        made = make_own(config.name, field, lambda made: isinstance(made, Store), expected, **options)
+        return cast(Store, made)
     from sync.weights.stores.object_store import ObjectStore
 
     return ObjectStore(config.url, options)
-
-
-def _is_store(made: object) -> bool:
-    return isinstance(made, Store)

@@ -35,10 +35,8 @@ os.environ.setdefault("HF_XET_TELEMETRY_ENABLED", "0")
 
 
 class BucketStore(Store):
-    """Keys under `prefix` of `bucket` ("owner/name").
-
-    `endpoint` and `token`: None takes HF_ENDPOINT and HF_TOKEN.
-    """
+    """Keys under `prefix` of `bucket` ("owner/name"). `endpoint` and `token`: None takes HF_ENDPOINT and
+    HF_TOKEN."""
 
     absent = (EntryNotFoundError,)
     failures = (HfHubHTTPError, httpx2.HTTPError, OSError, RuntimeError)

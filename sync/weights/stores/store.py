@@ -28,10 +28,8 @@ _PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
 
 
 class Store(ABC):
-    """Bytes under keys. Every method is safe to call from several threads and processes.
-
-    All raise StoreError when the store fails, and for a key that `check_key` refuses.
-    """
+    """Bytes under keys. Every method is safe to call from several threads and processes. All raise StoreError
+    when the store fails, and for a key that `check_key` refuses."""
 
     absent: tuple[type[Exception], ...] = ()
     """What the store's client raises for a key that is not there."""
@@ -41,10 +39,8 @@ class Store(ABC):
 
     @abstractmethod
     def create(self, key: str, data: bytes | Path) -> None:
-        """Write a new key, from memory or from a file; all of it or nothing becomes visible.
-
-        Raises AlreadyPublished, changing nothing, when the key exists, whatever it holds.
-        """
+        """Write a new key, from memory or from a file; all of it or nothing becomes visible. Raises
+        AlreadyPublished, changing nothing, when the key exists, whatever it holds."""
 
     @abstractmethod
     def replace(self, key: str, data: bytes) -> None:
@@ -137,12 +133,9 @@ _PENDING_SECONDS: Final = 86400.0
 
 
 class DirectoryStore(Store):
-    """One file per key under `root`, which is made when missing.
-
-    A file is written aside and forced to disk, then linked (create) or renamed (replace) into place: a crash
-    leaves at most a file in `.pending`, never half a key. Whoever opens the store removes those that are a
-    day old.
-    """
+    """One file per key under `root`, which is made when missing. A file is written aside and forced to disk,
+    then linked (create) or renamed (replace) into place: a crash leaves at most a file in `.pending`, never
+    half a key. Whoever opens the store removes those that are a day old."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()

@@ -93,11 +93,9 @@ class XetStore(Store):
         return pointer
 
     def _alone(self, work: Callable[..., R], *arguments: object) -> R:
-        """work(endpoint, *arguments) while no other process or thread uses the chunks.
-
-        hf_xet holds its own lock until the objects that `work` made are gone: when it has returned, or when
-        the frames of its error are cleared.
-        """
+        """work(endpoint, *arguments) while no other process or thread uses the chunks. hf_xet holds its own
+        lock until the objects that `work` made are gone: when it has returned, or when the frames of its
+        error are cleared."""
         with (self._root / "lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:

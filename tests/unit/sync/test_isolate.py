@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from sync.base.errors import Unreachable
-from sync.base.isolate import isolate
+from sync.base.retry import isolate
 
 
 async def test_only_the_bad_item_fails_and_the_order_stays() -> None:

@@ -20,8 +20,7 @@ from starlette.routing import Route
 from sync.base.errors import ConfigError, DataError, Overloaded, RemoteError, Unreachable, WireError
 from sync.base.own_code import own_code
 from sync.wire import EpisodeFailed, EvalRequest, Ok, Version, Wait, decode, encode, frame
-from sync.wire.answers import SLOWEST
-from sync.wire.client import BlockingPeer, Peer
+from sync.wire.client import SLOWEST, BlockingPeer, Peer
 from sync.wire.server import TokenGuard, check_bind, read_message, refuse, reply
 
 BAD_URLS = [
