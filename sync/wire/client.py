@@ -364,14 +364,21 @@ class Processes:
         await asyncio.gather(*(peer.aclose() for peer in self._peers))
 
     async def agreed(self, path: str, kind: type[M], timeout: float | None = None) -> M:
-        """What all of them answer. Raises WrongServer for another role, ConfigError when they differ."""
+        """What all of them answer. Raises ConfigError when they differ."""
+        return self._same(await self._answers(path, kind, timeout))
+
+    async def _answers(self, path: str, kind: type[M], timeout: float | None) -> list[M]:
+        """What each of them says of itself. Raises WrongServer for a process of another role."""
         try:
-            answers = await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
+            return await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
         except (RemoteError, WireError):
             for peer in self._peers:
                 if peer.placed:
                     await asyncio.to_thread(refuse_wrong, peer.url, self._role)
             raise
+
+    def _same(self, answers: Sequence[M]) -> M:
+        """Their one answer. Raises ConfigError when they differ."""
         for peer, answer in zip(self._peers, answers, strict=True):
             if answer != answers[0]:
                 raise ConfigError(

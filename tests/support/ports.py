@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
-from typing import TypeVar
+from typing import Any, TypeVar
 
 S = TypeVar("S", bound=ThreadingHTTPServer)
 _BELOW_EPHEMERAL = range(15_000, 32_000)
@@ -37,4 +37,20 @@ def served(server: S) -> Iterator[S]:
             yield server
         finally:
             server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def answering(app: Any) -> Iterator[str]:
+    """URL of an ASGI application, answering in a thread while inside."""
+    import uvicorn
+
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        running = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none"))
+        thread = threading.Thread(target=running.run, args=([bound],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            running.should_exit = True
             thread.join()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import httpx
 import pytest
-import uvicorn
+from ports import answering
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -35,24 +31,11 @@ async def frames(_: Request) -> Response:
     return StreamingResponse(iter([frame(Ok())]))
 
 
-@contextmanager
-def server(claim: Claim | None, model: str | None = None) -> Iterator[str]:
+def server(claim: Claim | None, model: str | None = None) -> AbstractContextManager[str]:
     """URL of one whose /use claims it, and /look does not."""
     routes = [Route(path, ok, methods=["GET", "POST"]) for path in ("/use", "/look", "/health")]
     app = Starlette(routes=[*routes, Route("/stream", frames, methods=["POST"])])
-    guarded = RunGuard(app, claim, ("/use", "/stream"), model)
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        running = uvicorn.Server(uvicorn.Config(guarded, log_level="error", ws="none"))
-        thread = threading.Thread(target=running.run, args=([bound],))
-        thread.start()
-        while not running.started:
-            time.sleep(0.005)
-        try:
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        finally:
-            running.should_exit = True
-            thread.join()
+    return answering(RunGuard(app, claim, ("/use", "/stream"), model))
 
 
 async def ask(url: str, run: RunIdentity | None, path: str = "/use") -> Ok:

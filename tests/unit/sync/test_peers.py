@@ -12,29 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from sync.base.errors import WrongServer
 from sync.wire.peers import Answerer, Role, identify, wrong, wrong_among
 from sync.wire.server import application
 from teacher_service.client import TeacherClient
-from tests.support.ports import served
-
-
-@contextmanager
-def serving_in_thread(app: Any) -> Iterator[str]:
-    """URL of a role's application."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        running = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none"))
-        thread = threading.Thread(target=running.run, args=([bound],))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        finally:
-            running.should_exit = True
-            thread.join()
-
+from tests.support.ports import answering, served
 
 OPENAI = {"/health": {}, "/v1/models": {"object": "list", "data": [{"id": "m", "object": "model"}]}}
 VLLM = {"/v1/models": {"data": [{"id": "m", "owned_by": "vllm"}]}, "/version": {"version": "0.32.0"}}
@@ -61,7 +45,7 @@ def plain_server(answers: Mapping[str, Any]) -> Iterator[str]:
 
 @pytest.mark.parametrize("role", [role for role in Role if role is not Role.VLLM])
 def test_every_role_names_itself_at_health_without_a_token(role: Role) -> None:
-    with serving_in_thread(application(role, [], CollectorRegistry(), "secret", None)) as url:
+    with answering(application(role, [], CollectorRegistry(), "secret", None)) as url:
         found = identify(url)
         assert found is not None
         assert found.role is role
@@ -69,7 +53,7 @@ def test_every_role_names_itself_at_health_without_a_token(role: Role) -> None:
 
 
 def test_a_role_in_the_place_of_another_is_refused_with_both_names() -> None:
-    with serving_in_thread(application(Role.EVALUATOR, [], CollectorRegistry(), "", None)) as url:
+    with answering(application(Role.EVALUATOR, [], CollectorRegistry(), "", None)) as url:
         problem = wrong(url, Role.TEACHER)
         assert problem is not None
         assert (
@@ -88,7 +72,7 @@ def test_a_plain_vllm_server_and_one_of_the_openai_protocol_are_told_apart() -> 
 
 
 def test_a_path_behind_a_role_is_named_with_the_url_to_write() -> None:
-    with serving_in_thread(application(Role.TEACHER, [], CollectorRegistry(), "", None)) as url:
+    with answering(application(Role.TEACHER, [], CollectorRegistry(), "", None)) as url:
         problem = wrong(f"{url}/v1", Role.TEACHER)
         assert problem is not None
         assert f"a path of a teacher service of this project: write {url} for it" in problem

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -18,6 +19,7 @@ from sync.base.tokenizers import (
     end_ids,
     fingerprint,
     load_tokenizer,
+    never_sample_from,
     rendered,
     vocab_size,
 )
@@ -142,3 +144,38 @@ def test_a_template_is_taken_from_a_model_that_is_named(tmp_path: Path) -> None:
 def test_a_fingerprint_of_another_kind_differs_in_every_part() -> None:
     assert differing_parts("0" * 96, "1" * 96) == ["vocabulary", "merges"]
     assert differing_parts("abc", "abc") == []
+
+
+# --- ids without a token ----------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """A head of 7 rows; says which logits it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(3, 7)
+        self.samples = True
+
+    def compute_logits(self, hidden_NH: torch.Tensor) -> Any:
+        return self.head(hidden_NH) if self.samples else None
+
+
+@torch.inference_mode()
+def test_known_ids_keep_their_distribution_and_the_others_have_none() -> None:
+    model, hidden = Model(), torch.randn(5, 3)
+    before = model.compute_logits(hidden)
+    expected = before[:, :4].log_softmax(-1)
+    never_sample_from(model, 4)
+    after = model.compute_logits(hidden)
+    assert after.shape == (5, 7)
+    torch.testing.assert_close(after.log_softmax(-1)[:, :4], expected)
+    assert (after.softmax(-1)[:, 4:] == 0).all()
+    assert (after.argmax(-1) < 4).all()
+
+
+def test_a_worker_that_does_not_sample_has_no_logits_to_change() -> None:
+    model = Model()
+    model.samples = False
+    never_sample_from(model, 4)
+    assert model.compute_logits(torch.randn(1, 3)) is None

@@ -3,15 +3,13 @@
 import asyncio
 import gzip
 import socket
-import threading
-import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 
 import httpx
 import pytest
-import uvicorn
+from ports import answering
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -74,26 +72,22 @@ class Scripted:
         return StreamingResponse(body())
 
 
-@contextmanager
-def serving(scripted: Scripted) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(scripted.app, port=0, log_level="error", ws="none"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+def serving(scripted: Scripted) -> AbstractContextManager[str]:
+    return answering(scripted.app)
+
+
+@asynccontextmanager
+async def asking(scripted: Scripted, token: str = "secret") -> AsyncIterator[Peer]:
+    with serving(scripted) as url:
+        async with Peer(url, token) as peer:
+            yield peer
 
 
 async def test_a_call_brings_the_answer() -> None:
-    with serving(Scripted()) as url:
-        async with Peer(url, "secret") as peer:
-            assert await peer.call("/x", REQUEST, Ok) == Ok()
-            assert await peer.call("/x", None, Ok) == Ok()
-            assert await peer.alive()
+    async with asking(Scripted()) as peer:
+        assert await peer.call("/x", REQUEST, Ok) == Ok()
+        assert await peer.call("/x", None, Ok) == Ok()
+        assert await peer.alive()
 
 
 @pytest.mark.parametrize(
@@ -128,9 +122,8 @@ async def test_a_server_for_other_machines_goes_by_any_name() -> None:
 
 async def test_a_full_peer_is_asked_again_when_it_said() -> None:
     scripted = Scripted(refuse(429, "full", retry_after=0.01), refuse(503, "starting"))
-    with serving(scripted) as url:
-        async with Peer(url, "secret") as peer:
-            assert await peer.call("/x", REQUEST, Ok) == Ok()
+    async with asking(scripted) as peer:
+        assert await peer.call("/x", REQUEST, Ok) == Ok()
     assert scripted.calls == 3
 
 
@@ -144,35 +137,31 @@ async def test_a_peer_that_is_full_is_asked_again_within_a_minute_whatever_it_sa
 ) -> None:
     full = refuse(429, "full")
     full.headers["retry-after"] = told
-    with serving(Scripted(full)) as url:
-        async with Peer(url, "secret") as peer:
-            with pytest.raises(Overloaded) as caught:
-                await peer.once("/x", None, 5.0)
+    async with asking(Scripted(full)) as peer:
+        with pytest.raises(Overloaded) as caught:
+            await peer.once("/x", None, 5.0)
     assert caught.value.retry_after == pause
 
 
 async def test_a_peer_that_stays_full_says_so() -> None:
     scripted = Scripted(*[refuse(429, "queue of 8 tokens is full", retry_after=0.05)] * 50)
-    with serving(scripted) as url:
-        async with Peer(url, "secret") as peer:
-            with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
-                await peer.call("/x", REQUEST, Ok, timeout=1.5)
+    async with asking(scripted) as peer:
+        with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
+            await peer.call("/x", REQUEST, Ok, timeout=1.5)
 
 
 async def test_a_refusal_is_not_repeated() -> None:
     scripted = Scripted(refuse(422, "start 0 must be at least 1"))
-    with serving(scripted) as url:
-        async with Peer(url, "secret") as peer:
-            with pytest.raises(RemoteError, match="422: start 0 must be at least 1"):
-                await peer.call("/x", REQUEST, Ok)
+    async with asking(scripted) as peer:
+        with pytest.raises(RemoteError, match="422: start 0 must be at least 1"):
+            await peer.call("/x", REQUEST, Ok)
     assert scripted.calls == 1
 
 
 async def test_half_a_character_of_a_peer_or_of_user_code_can_be_written_down() -> None:
-    with serving(Scripted(Response(b'{"error": "no \\ud83d"}', 400))) as url:
-        async with Peer(url, "secret") as peer:
-            with pytest.raises(RemoteError, match=r"400: no \?$") as refused:
-                await peer.call("/x", REQUEST, Ok)
+    async with asking(Scripted(Response(b'{"error": "no \\ud83d"}', 400))) as peer:
+        with pytest.raises(RemoteError, match=r"400: no \?$") as refused:
+            await peer.call("/x", REQUEST, Ok)
     match = r"f raised ValueError \(\?\) for row 1: mend it"
     with pytest.raises(DataError, match=match) as raised, own_code("f", "row 1", "mend it"):
         raise ValueError("\ud83d")
@@ -188,27 +177,24 @@ async def test_a_peer_that_is_gone_is_named() -> None:
 
 
 async def test_a_wrong_token_opens_nothing_but_health() -> None:
-    with serving(Scripted()) as url:
-        async with Peer(url, "guess") as peer:
-            with pytest.raises(RemoteError, match="401"):
-                await peer.call("/x", REQUEST, Ok)
-            assert await peer.alive()
+    async with asking(Scripted(), "guess") as peer:
+        with pytest.raises(RemoteError, match="401"):
+            await peer.call("/x", REQUEST, Ok)
+        assert await peer.alive()
 
 
 async def test_frames_arrive_whole_however_the_bytes_are_cut() -> None:
-    with serving(Scripted()) as url:
-        async with Peer(url, "secret") as peer:
-            frames = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
+    async with asking(Scripted()) as peer:
+        frames = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
     assert frames == [Ok(), Wait()]
 
 
 async def test_a_stream_that_ends_inside_a_frame_is_a_loss() -> None:
-    with serving(Scripted()) as url:
-        async with Peer(url, "secret") as peer:
-            received = []
-            with pytest.raises(Unreachable, match="in the middle of a frame"):
-                async for m in peer.stream("/stream", EvalRequest(version=Version(0, 2)), Ok | Wait):
-                    received.append(m)
+    async with asking(Scripted()) as peer:
+        received = []
+        with pytest.raises(Unreachable, match="in the middle of a frame"):
+            async for m in peer.stream("/stream", EvalRequest(version=Version(0, 2)), Ok | Wait):
+                received.append(m)
     assert received == [Ok()]
 
 
@@ -279,14 +265,13 @@ class Paced(httpx.SyncByteStream):
 
 
 async def test_a_connection_without_traffic_is_probed() -> None:
-    with serving(Scripted()) as url:
-        async with Peer(url, "secret") as peer:
-            await peer.once("/x", None, None)
-            assert peer._session is not None
-            ((protocol, _),) = next(iter(peer._session.connector._conns.values()))
-            connection = protocol.transport.get_extra_info("socket")
-            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+    async with asking(Scripted()) as peer:
+        await peer.once("/x", None, None)
+        assert peer._session is not None
+        ((protocol, _),) = next(iter(peer._session.connector._conns.values()))
+        connection = protocol.transport.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
 async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_answer_is_not(
@@ -304,13 +289,12 @@ async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_a
             yield b"x"
 
     drops = [StreamingResponse(drip(), status) for status in (200, 400)]
-    with serving(Scripted(*drops, StreamingResponse(long_and_late()))) as url:
-        async with Peer(url, "secret") as peer:
-            with pytest.raises(Unreachable, match="did not answer within 1 s"):
-                await peer.call("/x", REQUEST, Ok, timeout=0.6)
-            with pytest.raises(Unreachable, match="TimeoutError"):
-                await peer.once("/x", None, 0.6)
-            assert len(await peer.once("/x", None, 8.0)) == 64 * SLOWEST + 3
+    async with asking(Scripted(*drops, StreamingResponse(long_and_late()))) as peer:
+        with pytest.raises(Unreachable, match="did not answer within 1 s"):
+            await peer.call("/x", REQUEST, Ok, timeout=0.6)
+        with pytest.raises(Unreachable, match="TimeoutError"):
+            await peer.once("/x", None, 0.6)
+        assert len(await peer.once("/x", None, 8.0)) == 64 * SLOWEST + 3
     for size in (1, SLOWEST * 2):
         paced, blocking = Paced(size), BlockingPeer("http://peer")
         answering = httpx.MockTransport(lambda _, paced=paced: httpx.Response(200, stream=paced))
@@ -407,17 +391,16 @@ async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
             yield bytes(1000)
 
     answers = [Response(bytes(10_001)), StreamingResponse(long()), StreamingResponse(long(), 400)]
-    with serving(Scripted(*answers, Response(b"[" * 60_000, 400))) as url:
-        async with Peer(url, "secret") as peer:
-            for most in (10_000, 10_000, 65_536):
-                with pytest.raises(RemoteError, match=f"more than {most} bytes: ask for fewer"):
-                    await peer.call("/x", REQUEST, Ok, max_bytes=10_000)
-            with pytest.raises(RemoteError, match=r"answered 400: \[\[\["):  # too deep to be read as JSON
-                await peer.call("/x", REQUEST, Ok)
-            assert await peer.call("/x", REQUEST, Ok) == Ok()
-            monkeypatch.setattr("sync.wire.client.MAX_FRAME", 3)
-            with pytest.raises(WireError, match="the limit is 3: it is no frame"):
-                _ = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
+    async with asking(Scripted(*answers, Response(b"[" * 60_000, 400))) as peer:
+        for most in (10_000, 10_000, 65_536):
+            with pytest.raises(RemoteError, match=f"more than {most} bytes: ask for fewer"):
+                await peer.call("/x", REQUEST, Ok, max_bytes=10_000)
+        with pytest.raises(RemoteError, match=r"answered 400: \[\[\["):  # too deep to be read as JSON
+            await peer.call("/x", REQUEST, Ok)
+        assert await peer.call("/x", REQUEST, Ok) == Ok()
+        monkeypatch.setattr("sync.wire.client.MAX_FRAME", 3)
+        with pytest.raises(WireError, match="the limit is 3: it is no frame"):
+            _ = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
 
 
 async def test_only_answers_that_may_be_long_are_read_beyond_64_mib_and_none_is_copied() -> None:
@@ -433,6 +416,5 @@ async def test_only_answers_that_may_be_long_are_read_beyond_64_mib_and_none_is_
             await peer.call("/x", None, Ok, timeout=600.0)
         with pytest.raises(Unreachable, match="ClientPayloadError"):  # read, and cut short
             await peer.once("/x", None, 600.0)
-    with serving(Scripted()) as url:
-        async with Peer(url, "secret") as peer:
-            assert isinstance(await peer.once("/x", None, 600.0), memoryview)
+    async with asking(Scripted()) as peer:
+        assert isinstance(await peer.once("/x", None, 600.0), memoryview)

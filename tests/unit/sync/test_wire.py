@@ -113,13 +113,28 @@ def test_dtypes_outside_the_wire_are_refused() -> None:
 
 
 def test_versions_sort_by_lineage_then_step_and_read_back() -> None:
-    versions = [Version(1, 2), Version(0, 11), Version(0, 2)]
-    assert sorted(versions) == [Version(0, 2), Version(0, 11), Version(1, 2)]
+    versions = [Version(1, 2), Version(0, 11), Version(0, 2), Version(1234, 10**9)]
+    assert sorted(versions) == [Version(0, 2), Version(0, 11), Version(1, 2), Version(1234, 10**9)]
+    assert str(Version(0, 12)) == "L000-v00000012"
     assert [Version.parse(str(v)) for v in versions] == versions
-    assert sorted(str(v) for v in versions) == [str(v) for v in sorted(versions)]
+    assert sorted(str(v) for v in versions[:3]) == [str(v) for v in sorted(versions[:3])]
 
 
-@pytest.mark.parametrize("text", ["", "default", "L0v1", "L000-00000012", "Lx-v1", "L1-v2-v3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "default",
+        "L0v1",
+        "L000-00000012",
+        "Lx-v1",
+        "L1-v2-v3",
+        "L0-v1",
+        "L000-v0000001",
+        "L000-v00000001\n",
+    ]
+    + ["L٠٠٠-v00000001", "L0000-v00000001", "L-1-v00000001"],
+)
 def test_what_is_no_version_is_refused(text: str) -> None:
     with pytest.raises(WireError, match="is not a version"):
         Version.parse(text)
