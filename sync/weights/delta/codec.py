@@ -61,10 +61,11 @@ def encode(old: Bits, new: Bits, kind: str, effort: Effort = "fast") -> bytes:
     blob = None
     if kind in MANTISSA and new.itemsize in (2, 4) and len(new) > 0:
         blob = _differences(old, new, MANTISSA[kind], effort)
-    elif bool((old == new).all()):
+    elif np.array_equal(old, new) if isinstance(new, np.ndarray) else new.equal(old):  # type: ignore[arg-type]
         return bytes([Mode.SAME])
-    whole = blob is None or len(blob) > new.nbytes
-    return bytes([Mode.WHOLE]) + _pack([on_host(new)]) if whole else blob
+    if blob is None or len(blob) > new.nbytes:
+        return bytes([Mode.WHOLE]) + _pack([on_host(new)])
+    return blob
 
 
 def apply(bits: np.ndarray, blob: bytes | memoryview, kind: str) -> None:
