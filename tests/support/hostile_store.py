@@ -13,12 +13,10 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 from memory_store import MemoryStore
-from safetensors.numpy import save_file
+from published import bits_of, publisher_of, saved
 
-from sync.weights.publish import Publisher, Slice
-from sync.weights.snapshots import checkpoint
 from sync.weights.snapshots.manifest import Manifest, manifest_key, version_key
-from sync.wire import RunIdentity, Version
+from sync.wire import Version
 
 RUN: Final = "run"
 SHAPES: Final = {"a": (40, 8), "b.weight": (300,), "c": (1,)}
@@ -33,20 +31,12 @@ def publish(store: MemoryStore, folder: Path, versions: int = 4) -> None:
     """Version 0 as an anchor and deltas on it, by two ranks in turn; weights are fp32."""
     rng = np.random.default_rng(0)
     weights = {name: rng.standard_normal(shape).astype("f4") for name, shape in SHAPES.items()}
-    fingerprint = checkpoint.model_fingerprint({name: (shape, "f4") for name, shape in SHAPES.items()})
-    slices = [Slice(name, shape, "f4", 0, int(np.prod(shape))) for name, shape in SHAPES.items()]
-    publisher = Publisher(store, RunIdentity(RUN, model=fingerprint), slices)
-    for step in range(versions):
-        bits = {name: value.ravel().view("u4").copy() for name, value in weights.items()}
-        if step == 0:
-            folder.mkdir()
-            save_file(weights, folder / "model.safetensors", {"format": "pt"})
-            (folder / "config.json").write_text("{}")
-            publisher.anchor(Version(0, 0), None, folder, bits)
-        else:
-            publisher.delta(Version(0, step), bits)
+    publisher = publisher_of(store, weights, RUN)
+    publisher.anchor(Version(0, 0), None, saved(folder, weights), bits_of(weights))
+    for step in range(1, versions):
         for value in weights.values():
             value += (rng.random(value.shape) < 0.1) * np.float32(1e-3)
+        publisher.delta(Version(0, step), bits_of(weights))
 
 
 def put_file(

@@ -6,17 +6,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from memory_store import MemoryStore
-from safetensors.numpy import load_file, save_file
+from published import bits_of, publisher_of, saved
+from safetensors.numpy import load_file
 
 from sync.base.errors import SnapshotError
-from sync.weights.publish import Publisher, Slice
-from sync.weights.snapshots import admin, checkpoint
+from sync.weights.snapshots import admin
 from sync.weights.snapshots.manifest import LEASE_SECONDS, dump, lease, manifest_key, read_manifest, versions
 from sync.weights.subscribe import Mirror
-from sync.wire import RunIdentity, Version
+from sync.wire import Version
 
 RUN = "run"
 DAY = 86400.0
@@ -28,24 +29,15 @@ def weights(step: int) -> np.ndarray:
 
 def publish(store: MemoryStore, folder: Path, anchors: set[int], steps: int) -> None:
     """Versions 0 … steps - 1 of one tensor; version i was created at the Unix time i days."""
-    shapes = {"w": ((512,), "f4")}
-    publisher = Publisher(
-        store,
-        RunIdentity(RUN, model=checkpoint.model_fingerprint(shapes)),
-        [Slice("w", (512,), "f4", 0, 512)],
-    )
+    publisher = publisher_of(store, {"w": weights(0)})
     for step in range(steps):
-        version, bits = Version(0, step), {"w": weights(step).view("u4")}
+        version, values = Version(0, step), {"w": weights(step)}
         if step in anchors:
-            folder.mkdir(exist_ok=True)
-            save_file({"w": weights(step)}, folder / "model.safetensors")
-            publisher.anchor(version, None, folder, bits)
+            publisher.anchor(version, None, saved(folder, values), bits_of(values))
         else:
-            publisher.delta(version, bits)
+            publisher.delta(version, bits_of(values))
         manifest = read_manifest(store, RUN, version)
-        aged = type(manifest)(
-            **{**{f: getattr(manifest, f) for f in manifest.__struct_fields__}, "created": step * DAY}
-        )
+        aged = msgspec.structs.replace(manifest, created=step * DAY)
         store.replace(manifest_key(RUN, version), dump(aged))
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import psutil
@@ -28,13 +29,19 @@ WEIGHTS = {
 }
 PLAN = plan_of(WEIGHTS, bucket_bytes=1024)
 """Of three buckets: a tensor begins in one and ends in another."""
+DIGESTS = {name: digest(tensor) for name, tensor in WEIGHTS.items()}
 
 
 @pytest.fixture
 def sender():
-    sender = BroadcastSender("127.0.0.1", 0, timeout=10.0)
-    yield sender
-    sender.close()
+    with contextlib.closing(BroadcastSender("127.0.0.1", 0, timeout=10.0)) as sender:
+        yield sender
+
+
+@pytest.fixture
+def sender_with_patience():
+    with contextlib.closing(BroadcastSender("127.0.0.1", 0, timeout=3600.0)) as sender:
+        yield sender
 
 
 RECEIVERS: list[Receiver] = []
@@ -54,6 +61,12 @@ def receiver(timeout: float = 10.0, device: str = "cpu", token: str | None = Non
 
 def receive(sender: BroadcastSender, group: str, rank: int, size: int, timeout: float = 10.0) -> Reception:
     return receiver(timeout).receive(BroadcastTicket(sender.address, group, rank, size))
+
+
+def send(
+    sender: BroadcastSender, group: str, size: int, lost: Callable[[], str | None] = lambda: None
+) -> int:
+    return sender.send(Audience(group=group, world_size=size), PLAN, buckets_of(PLAN, WEIGHTS), lost)
 
 
 def test_a_member_waits_for_the_senders_word_as_long_as_the_sender_answers():
@@ -78,12 +91,12 @@ def test_a_member_waits_for_the_senders_word_as_long_as_the_sender_answers():
 def test_two_receivers_hold_exactly_the_bits_that_were_sent(sender):
     for group in ("first", "second"):
         receptions = [receive(sender, group, rank, 3) for rank in (1, 2)]
-        sent = sender.send(Audience(group=group, world_size=3), PLAN, buckets_of(PLAN, WEIGHTS))
+        sent = send(sender, group, 3)
         assert sent == sum(t.numel() * t.element_size() for t in WEIGHTS.values())
         for reception in receptions:
             received = reception.result()
             assert list(received.tensors) == list(WEIGHTS)
-            assert received.digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+            assert received.digests == DIGESTS
             assert all(received.tensors[name].dtype == WEIGHTS[name].dtype for name in WEIGHTS)
             assert all(received.tensors[name].shape == WEIGHTS[name].shape for name in WEIGHTS)
             assert torch.signbit(received.tensors["scalar"])
@@ -107,9 +120,9 @@ def sent(sender: BroadcastSender, group: str, *members: Receiver) -> None:
     size = 1 + len(members)
     tickets = [BroadcastTicket(sender.address, group, rank, size) for rank in range(1, size)]
     receptions = [one.receive(ticket) for one, ticket in zip(members, tickets, strict=True)]
-    sender.send(Audience(group=group, world_size=size), PLAN, buckets_of(PLAN, WEIGHTS))
+    send(sender, group, size)
     for reception in receptions:
-        assert reception.result().digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+        assert reception.result().digests == DIGESTS
 
 
 def test_a_group_lasts_as_long_as_all_its_members_keep_their_places(sender, formed):
@@ -131,7 +144,7 @@ def test_after_a_lost_member_the_next_broadcast_has_a_group_of_its_own(sender_wi
     reception = one.receive(BroadcastTicket(sender.address, "v1", 1, 3))
     news = iter([None, "student-1: it was killed"])
     with pytest.raises(Unreachable, match="student-1: it was killed"):
-        sender.send(Audience(group="v1", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS), lambda: next(news))
+        send(sender, "v1", 3, lambda: next(news))
     with pytest.raises(SnapshotError, match="student-1: it was killed"):
         reception.result()
     formed.clear()
@@ -151,7 +164,7 @@ def test_the_store_keeps_nothing_of_a_version_but_why_it_was_given_up(sender_wit
 
     reception, news = one.receive(BroadcastTicket(sender.address, "v2", 1, 3)), iter([None, None, "it ended"])
     with pytest.raises(Unreachable, match="it ended"):
-        sender.send(Audience(group="v2", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS), lambda: next(news))
+        send(sender, "v2", 3, lambda: next(news))
     with pytest.raises(SnapshotError, match="it ended"):
         reception.result()
     deadline = time.monotonic() + 600
@@ -174,7 +187,7 @@ def test_a_trainer_that_starts_again_forms_a_new_group(sender, formed):
 
 
 def test_without_an_audience_nothing_is_sent(sender):
-    assert sender.send(Audience(group="nobody", world_size=1), PLAN, buckets_of(PLAN, WEIGHTS)) == 0
+    assert send(sender, "nobody", 1) == 0
 
 
 def test_buckets_that_were_not_announced_are_refused_and_the_receiver_is_told(sender):
@@ -190,13 +203,13 @@ def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
     reception = receive(sender, "half", 1, 3, timeout=5.0)
     started = time.monotonic()
     with pytest.raises(Unreachable, match="half"):
-        sender.send(Audience(group="half", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS))
+        send(sender, "half", 3)
     with pytest.raises(SnapshotError, match="not received"):
         reception.result()
     assert time.monotonic() - started < 60
 
     reception = receive(sender, "again", 1, 2)
-    sender.send(Audience(group="again", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS))
+    send(sender, "again", 2)
     assert set(reception.result().tensors) == set(WEIGHTS)
     sender.close()
 
@@ -207,7 +220,7 @@ def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sende
     reception = receive(sender, "lost", 1, 3, timeout=3600.0)
     news = iter([None, None, "student-1: it was killed"])
     with pytest.raises(Unreachable, match=r"broadcast lost to 2 workers .*student-1: it was killed"):
-        sender.send(Audience(group="lost", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS), lambda: next(news))
+        send(sender, "lost", 3, lambda: next(news))
     with pytest.raises(SnapshotError, match="student-1: it was killed"):
         reception.result()
     late = receive(sender, "lost", 2, 3, timeout=3600.0)
@@ -215,7 +228,7 @@ def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sende
         late.result()
 
     again = receive(sender, "again", 1, 2)
-    sender.send(Audience(group="again", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS))
+    send(sender, "again", 2)
     assert set(again.result().tensors) == set(WEIGHTS)
 
 
@@ -261,7 +274,7 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
     assert caplog.text.count("127.0.0.1 was refused: it does not hold the run's token") >= 6
     second = receiver(600.0, token="of the run").receive(BroadcastTicket(sender.address, "g", 2, 3))
     for reception in (first, second):
-        assert reception.result().digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+        assert reception.result().digests == DIGESTS
     sending.join()
     sender.close()
 
@@ -321,18 +334,9 @@ def test_a_replica_that_could_never_meet_the_trainer_says_so_and_is_no_member(tr
     sender = BroadcastSender("127.0.0.1", 0, 3600.0, trainer)
     reception = receiver(3600.0, replica).receive(BroadcastTicket(sender.address, "mixed", 1, 2))
     with pytest.raises(Unreachable, match=message):
-        sender.send(
-            Audience(group="mixed", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS), lambda: reception.error
-        )
+        send(sender, "mixed", 2, lambda: reception.error)
     with pytest.raises(SnapshotError, match=message):
         reception.result()
-    sender.close()
-
-
-@pytest.fixture
-def sender_with_patience():
-    sender = BroadcastSender("127.0.0.1", 0, timeout=3600.0)
-    yield sender
     sender.close()
 
 
@@ -374,7 +378,7 @@ def test_a_replica_that_is_killed_on_the_way_fails_the_broadcast_and_the_next_on
     assert 0 < survivor.bytes_received < plan.nbytes
 
     reception = receive(sender, "after", 1, 2)
-    sender.send(Audience(group="after", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS))
+    send(sender, "after", 2)
     assert set(reception.result().tensors) == set(WEIGHTS)
     sender.close()
 
@@ -413,7 +417,7 @@ def test_a_group_that_did_its_work_is_cut_off_only_when_it_is_let_go_of(monkeypa
     ends: list[str] = []
     like_nccl(monkeypatch, ends)
     receptions = [receive(sender, "whole", rank, 3) for rank in (1, 2)]
-    sender.send(Audience(group="whole", world_size=3), PLAN, buckets_of(PLAN, WEIGHTS))
+    send(sender, "whole", 3)
     assert all(set(reception.result().tensors) == set(WEIGHTS) for reception in receptions)
     assert ends == []
     for one in RECEIVERS:
@@ -430,9 +434,7 @@ def test_a_receiver_that_hears_of_the_end_aborts_the_group_that_it_waits_in(
     reception = receive(sender_with_patience, "hangs", 1, 2, timeout=3600.0)
     news = iter([None, None, "student-2: it was killed"])
     with pytest.raises(Unreachable, match="student-2"):
-        sender_with_patience.send(
-            Audience(group="hangs", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS), lambda: next(news)
-        )
+        send(sender_with_patience, "hangs", 2, lambda: next(news))
     with pytest.raises(SnapshotError, match="student-2: it was killed"):
         reception.result()
     deadline = time.monotonic() + 60
@@ -446,6 +448,6 @@ def test_a_receiver_that_hears_of_the_end_aborts_the_group_that_it_waits_in(
 def test_the_same_bits_arrive_over_nccl():
     sender = BroadcastSender("127.0.0.1", 0, timeout=60.0, device="cuda:0")
     reception = receiver(60.0, "cuda:1").receive(BroadcastTicket(sender.address, "nccl", 1, 2))
-    sender.send(Audience(group="nccl", world_size=2), PLAN, buckets_of(PLAN, WEIGHTS))
-    assert reception.result().digests == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+    send(sender, "nccl", 2)
+    assert reception.result().digests == DIGESTS
     sender.close()

@@ -12,18 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import fill, free
-from safetensors.numpy import save_file
+from published import bits_of, publisher_of, saved
 from tmpfs import mounted
 
 from sync.base import durable
 from sync.base.durable import append, is_full, until_disk_space
 from sync.base.errors import DataError
 from sync.base.jsonl import JsonLines, read_lines
-from sync.weights.publish import Publisher, Slice
-from sync.weights.snapshots import checkpoint
 from sync.weights.snapshots.manifest import read_latest
 from sync.weights.stores.store import DirectoryStore
-from sync.wire import RunIdentity, Version
+from sync.wire import Version
 
 
 @pytest.fixture
@@ -118,12 +116,8 @@ def test_a_publisher_waits_for_room_and_says_so_once(
     small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = DirectoryStore(small / "store")
-    folder = small.parent / "model"
-    folder.mkdir()
-    save_file({"w": np.zeros(4096, np.float32)}, folder / "model.safetensors")
-    places = checkpoint.tensors(folder)
-    slices = [Slice("w", (4096,), "f4", 0, 4096)]
-    publisher = Publisher(store, RunIdentity("run", model=checkpoint.fingerprint_of(places)), slices)
+    weights = {"w": np.zeros(4096, np.float32)}
+    folder, publisher = saved(small.parent / "model", weights), publisher_of(store, weights)
     fill(small)
     waits: list[float] = []
 
@@ -135,11 +129,11 @@ def test_a_publisher_waits_for_room_and_says_so_once(
 
     monkeypatch.setattr(durable, "time", SimpleNamespace(sleep=wait))
     with caplog.at_level("WARNING"):
-        publisher.anchor(Version(0, 0), None, folder, checkpoint.bits(places))
+        publisher.anchor(Version(0, 0), None, folder, bits_of(weights))
     assert read_latest(store, "run") == Version(0, 0)
     assert len(waits) == 3
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
-    assert "disk full: run/L000-v00000000/model/model.safetensors in the store" in caplog.text
+    assert "disk full: run/L000-v00000000/model/config.json in the store" in caplog.text
 
 
 def test_other_failures_are_not_waited_for() -> None:

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flat_tensors import digests
-from safetensors.numpy import save_file
+from published import bits_of, publisher_of, saved
 
-from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
 from sync.weights.stores.store import DirectoryStore
 from sync.weights.subscribe import Mirror
-from sync.wire import RunIdentity, Version
+from sync.wire import Version
 
 RUN = "run"
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -30,27 +29,16 @@ def published(tmp_path: Path) -> tuple[DirectoryStore, dict[Version, dict[str, s
     """Twelve versions with anchors at 0 and 6, and the digests of each."""
     store, random = DirectoryStore(tmp_path / "store"), np.random.default_rng(0)
     values = {name: random.standard_normal(SIZE).astype("f2") for name in ("one", "two")}
-    shapes = dict.fromkeys(values, ((SIZE,), "f2"))
-    publisher = Publisher(
-        store,
-        RunIdentity(RUN, model=checkpoint.model_fingerprint(shapes)),
-        [Slice(name, (SIZE,), "f2", 0, SIZE) for name in values],
-    )
-    expected = {}
+    publisher, expected = publisher_of(store, values), {}
     for step in range(STEPS):
-        version, bits = Version(0, step), {name: array.view("u2") for name, array in values.items()}
+        version, bits = Version(0, step), bits_of(values)
         if step % 6 == 0:
-            (tmp_path / "saved").mkdir(exist_ok=True)
-            save_file(values, tmp_path / "saved" / "model.safetensors")
-            publisher.anchor(version, None, tmp_path / "saved", bits)
+            publisher.anchor(version, None, saved(tmp_path / "saved", values), bits)
         else:
             publisher.delta(version, bits)
         expected[version] = {name: checkpoint.digest(array) for name, array in bits.items()}
         hit = random.random(SIZE) < 0.02
-        values = {
-            name: np.where(hit, array.view("u2") ^ 1, array.view("u2")).view("f2")
-            for name, array in values.items()
-        }
+        values = {name: np.where(hit, array ^ 1, array).view("f2") for name, array in bits.items()}
     return store, expected
 
 

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from published import bits_of, publisher_of, saved
 
 from sync.base.errors import ConfigError, SnapshotError
 from sync.base.settings import ReplicaConfig
-from sync.weights.delta.file import Slice
-from sync.weights.publish import Publisher
-from sync.weights.snapshots import checkpoint
 from sync.weights.stores import open_store
 from sync.weights.subscribe import Subscriber, check_local
 from sync.wire import RunIdentity, Version
@@ -21,13 +18,9 @@ from sync.wire.claims import Claim
 
 def test_nothing_is_followed_before_a_run_claims_the_process_and_then_that_run_alone(tmp_path: Path) -> None:
     config = ReplicaConfig(run="toy", store_path=tmp_path / "store", mirror=tmp_path / "mirror")
-    folder = tmp_path / "saved"
-    weights = np.arange(8, dtype=np.float32)
-    folder.mkdir()
-    save_file({"w": weights}, folder / "model.safetensors")
-    store, slices = open_store(config.store, config.store_path), [Slice("w", (8,), "f4", 0, 8)]
-    publisher = Publisher(store, RunIdentity("toy", "aa", checkpoint.fingerprint(folder)), slices)
-    publisher.anchor(Version(0, 0), None, folder, {"w": weights.view("<u4")})
+    weights = {"w": np.arange(8, dtype=np.float32)}
+    publisher = publisher_of(open_store(config.store, config.store_path), weights, "toy", "aa")
+    publisher.anchor(Version(0, 0), None, saved(tmp_path / "saved", weights), bits_of(weights))
     claim = Claim(RunIdentity("toy"))
     followed = Subscriber(config, claim)
     assert followed.newest() is None
