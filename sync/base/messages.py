@@ -98,7 +98,15 @@ def _message(message: Any, template: str) -> dict[str, Any]:
         fields["role"] = _SHAREGPT.get(name, name) if isinstance(name, str) else name
         if "content" not in fields and "value" in fields:
             fields["content"] = fields.pop("value")
-    _check_role(fields, template)
+    if "role" not in fields:
+        raise DataError(f"a chat message has no role: {fields!r:.80}; give every one a role and a content")
+    role = fields["role"]
+    named = isinstance(role, str) and re.search(rf"(['\"]){re.escape(role)}\1", template)
+    if role not in ROLES and not named:
+        raise DataError(
+            f"role {role!r:.40} is neither {', '.join(ROLES)} nor named in the chat template: correct it, or "
+            "name a template that knows it in student.chat_template"
+        )
     calls = fields.get("tool_calls")
     if calls:
         fields["tool_calls"] = _calls(calls, template)
@@ -115,21 +123,6 @@ def _message(message: Any, template: str) -> dict[str, Any]:
     if fields["role"] == "user" and not fields["content"].strip():
         raise DataError("a user's message is empty: give it a text, or leave the row out")
     return fields
-
-
-def _check_role(fields: Mapping[str, Any], template: str) -> None:
-    """Raise DataError for a message without a role, and for a role that the template does not know."""
-    role = fields.get("role")
-    if "role" not in fields:
-        raise DataError(
-            f"a chat message has no role: {dict(fields)!r:.80}; give every one a role and a content"
-        )
-    if role in ROLES or (isinstance(role, str) and re.search(rf"(['\"]){re.escape(role)}\1", template)):
-        return
-    raise DataError(
-        f"role {role!r:.40} is neither {', '.join(ROLES)} nor named in the chat template: correct it, or "
-        "name a template that knows it in student.chat_template"
-    )
 
 
 def _calls(calls: Any, template: str) -> Any:

@@ -124,10 +124,21 @@ def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -
         missing = _fill(model, names, tensors)
         finalize_layerwise_reload(model, model_config)
     except BaseException:
-        _abandon_reload(model)
+        for (
+            layer
+        ) in model.modules():  # the live tensors again in place of placeholders: a new reload can start
+            info = get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
         raise
     if current_platform.is_cpu():
-        _repack(model)
+        for layer in model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+                method.process_weights_after_loading(layer)  # of a tied head, which has nothing to load
+            elif isinstance(method, UnquantizedFusedMoEMethod):  # which vLLM packs only at its first load
+                cast(Any, method).moe_kernel.fused_experts.process_weights_after_loading(layer)
     if model_config.quantization is None:
         _refuse(missing)
 
@@ -136,7 +147,10 @@ def _fill(model: Any, names: set[str], tensors: NamedTensors) -> set[str]:
     """Parameters that got nothing, of a model in layerwise reload that otherwise has those of `names`."""
     expected = names & {name for name, _ in model.named_parameters()}  # without what vLLM computes of them
     loaded = model.load_weights(tensors)
-    if past := _not_reloaded(model) & (loaded or set()):
+    infos = ((prefix, layer, get_layerwise_info(layer)) for prefix, layer in model.named_modules())
+    idle = [(prefix, layer) for prefix, layer, info in infos if info.can_load() and info.load_numel <= 0]
+    kept = {f"{prefix}.{name}" for prefix, layer in idle for name, _ in layer.named_parameters(recurse=False)}
+    if past := kept & (loaded or set()):
         raise ValueError(f"vLLM loads {sorted(past)[:3]} past a reload, so that the old values would stay")
     return set() if loaded is None else expected - loaded
 
@@ -184,34 +198,6 @@ def _place_adapter(manager: Any, adapter: LoRAModel) -> None:
     manager.remove_adapter(adapter.id)
     manager._registered_adapters[adapter.id] = adapter
     manager.activate_adapter(adapter.id)
-
-
-def _not_reloaded(model: Any) -> set[str]:
-    """Parameters of layers to which the reload under way gave nothing."""
-    infos = ((prefix, layer, get_layerwise_info(layer)) for prefix, layer in model.named_modules())
-    idle = [(prefix, layer) for prefix, layer, info in infos if info.can_load() and info.load_numel <= 0]
-    return {f"{prefix}.{name}" for prefix, layer in idle for name, _ in layer.named_parameters(recurse=False)}
-
-
-def _abandon_reload(model: torch.nn.Module) -> None:
-    """Put the live tensors back where layerwise reload left placeholders, so that a new reload can start."""
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and info.kernel_tensors is not None:
-            _place_kernel_tensors(layer, info)
-        info.reset()
-
-
-def _repack(model: torch.nn.Module) -> None:
-    """Pack anew what the CPU's kernels read in a layout of their own and a reload leaves as it was: an output
-    head that is tied to the embedding, so has no weights of its own to load, and experts, which vLLM 0.32
-    packs only at its first load."""
-    for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
-            method.process_weights_after_loading(layer)
-        elif isinstance(method, UnquantizedFusedMoEMethod):
-            cast(Any, method).moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 # --- staging ----------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -321,32 +320,31 @@ class Reception:
             group.abort()
 
     def _receive(self, ticket: BroadcastTicket) -> Received:
-        with self._receiver.meeting(ticket) as store:
-            return self._receive_from(store, ticket)
-
-    def _receive_from(self, store: Meeting, ticket: BroadcastTicket) -> Received:
-        if store.check(["given up"]):
-            raise SnapshotError(store.get("given up").decode())
-        get = partial(store.get, given_up=self._given_up.is_set)
         device, backend = self._receiver.device, backend_name(self._receiver.device)
-        if (sent_by := get("backend").decode()) != backend:  # the two sides could never meet
-            raise SnapshotError(
-                f"the trainer broadcasts with {sent_by} and this replica is on a {device.type} device, "
-                f'which receives with {backend}: set weights.transport = "snapshot", or run both on one kind'
-            )
-        plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(get("plan")))
-        store.set(f"here/{ticket.rank}", self._receiver.held(ticket))
-        group = self._receiver.group(store.told("go", self._given_up.is_set).decode(), ticket)
-        with used(group, self._groups, self._given_up.is_set):
-            tensors = self._receive_buckets(group, plan)
-            sent = json_decoder(dict[str, str]).decode(store.told("digests", self._given_up.is_set))
-            digests = {name: digest(tensor) for name, tensor in tensors.items()}
-            if digests != sent:
-                wrong = sorted(name for name in sent if digests.get(name) != sent[name])
-                raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
-        self._receiver.keep(group)
-        store.set(f"received/{ticket.rank}", "1")
-        return Received(ticket.group, tensors, digests, plan.adapter_config)
+        given_up = self._given_up.is_set
+        with self._receiver.meeting(ticket) as store:
+            if store.check(["given up"]):
+                raise SnapshotError(store.get("given up").decode())
+            if (sent_by := store.get("backend", given_up).decode()) != backend:  # they could never meet
+                raise SnapshotError(
+                    f"the trainer broadcasts with {sent_by} and this replica is on a {device.type} device, "
+                    f'which receives with {backend}: set weights.transport = "snapshot", or run both on one '
+                    "kind"
+                )
+            text = store.get("plan", given_up)
+            plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(text))
+            store.set(f"here/{ticket.rank}", self._receiver.held(ticket))
+            group = self._receiver.group(store.told("go", given_up).decode(), ticket)
+            with used(group, self._groups, given_up):
+                tensors = self._receive_buckets(group, plan)
+                sent = json_decoder(dict[str, str]).decode(store.told("digests", given_up))
+                digests = {name: digest(tensor) for name, tensor in tensors.items()}
+                if digests != sent:
+                    wrong = sorted(name for name in sent if digests.get(name) != sent[name])
+                    raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
+            self._receiver.keep(group)
+            store.set(f"received/{ticket.rank}", "1")
+            return Received(ticket.group, tensors, digests, plan.adapter_config)
 
     def _receive_buckets(self, group: Group, plan: Plan) -> dict[str, torch.Tensor]:
         whole_N, device = torch.empty(plan.nbytes, dtype=torch.uint8), self._receiver.device

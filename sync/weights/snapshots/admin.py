@@ -161,7 +161,7 @@ def export(store: Store, run: str, version: Version, folder: Path) -> None:
 
 
 @dataclass
-class _Held:
+class _Holdings:
     """What a store holds of a run."""
 
     bare: list[Version]
@@ -175,7 +175,7 @@ class _Held:
     """With a manifest that cannot be read."""
 
 
-def _read(store: Store, run: str) -> _Held:
+def _read(store: Store, run: str) -> _Holdings:
     latest, problem = None, None
     try:
         latest = read_latest(store, run)
@@ -183,7 +183,7 @@ def _read(store: Store, run: str) -> _Held:
         problem = Odd("LATEST", str(error))
     folders, odd = _folders(store, run)
     published = versions(store, run)
-    listing = _Held(sorted(folders - set(published)), odd + ([problem] if problem else []), latest)
+    listing = _Holdings(sorted(folders - set(published)), odd + ([problem] if problem else []), latest)
     for version in published:
         try:
             listing.manifests[version] = read_manifest(store, run, version)
@@ -202,7 +202,7 @@ def _folders(store: Store, run: str) -> tuple[set[Version], list[Odd]]:
     return {version for _, version in pairs if version is not None}, odd
 
 
-def _needed(listing: _Held, keep_anchors: int, since: float) -> set[Version]:
+def _needed(listing: _Holdings, keep_anchors: int, since: float) -> set[Version]:
     """Versions to keep for their own sake, or because their base is unknown; see `gc`."""
     manifests = listing.manifests
     anchors = [version for version, manifest in manifests.items() if manifest.base is None]

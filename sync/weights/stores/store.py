@@ -141,7 +141,11 @@ class DirectoryStore(Store):
         self.root = root.absolute()
         with self._explained("open"):
             make_folder(self.root / _PENDING)
-            _remove_old(self.root / _PENDING)
+            oldest = time.time() - _PENDING_SECONDS
+            for path in (self.root / _PENDING).iterdir():
+                with suppress(OSError):  # another process was faster, or it is another user's
+                    if path.lstat().st_mtime < oldest:
+                        path.unlink()
 
     def create(self, key: str, data: bytes | Path) -> None:
         target = self._path(key)
@@ -170,7 +174,11 @@ class DirectoryStore(Store):
         path = self._path(key)
         with self._explained("delete", key):
             path.unlink(missing_ok=True)
-            _remove_empty(path.parent, self.root)
+        with suppress(OSError):  # not empty, or another process was faster: both are fine
+            for folder in path.parents:
+                if folder == self.root:
+                    break
+                folder.rmdir()
 
     def _size(self, key: str) -> int | None:
         with self._explained("look for", key):
@@ -227,20 +235,3 @@ def _place(pending: Path, target: Path, place: Callable[[Path, Path], None]) -> 
         except FileNotFoundError:
             if target.parent.exists():
                 raise
-
-
-def _remove_old(pending: Path) -> None:
-    oldest = time.time() - _PENDING_SECONDS
-    for path in pending.iterdir():
-        with suppress(OSError):  # another process was faster, or it is another user's
-            if path.lstat().st_mtime < oldest:
-                path.unlink()
-
-
-def _remove_empty(folder: Path, root: Path) -> None:
-    while folder != root:
-        try:
-            folder.rmdir()
-        except OSError:  # not empty, or another process was faster: both are fine
-            return
-        folder = folder.parent

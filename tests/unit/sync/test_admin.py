@@ -173,7 +173,7 @@ def test_gc_looks_each_base_up_once_however_long_the_chains_are() -> None:
             return Version(0, self.step - 1) if self.step else None
 
     chain: dict[Version, Any] = {Version(0, step): Link(step) for step in range(300)}
-    held = admin._Held([], [], None, chain)
+    held = admin._Holdings([], [], None, chain)
     assert admin._needed(held, keep_anchors=1, since=1.0) == set(chain)
     assert max(map(looked_up.count, range(300))) <= 4
 
