@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,16 +47,6 @@ from sync.weights.snapshots.checkpoint import NamedTensors, read_folder
 from sync.wire import BroadcastTicket, Routing
 
 
-@dataclass
-class NoInfo(WeightTransferInitInfo):
-    """Nothing to set up: folders and tickets name themselves."""
-
-
-@dataclass
-class NoUpdate(WeightTransferUpdateInfo):
-    """Of vLLM's own update session, which is not used."""
-
-
 class Update(msgspec.Struct, frozen=True):
     """Where one version comes from: one of both."""
 
@@ -71,12 +60,12 @@ class Update(msgspec.Struct, frozen=True):
     """Of `ReplicaConfig`."""
 
 
-class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
+class CheckpointEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
     """Brings checkpoints into one worker's model, or adapters when it was started for them. Registered as
     "distill" by `sync.vllm.plugin`."""
 
-    init_info_cls = NoInfo
-    update_info_cls = NoUpdate
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = WeightTransferUpdateInfo
     supports_draft_weight_update = False
 
     def __init__(
@@ -156,13 +145,13 @@ class CheckpointEngine(WeightTransferEngine[NoInfo, NoUpdate]):
             return partial(stage_adapter, self.model, self.vllm_config, settings)
         return partial(stage_weights, self.model, self.vllm_config, self.device, room)
 
-    def init_transfer_engine(self, init_info: NoInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
         """Nothing to do: an update is one call, so that it cannot be left half made."""
 
-    def receive_weights(self, update_info: NoUpdate) -> None:
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
         """Refused: vLLM's own session has no revert."""
         raise RuntimeError("weights come through /distill/v1/update alone")
 

@@ -105,7 +105,7 @@ class BroadcastSender:
         self._device = torch.device(device)
         self._host = host
         self._served = Served(host, port, broadcast_key(token))
-        self._held: Group | None = None  # of the last broadcast
+        self._group: Group | None = None  # of the last broadcast
 
     @property
     def address(self) -> str:
@@ -173,14 +173,14 @@ class BroadcastSender:
             with used(group, groups, given_up):
                 store.set("digests", msgspec.json.encode(self._send_buckets(group, plan, buckets)))
                 store.wait(received, given_up=given_up)
-            self._held = group
+            self._group = group
         finally:
             for key in ("backend", "plan", *here, "go", "digests", *received):
                 store.delete_key(key)
 
     def _group_of(self, audience: Audience, store: Meeting) -> Group:
         """The one that all hold, or a new one."""
-        kept, self._held = self._held, None
+        kept, self._group = self._group, None
         holders = {store.get(f"here/{rank}") for rank in range(1, audience.world_size)}
         if kept is not None and (kept.size, {kept.name.encode()}) == (audience.world_size, holders):
             store.set("go", kept.name)
@@ -204,12 +204,12 @@ class BroadcastSender:
             digests.update(bucket, flat)  # and the next one is gathered, while it is on its way
         if on_its_way is not None:
             on_its_way()
-        return digests.found()
+        return digests.hexdigests()
 
     def close(self) -> None:
         self._served.close()
-        if self._held is not None:
-            self._held.close()
+        if self._group is not None:
+            self._group.close()
 
 
 # --- replica ----------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Receiver:
     def __init__(self, timeout: float, device: torch.device | str = "cpu", token: str | None = None) -> None:
         self.timeout, self.device = timedelta(seconds=timeout), torch.device(device)
         self._key = broadcast_key(token)
-        self._held: Group | None = None  # of the last broadcast
+        self._group: Group | None = None  # of the last broadcast
 
     def receive(self, ticket: BroadcastTicket) -> Reception:
         return Reception(self, ticket)
@@ -244,15 +244,15 @@ class Receiver:
         with contextlib.closing(Visitor(ticket.address, self._key, self.timeout)) as visitor:
             yield Meeting(visitor.ask, ticket.group, self.timeout)
 
-    def held(self, ticket: BroadcastTicket) -> str:
+    def group_name(self, ticket: BroadcastTicket) -> str:
         """Name of the group in which it has the ticket's rank, or _NEW."""
-        kept = self._held
+        kept = self._group
         return kept.name if kept is not None and kept.rank == ticket.rank else _NEW
 
     def group(self, name: str, ticket: BroadcastTicket) -> Group:
         """The one that is held, where that is `name`; else, for _NEW, one under the ticket's name. Not held
         meanwhile: `keep` it when its broadcast has succeeded."""
-        kept, self._held = self._held, None
+        kept, self._group = self._group, None
         if kept is not None:
             if kept.name == name:
                 return kept
@@ -268,11 +268,11 @@ class Receiver:
         return group
 
     def keep(self, group: Group) -> None:
-        self._held = group
+        self._group = group
 
     def close(self) -> None:
-        if self._held is not None:
-            self._held.close()
+        if self._group is not None:
+            self._group.close()
 
 
 class Reception:
@@ -333,7 +333,7 @@ class Reception:
                 )
             text = store.get("plan", given_up)
             plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(text))
-            store.set(f"here/{ticket.rank}", self._receiver.held(ticket))
+            store.set(f"here/{ticket.rank}", self._receiver.group_name(ticket))
             group = self._receiver.group(store.told("go", given_up).decode(), ticket)
             with used(group, self._groups, given_up):
                 tensors = self._receive_buckets(group, plan)

@@ -77,7 +77,7 @@ class Digests:
             part = host[piece.start - bucket.start : piece.stop - bucket.start]
             self._hashes[piece.meta.name].update(tensor_bytes(part))
 
-    def found(self) -> dict[str, str]:
+    def hexdigests(self) -> dict[str, str]:
         """Tensor → hex, after the last bucket."""
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 

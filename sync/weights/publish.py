@@ -82,7 +82,7 @@ class Publisher:
         self._begun: Version | None = None  # the newest version that was begun, unless it is another writer's
         self._base: Version | None = None
         self._parent: Version | None = None
-        self._held: BaseShard | None = None
+        self._shard: BaseShard | None = None
         self._store_speed: float | None = None  # bytes per second; None: no file was large enough
         self._told: Effort | None = None
         self._delta_bytes, self._full_bytes, self._model_bytes = 0, 0, 0
@@ -119,14 +119,14 @@ class Publisher:
         """
         start = time.monotonic()
         with self._lock:
-            self._base = self._held = None  # free the old copy before allocating the new one
+            self._base = self._shard = None  # free the old copy before allocating the new one
             self._check(shards)
             base = None if self._anchors_only else BaseShard(self._slices, shards)
             again, self._begun, total = version == self._begun, version, self._shard_bytes
             if self._rank == 0:
                 bits = base.host if base else shards
                 total = self._publish_anchor(version, parent, folder, bits, kind, again)
-            self._held, self._parent = base, parent
+            self._shard, self._parent = base, parent
             self._base = version if base else None
             self._delta_bytes, self._full_bytes = 0, total
             return Published(
@@ -145,14 +145,14 @@ class Publisher:
         start = time.monotonic()
         with self._lock:
             base, self._base, self._begun = self._base, None, version
-            if base is None or self._held is None:
+            if base is None or self._shard is None:
                 raise SnapshotError(f"{version} has no base to be a delta of: publish an anchor first")
             self._check(shards)
             begun = time.monotonic()
             header = Header(
                 self._run.name, self._fingerprint, version, base, self._rank, self._world_size, []
             )
-            data = self._held.delta(header, self._slices, shards, self.codec)
+            data = self._shard.delta(header, self._slices, shards, self.codec)
             encode_seconds = time.monotonic() - begun
             file = File(f"delta-{self._rank:05d}.bin", len(data), blake3(data).hexdigest())
             self._write(self._key(version, file.key), data)
@@ -160,7 +160,7 @@ class Publisher:
             if self._rank > 0:
                 self._write(self._key(version, _receipt(self._rank)), dump(part))
             size = file.size if self._rank > 0 else self._publish_delta(version, base, part)
-            self._held.advance(shards)
+            self._shard.advance(shards)
             self._base = version
             self._delta_bytes += size
             return Published(

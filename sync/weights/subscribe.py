@@ -117,7 +117,7 @@ class Mirror:
     @property
     def version(self) -> Version | None:
         """Of the live slot; None before the first promotion."""
-        return self._held(self._state.live)
+        return self._version_in(self._state.live)
 
     @property
     def path(self) -> Path | None:
@@ -134,7 +134,7 @@ class Mirror:
         if version == self.version and self.path is not None:
             return Staged(version, self.path, 0)
         read = 0
-        if self._held(self._spare) != version:
+        if self._version_in(self._spare) != version:
             with self._writing():
                 read = self._bring_forward(version)
         return Staged(version, self._folder / self._spare, read)
@@ -144,9 +144,9 @@ class Mirror:
         StoreError when the disk fails."""
         if version == self.version:
             return
-        if self._held(self._spare) != version:
+        if self._version_in(self._spare) != version:
             raise SnapshotError(
-                f"the spare slot holds {self._held(self._spare)}, not {version}: stage it again"
+                f"the spare slot holds {self._version_in(self._spare)}, not {version}: stage it again"
             )
         with self._writing():
             self._write(live=self._spare)
@@ -159,7 +159,7 @@ class Mirror:
         """Take the first route to `version` that verifies; returns the bytes read from the store."""
         deltas = Deltas(self._store, self._folder / "deltas")
         for slot in (self._spare, self._state.live):
-            chain = self._chain_from(self._held(slot), version)
+            chain = self._chain_from(self._version_in(slot), version)
             if slot is None or not chain:
                 continue
             try:
@@ -227,7 +227,7 @@ class Mirror:
     def _spare(self) -> str:
         return "b" if self._state.live == "a" else "a"
 
-    def _held(self, slot: str | None) -> Version | None:
+    def _version_in(self, slot: str | None) -> Version | None:
         return {"a": self._state.a, "b": self._state.b, None: None}[slot]
 
     @contextmanager

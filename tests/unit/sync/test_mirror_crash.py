@@ -73,7 +73,7 @@ def test_whatever_a_killed_mirror_says_it_holds_it_holds(
         follow_until_killed(folder, store, patience * float(random.uniform(0.005, 0.06)))
         with Mirror(folder, store, RUN) as mirror:
             for slot in ("a", "b"):
-                version = mirror._held(slot)
+                version = mirror._version_in(slot)
                 if version is not None:
                     assert digests(folder / slot) == expected[version]
             found.add(mirror.version)

@@ -417,7 +417,7 @@ def test_a_version_is_published_once(store: MemoryStore, trainer: Trainer, tmp_p
         with pytest.raises(AlreadyPublished):
             rival.anchor(v(0))
     rival.publishers[0]._base = v(0)
-    rival.publishers[0]._held = BaseShard(rival.publishers[0]._slices, rival.shards(0))
+    rival.publishers[0]._shard = BaseShard(rival.publishers[0]._slices, rival.shards(0))
     with pytest.raises(AlreadyPublished):
         rival.delta(v(1))
     assert rival.publishers[0].anchor_due
@@ -497,7 +497,7 @@ def test_the_last_shards_are_let_go_before_those_of_an_anchor_are_copied(
     """On a GPU the shard fills memory that training needs."""
     trainer = Trainer(store, tmp_path / "saved")
     trainer.anchor(v(0))
-    (publisher,), held = trainer.publishers, weakref.ref(trainer.publishers[0]._held)
+    (publisher,), held = trainer.publishers, weakref.ref(trainer.publishers[0]._shard)
 
     class Watched(dict[str, np.ndarray]):
         def __getitem__(self, name: str) -> np.ndarray:
@@ -518,7 +518,7 @@ def test_a_publisher_of_anchors_alone_keeps_no_copy_of_the_shard(
     for step in range(2):
         trainer.step()
         trainer.anchor(v(step))
-        assert (publisher._held, publisher.anchor_due) == (None, True)
+        assert (publisher._shard, publisher.anchor_due) == (None, True)
         follow(mirror, v(step), trainer)
     trainer.save()
     trainer.step(1.0)

@@ -5,7 +5,7 @@ import gzip
 import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, closing
 
 import httpx
 import pytest
@@ -143,11 +143,14 @@ async def test_a_peer_that_is_full_is_asked_again_within_a_minute_whatever_it_sa
     assert caught.value.retry_after == pause
 
 
-async def test_a_peer_that_stays_full_says_so() -> None:
-    scripted = Scripted(*[refuse(429, "queue of 8 tokens is full", retry_after=0.05)] * 50)
+async def test_a_peer_that_stays_full_says_so_to_either_client() -> None:
+    scripted = Scripted(*[refuse(429, "queue of 8 tokens is full", retry_after=0.05)] * 100)
     async with asking(scripted) as peer:
         with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
             await peer.call("/x", REQUEST, Ok, timeout=1.5)
+        blocking = BlockingPeer(peer.url, "secret")
+        with pytest.raises(Overloaded, match="queue of 8 tokens is full"), closing(blocking):
+            await asyncio.to_thread(blocking.call, "/x", REQUEST, Ok, timeout=1.5)
 
 
 async def test_a_refusal_is_not_repeated() -> None:
@@ -207,15 +210,6 @@ def test_the_blocking_client_retries_and_refuses_alike() -> None:
         assert peer.call("/x", REQUEST, Ok) == Ok()
         peer.close()
     assert scripted.calls == 3
-
-
-def test_a_peer_that_stays_full_says_so_to_the_blocking_client_too() -> None:
-    scripted = Scripted(*[refuse(429, "queue of 8 tokens is full", retry_after=0.05)] * 50)
-    with serving(scripted) as url:
-        peer = BlockingPeer(url, "secret")
-        with pytest.raises(Overloaded, match="queue of 8 tokens is full"):
-            peer.call("/x", REQUEST, Ok, timeout=1.5)
-        peer.close()
 
 
 class Slow(httpx.BaseTransport):
