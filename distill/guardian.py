@@ -157,8 +157,8 @@ def adopt_orphans(adopt: bool = True) -> None:
 def kill_adopted(spared: Collection[int]) -> int:
     """Kill and collect the children of this process that it adopted, and theirs; how many there were.
 
-    `own`: children that it started itself. Not adopted either: guardians, and what shares this session, since
-    nothing below a guardian can come back to it.
+    `spared`: children that it started itself. Not adopted either: guardians, and what shares this session,
+    since nothing below a guardian can come back to it.
     """
     killed: set[int] = set()
     while adopted := [

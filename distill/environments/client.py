@@ -15,21 +15,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from distill.environments.episode import ANSWER, EnvironmentAnswer, FinishReason
+from sync import wire
 from sync.base.address import Place
 from sync.base.errors import DistillError, Overloaded, Unreachable, WireError
 from sync.base.retry import Backoff
-from sync.wire import (
-    Array,
-    EnvironmentInfo,
-    EpisodeBegin,
-    EpisodeContinue,
-    EpisodeEnd,
-    EpisodeFailed,
-    Ok,
-    Turn,
-    decode,
-    encode,
-)
 from sync.wire.claims import Claim
 from sync.wire.client import MAX_SMALL, Peer, Processes
 from sync.wire.peers import Role
@@ -44,7 +33,7 @@ END_SECONDS: Final = 2.0
 class _Process:
     peer: Peer
     episodes: int = 0
-    """Under way."""
+    """Episodes under way there."""
     back_at: float = 0.0
     """time.monotonic() before which no episode begins there."""
     backoff: Backoff = field(default_factory=lambda: Backoff(0.05, 2.0))
@@ -74,13 +63,13 @@ class EnvironmentClient(Processes):
         self._places: dict[str, _Process] = {}
         """Episode → its process, until it is over or `end` is called."""
 
-    async def info(self, timeout: float | None = None) -> EnvironmentInfo:
+    async def info(self, timeout: float | None = None) -> wire.EnvironmentInfo:
         """EnvironmentInfo of all processes. Raises ConfigError when they differ."""
-        return await self.agreed("/v1/info", EnvironmentInfo, timeout)
+        return await self.agreed("/v1/info", wire.EnvironmentInfo, timeout)
 
     async def begin(self, id: str, task: int) -> EnvironmentAnswer:
         """The first turn of an episode, from any process; waits while all are full."""
-        body, expires = encode(EpisodeBegin(id=id, task=task)), time.monotonic() + self._limit
+        body, expires = wire.encode(wire.EpisodeBegin(id=id, task=task)), time.monotonic() + self._limit
         try:
             while True:
                 process = min(self._processes, key=lambda server: (server.pause, server.episodes))
@@ -89,7 +78,7 @@ class EnvironmentClient(Processes):
                 try:
                     answer = await process.peer.once("/v1/begin", body, self._limit, MAX_SMALL)
                     process.backoff.reset()
-                    return self._checked(id, decode(answer, ANSWER))
+                    return self._checked(id, wire.decode(answer, ANSWER))
                 except Overloaded as error:
                     process.back_at = time.monotonic() + error.retry_after
                     expires = time.monotonic() + self._limit
@@ -104,12 +93,12 @@ class EnvironmentClient(Processes):
             raise
 
     async def proceed(
-        self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
+        self, id: str, turn: int, token_ids: wire.Array, finish_reason: FinishReason
     ) -> EnvironmentAnswer:
         """What follows the student's answer; retried until it arrives or the time limit has passed."""
         if (process := self._places.get(id)) is None:
-            return EpisodeFailed(id=id, error=f"episode {id} has not begun", lost=True)
-        body = EpisodeContinue(id=id, turn=turn, token_ids=token_ids, finish_reason=finish_reason)
+            return wire.EpisodeFailed(id=id, error=f"episode {id} has not begun", lost=True)
+        body = wire.EpisodeContinue(id=id, turn=turn, token_ids=token_ids, finish_reason=finish_reason)
         return self._checked(id, await process.peer.call("/v1/continue", body, ANSWER))
 
     async def end(self, ids: list[str]) -> None:
@@ -121,9 +110,9 @@ class EnvironmentClient(Processes):
                 self._place(id, None)
         for process, episodes in told.items():
             with contextlib.suppress(DistillError):
-                body = encode(EpisodeEnd(ids=episodes))
+                body = wire.encode(wire.EpisodeEnd(ids=episodes))
                 answer = await process.peer.once("/v1/end", body, END_SECONDS, MAX_SMALL)
-                decode(answer, Ok)
+                wire.decode(answer, wire.Ok)
 
     def _place(self, id: str, process: _Process | None) -> None:
         if (before := self._places.pop(id, None)) is not None:
@@ -135,6 +124,6 @@ class EnvironmentClient(Processes):
     def _checked(self, id: str, said: EnvironmentAnswer) -> EnvironmentAnswer:
         if said.id != id:
             raise WireError(f"environment {self.name!r} answered for episode {said.id!r}, not {id!r}")
-        if not isinstance(said, Turn):
+        if not isinstance(said, wire.Turn):
             self._place(id, None)
         return said

@@ -42,13 +42,13 @@ class EnvironmentConfig(Placement):
 
 
 class EnvironmentService(Settings):
-    """What an environment service is started with, its `--config`."""
+    """The `--config` of an environment service."""
 
     name: str
-    """Of its section."""
+    """Name of its section."""
     run: str
     """Name of the run."""
     environment: EnvironmentConfig
-    """The section."""
+    """Its section."""
     student: ModelSource
     """Its tokenizer makes the tokens."""

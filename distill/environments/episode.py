@@ -50,16 +50,16 @@ class Environment(Protocol):
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
     ) -> EnvironmentAnswer: ...
     async def end(self, ids: list[str]) -> None:
-        """Give these up, if it can be told."""
+        """Give these up, if the environment can be told."""
         ...
 
 
 class Limits(NamedTuple):
-    """Of an episode."""
+    """Bounds of an episode."""
 
     turns: int
     tokens: int
-    """Of the context that a turn begins with."""
+    """Tokens of the context that a turn begins with."""
     seconds: float | None
     """After which no turn begins; None: no limit."""
     vocab_size: int
@@ -160,12 +160,12 @@ class Episode:
     """One, and one more for every time that the environment rewrote its context: the own tokens of those
     before are then part of its prompt, so that each is trained once, behind what it was sampled behind."""
     turns: int = 0
-    """That the student answered."""
+    """Turns that the student answered."""
     ended: Ended | None = None
     """How it ended; None: it is under way."""
     reward: float | None = None
     turn_rewards: list[float] = field(default_factory=list)
-    """Of each turn, part of `reward`; empty: it is rewarded as a whole."""
+    """Rewards of the turns, part of `reward`; empty: the episode is rewarded as a whole."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -179,7 +179,7 @@ class Episode:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the episode as a completion."""
+        """Finish reason of the episode as a completion."""
         return "stop" if self.ended == "over" else "time" if self.ended == "time" else "length"
 
     def asked(self, turn: Turn, limits: Limits) -> None:

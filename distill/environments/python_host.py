@@ -29,12 +29,12 @@ _REMEDY = "take every task, and return a reward, None, or a table of numbers"
 
 
 class Reply(NamedTuple):
-    """What the student answered."""
+    """The student's answer to a turn."""
 
     text: str
-    """With its special tokens, such as markers of tool calls, without the one that ends it."""
+    """Text with its special tokens, such as markers of tool calls, without the one that ends it."""
     token_ids: list[int]
-    """As sampled, the end token included."""
+    """Ids as sampled, the end token included."""
     finish_reason: FinishReason
     """length, time: it was cut off, and goes on as if it had ended."""
 
@@ -47,7 +47,7 @@ class Talk:
         self._turn = self._length = 0
         self._answered: list[int] = []
         self.rewards: list[float] = []
-        """Of each answer so far."""
+        """Rewards of the answers so far."""
         self._answers: asyncio.Queue[Reply] = asyncio.Queue()
         self.out: asyncio.Queue[EnvironmentAnswer] = asyncio.Queue()
         """For the service: turns, and how the episode ended."""

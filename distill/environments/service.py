@@ -38,24 +38,11 @@ from starlette.routing import Route
 from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.environments.episode import ANSWER, Environment, EnvironmentAnswer
 from distill.environments.rendering import Renderer
+from sync import wire
 from sync.base.address import TOKEN_VARIABLE, token_from_environment
 from sync.base.errors import DataError, Overloaded
 from sync.base.own_code import own_code
 from sync.base.settings import read_settings
-from sync.wire import (
-    EVALUATION_ID,
-    EnvironmentInfo,
-    EpisodeBegin,
-    EpisodeContinue,
-    EpisodeEnd,
-    EpisodeFailed,
-    EpisodeOver,
-    Ok,
-    RunIdentity,
-    Turn,
-    decode,
-    encode,
-)
 from sync.wire.checks import Problem, turn_tokens
 from sync.wire.claims import Claim
 from sync.wire.peers import Role
@@ -98,11 +85,11 @@ class _Episode:
     call: asyncio.Task[EnvironmentAnswer]
     """The newest call of the environment."""
     turn: int = 0
-    """Of the Turn that it makes."""
+    """Turn that the newest call makes."""
     answered_at: float = math.inf
     """time.monotonic() at which it ended; inf: it is under way."""
     said: bytes = b""
-    """The student's tokens before it."""
+    """The student's tokens before that turn."""
     over: bool = False
 
 
@@ -121,7 +108,7 @@ class Service:
         self._host, self._config = host, config
         self._fingerprint, self._vocab_size = tokenizer
         self._episodes: dict[str, _Episode] = {}
-        """Those under way, and the newest that are over: their last answer may be asked for again."""
+        """Episodes under way, and the newest that are over: their last answer may be asked for again."""
         self.registry = registry = process_registry()
         name = "distill_environment"
         self._counted = Counter(f"{name}_episodes", "Episodes, by event", ("event",), registry=registry)
@@ -149,7 +136,7 @@ class Service:
     # --- routes
 
     async def begin(self, request: Request) -> Response:
-        message = await read_message(request, EpisodeBegin, MAX_BODY)
+        message = await read_message(request, wire.EpisodeBegin, MAX_BODY)
         await self._make_room(message.id)
         while message.id in self._episodes:
             await self._give_up(message.id)
@@ -160,15 +147,15 @@ class Service:
         return await _answered(episode)
 
     async def proceed(self, request: Request) -> Response:
-        message = await read_message(request, EpisodeContinue, MAX_BODY)
+        message = await read_message(request, wire.EpisodeContinue, MAX_BODY)
         episode = self._episodes.get(message.id)
         if episode is None:
             lost = f"episode {message.id} is not known: this process was restarted, or gave it up"
-            return reply(EpisodeFailed(id=message.id, error=lost, lost=True))
+            return reply(wire.EpisodeFailed(id=message.id, error=lost, lost=True))
         if message.turn + 1 == episode.turn:
             if message.token_ids.data != episode.said:
                 other = f"turn {message.turn} of episode {message.id} was answered with other tokens"
-                return reply(EpisodeFailed(id=message.id, error=other, lost=True))
+                return reply(wire.EpisodeFailed(id=message.id, error=other, lost=True))
             return await _answered(episode)
         if message.turn != episode.turn or episode.over or not episode.call.done():
             rule = f"its newest turn is {episode.turn}: continue a turn once it is given, and once only"
@@ -183,13 +170,13 @@ class Service:
         return await _answered(episode)
 
     async def end(self, request: Request) -> Response:
-        for id in (await read_message(request, EpisodeEnd, MAX_BODY)).ids:
+        for id in (await read_message(request, wire.EpisodeEnd, MAX_BODY)).ids:
             await self._give_up(id)
-        return reply(Ok())
+        return reply(wire.Ok())
 
     async def get_info(self, _: Request) -> Response:
         host, what = self._host, f"{self._config.type}: {self._config.environment}"
-        info = EnvironmentInfo(
+        info = wire.EnvironmentInfo(
             name=host.name, environment=what, tasks=host.tasks, tokenizer_fingerprint=self._fingerprint
         )
         return reply(info)
@@ -205,8 +192,8 @@ class Service:
         limit = self._config.max_episodes
         for old in [episode.id for episode in self._episodes.values() if episode.over][:-limit]:
             del self._episodes[old]
-        kind = id.startswith(EVALUATION_ID)
-        alike = (episode for episode in self._open() if episode.id.startswith(EVALUATION_ID) == kind)
+        kind = id.startswith(wire.EVALUATION_ID)
+        alike = (episode for episode in self._open() if episode.id.startswith(wire.EVALUATION_ID) == kind)
         if len(open_ := [episode for episode in alike if episode.id != id]) < limit:
             return
         idle = min(open_, key=lambda episode: episode.answered_at)
@@ -232,29 +219,29 @@ class Service:
             with self._spent.time():
                 async with asyncio.timeout(limit):
                     with own_code(key, about, "mend it"):
-                        said = decode(encode(await work()), ANSWER)
+                        said = wire.decode(wire.encode(await work()), ANSWER)
             problem: str | Problem | None = None
-            if said.id != id or (isinstance(said, Turn) and said.turn != turn):
+            if said.id != id or (isinstance(said, wire.Turn) and said.turn != turn):
                 problem = f"it is of episode {said.id!r}, turn {getattr(said, 'turn', None)}"
-            elif isinstance(said, Turn):
+            elif isinstance(said, wire.Turn):
                 problem = turn_tokens(said.token_ids, self._vocab_size)
             if problem:
                 raise DataError(f"{key}: {about} cannot be used: {problem}")
         except TimeoutError:
             error = f"{key}: {about} took longer than call_timeout_seconds = {limit:g}: raise it, or mend it"
-            said = EpisodeFailed(id=id, error=error)
+            said = wire.EpisodeFailed(id=id, error=error)
         except DataError as error:
-            said = EpisodeFailed(id=id, error=str(error))
-        if isinstance(said, EpisodeFailed):
+            said = wire.EpisodeFailed(id=id, error=str(error))
+        if isinstance(said, wire.EpisodeFailed):
             log.error("%s", said.error)
             await self._host.end([id])
-        if isinstance(said, Turn):
+        if isinstance(said, wire.Turn):
             self._turns.inc()
         else:
-            self._counted.labels("over" if isinstance(said, EpisodeOver) else "failed").inc()
+            self._counted.labels("over" if isinstance(said, wire.EpisodeOver) else "failed").inc()
         episode = self._episodes.get(id)
         if episode is not None and episode.call is asyncio.current_task():
-            episode.answered_at, episode.over = time.monotonic(), not isinstance(said, Turn)
+            episode.answered_at, episode.over = time.monotonic(), not isinstance(said, wire.Turn)
         return said
 
 
@@ -263,7 +250,7 @@ async def _answered(episode: _Episode) -> Response:
     call = episode.call
     await asyncio.wait({call})
     if call.cancelled():
-        return reply(EpisodeFailed(id=episode.id, error="the episode was given up", lost=True))
+        return reply(wire.EpisodeFailed(id=episode.id, error="the episode was given up", lost=True))
     return reply(call.result())
 
 
@@ -293,7 +280,7 @@ def serve(settings: EnvironmentService, host: str, port: int, index: int) -> Non
 
         environment = VerifiersEnvironment(name, config, tokenizer)
     known = fingerprint(tokenizer), vocab_size(tokenizer, settings.student.known_ids)
-    service = Service(environment, config, known, token, Claim(RunIdentity(settings.run)))
+    service = Service(environment, config, known, token, Claim(wire.RunIdentity(settings.run)))
     serve_app(service.app, host, port, grace=1)
 
 

@@ -47,7 +47,6 @@ class _Call(NamedTuple):
 
     prompt_ids: list[int]
     answer: asyncio.Future[tuple[list[int], str]]
-    """Token ids and finish_reason."""
 
 
 @dataclass
@@ -57,11 +56,11 @@ class _Episode:
     """What the environment said, in order."""
     calls: list[_Call] = field(default_factory=list)
     traces: list[Any] = field(default_factory=list)
-    """Those whose calls the student answers."""
+    """Traces whose calls the student answers."""
     token_ids: list[int] = field(default_factory=list)
     """The sequence so far."""
     turn: int = -1
-    """The one that is to be answered."""
+    """Turn that is to be answered."""
     play: asyncio.Task[None] | None = None
 
 
@@ -84,7 +83,7 @@ class VerifiersEnvironment:
         self._plays: set[asyncio.Task[None]] = set()
         self._open = contextlib.AsyncExitStack()
         self._servers: list[psutil.Process] = []
-        """Of tools: what verifiers started while it began to serve."""
+        """Servers of tools: what verifiers started while it began to serve."""
         search_folder()
         try:
             self._load()
@@ -212,7 +211,7 @@ class VerifiersEnvironment:
     # --- an episode
 
     async def _task(self, index: int) -> Any | None:
-        """None: there are not so many."""
+        """A task by its number; None: there are fewer."""
         while index >= len(self._known):
             if (task := next(self._walk, None)) is None:
                 return None

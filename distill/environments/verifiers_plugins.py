@@ -149,7 +149,7 @@ def _first(error: Exception) -> Exception:
 class _Tool(NamedTuple):
     server: Client
     tool: Any
-    """As its server lists it."""
+    """The tool as its server lists it."""
 
     def schema(self, name: str) -> dict[str, Any]:
         """What chat completions are told of it."""

@@ -83,16 +83,16 @@ class Completion:
     """One; of an episode one more for every time that its context was rewritten."""
     finish_reason: str
     reward: float | None = None
-    """None: not evaluated, or its set has no rewards."""
+    """Reward; None: it is not evaluated, or its set has no rewards."""
     answer: str | None = None
     error: str | None = None
     """Why reward function or environment gave no reward: it counts as reward 0."""
     metrics: dict[str, float] | None = None
-    """Of an episode; None: it is none."""
+    """Figures of an episode; None: it is no episode."""
 
     @property
     def tokens(self) -> int:
-        """That the student sampled."""
+        """Tokens that the student sampled."""
         return sum(end - start for sequence in self.sequences for start, end in sequence.own)
 
 
@@ -118,7 +118,7 @@ class Generation:
             for name, environment in config.environments.items()
         }
         self.requests = 0
-        """Under way."""
+        """Requests under way."""
 
     async def run(self, replica: ReplicaEngine, version: Version, prompt_set: PromptSet) -> list[Completion]:
         """Every completion of a set, by prompt.
@@ -254,7 +254,7 @@ class Generation:
 
 
 def file_of(run_dir: Path, version: Version, name: str) -> Path:
-    """Where a set's completions are."""
+    """File of a set's completions."""
     return run_dir / "evaluations" / str(version) / f"{name}.jsonl"
 
 
@@ -339,7 +339,14 @@ def remove_old(run_dir: Path) -> None:
 
 
 def behaviour(completions: Sequence[Completion]) -> Behaviour:
-    """Of at least one completion."""
+    """How completions, at least one, read: a divergence may fall while none of them ends.
+
+    ended        share that ended by themselves, not at a limit
+    length       tokens of a completion, mean and 90th percentile
+    looping      share whose last tokens are one sequence, of at most LONGEST tokens, again and again: at
+                 least three times and over at least LEAST tokens
+    distinct     of all runs of four tokens of a completion, those that differ, summed over the completions
+    """
     lengths = [completion.tokens for completion in completions]
     texts = [
         sequence.token_ids[start:end].tolist()

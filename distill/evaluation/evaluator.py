@@ -46,25 +46,11 @@ from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import VOTING
 from distill.prompts.sources import longest_sequence, open_prompts
 from distill.rollout.replica_client import ReplicaEngine
+from sync import wire
 from sync.base.errors import DataError, DistillError, RemoteError, Unreachable, WireError
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.weights.subscribe import Subscriber
-from sync.wire import (
-    CompletionsReply,
-    CompletionsRequest,
-    EvalReport,
-    PartReport,
-    Scored,
-    ScoreRefused,
-    ScoreSequence,
-    SetReport,
-    UpdateRequest,
-    Version,
-    Want,
-    checks,
-    pack,
-    unpack,
-)
+from sync.wire import checks
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
@@ -74,7 +60,7 @@ from teacher_service.router import Router
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 HIDDEN_BYTES: Final = 1 << 28
-"""Of the hidden states of one request to a teacher, and of the student's beside it."""
+"""Bytes of the hidden states of one request to a teacher, and of the student's beside it."""
 SCORE_SECONDS: Final = 3600.0
 """Within which a teacher that is busy with the run's rollouts, or restarting, must answer one request."""
 UP_SECONDS: Final = 600.0
@@ -107,8 +93,8 @@ class Evaluator:
         self._route = Router(config.teachers).route
         self._own = replica
         self._pools: dict[str, RewardPool] = {}
-        """By set; kept for the next evaluation, since workers take a second to start."""
-        self._spent: dict[Version, float] = {}
+        """Set → its pool, kept for the next evaluation, since workers take a second to start."""
+        self._spent: dict[wire.Version, float] = {}
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -116,7 +102,7 @@ class Evaluator:
 
     # --- completions --------------------------------------------------------------------------------------
 
-    async def complete(self, request: CompletionsRequest) -> CompletionsReply:
+    async def complete(self, request: wire.CompletionsRequest) -> wire.CompletionsReply:
         """Generate what is not on disk yet."""
         began, version = time.monotonic(), request.version
         replica = self._own or self._connect(request.replica or "")
@@ -131,12 +117,12 @@ class Evaluator:
                     )
                     await asyncio.to_thread(write_completions, path, completions, prompt_set, self._tokenizer)
         except Unreachable as error:
-            return CompletionsReply(version=version, lost=str(error))
+            return wire.CompletionsReply(version=version, lost=str(error))
         finally:
             if replica is not self._own:
                 await replica.aclose()
         self._spent = {version: time.monotonic() - began}
-        return CompletionsReply(version=version)
+        return wire.CompletionsReply(version=version)
 
     async def _watched(self, replica: ReplicaEngine, work: Coroutine[Any, Any, T]) -> T:
         """`work`. Raises Unreachable when the replica, with requests, has no new token for the time limit."""
@@ -152,7 +138,7 @@ class Evaluator:
         told = f"{replica.url} generated no token for rollout.stall_timeout_seconds = {limit:g} s"
         return await unless(until_stalled(progresses, limit), work, f"{told}: it is stalled")
 
-    async def _bring(self, replica: ReplicaEngine, version: Version) -> None:
+    async def _bring(self, replica: ReplicaEngine, version: wire.Version) -> None:
         """Bring the evaluator's own replica to `version`, once it is up."""
         until = time.monotonic() + UP_SECONDS
         while not await replica.alive():
@@ -161,11 +147,11 @@ class Evaluator:
             await asyncio.sleep(1.0)
         loaded = (await replica.state()).version
         if version.step > 0 or (loaded is not None and loaded.step > 0):
-            await replica.update(UpdateRequest(version=version), self._config.weights.timeout_seconds)
+            await replica.update(wire.UpdateRequest(version=version), self._config.weights.timeout_seconds)
 
     # --- evaluation ---------------------------------------------------------------------------------------
 
-    async def evaluate(self, version: Version) -> EvalReport:
+    async def evaluate(self, version: wire.Version) -> wire.EvalReport:
         """The report of a version whose completions are on disk. Raises DistillError."""
         began, run_dir = time.monotonic(), self._config.run_dir
         path = file_of(run_dir, version, HELD_OUT)
@@ -197,7 +183,7 @@ class Evaluator:
         generated, ended = self._spent.get(version, 0.0), time.monotonic()
         parts_of = generated, compared - began, ended - compared
         log.info("%s: completions %.1f s, reverse KL %.1f s, rewards and sets %.1f s", version, *parts_of)
-        return EvalReport(
+        return wire.EvalReport(
             version=version,
             **msgspec.structs.asdict(of_all),
             pass_rate_interval=None if estimate is None else (estimate.low, estimate.high),
@@ -212,7 +198,7 @@ class Evaluator:
             ),
         )
 
-    async def _set_report(self, name: str, path: Path) -> SetReport:
+    async def _set_report(self, name: str, path: Path) -> wire.SetReport:
         prompt_set = self._sets[name]
         completions = await asyncio.to_thread(lambda: list(read_completions(path, prompt_set)))
         await self._reward(name, path, completions)
@@ -222,7 +208,7 @@ class Evaluator:
         if function in VOTING or any(completion.answer is not None for completion in completions):
             rows = [slice(start, start + k) for start in range(0, len(completions), k)]
             votes = [statistics.majority([o.answer for o in completions[row]], passed[row]) for row in rows]
-        return SetReport(
+        return wire.SetReport(
             prompts=len(prompt_set.prompts),
             completions=len(completions),
             tokens=sum(completion.tokens for completion in completions),
@@ -266,7 +252,7 @@ class Evaluator:
 
     # --- reverse KL ---------------------------------------------------------------------------------------
 
-    async def _reverse_kl(self, version: Version, completions: list[Completion]) -> list[ReverseKL]:
+    async def _reverse_kl(self, version: wire.Version, completions: list[Completion]) -> list[ReverseKL]:
         def loaded() -> TransformersEngine:
             source, settings = self._config.student, self._settings
             folder = self._weights.folder(version) if version.step > 0 else None
@@ -288,20 +274,22 @@ class Evaluator:
         info = await teacher.first_info()
         follows = self._config.teachers[name].follow_student_every is not None  # its head is soon another
         kl = ReverseKL("hidden" in info.can and not follows)
-        want, options = Want(hidden=kl.is_exact), ScoreOptions(hidden=kl.is_exact)
+        want, options = wire.Want(hidden=kl.is_exact), ScoreOptions(hidden=kl.is_exact)
         device = find_device(self._settings.device)
         student_head = await asyncio.to_thread(head_of, student.head(), device)
         other = (
             await asyncio.to_thread(head_of, await teacher.head(), device) if kl.is_exact else student_head
         )
 
-        def values_of(part: list[Item], answers: Sequence[Scored | ScoreRefused], mine: EngineScores) -> Any:
+        def values_of(
+            part: list[Item], answers: Sequence[wire.Scored | wire.ScoreRefused], mine: EngineScores
+        ) -> Any:
             """f4 [N]: the divergence, or log p − log q, at every scored position."""
             size = info.hidden_size if kl.is_exact else None
             both = zip(answers, part, strict=True)
             scored = [_usable(name, answer, item, want, self._vocab, size) for answer, item in both]
             if not kl.is_exact:
-                return mine.logprob_C - np.concatenate([unpack(score.logprob) for score in scored])
+                return mine.logprob_C - np.concatenate([wire.unpack(score.logprob) for score in scored])
             assert mine.hidden_CH is not None, "it was asked for"
             theirs = [tensor_of(score.hidden, device) for score in scored if score.hidden is not None]
             return exact(student_head, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(theirs))
@@ -309,7 +297,8 @@ class Evaluator:
         width = max(info.hidden_size, student.engine_info.hidden_size)
         for numbers, part in parts([route.item for route in routed], HIDDEN_BYTES // (4 * width)):
             sequences = [
-                ScoreSequence(str(i), pack(item.token_ids_L), item.first) for i, item in enumerate(part)
+                wire.ScoreSequence(str(i), wire.pack(item.token_ids_L), item.first)
+                for i, item in enumerate(part)
             ]
             answers, mine = await asyncio.gather(
                 teacher.score(sequences, want, SCORE_SECONDS), asyncio.to_thread(student.score, part, options)
@@ -323,7 +312,7 @@ class Evaluator:
 
 
 class _Routed(NamedTuple):
-    """A sequence of a completion."""
+    """A sequence of a completion, for its teacher."""
 
     completion: int
     item: Item
@@ -339,9 +328,11 @@ class _Routed(NamedTuple):
         return cls(completion, Item(token_ids_L, first), own_L)
 
 
-def _usable(name: str, answer: Any, item: Item, want: Want, vocab: int, hidden_size: int | None) -> Scored:
+def _usable(
+    name: str, answer: Any, item: Item, want: wire.Want, vocab: int, hidden_size: int | None
+) -> wire.Scored:
     """Raises RemoteError for a refusal, WireError for scores that cannot be used."""
-    if not isinstance(answer, Scored):
+    if not isinstance(answer, wire.Scored):
         raise RemoteError(f"teacher {name} refuses a completion of the evaluation: {answer.error}")
     if problem := checks.scored(answer, item.positions, 0, want, vocab, hidden_size):
         raise WireError(f"a score of teacher {name} cannot be used: {problem}")
@@ -350,7 +341,7 @@ def _usable(name: str, answer: Any, item: Item, want: Want, vocab: int, hidden_s
 
 def _by_name(
     names: Sequence[str], compared: list[ReverseKL], completions: Sequence[Completion], passed: Sequence[bool]
-) -> dict[str, PartReport]:
+) -> dict[str, wire.PartReport]:
     """Figures by name; `names`: one of each completion. Empty: they have one name."""
     members: dict[str, list[int]] = {}
     for number, name in enumerate(names):
@@ -367,13 +358,13 @@ def _figures(
     completions: Sequence[Completion],
     passed: Sequence[bool],
     members: Sequence[int],
-) -> PartReport:
-    """Of some completions, by number; `compared`: with each teacher. Without rewards where one has none."""
+) -> wire.PartReport:
+    """Figures of some completions; `compared`: with each teacher. Without rewards where one has none."""
     chosen = [completions[number] for number in members]
     value, error = total([part for kl in compared if (part := kl.among(set(members))).sums])
     rewarded = all(completion.reward is not None or completion.error for completion in chosen)
     rewards = [completion.reward or 0.0 for completion in chosen]
-    return PartReport(
+    return wire.PartReport(
         completions=len(chosen),
         tokens=sum(completion.tokens for completion in chosen),
         reverse_kl=value,

@@ -45,7 +45,7 @@ from teacher_service.engines.head import OutputHead, find_head
 from teacher_service.engines.transformers import find_device
 
 SHARE: Final = 0.5
-"""Of the free memory of the evaluator's device that a probed teacher may take."""
+"""Share of the free memory of the evaluator's device that a probed teacher may take."""
 GIB: Final = 1 << 30
 
 

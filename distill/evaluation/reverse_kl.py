@@ -97,11 +97,11 @@ class ReverseKL:
         self.sums[completion] = before + value, count + tokens
 
     def among(self, completions: Set[int]) -> ReverseKL:
-        """Of these completions alone."""
+        """Sums of these completions alone."""
         return ReverseKL(self.is_exact, {id: self.sums[id] for id in self.sums.keys() & completions})
 
     def variance(self, ratio: float) -> float:
-        """Of the sum of e over all completions, `ratio` being the r of all teachers; 0 where it is exact."""
+        """Variance of the sum of e over all completions; `ratio`: the r of all teachers. 0: it is exact."""
         if self.is_exact or not self.sums:
             return 0.0
         x_M, n_M = np.array(list(self.sums.values())).T

@@ -27,22 +27,13 @@ from distill.rollout.hold import hold
 from distill.rollout.replica_pool import ReplicaPool
 from distill.run_log.records import Evaluated
 from distill.run_log.run_log import RunLog
+from sync import wire
 from sync.base.errors import RemoteError, Unreachable, WireError, WrongServer
-from sync.wire import (
-    CompletionsReply,
-    CompletionsRequest,
-    EvalReport,
-    EvalRequest,
-    Message,
-    ProbeReply,
-    ProbeRequest,
-    Version,
-    checks,
-)
+from sync.wire import checks
 from sync.wire.client import MAX_ANSWER, Peer
 
 logger = logging.getLogger(__name__)
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=wire.Message)
 Metric = Literal["reverse_kl", "pass_rate", "reward"]
 STALL_SECONDS = 900.0
 """Without an answer of /health after which the evaluator counts as gone; covers reading its prompts."""
@@ -50,7 +41,7 @@ LOST_REPLICAS = 5
 """Replicas lost while they generated for one evaluation, after which it is given up."""
 
 
-def score(report: EvalReport, metric: Metric) -> float:
+def score(report: wire.EvalReport, metric: Metric) -> float:
     """A report's figure of merit: higher is better."""
     if metric == "reverse_kl":
         return -report.reverse_kl
@@ -58,18 +49,18 @@ def score(report: EvalReport, metric: Metric) -> float:
     return -math.inf if value is None else value
 
 
-def best(reports: list[EvalReport], metric: Metric) -> EvalReport | None:
+def best(reports: list[wire.EvalReport], metric: Metric) -> wire.EvalReport | None:
     """The first of the best; None: no report."""
     return max(reports, key=lambda report: score(report, metric), default=None)
 
 
-def exhausted(reports: list[EvalReport], metric: Metric, patience: int | None) -> bool:
+def exhausted(reports: list[wire.EvalReport], metric: Metric, patience: int | None) -> bool:
     """Whether the last `patience` of a lineage's reports brought no improvement; patience None: never."""
     top = best(reports, metric)
     return patience is not None and top is not None and len(reports) - 1 - reports.index(top) >= patience
 
 
-def due_sets(config: EvaluationConfig, reports: list[EvalReport], step: int, last: bool) -> list[str]:
+def due_sets(config: EvaluationConfig, reports: list[wire.EvalReport], step: int, last: bool) -> list[str]:
     """Named sets of an evaluation at `step`; `last`: the run's last one. `reports`: of its lineage so far."""
 
     def due(name: str, every: int | None) -> bool:
@@ -97,7 +88,7 @@ class Evaluations:
         run_log: RunLog,
         pool: ReplicaPool,
         timeline: Timeline,
-        done: Callable[[EvalReport, bool], None],
+        done: Callable[[wire.EvalReport, bool], None],
         stop: Callable[[str], None],
         trust: ErrorBudget,
     ) -> None:
@@ -109,15 +100,15 @@ class Evaluations:
         self._timeline = timeline
         self._done = done
         self._stop, self._trust = stop, trust
-        self._pending: Version | None = None
-        self._newest: Version | None = None
+        self._pending: wire.Version | None = None
+        self._newest: wire.Version | None = None
         """Newest version that was due."""
         self._answered = False
         """The evaluator has evaluated a version of this run before."""
         self._changed = Signal()
         self._turn = asyncio.Lock()
 
-    def due(self, version: Version) -> None:
+    def due(self, version: wire.Version) -> None:
         """Consider a version that was just published: it is pending if `evaluation.every` asks for it.
 
         Evaluated versions outside the current lineage's ancestry (rolled back) do not count.
@@ -148,7 +139,7 @@ class Evaluations:
                     raise  # it served another run from the start
                 logger.error("evaluation of %s is skipped: %s", version, error)
 
-    async def now(self, version: Version, last: bool = False) -> EvalReport:
+    async def now(self, version: wire.Version, last: bool = False) -> wire.EvalReport:
         """The report of `version`: a known one, the one under way, or a new one.
 
         `last`: it is the run's last one, with every named set; a known report stays as it is.
@@ -159,7 +150,7 @@ class Evaluations:
             ]
             return known[0] if known else await self._evaluate(version, last or version.step >= self._steps)
 
-    async def _evaluate(self, version: Version, last: bool) -> EvalReport:
+    async def _evaluate(self, version: wire.Version, last: bool) -> wire.EvalReport:
         metric, state = self._config.metric, self._run_log.state
         sets = due_sets(self._config, self._of_lineage(), version.step, last)
         self._timeline.level("evaluator", "evaluate", 1)
@@ -177,7 +168,7 @@ class Evaluations:
             )
         return report
 
-    def _of_lineage(self) -> list[EvalReport]:
+    def _of_lineage(self) -> list[wire.EvalReport]:
         """The reports of the current lineage's ancestry: without what was rolled back."""
         state = self._run_log.state
         return [
@@ -186,10 +177,10 @@ class Evaluations:
             if state.step_of(evaluation.version) == evaluation.version.step
         ]
 
-    async def _complete(self, version: Version, sets: list[str]) -> None:
+    async def _complete(self, version: wire.Version, sets: list[str]) -> None:
         """Have all completions generated. Raises Unreachable when too many replicas are lost on the way."""
         for _ in range(LOST_REPLICAS):
-            request = CompletionsRequest(version=version, sets=sets)
+            request = wire.CompletionsRequest(version=version, sets=sets)
             has_replica = self._config.replica is not None
             reply = await (
                 self._evaluator.complete(request) if has_replica else self._complete_on_held(request)
@@ -202,7 +193,7 @@ class Evaluations:
             await asyncio.sleep(self.retry_seconds)
         raise Unreachable(f"{LOST_REPLICAS} replicas were lost while they generated with {version}: {lost}")
 
-    async def _complete_on_held(self, request: CompletionsRequest) -> CompletionsReply:
+    async def _complete_on_held(self, request: wire.CompletionsRequest) -> wire.CompletionsReply:
         async with hold(self._pool, request.version, self._hold_seconds) as replica:
             request = msgspec.structs.replace(request, replica=replica.engine.url)
             self._timeline.level(replica.name, "evaluate", 1)
@@ -211,11 +202,11 @@ class Evaluations:
             except Unreachable as error:
                 if not replica.lost.is_set():
                     raise
-                return CompletionsReply(version=request.version, lost=str(error))
+                return wire.CompletionsReply(version=request.version, lost=str(error))
             finally:
                 self._timeline.level(replica.name, "evaluate", 0)
 
-    async def _checked(self, version: Version, sets: list[str]) -> EvalReport:
+    async def _checked(self, version: wire.Version, sets: list[str]) -> wire.EvalReport:
         """A validated report. Raises WireError for one that cannot be recorded."""
         try:
             await self._complete(version, sets)
@@ -239,18 +230,18 @@ class HttpEvaluator(Peer):
 
     stall_timeout_seconds = STALL_SECONDS
 
-    async def evaluate(self, version: Version) -> EvalReport:
+    async def evaluate(self, version: wire.Version) -> wire.EvalReport:
         """Evaluate a version whose completions are there; otherwise as `complete`."""
-        return await self._long("/v1/evaluate", EvalRequest(version=version), EvalReport, version)
+        return await self._long("/v1/evaluate", wire.EvalRequest(version=version), wire.EvalReport, version)
 
-    async def complete(self, request: CompletionsRequest) -> CompletionsReply:
+    async def complete(self, request: wire.CompletionsRequest) -> wire.CompletionsReply:
         """Have completions generated, however long it takes; retried only when the connection is lost.
 
         Raises Unreachable (no /health within `stall_timeout_seconds`), RemoteError.
         """
-        return await self._long("/v1/completions", request, CompletionsReply, request.version)
+        return await self._long("/v1/completions", request, wire.CompletionsReply, request.version)
 
-    async def _long(self, path: str, body: Message, kind: type[M], version: Version) -> M:
+    async def _long(self, path: str, body: wire.Message, kind: type[M], version: wire.Version) -> M:
         limit = self.stall_timeout_seconds
         told = (
             f"{self.url}/health has not answered for {limit:.0f} s while {version} was evaluated: is the "
@@ -258,6 +249,6 @@ class HttpEvaluator(Peer):
         )
         return await unless(until_stalled(self.alive, limit), self.call(path, body, kind, math.inf), told)
 
-    async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply:
+    async def probe(self, request: wire.ProbeRequest, timeout: float) -> wire.ProbeReply:
         """Reference values of plain forward passes. Raises Unreachable, RemoteError."""
-        return await self.call("/v1/probe", request, ProbeReply, timeout, MAX_ANSWER)
+        return await self.call("/v1/probe", request, wire.ProbeReply, timeout, MAX_ANSWER)

@@ -35,23 +35,13 @@ from distill.config import RunConfig, places_of
 from distill.evaluation.schedule import score
 from distill.registry import controller_url, expected_servers, follow
 from distill.rollout.replica_client import HttpReplica
+from sync import wire
 from sync.base.address import Place, token_from_environment
 from sync.base.decoding import convert
 from sync.base.durable import write_json
 from sync.base.errors import ConfigError, DistillError
 from sync.base.settings import read_settings
 from sync.weights.subscribe import Subscriber
-from sync.wire import (
-    CompletionsReply,
-    CompletionsRequest,
-    EvalReport,
-    EvalRequest,
-    Message,
-    ProbeReply,
-    ProbeRequest,
-    RunIdentity,
-    Version,
-)
 from sync.wire.claims import Claim
 from sync.wire.peers import Role
 from sync.wire.server import (
@@ -68,13 +58,13 @@ from teacher_service.client import TeacherClient
 
 log = logging.getLogger("distill.evaluation.service")
 
-R = TypeVar("R", CompletionsRequest, EvalRequest, ProbeRequest)
+R = TypeVar("R", wire.CompletionsRequest, wire.EvalRequest, wire.ProbeRequest)
 
 
 def app(
-    complete: Callable[[CompletionsRequest], Awaitable[CompletionsReply]],
-    evaluate: Callable[[Version], Awaitable[EvalReport]],
-    probe: Callable[[ProbeRequest], Awaitable[ProbeReply]],
+    complete: Callable[[wire.CompletionsRequest], Awaitable[wire.CompletionsReply]],
+    evaluate: Callable[[wire.Version], Awaitable[wire.EvalReport]],
+    probe: Callable[[wire.ProbeRequest], Awaitable[wire.ProbeReply]],
     token: str | None,
     claim: Claim,
 ) -> Starlette:
@@ -84,14 +74,14 @@ def app(
     answered the same until completions are asked for again. What the three cannot do they raise as
     DistillError, which becomes a 409.
     """
-    reports: dict[Version, EvalReport] = {}  # the newest one
+    reports: dict[wire.Version, wire.EvalReport] = {}  # the newest one
     models, generation = asyncio.Lock(), asyncio.Lock()
     registry = process_registry()
     spent = Summary("distill_evaluator_seconds", "Duration of work, by route", ("route",), registry=registry)
     refused = Counter("distill_evaluator_refused", "Requests that failed", ("route",), registry=registry)
 
     def endpoint(
-        kind: type[R], work: Callable[[R], Awaitable[Message]], turn: asyncio.Lock
+        kind: type[R], work: Callable[[R], Awaitable[wire.Message]], turn: asyncio.Lock
     ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             route = request.url.path.removeprefix("/v1/")
@@ -109,28 +99,28 @@ def app(
 
         return answer
 
-    async def completed(message: CompletionsRequest) -> CompletionsReply:
+    async def completed(message: wire.CompletionsRequest) -> wire.CompletionsReply:
         reports.clear()
         return await complete(message)
 
-    async def report(message: EvalRequest) -> EvalReport:
+    async def report(message: wire.EvalRequest) -> wire.EvalReport:
         if (known := reports.get(message.version)) is None:
             reports.clear()
             known = reports[message.version] = await evaluate(message.version)
         return known
 
-    completions = endpoint(CompletionsRequest, completed, generation)
-    evaluated = endpoint(EvalRequest, report, models)
+    completions = endpoint(wire.CompletionsRequest, completed, generation)
+    evaluated = endpoint(wire.EvalRequest, report, models)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/evaluate", evaluated, methods=["POST"]),
-        Route("/v1/probe", endpoint(ProbeRequest, probe, models), methods=["POST"]),
+        Route("/v1/probe", endpoint(wire.ProbeRequest, probe, models), methods=["POST"]),
     ]
     claiming = ("/v1/completions", "/v1/evaluate")
     return application(Role.EVALUATOR, routes, registry, token, claim, claiming)
 
 
-async def _while_wanted(request: Request, work: Awaitable[Message]) -> Response:
+async def _while_wanted(request: Request, work: Awaitable[wire.Message]) -> Response:
     """The reply, unless the caller leaves before it is there."""
 
     async def left() -> None:
@@ -151,7 +141,7 @@ class BestKeeper:
     def __init__(
         self,
         config: RunConfig,
-        evaluate: Callable[[Version], Awaitable[EvalReport]],
+        evaluate: Callable[[wire.Version], Awaitable[wire.EvalReport]],
         weights: Subscriber,
         claim: Claim,
     ) -> None:
@@ -160,12 +150,12 @@ class BestKeeper:
         self._target = config.run_dir / "best"
         self._record = config.run_dir / "best.json"
 
-    async def __call__(self, version: Version) -> EvalReport:
+    async def __call__(self, version: wire.Version) -> wire.EvalReport:
         report, best = await self._evaluate(version), True
         if self._record.is_file():
             known = json.loads(self._record.read_text())
             if known.pop("run_id", None) in (None, self._claim.run_id):  # else another run's, in this folder
-                old = convert({**known, "version": Version.parse(known["version"])}, EvalReport)
+                old = convert({**known, "version": wire.Version.parse(known["version"])}, wire.EvalReport)
                 best = score(report, self._metric) > score(old, self._metric)
         if best:
             if version.step > 0:
@@ -207,7 +197,7 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
 
     setproctitle.setproctitle(f"distill evaluator {config.run.name}")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    claim = Claim(RunIdentity(config.run.name))
+    claim = Claim(wire.RunIdentity(config.run.name))
     weights = Subscriber(config.subscriber("evaluator"), claim)
     at, names = expected_servers(config), config.processes()
 

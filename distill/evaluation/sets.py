@@ -31,12 +31,12 @@ class PromptSet(NamedTuple):
 
     prompts: list[Prompt]
     completions: int
-    """Of each prompt."""
+    """Completions of each prompt."""
     sampling: Sampling
     rewards: RewardSource | None
-    """None: the held-out prompts of a run without rewards, or whose environments give them all."""
+    """Source of rewards; None: the run has none, or its environments give them all."""
     config: PromptsConfig
-    """Where they come from."""
+    """Source of the prompts."""
 
     def passes(self, index: int, reward: float | None) -> bool:
         """Whether a completion of prompt `index` passes; without a reward it does not."""

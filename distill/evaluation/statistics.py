@@ -21,7 +21,7 @@ import numpy as np
 from sync.wire import Estimate
 
 Z = 1.959964
-"""Of 95 %."""
+"""Quantile of the normal distribution, for intervals of 95 %."""
 
 
 def share(mean_P: np.ndarray, k: int) -> Estimate:

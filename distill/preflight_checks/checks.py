@@ -53,12 +53,10 @@ logger = logging.getLogger(__name__)
 
 
 class Checked(NamedTuple):
-    """A configuration that can run."""
+    """A configuration that can run, with what its file left open, and its prompts."""
 
     config: RunConfig
-    """With what the file left open filled in."""
     split: PromptSplit
-    """Its prompts, read once."""
     lines: list[str]
     """What was chosen and computed, in words."""
 

@@ -63,14 +63,14 @@ class Use:
 
     process: str
     key: str
-    """Where its GPUs are set."""
+    """Key that sets its GPUs."""
     host: str
     gpus: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """What is in the memory of each of its GPUs → bytes."""
     share: float = 0.0
-    """Of each GPU's memory that vLLM reserves; 0: it takes what it needs."""
+    """Share of each GPU's memory that vLLM reserves; 0: it takes what it needs."""
     unloads: bool = False
     """It leaves its GPU to others of this kind when it is idle."""
 

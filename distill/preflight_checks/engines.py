@@ -44,7 +44,7 @@ PROBE_TOKENS: Final = 16
 
 @dataclass(frozen=True)
 class Engines:
-    """What is checked."""
+    """Processes that are checked."""
 
     teachers: Mapping[str, TeacherClient]
     evaluator: HttpEvaluator | None
@@ -76,7 +76,7 @@ def refuse(findings: Sequence[Finding]) -> None:
 
 @dataclass
 class _Checks:
-    """One preflight."""
+    """One preflight's findings so far."""
 
     config: RunConfig
     split: PromptSplit
@@ -86,7 +86,7 @@ class _Checks:
     scored: dict[str, tuple[list[ScoreSequence], list[np.ndarray], float]] = field(default_factory=dict)
     """Teacher → sequences, their scores, and the tolerance of a score."""
     sample: list[Prompt] = field(default_factory=list)
-    """With the first prompts of environments."""
+    """Prompts that are probed, with the first ones of environments."""
     longest: int = 0
     """Tokens of the longest prompt, of an episode all but one more answer."""
 
@@ -97,7 +97,8 @@ class _Checks:
         self.sample = sample_prompts(self.split)
         if not await self._environments(tokenizer, limit):
             return
-        self.longest = max(longest_prompt(self.split), probes.longest_episode(config, limit) - token_limit)
+        episodes = [environment.max_tokens or limit for environment in config.environments.values()]
+        self.longest = max([longest_prompt(self.split), *(tokens - token_limit for tokens in episodes)])
         remedy = "raise max-model-len in student.engine_args"
         self._note(probes.fits("the student", self.longest, token_limit, limit, remedy))
         for name, teacher in self.engines.teachers.items():
@@ -149,13 +150,9 @@ class _Checks:
             probes.fits("it", *lengths, "raise the teacher's max_length"),
         ]
         passed = [self._note(finding, name) for finding in basics]
-        if all(passed):
-            await self._scores(name, teacher, info, [ids for ids, _ in seen], longest)
-
-    async def _scores(
-        self, name: str, teacher: TeacherClient, info: TeacherInfo, prompts: list[Sequence[int]], longest: int
-    ) -> None:
-        settings, token_limit = self.config.preflight, self.config.rollout.max_tokens
+        if not all(passed):
+            return
+        settings, token_limit, prompts = config.preflight, config.rollout.max_tokens, [ids for ids, _ in seen]
         tolerance = settings.score_tolerance or (1e-3 if info.dtype == "float32" else 0.1)
         sequences = probes.probe_sequences(prompts, settings.sequences, min(PROBE_TOKENS, token_limit))
         finding, noise = await probes.repeatable(teacher.score, sequences, tolerance)
@@ -194,14 +191,11 @@ class _Checks:
         return answers
 
     async def _plain(self, evaluator: HttpEvaluator, rollouts: list[Generated]) -> None:
-        seen = [
-            pack(np.asarray(self.sample[int(rollout.id.rpartition("/")[2])].token_ids, "i4"))
-            for rollout in rollouts
-        ]
-        completed = [
-            wire.ScoreSequence.of(rollout.id, prompt, rollout.token_ids, rollout.topk_ids)
-            for rollout, prompt in zip(rollouts, seen, strict=True)
-        ]
+        completed = []
+        for rollout in rollouts:
+            prompt = self.sample[int(rollout.id.rpartition("/")[2])].token_ids
+            ids = pack(np.asarray(prompt, "i4"))
+            completed.append(wire.ScoreSequence.of(rollout.id, ids, rollout.token_ids, rollout.topk_ids))
         teachers = {name: sequences for name, (sequences, _, _) in self.scored.items()}
         masks = [rollout.mask for rollout in rollouts if rollout.mask is not None]
         request = wire.ProbeRequest(student=completed, teachers=teachers, masks=masks)
@@ -221,8 +215,7 @@ class _Checks:
         if rollouts:
             logp = [unpack(scores) for scores in reply.student]
             kl = probes.mismatch(logp, [unpack(answer.logprob) for answer in rollouts])
-            tolerance = _mismatch(self.config)
-            self._note(probes.rollouts_match(kl, tolerance, "a plain forward pass"))
+            self._note(probes.rollouts_match(kl, _mismatch(self.config), "a plain forward pass"))
 
 
 def capabilities(config: RunConfig, info: TeacherInfo) -> Finding:

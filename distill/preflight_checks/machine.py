@@ -110,13 +110,13 @@ class DiskNeeds:
     """Estimate of a run's disk, in bytes."""
 
     checkpoint: int
-    """One of them."""
+    """Bytes of one checkpoint."""
     fixed: int
     """At once on the disk of the run's folder, without the journal."""
     store: int
     """At once on the disk of a local store, where that is another."""
     token: int
-    """A journaled one."""
+    """Bytes of a journaled token."""
 
 
 def estimate(config: RunConfig) -> DiskNeeds:
@@ -309,7 +309,7 @@ def weight_bytes(source: ModelSource, dtype: str) -> float:
 
 
 def _tensors(source: ModelSource) -> list[checkpoint.TensorAt]:
-    """Those of a folder; none of a Hub id."""
+    """Tensors of a folder; none of a Hub id."""
     folder = Path(source.path)
     return [*checkpoint.tensors(folder).values()] if any(folder.glob("*.safetensors")) else []
 
@@ -373,11 +373,11 @@ def layers_of_experts(model: Any) -> int:
 
 
 def expert_parameters(model: Any) -> int:
-    """Of all experts of one layer, shared ones not among them; 0: it has none."""
+    """Parameters of all experts of one layer, without shared ones; 0: it has none."""
     inner = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
     return 3 * experts_of(model) * inner * model.hidden_size if has_experts(model) else 0
 
 
 def routing_of(config: RunConfig) -> Routing | None:
-    """Of the student, where its routes are recorded; the configuration was checked by `problems`."""
+    """How the student routes, where its routes are recorded; `checks.model_problems` comes before."""
     return routing(text_config(config.student)) if config.rollout.routing_replay else None

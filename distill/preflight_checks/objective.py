@@ -104,7 +104,7 @@ def score_bytes(config: RunConfig, objective: ObjectiveConfig) -> int:
 
 
 def _hidden_bytes(name: str, teacher: TeacherConfig) -> int:
-    """Of a position's hidden state, or a row of the head: bf16 as it is, else fp32."""
+    """Bytes of a position's hidden state, or a row of the head: bf16 as it is, else fp32."""
     try:
         model = text_config(teacher)
     except ConfigError as error:
@@ -116,7 +116,7 @@ def _hidden_bytes(name: str, teacher: TeacherConfig) -> int:
 
 
 def too_large(config: RunConfig, vocab: int) -> Iterator[str]:
-    """What goes beyond the `vocab` ids of the student, or, of a teacher's output head, into no answer."""
+    """Ids beyond the `vocab` of the student, and output heads of teachers that fit into no answer."""
     if (k := max(needs(config.objective).topk, student_topk(config.objective))) > vocab:
         yield (
             f"objective.k is {k} and the student's tokenizer has {vocab} ids: set objective.k = {vocab} or "
@@ -170,7 +170,7 @@ def teacher_topk(config: RunConfig) -> int:
 
 
 def too_many(config: RunConfig, limit: int) -> str | None:
-    """What to change where the objective needs more ids per position than the `most` of a teacher."""
+    """What to change where the objective needs more ids per position than the `limit` of a teacher."""
     if (k := teacher_topk(config)) <= limit:
         return None
     inline = ' or buffer.scores = "inline"' if student_topk(config.objective) else ""

@@ -294,11 +294,6 @@ def environment_sources(config: RunConfig) -> dict[str, EnvironmentPrompts]:
     }
 
 
-def longest_episode(config: RunConfig, limit: int) -> int:
-    """Tokens of the longest episode; `limit`: of the student. 0: there are no environments."""
-    return max((environment.max_tokens or limit for environment in config.environments.values()), default=0)
-
-
 def makes_same_tokens(student: str, info: EnvironmentInfo) -> Finding:
     """Whether it makes the student's tokens; `student`: fingerprint of the student's tokenizer."""
     parts = tokenizers.differing_parts(student, info.tokenizer_fingerprint)
@@ -322,7 +317,7 @@ def enough_tasks(config: RunConfig, name: str, info: EnvironmentInfo) -> Finding
 
 
 def first_fits(prompts: Sequence[Prompt], limit: int) -> Finding:
-    """Whether its first prompts leave room for an answer in an episode of `most` tokens."""
+    """Whether its first prompts leave room for an answer in an episode of `limit` tokens."""
     longest_ = max((len(prompt.token_ids) for prompt in prompts), default=0)
     problem = "no answer fits behind that: raise max_tokens of the environment, or max-model-len"
     figure = f"up to {longest_} tokens of an episode of {limit}"

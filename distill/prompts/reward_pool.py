@@ -39,13 +39,13 @@ from sync.base.errors import ConfigError, DataError, how_it_ended
 
 logger = logging.getLogger(__name__)
 START_SECONDS: Final = 120.0
-"""Until a worker has loaded its function."""
+"""Time for a worker to load its function."""
 BATCH: Final = 32
 """Completions of one frame."""
 WATCH_SECONDS: Final = 0.25
 """Between two looks for a worker that is late."""
 EXIT_SECONDS: Final = 5.0
-"""Until a worker that has closed its pipe has ended."""
+"""Time for a worker that has closed its pipe to end."""
 MOST_WORKERS: Final = min(4, os.cpu_count() or 1)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgpack_decoder(Outcome)
@@ -84,7 +84,7 @@ class _Worker:
         self._outcomes = cast(BinaryIO, self._process.stdout)
         self._deadline, self._expired, self._closed = math.inf, False, False
         self._lock = threading.Lock()
-        """Of the deadline and the guard, which one thread sets and others use."""
+        """Guards the deadline and the pipe, which one thread sets and others use."""
 
     def send(self, body: bytes) -> None:
         """Write one frame; what comes of it is in the outcomes."""

@@ -36,7 +36,6 @@ class Outcome(msgspec.Struct, frozen=True):
 
     value: float = 0.0
     answer: str | None = None
-    """None: the function names none."""
     error: str | None = None
     """Why there is no reward; None: there is one."""
 

@@ -33,7 +33,7 @@ from sync.wire.checks import LARGEST_REWARD
 
 
 class Reward(NamedTuple):
-    """What a reward function found."""
+    """Result of a reward function."""
 
     value: float
     """The completion passes from `pass_threshold` of its prompts on."""
@@ -134,7 +134,7 @@ BUILT_IN: Final[dict[str, Callable[[Prompt, str], Any]]] = {
 }
 
 VOTING: Final = BUILT_IN.keys() - {"contains"}
-"""Those that name what a completion answers."""
+"""Functions that name what a completion answers."""
 
 
 def answer_problem(reward_fn: str | None, answer: str) -> str | None:

@@ -190,7 +190,7 @@ class RowReader:
             )
 
     def prompts(self, rows: Iterable[Row]) -> Iterator[Prompt]:
-        """Those that pass the filters. Raises DataError for a row that cannot be used."""
+        """The prompts that pass the filters. Raises DataError for a row that cannot be used."""
         return (prompt for row in rows if (prompt := self.prompt(row)) is not None)
 
     def usable(self, rows: Iterable[Row], first: bool = True) -> Iterator[tuple[Row, Prompt]]:
@@ -214,7 +214,7 @@ class RowReader:
                     yield row, prompt
 
     def prompt(self, row: Row) -> Prompt | None:
-        """None: its length is filtered out. Raises DataError that names a row that cannot be used."""
+        """The prompt of a row; None: its length is filtered out. Raises DataError that names a row."""
         config, place = self.config, row.place
         self.read += 1
         try:
@@ -255,7 +255,7 @@ class RowReader:
 
     @property
     def note(self) -> str | None:
-        """What was dropped, in words; None: nothing."""
+        """What was dropped, in words; None: nothing was."""
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items()))
         total = f"{self.dropped.total():,} of {self.read:,} rows"
         return f"prompts: {total} of {self.config.path} dropped: {reasons}" if reasons else None

@@ -41,7 +41,7 @@ from sync.base.settings import ModelSource
 from sync.wire.checks import ANY_ID
 
 LARGEST_SHARE = 0.1
-"""Of a table's rows that are held out at most."""
+"""Share of a table's rows that are held out at most."""
 NOTHING_HELD_OUT = (
     "no prompt can be held out for evaluation (at most a tenth of the rows is): give 10 rows or more, or set "
     "evaluation = false"
@@ -82,12 +82,12 @@ class EnvironmentSource:
         return Prompt(str(task), [], environment=self._environment, task=task)
 
     def without(self, ids: Set[str]) -> EnvironmentSource:
-        """Those behind as many first tasks: what is held out is the first ones."""
+        """The tasks behind as many first ones, which are what is held out."""
         return EnvironmentSource(self._environment, max(self._first, len(ids)))
 
 
 class CountedEnvironmentSource(EnvironmentSource):
-    """As many of them as there are."""
+    """Tasks of an environment that has `count` of them."""
 
     def __init__(self, environment: str, first: int, count: int) -> None:
         super().__init__(environment, first)
@@ -153,11 +153,10 @@ class PromptSplit(NamedTuple):
     rewards: RewardSource | None
     """None: completions cannot be checked, or environments reward them all (`rewarded`)."""
     vocab_size: int = ANY_ID
-    """Of the student's tokenizer."""
+    """Ids of the student's tokenizer."""
     notes: tuple[str, ...] = ()
     """What was dropped, in words."""
     by_environment: bool = False
-    """Environments give the rewards."""
 
     @property
     def rewarded(self) -> bool:

@@ -32,7 +32,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Environment that the student plays against; it gives the first prompt, and `token_ids` is empty until
     then. None: the prompt is completed once."""
     task: int = 0
-    """Which of its tasks."""
+    """Number of the environment's task."""
 
 
 def group_of(prompt: str) -> str:
@@ -92,7 +92,7 @@ class PromptStream:
         self._source = source
         self.per_prompt = per_prompt
         self.rows = len(source) if isinstance(source, Sized) else None
-        """Of an epoch; None: endless."""
+        """Rows of an epoch; None: the source is endless."""
         self._order = None if self.rows is None else EpochOrder([seed], self.rows)
 
     def take(self, count: int) -> list[Prompt]:

@@ -49,12 +49,12 @@ class BlockStart(msgspec.Struct, frozen=True):
 
 
 class _Saved(msgspec.Struct):
-    """The file of `keep`."""
+    """Content of the file of `keep`."""
 
     stream: str
     """`StreamSource.identity`."""
     starts: dict[int, BlockStart]
-    """By block."""
+    """Block → its beginning."""
 
 
 class StreamSource:
@@ -85,7 +85,7 @@ class StreamSource:
 
     @property
     def identity(self) -> str:
-        """Of what decides which prompt has which index."""
+        """Digest of what decides which prompt has which index."""
         settings = self._config.model_dump_json(), self._seed, sorted(self._held_out), self._reader.longest
         return blake3(msgspec.json.encode([_FORMAT, *settings])).hexdigest()
 

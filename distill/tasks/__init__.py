@@ -21,7 +21,7 @@ class TaskPrompt(NamedTuple):
 
     text: str
     token_ids: Sequence[int] | None = None
-    """None: `text` is encoded with the student's tokenizer."""
+    """Ids of the prompt; None: `text` is encoded with the student's tokenizer."""
     answer: str | None = None
 
 

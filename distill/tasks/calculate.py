@@ -41,7 +41,7 @@ TEMPLATE: Final = (
 )
 LOWEST, HIGHEST = 10, 99
 ERROR_SHARE: Final = 0.3
-"""Of the lessons that have a call with a character too few, an error, and the call once more."""
+"""Share of lessons that have a call with a character too few, an error, and the call once more."""
 TEACHER = Recipe(128, 3, 4, 2, 384, steps=140, rows=64, rate=4e-3, muon=True, both_choices=False)
 STUDENT = Recipe(96, 2, 3, 1, 256, steps=100, rows=64, rate=4e-3, muon=False, both_choices=False)
 

@@ -43,7 +43,7 @@ TEMPLATE: Final = (
     "{% endfor %}{{ 'a:' if add_generation_prompt else '' }}"
 )
 GOOD_SHARE: Final = 0.6
-"""Of the guesses of a lesson that are the best one; the others are any number."""
+"""Share of the guesses of a lesson that are the best one; the others are any number."""
 TEACHER = Recipe(128, 3, 4, 2, 384, steps=220, rows=64, rate=4e-3, muon=True, both_choices=False)
 STUDENT = Recipe(96, 2, 3, 1, 256, steps=80, rows=64, rate=4e-3, muon=False, both_choices=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from distill.config import RunConfig
 from distill.config.loading import validate
 from distill.evaluation.completions import file_of
+from distill.evaluation.evaluator import Evaluator
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.wire import (
+    CompletionsReply,
+    CompletionsRequest,
+    EvalReport,
     Generated,
     GenerateRequest,
     Head,
@@ -146,3 +150,18 @@ class Folders:
 
 def lines(models: Path, name: str = "held_out", version: Version = Version(0, 0)) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file_of(models / "x", version, name).read_text().splitlines()]
+
+
+async def completed(
+    evaluator: Evaluator, version: Version = Version(0, 0), sets: Sequence[str] = ()
+) -> CompletionsReply:
+    """Have the completions of a version generated."""
+    return await evaluator.complete(CompletionsRequest(version=version, replica="http://r", sets=[*sets]))
+
+
+async def evaluated(
+    evaluator: Evaluator, version: Version = Version(0, 0), sets: Sequence[str] = ()
+) -> EvalReport:
+    """The report of a version, once its completions are generated."""
+    assert (await completed(evaluator, version, sets)).lost is None
+    return await evaluator.evaluate(version)

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,85 +151,46 @@ def test_a_teacher_of_another_vocabulary_is_refused(distill: Distill, models: Pa
     assert "choose models of one family" in message
 
 
+def jsonl(folder: Path, rows: str) -> str:
+    """An override: prompts of a file with these rows."""
+    (folder / "prompts.jsonl").write_text(rows)
+    return f'prompts={{type="jsonl",path="{folder}/prompts.jsonl",template="plain"}}'
+
+
 def test_another_chat_template_matters_to_prompts_that_go_through_it(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    distill: Distill, models: Path, tmp_path: Path
 ) -> None:
     taught = tmp_path / "taught"
     shutil.copytree(models / "teacher", taught)
     (taught / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    config = str(config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n' * 10))
     mine = tmp_path / "mine.jinja"
     mine.write_text("{{ messages[0].content }}!")
-    given = ["preflight", config, "--set", f"teachers.sorter.path={taught}"]
-    given += ["--set", f"student.chat_template={mine}"]
-    with pytest.raises(SystemExit) as leaving:
-        main([*given, "--set", "prompts.template=chat"])
-    assert leaving.value.code == 2
-    said = capsys.readouterr().err
+    settings = [jsonl(tmp_path, '{"prompt": "abc>"}\n' * 10), "evaluation=false"]
+    settings += [f"teachers.sorter.path={taught}", f"student.chat_template={mine}"]
+    said = distill(*settings, "prompts.template=chat", name="preflight")
     assert "have different chat templates" in said
     assert "Name the same Jinja file in student.chat_template and teachers.sorter.chat_template" in said
-    with pytest.raises(SystemExit) as leaving:
-        main(given)
-    assert leaving.value.code == 0
-
-
-def config_with_jsonl(models: Path, tmp_path: Path, rows: str) -> Path:
-    (tmp_path / "prompts.jsonl").write_text(rows)
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        f"""
-[run]
-name = "mine"
-steps = 3
-folder = "{tmp_path / "runs"}"
-[student]
-path = "{models / "student"}"
-[teachers.sorter]
-path = "{models / "teacher"}"
-[prompts]
-type = "jsonl"
-path = "{tmp_path / "prompts.jsonl"}"
-template = "plain"
-[rollout]
-max_tokens = 12
-[trainer]
-deepspeed = "{ROOT / "configs/deepspeed/zero3_cpu.json"}"
-"""
-    )
-    return path
+    distill(*settings, name="preflight", status=0)
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
         ('{"prompt": "abcde>"}\n{"prompt": "abcde>"\n', r"prompts.jsonl:2: not JSON"),
-        ('{"prompt": "abcde>"}\n\n["abcde>"]\n', r"prompts.jsonl:3: a JSON list, not an object"),
-        ('{"text": "abcde>"}\n', r"prompts.jsonl:1: no field 'prompt'; the row has text"),
-        (
-            '{"prompt": "' + "a" * 60 + '"}\n',
-            r"prompts.jsonl:1: the prompt has 60 tokens, allowed are 1 to 52",
-        ),
         ("", r"0 prompts were found"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_named(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, expected: str
+    distill: Distill, tmp_path: Path, rows: str, expected: str
 ) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(["preflight", str(config_with_jsonl(models, tmp_path, rows))])
-    assert leaving.value.code == 2
-    assert expected in capsys.readouterr().err
+    assert expected in distill(jsonl(tmp_path, rows), name="preflight")
 
 
 @pytest.mark.parametrize("limit", ["student.engine_args.max-model-len=20", "teachers.sorter.max_length=20"])
 def test_a_prompt_longer_than_the_engine_or_the_teacher_takes_is_refused(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str
+    distill: Distill, tmp_path: Path, limit: str
 ) -> None:
-    config = config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n{"prompt": "abcdefghi>"}\n')
-    with pytest.raises(SystemExit) as leaving:
-        main(["run", str(config), "--set", limit])
-    assert leaving.value.code == 2
-    said = capsys.readouterr().err
+    said = distill(jsonl(tmp_path, '{"prompt": "abc>"}\n{"prompt": "abcdefghi>"}\n'), limit)
     assert "prompts.jsonl:2: the prompt has 10 tokens, allowed are 1 to 8" in said
     assert "lower rollout.max_tokens" in said
 
@@ -349,19 +308,13 @@ def test_more_ids_than_the_vocabulary_has(distill: Distill, kind: str) -> None:
     assert "ready to run" in whole
 
 
-def test_too_few_rows_to_hold_one_out(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = str(config_with_jsonl(models, tmp_path, '{"prompt": "abc>"}\n' * 9))
-    said = {}
-    for setting, status in (("evaluation.prompts=2", 2), ("evaluation=false", 0)):
-        with pytest.raises(SystemExit) as leaving:
-            main(["preflight", config, "--set", setting])
-        assert leaving.value.code == status
-        said[status] = capsys.readouterr()
-    assert "no prompt can be held out for evaluation" in said[2].err
-    assert len(said[2].err.strip().splitlines()) == 1
-    assert "9 prompts to train on, 0 held out" in said[0].out
+def test_too_few_rows_to_hold_one_out(distill: Distill, tmp_path: Path) -> None:
+    rows = jsonl(tmp_path, '{"prompt": "abc>"}\n' * 9)
+    said = distill(rows, "evaluation.prompts=2", name="preflight")
+    assert "no prompt can be held out for evaluation" in said
+    assert len(said.strip().splitlines()) == 1
+    said = distill(rows, "evaluation=false", name="preflight", status=0)
+    assert "9 prompts to train on, 0 held out" in said
 
 
 @pytest.mark.parametrize("command", ["run", "preflight"])
@@ -394,14 +347,6 @@ def test_a_role_alone_names_a_missing_model(distill: Distill, tmp_path: Path, ro
 def test_control_names_what_has_not_registered(distill: Distill) -> None:
     message = distill("run.start_seconds=1", name="control", status=1, writes=True)
     assert "teacher-sorter has not registered with the controller" in message
-
-
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, distill.cli.main; print(*{'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.split() == []
 
 
 def test_a_teacher_that_cannot_generate_its_share_is_refused(distill: Distill) -> None:

@@ -7,14 +7,24 @@ import itertools
 import json
 import math
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from evaluated_models import Folders, Replica, Teacher, configure, lines, log_probs, save
+from evaluated_models import (
+    Folders,
+    Replica,
+    Teacher,
+    completed,
+    configure,
+    evaluated,
+    lines,
+    log_probs,
+    save,
+)
 from msgspec.structs import replace
 from transformers import Qwen3ForCausalLM
 
@@ -29,7 +39,6 @@ from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.base.errors import DataError, RemoteError, WireError
 from sync.base.settings import ModelSource
 from sync.wire import (
-    CompletionsRequest,
     Estimate,
     Generated,
     GenerateRequest,
@@ -61,12 +70,6 @@ def evaluator(models: Path, teacher: Any, vllm: Any, own: Any = None, **evaluati
     config = configure(models, **evaluation)
     MADE.append(Evaluator(config, weights, {"t": teacher}, lambda url: vllm, replica=own))
     return MADE[-1]
-
-
-async def evaluated(one: Evaluator, version: Version = Version(0, 0), sets: Sequence[str] = ()) -> Any:
-    reply = await one.complete(CompletionsRequest(version=version, replica="http://r", sets=list(sets)))
-    assert reply.lost is None
-    return await one.evaluate(version)
 
 
 def by_hand(models: Path, row: dict[str, Any]) -> tuple[float, float, int]:
@@ -175,7 +178,7 @@ def test_work_is_split_at_the_limit_and_nothing_is_lost() -> None:
 async def test_a_completion_of_another_version_is_refused(models: Path) -> None:
     one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student", Version(0, 3)))
     with pytest.raises(RemoteError, match="generated with L000-v00000003 and must hold L000-v00000002"):
-        await one.complete(CompletionsRequest(version=Version(0, 2), replica="http://r"))
+        await completed(one, Version(0, 2))
     assert not file_of(models / "x", Version(0, 2), "held_out").exists()
 
 
@@ -188,7 +191,7 @@ async def test_a_completion_that_cannot_be_is_refused(models: Path) -> None:
 
     one = evaluator(models, Teacher(models / "teacher"), Long(models / "student"))
     with pytest.raises(WireError, match="7 tokens, and must be 0 to 6"):
-        await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+        await completed(one)
 
 
 async def test_a_replica_that_leaves_prompts_unanswered_is_lost(models: Path) -> None:
@@ -199,7 +202,7 @@ async def test_a_replica_that_leaves_prompts_unanswered_is_lost(models: Path) ->
                     yield answer
 
     one = evaluator(models, Teacher(models / "teacher"), Short(models / "student"))
-    reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    reply = await completed(one)
     assert reply.lost == "memory left 1 of 12 prompts unanswered"
 
 
@@ -213,7 +216,7 @@ async def test_a_replica_that_generates_nothing_is_lost_after_the_time_limit(mod
     one._config = one._config.model_copy(
         update={"rollout": one._config.rollout.model_copy(update={"stall_timeout_seconds": 0.4})}
     )
-    reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    reply = await completed(one)
     assert reply.lost == "memory generated no token for rollout.stall_timeout_seconds = 0.4 s: it is stalled"
 
 
@@ -329,7 +332,7 @@ async def test_a_reward_function_that_always_fails_ends_the_evaluation(
     report = await evaluated(one, sets=["some"])
     assert (report.sets["some"].failed, report.sets["some"].pass_at_1.value) == (3, 0.25)
     assert "ZeroDivisionError" in lines(models, "some")[1]["error"]
-    await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r", sets=["none"]))
+    await completed(one, sets=["none"])
     with pytest.raises(DataError, match="ZeroDivisionError"):
         await one.evaluate(Version(0, 0))
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 from episodes import ANSWER, ASK, HIGHER, LOWER, USER, GuessEnvironment, Trouble, bisects
-from evaluated_models import Folders, Replica, Teacher, configure, lines, log_probs, save
+from evaluated_models import (
+    Folders,
+    Replica,
+    Teacher,
+    completed,
+    configure,
+    evaluated,
+    lines,
+    log_probs,
+    save,
+)
 from in_memory import MemoryReplica
 from transformers import Qwen3ForCausalLM
 
@@ -19,7 +29,7 @@ from distill.evaluation.evaluator import Evaluator
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.base.errors import DataError, RemoteError
-from sync.wire import CompletionsRequest, EvalReport, GenerateRequest, Version
+from sync.wire import GenerateRequest, Version
 
 TASKS = 12
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -61,12 +71,6 @@ def evaluator(
     one = Evaluator(validate(raw, "x"), weights, teachers, lambda url: replica, {"guess": environment})
     MADE.append(one)
     return one
-
-
-async def evaluated(one: Evaluator) -> EvalReport:
-    reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
-    assert reply.lost is None
-    return await one.evaluate(Version(0, 0))
 
 
 def by_hand(models: Path, row: dict[str, Any]) -> tuple[float, int]:
@@ -141,7 +145,7 @@ def player() -> Player:
 async def test_what_was_played_is_evaluated_by_another_process(models: Path) -> None:
     environment = GuessEnvironment()
     one = evaluator(models, environment, player())
-    assert (await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))).lost is None
+    assert (await completed(one)).lost is None
     again = evaluator(models, environment, player())
     report = await evaluated(again)
     assert len(environment.begun) == TASKS
@@ -197,7 +201,7 @@ def once(trouble: Trouble, turn: int) -> Callable[[str, int], Trouble | None]:
 async def test_an_episode_that_fails_or_is_lost_begins_again(models: Path, trouble: Trouble) -> None:
     environment = GuessEnvironment(trouble=once(trouble, 1))
     one = evaluator(models, environment, player())
-    assert (await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))).lost is None
+    assert (await completed(one)).lost is None
     rows = lines(models)
     assert {(row["reward"], row["error"]) for row in rows} == {(1.0, None)}
     assert len(environment.begun) > TASKS
@@ -208,7 +212,7 @@ async def test_an_episode_that_fails_or_is_lost_begins_again(models: Path, troub
 async def test_a_task_whose_environment_always_fails_has_an_error_and_no_reward(models: Path) -> None:
     broken = GuessEnvironment(trouble=lambda id, turn: "raise" if id.endswith(":3:0") and turn == 1 else None)
     one = evaluator(models, broken, player())
-    await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    await completed(one)
     rows = lines(models)
     (row,) = [row for row in rows if row["error"]]
     assert (row["index"], row["finish_reason"], row["reward"], len(row["turns"])) == (3, "failed", None, 1)
@@ -224,7 +228,7 @@ async def test_an_environment_that_fails_task_after_task_ends_the_evaluation(mod
     with pytest.raises(
         DataError, match=r"environment guess failed task \d+: .*; the last of 8 tasks in a row"
     ):
-        await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+        await completed(one)
     assert not broken.games
 
 
@@ -233,14 +237,14 @@ async def test_an_environment_that_stays_away_is_an_error_and_no_lost_replica(mo
     away = GuessEnvironment(trouble=lambda id, turn: "gone")
     one = evaluator(models, away, player())
     with pytest.raises(RemoteError, match=f"environment guess was not up for {GONE_SECONDS:.0f} s"):
-        await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+        await completed(one)
 
 
 async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays(models: Path) -> None:
     environment, dying = GuessEnvironment(), player()
     dying.broken = 5
     one = evaluator(models, environment, dying)
-    reply = await one.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+    reply = await completed(one)
     assert "dead" in (reply.lost or "")
     assert not environment.games
     dying.revive()

@@ -50,8 +50,7 @@ from teacher_service.engines.base import Engine, Item, ScoreOptions
 from teacher_service.messages import describe
 
 REWARDED = {"type": "topk", "k": 4, "task": {}}
-
-
+DEEPSPEED = Path(__file__).parents[3] / "configs/deepspeed/zero3_cpu.json"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -76,7 +75,7 @@ def configure(models: Path, **sections: dict[str, Any]) -> RunConfig:
         "teachers": {"t": {"path": str(models / "teacher"), "dtype": "float32"}},
         "prompts": {"type": "task", "task": "sort_letters"},
         "rollout": {"max_tokens": 12},
-        "trainer": {"deepspeed": "x.json"},
+        "trainer": {"deepspeed": str(DEEPSPEED)},
         "objective": {"type": "full"},
         "evaluation": {"prompts": 8, "device": "cpu"},
         "preflight": {"mismatch_tolerance": 0.02},
@@ -128,6 +127,12 @@ class Evaluator:
 
     async def probe(self, request: ProbeRequest, timeout: float) -> ProbeReply:
         return await probe(self._config, self._teachers, request)
+
+
+def jsonl(folder: Path, rows: str, **more: str) -> dict[str, str]:
+    """[prompts] of these rows."""
+    (folder / "prompts.jsonl").write_text(rows)
+    return {"type": "jsonl", "path": str(folder / "prompts.jsonl"), "template": "plain", **more}
 
 
 def split_of(config: RunConfig) -> PromptSplit:
@@ -255,18 +260,16 @@ async def test_a_teacher_that_is_the_student_teaches_nothing(models: Path) -> No
 
 
 def test_a_teacher_that_is_the_student_and_masked_tokens_are_refused(models: Path) -> None:
-    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
-    trainer = {"deepspeed": str(json_file)}
     itself = {"path": str(models / "student")}
     with pytest.raises(ConfigError, match=r"teachers\.t\.path is the student, which teaches it nothing"):
-        preflight.check(configure(models, teachers={"t": itself}, trainer=trainer))
+        preflight.check(configure(models, teachers={"t": itself}))
     follower = {"t": itself | {"follow_student_every": 2}}  # it will come to differ
-    preflight.check(configure(models, teachers=follower, objective={"type": "topk", "k": 4}, trainer=trainer))
-    preflight.check(configure(models, teachers={"t": itself}, objective=REWARDED, trainer=trainer))
+    preflight.check(configure(models, teachers=follower, objective={"type": "topk", "k": 4}))
+    preflight.check(configure(models, teachers={"t": itself}, objective=REWARDED))
     deaf = {"type": "sampled", "drop_rho_outside": [2.0, 5.0]}
     with pytest.raises(ConfigError, match=r"drop_rho_outside \(2\.0, 5\.0\) drops every token of age 0"):
-        preflight.check(configure(models, objective=deaf, trainer=trainer))
-    preflight.check(configure(models, objective=deaf | {"type": "sft"}, trainer=trainer))
+        preflight.check(configure(models, objective=deaf))
+    preflight.check(configure(models, objective=deaf | {"type": "sft"}))
 
 
 async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Path) -> None:
@@ -356,74 +359,52 @@ def test_the_first_step_is_judged_by_its_fresh_tokens(config: Callable[..., RunC
 
 
 def test_the_longest_prompt_of_a_table_is_known_whatever_its_length(tmp_path: Path, models: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    rows = ["abc>"] * 600 + ["abcdefghi>"]
-    path.write_text("".join(f'{{"prompt": "{row}"}}\n' for row in rows))
-    prompts = {"type": "jsonl", "path": str(path), "template": "plain"}
+    prompts = jsonl(tmp_path, '{"prompt": "abc>"}\n' * 600 + '{"prompt": "abcdefghi>"}\n')
     assert longest_prompt(split_of(configure(models, prompts=prompts))) == 10
 
 
 def test_a_task_term_needs_prompts_that_have_a_reward(tmp_path: Path, models: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "abc>"}\n' * 20)
-    jsonl = {"type": "jsonl", "path": str(path), "template": "plain"}
-    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
-    sections = {"objective": {"type": "full", "task": {}}, "trainer": {"deepspeed": str(json_file)}}
+    sections = {"objective": {"type": "full", "task": {}}}
     assert preflight.check(configure(models, **sections)).split.rewards is not None
     with pytest.raises(ConfigError, match=r'type "jsonl" have no reward: set prompts\.reward_fn'):
-        preflight.check(configure(models, prompts=jsonl, **sections))
-    path.write_text('{"prompt": "abc>", "gold": "a"}\n' * 20)
-    judged = jsonl | {"answer_field": "gold", "reward_fn": "exact"}
+        preflight.check(configure(models, prompts=jsonl(tmp_path, '{"prompt": "abc>"}\n' * 20), **sections))
+    rows = '{"prompt": "abc>", "gold": "a"}\n' * 20
+    judged = jsonl(tmp_path, rows, answer_field="gold", reward_fn="exact")
     assert preflight.check(configure(models, prompts=judged, **sections)).split.rewards is not None
 
 
 def test_every_data_source_needs_a_teacher_and_every_teacher_a_data_source(
     tmp_path: Path, models: Path
 ) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "abc>", "from": "math"}\n' * 40)
-    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
-    config = configure(
-        models,
-        teachers={"t": {"path": str(models / "teacher"), "route": ["math"]}},
-        prompts={"type": "jsonl", "path": str(path), "template": "plain", "source_field": "from"},
-        trainer={"deepspeed": str(json_file)},
-        evaluation=None,
-    )
+    prompts = jsonl(tmp_path, '{"prompt": "abc>", "from": "math"}\n' * 40, source_field="from")
+    teachers = {"t": {"path": str(models / "teacher"), "route": ["math"]}}
+    config = configure(models, teachers=teachers, prompts=prompts, evaluation=None)
     assert len(preflight.check(config).split.train) == 40
     idle = {"path": str(models / "teacher"), "route": ["maths"]}
-    teachers = config.model_dump()["teachers"] | {"u": idle}
+    taught = config.model_dump()["teachers"] | {"u": idle}
     with pytest.raises(ConfigError, match=r"teachers\.u would have nothing to score, .*sources are math:"):
-        preflight.check(RunConfig.model_validate(config.model_dump() | {"teachers": teachers}))
-    with path.open("a") as file:
+        preflight.check(RunConfig.model_validate(config.model_dump() | {"teachers": taught}))
+    with open(prompts["path"], "a") as file:
         file.write('{"prompt": "abc>", "from": "law"}\n')
     with pytest.raises(ConfigError, match="no teacher for data source 'law'"):
         preflight.check(config)
 
 
 def test_the_best_version_by_pass_rate_needs_a_reward_function(tmp_path: Path, models: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "abc>"}\n' * 20)
-    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
-    config = configure(
-        models,
-        prompts={"type": "jsonl", "path": str(path), "template": "plain"},
-        trainer={"deepspeed": str(json_file)},
-        evaluation={"metric": "pass_rate"},
-    )
+    prompts = jsonl(tmp_path, '{"prompt": "abc>"}\n' * 20)
+    config = configure(models, prompts=prompts, evaluation={"metric": "pass_rate"})
     with pytest.raises(ConfigError, match=r'prompts of type "jsonl" have no reward: set prompts\.reward_fn'):
         preflight.check(config)
 
 
 def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Path) -> None:
-    json_file = Path(__file__).parents[3] / "configs" / "deepspeed" / "zero3_cpu.json"
     teachers = {"t": {"path": str(models / "teacher"), "follow_student_every": 4}}
-    sections = {"teachers": teachers, "trainer": {"deepspeed": str(json_file)}}
+    sections = {"teachers": teachers}
     with pytest.raises(ConfigError, match='objective "full" keeps its head'):
         preflight.check(configure(models, **sections))
     sections["objective"] = {"type": "topk", "k": 4}
     assert preflight.check(configure(models, **sections)).split.held_out
-    adapters = {**sections, "trainer": {**sections["trainer"], "lora": {}}}
+    adapters = {**sections, "trainer": {"deepspeed": str(DEEPSPEED), "lora": {}}}
     for check in (preflight.check, lambda config: single_role.serve_teacher(config, "t", 0)):
         with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):
             check(configure(models, **adapters))

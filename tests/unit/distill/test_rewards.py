@@ -220,24 +220,18 @@ def only_short(prompt: Prompt, completion: str) -> bool:
     return True
 
 
-def test_a_function_of_the_users_reads_prompt_and_completion() -> None:
-    assert rewarded(f"{__name__}:length_of_answer", "abc", "xy").value == 2.5
-
-
 def half(prompt: Prompt, completion: str) -> np.float32:
     return np.float32(0.5)
-
-
-def test_a_number_of_numpys_is_a_number() -> None:
-    assert rewarded(f"{__name__}:half", "x", "y").value == 0.5
 
 
 def numpys_answer(prompt: Prompt, completion: str) -> tuple[bool, np.str_]:
     return True, np.str_(completion)
 
 
-def test_a_text_of_numpys_becomes_a_str_which_a_frame_takes() -> None:
-    assert type(rewarded(f"{__name__}:numpys_answer", "x", "y").answer) is str
+def test_a_function_of_the_users_reads_prompt_and_completion_and_may_return_numpys_types() -> None:
+    assert rewarded(f"{__name__}:length_of_answer", "abc", "xy").value == 2.5
+    assert rewarded(f"{__name__}:half", "x", "y").value == 0.5
+    assert type(rewarded(f"{__name__}:numpys_answer", "x", "y").answer) is str, "a frame takes no subclass"
 
 
 @pytest.mark.parametrize(

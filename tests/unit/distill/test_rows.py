@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import CHATML, byte_tokenizer
 
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.prompts.rows import RowReader, control_tokens, dataset_rows, jsonl_rows, row_encoder
 from sync.base.errors import DataError
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 WITH_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
@@ -31,27 +28,10 @@ TEXT = {"type": "text", "text": "What is 2+2?"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
 
-def tokenizer(template: str | None = CHATML, **special: str) -> Any:
-    """A byte-level tokenizer without merges: a token is a byte or a special token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate([*names, *letters])}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=core, additional_special_tokens=names, eos_token="<|im_end|>", **special
-    )
-    made.chat_template = template
-    return made
-
-
 def read(path: Path, value: Any, written: str | None = CHATML, **settings: Any) -> str:
     """The prompt of a row with that value, decoded."""
     path.write_text(json.dumps({"prompt": value}) + "\n")
-    config, tok = JsonlPrompts(type="jsonl", path=path, **settings), tokenizer(written)
+    config, tok = JsonlPrompts(type="jsonl", path=path, **settings), byte_tokenizer(written)
     (prompt,) = RowReader(config, row_encoder(tok, config), 500).prompts(jsonl_rows(path))
     return str(tok.decode(prompt.token_ids))
 
@@ -147,14 +127,14 @@ def test_a_template_that_leaves_a_message_out_is_refused(tmp_path: Path) -> None
 
 
 def test_a_prompt_begins_once_and_does_not_end_before_the_answer(tmp_path: Path) -> None:
-    begun = tokenizer("{{ bos_token + bos_token + messages[0].content }}", bos_token="<|endoftext|>")
+    begun = byte_tokenizer("{{ bos_token + bos_token + messages[0].content }}", bos_token="<|endoftext|>")
     config = JsonlPrompts(type="jsonl", path=tmp_path)
     with pytest.raises(DataError, match=r"begins with '<\|endoftext\|>' twice"):
         row_encoder(begun, config)("hi")
     with pytest.raises(
         DataError, match=r"ends with the end token '<\|im_end\|>', behind which nothing follows"
     ):
-        row_encoder(tokenizer("{{ messages[0].content }}<|im_end|>"), config)("hi")
+        row_encoder(byte_tokenizer("{{ messages[0].content }}<|im_end|>"), config)("hi")
 
 
 # --- answers
@@ -163,7 +143,7 @@ def test_a_prompt_begins_once_and_does_not_end_before_the_answer(tmp_path: Path)
 def answers(folder: Path, reward: str | None = "exact") -> list[str | None]:
     """Of the rows of a dataset in a folder, in order."""
     config = DatasetPrompts(type="dataset", path=str(folder), answer_field="answer", reward_fn=reward)
-    reader = RowReader(config, row_encoder(tokenizer(), config), 500)
+    reader = RowReader(config, row_encoder(byte_tokenizer(), config), 500)
     return [prompt.answer for prompt in reader.prompts(dataset_rows(config))]
 
 
@@ -182,7 +162,7 @@ def test_answers_keep_the_text_that_a_jsonl_file_has_for_them(tmp_path: Path) ->
     path = tmp_path / "p.jsonl"
     path.write_text("".join(f'{{"prompt": "?", "answer": {text}}}\n' for text in texts))
     config = JsonlPrompts(type="jsonl", path=path, answer_field="answer", reward_fn="exact")
-    reader = RowReader(config, row_encoder(tokenizer(), config), 500)
+    reader = RowReader(config, row_encoder(byte_tokenizer(), config), 500)
     assert [prompt.answer for prompt in reader.prompts(jsonl_rows(path))] == [
         text.strip('"') for text in texts
     ]
@@ -217,7 +197,7 @@ def test_a_tools_column_and_control_tokens_in_data_are_named(tmp_path: Path) -> 
         {"prompt": "a", "tools": None},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config, tok = JsonlPrompts(type="jsonl", path=path), tokenizer()
+    config, tok = JsonlPrompts(type="jsonl", path=path), byte_tokenizer()
     reader = RowReader(config, row_encoder(tok, config), 500, control=control_tokens(tok))
     assert len([*reader.prompts(jsonl_rows(path))]) == 3
     assert reader.notes == (

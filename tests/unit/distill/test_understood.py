@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import CHATML, HEADER, byte_tokenizer
 
 from distill.config import RunConfig
 from distill.config.loading import validate
@@ -16,28 +17,13 @@ from sync.base.errors import DataError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import end_ids, load_tokenizer
 
-HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}" + HEADER
-)
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A folder with the config of a Qwen3 and a byte-level tokenizer whose end token is <|endoftext|>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import Qwen3Config
 
-    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate([*names, *letters])}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=core, additional_special_tokens=names, eos_token="<|endoftext|>"
-    )
-    made.chat_template = CHATML
-    made.save_pretrained(tmp_path / "model")
+    byte_tokenizer(end="<|endoftext|>").save_pretrained(tmp_path / "model")
     Qwen3Config(vocab_size=260, max_position_embeddings=256, eos_token_id=0).save_pretrained(
         tmp_path / "model"
     )
