@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from distill import api
 from distill.cli import chat as cli_chat
-from distill.cli import clusters as cli_clusters
-from distill.cli import logs as cli_logs
 from distill.cli import plan as cli_plan
 from distill.cli import roles as cli_roles
 from distill.cli import sync as cli_sync
@@ -29,12 +29,13 @@ from distill.cli.options import (
     working,
     write_figures,
 )
-from distill.cli.result import show
-from sync.base.errors import DistillError
-from sync.base.secrets import redact_process
+from sync.base import durable
+from sync.base.errors import DataError, DistillError
+from sync.base.secrets import redact, redact_process
 
 if TYPE_CHECKING:
     from distill.config import RunConfig
+    from distill.metrics.results import Summary
     from sync.wire import ServerLeaves, ServerRegisters
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -47,6 +48,36 @@ ToyTask = Annotated[
     ),
 ]
 RUNS, RESULTS, ROLES, TESTS = "Runs", "Results of a run", "Roles on several machines", "Measurements"
+POLL_SECONDS: Final = 0.5  # between looks at the logs that are followed
+MADE: Final = {
+    "final": "the trained model: distill chat RUN, distill export RUN FOLDER",
+    "best": "the version that evaluated best",
+    "best.json": "which that is",
+    "report.html": "one page with curves, samples and configuration",
+    "report.png": "its picture",
+    "summary.json": "figures of the whole run",
+    "metrics.jsonl": "figures of every step and evaluation",
+    "samples.jsonl": "completions that were trained on: distill samples RUN",
+    "evaluations": "completions of held-out prompts",
+    "quarantine.jsonl": "completions that were not trained on: distill samples RUN --order quarantined",
+    "timeline.jsonl": "who worked and who waited: distill trace RUN",
+    "config.json": "the configuration as it ran",
+    "logs": "a log of each role: distill logs RUN",
+    "roles": "what each role was started with",
+    "controller.json": "where the controller was",
+    "lock": "held while the run goes on",
+    "store": "published versions of the weights: distill sync ls RUN",
+    "checkpoints": "to go on from: distill run CONFIG --resume",
+    "journal": "every rollout, with versions and scores: distill audit RUN",
+    "ledger": "what each rank trained on",
+    "mirrors": "local copies of the weights",
+    "anchors": "versions on their way to the store",
+    "scores": "scores that teachers kept",
+    "slots": "which teachers held a GPU slot",
+    "wandb": "for Weights & Biases: wandb sync",
+    "tensorboard": "for TensorBoard",
+}
+"""Name in a run's folder, and what it is for."""
 app = typer.Typer(
     name="distill",
     help="On-policy distillation: the student generates, the teacher scores every token, the trainer learns "
@@ -150,6 +181,32 @@ def _run(
     show(console, config.run_dir, summary, models)
 
 
+def show(console: Console, folder: Path, summary: Summary, models: Mapping[str, str] = {}) -> None:
+    """Print the result of the run in `folder`; `models`: others that were made for it, path → what it is.
+
+    Raises DistillError with what is wrong with its end.
+    """
+    from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
+
+    table = Table("", "before", "after")
+    for row in before_and_after(summary):
+        table.add_row(*row)
+    if table.rows:
+        console.print(table)
+    made = {f"{folder / name}": what for name, what in MADE.items() if (folder / name).exists()}
+    made |= models
+    lines = [
+        f"tokens: {use_of_tokens(summary)}",
+        f"waited: {longest_waits(summary)}",
+        *(f"warning: {text}" for text in summary.get("warnings", [])),  # none in one of an earlier release
+        *(f"{path:<{max(map(len, made))}}  {what}" for path, what in made.items()),
+    ]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True, highlight=False)
+    if summary["problems"]:
+        raise DistillError("\n".join(summary["problems"]))
+
+
 def _log_to_stderr() -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
@@ -168,7 +225,56 @@ def control(config: Config, overrides: Overrides, resume: Resume = False, json_f
 
 for role in cli_roles.COMMANDS:
     app.command(rich_help_panel=ROLES)(role)
-app.command(rich_help_panel=ROLES)(cli_clusters.kubernetes)
+
+
+@app.command(rich_help_panel=ROLES)
+def kubernetes(
+    config: Config,
+    overrides: Overrides,
+    image: Annotated[str, typer.Option(help="Container image that has `distill`.", metavar="IMAGE")],
+    namespace: Annotated[str, typer.Option(help="Of all objects; default: kubectl's.")] = "",
+    volume: Annotated[
+        str,
+        typer.Option(
+            help="Existing claim for the run's folder; default: a new one. none: no volume, and nothing is "
+            "left of the run but what its store holds.",
+            metavar="CLAIM",
+        ),
+    ] = "",
+    storage: Annotated[str, typer.Option(help="Size of the new claim.")] = "500Gi",
+    secret: Annotated[
+        str,
+        typer.Option(
+            help="Existing Secret whose keys become variables of every pod: HF_TOKEN, WANDB_API_KEY, …",
+            metavar="SECRET",
+        ),
+    ] = "",
+    gpus: Annotated[bool, typer.Option("--gpus/--no-gpus", help="Whether pods ask for GPUs.")] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; default: RUN.yaml here.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Write a run as one YAML file: a JobSet with a Job for every role, its token, files and volume.
+
+    Example: distill kubernetes configs/examples/each_role_alone.toml --image registry.example/distill:0.1
+    """
+    from distill.launch.kubernetes import render
+    from distill.launch.manifest import Target
+
+    name = api.load_config(config, overrides).run.name
+    target = Target(
+        image,
+        namespace or None,
+        None if volume in ("", "none") else volume,
+        volume != "none",
+        storage,
+        gpus,
+        secret or None,
+    )
+    file = out or Path(f"{name}.yaml")
+    text = render(config, overrides, target, str(file))
+    durable.write(file, text.encode(), mode=0o600)  # it holds the token
+    typer.echo("\n".join(line[2:] for line in text.splitlines() if line.startswith("#")))
 
 
 @servers.command("ls")
@@ -227,7 +333,35 @@ def _servers(controller: str, body: ServerRegisters | ServerLeaves | None) -> No
         )
 
 
-app.command(rich_help_panel=ROLES)(cli_clusters.slurm)
+@app.command(rich_help_panel=ROLES)
+def slurm(
+    config: Config,
+    overrides: Overrides,
+    submit: Annotated[bool, typer.Option("--submit", help="Have Slurm queue it.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for scripts, token and logs; default: slurm/ in the run's folder."),
+    ] = None,
+    resume: Resume = False,
+) -> None:
+    """Write the job of a configuration whose cluster.type is "slurm"; with --submit, queue it too.
+
+    The job runs `distill run`, is told before its time is over, and is requeued until the run is complete.
+
+    Example: distill slurm configs/examples/slurm.toml --submit
+    """
+    from distill.launch.slurm import submit as jobs
+
+    scripts = jobs.write(api.load_config(config, overrides), config, overrides, out, resume)
+    for line in scripts.lines:
+        typer.echo(line)
+    if not submit:
+        typer.echo(f"\nsubmit it:      sbatch {scripts.job}")
+        return
+    job = jobs.submit(scripts.job)
+    typer.echo(f"\njob {job}")
+    typer.echo(f"log:            tail -F {scripts.job.parent}/job-{job}.log")
+    typer.echo(f"stop in order:  scancel --batch --signal=TERM {job}")
 
 
 # --- results
@@ -259,7 +393,47 @@ def evaluate(
 
 app.command(rich_help_panel=RESULTS)(cli_sync.export)
 app.command(rich_help_panel=RESULTS)(cli_chat.chat)
-app.command(rich_help_panel=RESULTS)(cli_logs.logs)
+
+
+@app.command(rich_help_panel=RESULTS)
+def logs(
+    run_dir: RunDir,
+    role: Annotated[str, typer.Argument(help="Default: every role.", metavar="[ROLE]")] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines of each role.")] = 10,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new lines, until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Print the last lines that the roles of a run on this machine have logged.
+
+    Example: distill logs runs/NAME trainer --follow
+    """
+    for line in role_lines(run_dir / "logs", role, lines, follow):
+        typer.echo(redact(line))
+
+
+def role_lines(folder: Path, role: str, count: int, follow: bool) -> Iterator[str]:
+    """The last `count` lines of each log, then with `follow` every further whole line, without an end.
+
+    Raises DataError where there is no log, or none of this role.
+    """
+    from distill.launch.supervise import last_lines
+
+    ends = {path: path.stat().st_size for path in sorted(folder.glob("*.log")) if role in ("", path.stem)}
+    if not ends:
+        there = ", ".join(sorted(path.stem for path in folder.glob("*.log"))) or "none"
+        raise DataError(f"{folder} holds no log of {role or 'any role'}: roles with a log are {there}")
+    for path in ends:
+        yield from (f"{path.stem:<12} {line}" for line in last_lines(path, count))
+    while follow:
+        time.sleep(POLL_SECONDS)
+        for path in sorted(folder.glob(f"{role or '*'}.log")):
+            with path.open("rb") as file:
+                file.seek(ends.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                ends[path] = ends.get(path, 0) + len(whole) + 1
+                yield from (f"{path.stem:<12} {line}" for line in whole.decode(errors="replace").split("\n"))
 
 
 @app.command(rich_help_panel=RESULTS)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
-from distill.planning import estimate, table
-from distill.planning.estimate import Calibration, Plan, step_seconds
+from distill.planning import estimate
+from distill.planning.estimate import Calibration, Plan, Stage, step_seconds
 from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
 from distill.planning.roles import find_roles
@@ -19,6 +19,9 @@ from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
 from sync.base.errors import ConfigError
 
+SLOWER = 2.0
+"""Times the next stage's seconds from which a better split is suggested."""
+FLOPS = {"generate": "FLOPs of generation", "score": "FLOPs of scoring", "train": "FLOPs of training"}
 Planned = Callable[[RunConfig], tuple[Where | None, Sequence[str]]]
 """The GPUs of processes on a cluster, None: this machine's; and a line for each of its machines."""
 
@@ -42,8 +45,8 @@ class Forecast(NamedTuple):
     def lines(self) -> Iterator[str]:
         """What `distill plan` prints."""
         yield from self.machines
-        yield from table.lines(self.plan, self.device, self.memory, self.measured is not None)
-        yield from table.comparison(*self.measured) if self.measured else ()
+        yield from table(self.plan, self.device, self.memory, self.measured is not None)
+        yield from comparison(*self.measured) if self.measured else ()
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -52,7 +55,7 @@ class Forecast(NamedTuple):
         return {
             **asdict(self.plan),
             "bottleneck": self.plan.slowest[0].role,
-            "advice": table.split(self.plan),
+            "advice": split(self.plan),
             "machines": [*self.machines],
             "memory": [{"process": use.process, **asdict(use)} for use in self.memory],
             "measured": run._asdict() | {"lengths": asdict(run.lengths)} if run else None,
@@ -120,3 +123,114 @@ def _calibration(run_dir: Path, device: str, planned: Planned) -> tuple[Measured
         replace(stage, seconds=stage.seconds / first.speed[stage.kind]) for stage in estimated.stages
     ]
     return run, estimated, calibrate(run, estimated, step_seconds(config, at_measured, roles))
+
+
+# --- what people read of it
+
+
+def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> Iterator[str]:
+    """The table: memory, a step, the run. `measured`: a run replaced the assumed shares."""
+    yield f"\nMemory of each GPU ({plan.device}), GiB"
+    for use in uses:
+        parts = " + ".join(f"{what} {count / GIB:.1f}" for what, count in use.terms.items())
+        share = f", in the {use.share:g} that vLLM reserves" if use.share else ""
+        place = f"{use.process}, GPU {','.join(use.gpus)}" + ("" if use.host == "here" else f" of {use.host}")
+        yield _row(place, f"{use.bytes / GIB:.1f}", parts + share)
+    if not uses:
+        yield _row("no process", "–", "every role computes on cores")
+    yield "\nPer step"
+    length = plan.lengths
+    words = f"{length.prompt:,.0f} + {length.completion:,.0f} tokens a sequence ({length.source})"
+    yield _row("generated tokens", f"{plan.tokens:,.0f}", words)
+    yield _row("in flight", f"{plan.in_flight:,.0f}", "completions in all replicas")
+    if plan.episodes:
+        yield _row("environments' own time", "–", "not known; other episodes are generated meanwhile")
+    if plan.by_teachers:
+        share = f"{plan.by_teachers:.0%} of the completions: in no stage, and not in the seconds of the step"
+        yield _row("generation by teachers", "–", share)
+    for stage in plan.stages:
+        yield _row(FLOPS[stage.kind] + _whose(stage), f"{stage.flops:.2e}", "")
+    busiest = plan.slowest[0]
+    for stage in plan.stages:
+        unit = ("core" if plan.device == CPU else "GPU") + "s" * (stage.devices != 1)
+        note = f"on {stage.devices:g} {unit} of {stage.role}" + (", the bottleneck" * (stage is busiest))
+        yield _row(f"seconds to {stage.kind}{_whose(stage)}", f"{stage.seconds:.3g}", note)
+    yield _row(
+        "seconds of the step",
+        f"{plan.step_seconds:.3g}",
+        "stages overlap" if plan.overlapping else "one after the other",
+    )
+    yield _row("steps a minute", f"{60 / plan.step_seconds:.3g}", "")
+    yield _row("tokens a second", f"{plan.tokens / plan.step_seconds:,.0f}", "generated")
+    yield _row("expected age", f"{plan.age:.2g}", "versions, at most buffer.max_staleness")
+    yield "\nRun"
+    yield _row("full version", _size(plan.full_bytes), "")
+    if plan.delta_bytes is not None:
+        part = plan.delta_bytes / plan.full_bytes
+        yield _row(
+            "delta", _size(plan.delta_bytes), f"{part:.1%} of it, {'measured' if measured else 'assumed'}"
+        )
+    yield _row(
+        "journal a day", _size(plan.journal_bytes_a_day), "without prompts; archived as checkpoints cover it"
+    )
+    yield _row("hours to the end", f"{plan.hours:,.3g}", "without start-up, evaluations and restarts")
+    if plan.gpus:
+        yield _row("GPU-hours", f"{plan.hours * plan.gpus:,.3g}", f"{plan.gpus} GPUs")
+    if not measured:
+        yield (
+            f"\nAssumed: {device.compute_share:g} of {device.flops / 1e12:,.4g} TFLOP/s in prefill, scoring "
+            f"and training, {device.bandwidth_share:g} of {device.bandwidth / 1e12:.4g} TB/s in decoding, "
+            "and stages that overlap fully; --measured RUN_DIR replaces these by what a run reached."
+        )
+    if sentence := split(plan):
+        yield sentence
+
+
+def split(plan: Plan) -> str:
+    """One sentence: which role should get more devices; "": no stage is twice as slow as the next."""
+    slow, following, *_ = plan.slowest
+    if slow.seconds <= SLOWER * following.seconds:
+        return ""
+    unit = "threads" if plan.device == CPU else "GPUs"
+    ratio = (
+        f"Stage {slow.kind} takes {slow.seconds / following.seconds:.1f} times as long as {following.kind}"
+    )
+    givers = [stage for stage in reversed(plan.slowest[1:]) if stage.devices > 1]
+    if not givers:
+        return f"{ratio}: give {slow.role} more {unit}; no other role has one to spare."
+    giver = givers[0]
+    return (
+        f"{ratio}: give {slow.role} more {unit}, first from {giver.role} ({giver.devices:g} {unit}, busy "
+        f"{giver.seconds / plan.step_seconds:.0%} of a step)."
+    )
+
+
+def comparison(run: Measured, planned: Plan) -> Iterator[str]:
+    """The run that calibrates a plan against the plan of its own configuration from assumptions alone."""
+    yield "\nThat run: planned from assumptions, measured"
+    for kind, seconds in planned.longest.items():
+        yield _row(f"seconds to {kind}", f"{seconds:.3g}", _against(run.seconds[kind], seconds))
+    yield _row(
+        "seconds of a step", f"{planned.step_seconds:.3g}", _against(run.step_seconds, planned.step_seconds)
+    )
+    yield _row("age", f"{planned.age:.2g}", _against(run.age, planned.age))
+
+
+def _against(measured: float, planned: float) -> str:
+    ratio = f", {measured / planned:.2g} times as much" if planned else ""
+    return f"measured {measured:.3g}{ratio}"
+
+
+def _whose(stage: Stage) -> str:
+    return f", {stage.role}" if stage.kind == "score" else ""
+
+
+def _row(what: str, figure: str, note: str) -> str:
+    return f"  {what:<38} {figure:>10}  {note}".rstrip()
+
+
+def _size(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:,.3g} {unit}"
+    return f"{count / 1e3:,.3g} kB"

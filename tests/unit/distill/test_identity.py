@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from distill.cli.main import MADE, show
 from distill.cli.options import guarded
-from distill.cli.result import MADE, show
 from distill.conclusion import end_problems
 from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined

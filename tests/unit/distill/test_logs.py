@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distill.cli.logs import role_lines
-from distill.cli.main import main
+from distill.cli.main import main, role_lines
 from distill.launch.supervise import last_lines
 
 

@@ -152,7 +152,8 @@ def test_a_card_or_page_that_cannot_be_written_is_said_and_no_more(tmp_path: Pat
     tokens = {"tokens_total": 1}
     summary = cast(
         dict[str, Any],
-        {"steps": 1, "evaluations": [], "version": None, "train": tokens, "rollout": tokens},
+        {"steps": 1, "evaluations": [], "version": None, "train": tokens, "rollout": tokens}
+        | {"seconds": {"distill": 1.0}},
     )
     outcome.describe(config, summary, "", said.append)
     assert len(said) == 2

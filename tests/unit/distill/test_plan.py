@@ -15,7 +15,7 @@ from distill.config import RunConfig
 from distill.config.loading import load
 from distill.config.prompts import EnvironmentPrompts
 from distill.launch import placement
-from distill.planning import estimate, table
+from distill.planning import estimate, forecast
 from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
 from distill.planning.roles import find_roles
@@ -180,7 +180,7 @@ def test_completions_of_teachers_are_in_no_stage_and_the_plan_tells_their_share(
 
 
 def shown(found: estimate.Plan) -> str:
-    return "\n".join(table.lines(found, GPU, [], False))
+    return "\n".join(forecast.table(found, GPU, [], False))
 
 
 def test_memory_bounds_what_is_in_flight(model: str) -> None:
@@ -223,8 +223,8 @@ def test_bytes_of_a_version(model: str) -> None:
 
 def test_a_split_is_suggested_from_twice_the_next_stage_on(model: str) -> None:
     found = planned(on_gpus(model), measured=estimate.Calibration({"generate": 1e-3}))
-    assert "give replicas more GPUs, first from t" in table.split(found)
-    assert table.split(planned(on_gpus(model), measured=level(planned(on_gpus(model))))) == ""
+    assert "give replicas more GPUs, first from t" in forecast.split(found)
+    assert forecast.split(planned(on_gpus(model), measured=level(planned(on_gpus(model))))) == ""
 
 
 def level(found: estimate.Plan) -> estimate.Calibration:
