@@ -20,23 +20,11 @@ from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, sources_of
 from distill.environments.client import EnvironmentClient
 from distill.prompts.stream import Prompt
+from sync import wire
 from sync.base import tokenizers
 from sync.base.errors import ConfigError
-from sync.wire import (
-    Array,
-    EnvironmentInfo,
-    EpisodeFailed,
-    Scored,
-    ScoreRefused,
-    ScoreSequence,
-    TeacherInfo,
-    Turn,
-    Want,
-    pack,
-    unpack,
-)
 
-Score = Callable[[list[ScoreSequence], Want], Awaitable[list[Scored | ScoreRefused]]]
+Score = Callable[[list[wire.ScoreSequence], wire.Want], Awaitable[list[wire.Scored | wire.ScoreRefused]]]
 """A teacher's `score`: answers in the order of the request."""
 
 REPLACEMENTS: Final = 8
@@ -78,7 +66,7 @@ def _finding(check: str, passed: bool, figure: str, problem: str) -> Finding:
 # --- requests
 
 
-def probe_sequences(prompts: Sequence[Sequence[int]], count: int, tokens: int) -> list[ScoreSequence]:
+def probe_sequences(prompts: Sequence[Sequence[int]], count: int, tokens: int) -> list[wire.ScoreSequence]:
     """`count` sequences: a prompt, continued by `tokens` tokens of the prompts after it."""
     pool = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])
     starts = np.cumsum([len(prompt) for prompt in prompts])
@@ -86,22 +74,24 @@ def probe_sequences(prompts: Sequence[Sequence[int]], count: int, tokens: int) -
     for i in range(count):
         prompt = np.asarray(prompts[i % len(prompts)], np.int32)
         rest = np.take(pool, starts[i % len(prompts)] + i // len(prompts) + np.arange(tokens), mode="wrap")
-        sequences.append(ScoreSequence(f"probe-{i}", pack(np.concatenate([prompt, rest])), len(prompt)))
+        sequences.append(
+            wire.ScoreSequence(f"probe-{i}", wire.pack(np.concatenate([prompt, rest])), len(prompt))
+        )
     return sequences
 
 
-def longest_sequence(prompts: Sequence[Sequence[int]], prompt: int, tokens: int) -> ScoreSequence:
+def longest_sequence(prompts: Sequence[Sequence[int]], prompt: int, tokens: int) -> wire.ScoreSequence:
     """One sequence of `prompt` + `tokens` tokens, taken from the prompts over and over."""
     pool = np.concatenate([np.asarray(token_ids, np.int32) for token_ids in prompts])
     ids = np.take(pool, np.arange(prompt + tokens), mode="wrap")
-    return ScoreSequence("probe-longest", pack(ids), prompt)
+    return wire.ScoreSequence("probe-longest", wire.pack(ids), prompt)
 
 
-def replaced(sequence: ScoreSequence, position: int, vocab: int, turn: int = 1) -> ScoreSequence:
+def replaced(sequence: wire.ScoreSequence, position: int, vocab: int, turn: int = 1) -> wire.ScoreSequence:
     """`sequence` with another id at `position` of L; each `turn` in 1 … vocab − 1 gives another one."""
-    ids = unpack(sequence.token_ids).copy()
+    ids = wire.unpack(sequence.token_ids).copy()
     ids[position] = (ids[position] + turn) % vocab
-    return msgspec.structs.replace(sequence, token_ids=pack(ids))
+    return msgspec.structs.replace(sequence, token_ids=wire.pack(ids))
 
 
 def turns(vocab: int) -> list[int]:
@@ -109,11 +99,11 @@ def turns(vocab: int) -> list[int]:
     return sorted({1 + i * (vocab - 1) // REPLACEMENTS for i in range(min(REPLACEMENTS, vocab - 1))})
 
 
-async def scores(score: Score, sequences: list[ScoreSequence]) -> list[np.ndarray]:
+async def scores(score: Score, sequences: list[wire.ScoreSequence]) -> list[np.ndarray]:
     """Log-probabilities [T] of each sequence; empty for one that was refused."""
-    answers = await score(sequences, Want())
+    answers = await score(sequences, wire.Want())
     return [
-        unpack(answer.logprob).astype(np.float64) if isinstance(answer, Scored) else np.empty(0)
+        wire.unpack(answer.logprob).astype(np.float64) if isinstance(answer, wire.Scored) else np.empty(0)
         for answer in answers
     ]
 
@@ -121,7 +111,7 @@ async def scores(score: Score, sequences: list[ScoreSequence]) -> list[np.ndarra
 # --- probes
 
 
-def same_tokenizer(ours: str, info: TeacherInfo, known_ids: int | None = None) -> Finding:
+def same_tokenizer(ours: str, info: wire.TeacherInfo, known_ids: int | None = None) -> Finding:
     """Compare with `ours`, the student's fingerprint (`sync.base.tokenizers.fingerprint`).
 
     What ids mean must be the same; how text is cut only decides the prompts, which the student's cuts.
@@ -137,7 +127,7 @@ def same_tokenizer(ours: str, info: TeacherInfo, known_ids: int | None = None) -
     )
 
 
-def same_template(ours: str | None, info: TeacherInfo, needed: bool) -> Finding:
+def same_template(ours: str | None, info: wire.TeacherInfo, needed: bool) -> Finding:
     """`needed`: prompts go through the template, and the teacher sees the student's prompt."""
     theirs = info.chat_template_fingerprint
     return _finding(
@@ -159,7 +149,9 @@ def fits(engine: str, prompt: int, tokens: int, limit: int, remedy: str) -> Find
     )
 
 
-async def repeatable(score: Score, sequences: list[ScoreSequence], tolerance: float) -> tuple[Finding, float]:
+async def repeatable(
+    score: Score, sequences: list[wire.ScoreSequence], tolerance: float
+) -> tuple[Finding, float]:
     """Scores in one request against one by one; the finding, and the largest difference (the noise)."""
     check = "scores repeat"
     together = await scores(score, sequences)
@@ -180,7 +172,7 @@ async def repeatable(score: Score, sequences: list[ScoreSequence], tolerance: fl
     return finding, float(difference.max())
 
 
-async def not_shifted(score: Score, sequence: ScoreSequence, vocab: int, noise: float) -> Finding:
+async def not_shifted(score: Score, sequence: wire.ScoreSequence, vocab: int, noise: float) -> Finding:
     """A replaced token must change its own score, and none before it; `noise`: as `repeatable` gives it.
 
     A uniform teacher changes none.
@@ -202,7 +194,7 @@ async def not_shifted(score: Score, sequence: ScoreSequence, vocab: int, noise: 
     return _finding("not uniform, not shifted", first == place, figure, cause)
 
 
-async def not_truncated(score: Score, sequence: ScoreSequence, vocab: int) -> Finding:
+async def not_truncated(score: Score, sequence: wire.ScoreSequence, vocab: int) -> Finding:
     """The first token of the longest sequence must change the scores of its completion."""
     check = "context is whole"
     length, count = sequence.token_ids.shape[0], sequence.token_ids.shape[0] - sequence.start
@@ -294,7 +286,7 @@ def environment_sources(config: RunConfig) -> dict[str, EnvironmentPrompts]:
     }
 
 
-def makes_same_tokens(student: str, info: EnvironmentInfo) -> Finding:
+def makes_same_tokens(student: str, info: wire.EnvironmentInfo) -> Finding:
     """Whether it makes the student's tokens; `student`: fingerprint of the student's tokenizer."""
     parts = tokenizers.differing_parts(student, info.tokenizer_fingerprint)
     figure = f"of {info.environment}"
@@ -302,7 +294,7 @@ def makes_same_tokens(student: str, info: EnvironmentInfo) -> Finding:
     return Finding("same tokenizer", figure, problem if parts else None)
 
 
-def enough_tasks(config: RunConfig, name: str, info: EnvironmentInfo) -> Finding:
+def enough_tasks(config: RunConfig, name: str, info: wire.EnvironmentInfo) -> Finding:
     """Whether it has the tasks that the prompts name."""
     there, problem = info.tasks, None
     for key, source in environment_sources(config).items():
@@ -334,7 +326,7 @@ async def with_first_prompts(
     """
     ids = list(tokenizer(ANSWER, add_special_tokens=False)["input_ids"])
     end = tokenizer.eos_token_id
-    answer = pack(np.array(ids if end is None else [*ids, end], "i4"))
+    answer = wire.pack(np.array(ids if end is None else [*ids, end], "i4"))
     prompts: list[Prompt] = []
     begun = dict.fromkeys(clients, 0)
     for prompt in sample:
@@ -346,16 +338,16 @@ async def with_first_prompts(
     return prompts
 
 
-async def _begun(prompt: Prompt, client: EnvironmentClient, answer: Array) -> Prompt:
+async def _begun(prompt: Prompt, client: EnvironmentClient, answer: wire.Array) -> Prompt:
     id, task = f"preflight:{uuid4().hex}", f"environments.{client.name}: task {prompt.task}"
     try:
         said = await client.begin(id, prompt.task)
-        second = await client.proceed(id, said.turn, answer, "stop") if isinstance(said, Turn) else said
+        second = await client.proceed(id, said.turn, answer, "stop") if isinstance(said, wire.Turn) else said
     finally:
         await client.end([id])
-    if not isinstance(said, Turn):
+    if not isinstance(said, wire.Turn):
         error = getattr(said, "error", "it is over before the student's first turn")
         raise ConfigError(f"{task} cannot be played: {error}")
-    if isinstance(second, EpisodeFailed):
+    if isinstance(second, wire.EpisodeFailed):
         raise ConfigError(f"{task} cannot be played on when the student answers {ANSWER!r}: {second.error}")
-    return msgspec.structs.replace(prompt, token_ids=unpack(said.token_ids).tolist())
+    return msgspec.structs.replace(prompt, token_ids=wire.unpack(said.token_ids).tolist())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import numpy as np
 import pytest
-import torch
 
 from distill.environments.rendering import Renderer
 from distill.tasks import calculate
-from distill.tasks.calculate import BEGIN, END, PAD_ID, STUDENT, TEACHER, VOCABULARY
+from distill.tasks.calculate import BEGIN, END, PAD_ID, VOCABULARY
 
 ERRORS = [
     "Error executing tool compute: '4783' is not one operation of two whole numbers",
@@ -67,12 +65,3 @@ def test_the_tokens_of_a_lesson_are_those_of_the_template() -> None:
         prompt = renderer.prompt([{"role": "user", "content": question}])
         assert ids[: len(prompt)] == prompt
         assert tokenizer.encode(text(ids)) == ids
-
-
-@pytest.mark.parametrize("recipe", [STUDENT, TEACHER])
-def test_the_loss_of_a_model_that_knows_nothing_is_that_of_even_odds(recipe: calculate.Recipe) -> None:
-    model = calculate.untaught(recipe)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.zero_()  # tied to the head
-        loss = calculate.lesson_loss(model, recipe, np.random.default_rng(0), 0)
-    assert float(loss) == pytest.approx(math.log(len(VOCABULARY)), rel=1e-5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,18 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> 
     return silent, run_log
 
 
+@asynccontextmanager
+async def running(
+    folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any
+) -> AsyncIterator[tuple[Evaluations, RunLog]]:
+    evaluations, run_log = bench(folder, evaluator, every, **more)
+    task = asyncio.create_task(evaluations.run())
+    yield evaluations, run_log
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    run_log.journal.close()
+
+
 async def settle(evaluations: Evaluations) -> None:
     """Until nothing is due and nothing is under way."""
     await asyncio.sleep(0)
@@ -96,33 +110,23 @@ async def test_versions_are_evaluated_every_so_many_steps(
     tmp_path: Path, every: int, published: list[int], seen: list[int]
 ) -> None:
     evaluator = MemoryEvaluator()
-    evaluations, run_log = bench(tmp_path, evaluator, every)
-    task = asyncio.create_task(evaluations.run())
-    for step in published:
-        evaluations.due(Version(0, step))
-        await settle(evaluations)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    run_log.journal.close()
+    async with running(tmp_path, evaluator, every) as (evaluations, _):
+        for step in published:
+            evaluations.due(Version(0, step))
+            await settle(evaluations)
     assert [version.step for version in evaluator.seen] == seen
 
 
 async def test_after_a_rollback_versions_are_evaluated_at_the_same_steps_again(tmp_path: Path) -> None:
     evaluator = MemoryEvaluator()
-    evaluations, run_log = bench(tmp_path, evaluator, 4)
-    task = asyncio.create_task(evaluations.run())
-    await run_log.open_lineage(None, "model")
     published = [Version(0, step) for step in (0, 4, 8)]
-    for version in published:
-        evaluations.due(version)
-        await settle(evaluations)
-    await run_log.open_lineage(None, "model", without=[])
-    for step in (0, 4):
-        evaluations.due(Version(1, step))
-        await settle(evaluations)
+    async with running(tmp_path, evaluator, 4) as (evaluations, run_log):
+        for versions in (published, [Version(1, step) for step in (0, 4)]):
+            await run_log.open_lineage(None, "model", without=[])
+            for version in versions:
+                evaluations.due(version)
+                await settle(evaluations)
     assert evaluator.seen == [*published, Version(1, 4)]
-    task.cancel()
-    run_log.journal.close()
 
 
 async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp_path: Path) -> None:
@@ -160,14 +164,10 @@ async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path
             return await super().evaluate(version)
 
     evaluator = Slow()
-    evaluations, run_log = bench(tmp_path, evaluator, every=4)
-    task = asyncio.create_task(evaluations.run())
-    evaluations.due(Version(0, 4))
-    await asyncio.sleep(0)
-    last = await evaluations.now(Version(0, 4))
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    run_log.journal.close()
+    async with running(tmp_path, evaluator, every=4) as (evaluations, run_log):
+        evaluations.due(Version(0, 4))
+        await asyncio.sleep(0)
+        last = await evaluations.now(Version(0, 4))
     assert evaluator.seen == [Version(0, 4)]
     assert run_log.state.evaluations == [last]
 
@@ -187,15 +187,11 @@ async def test_a_lost_evaluator_is_retried_and_a_refusal_is_final(
             return await super().evaluate(version)
 
     evaluator = Failing()
-    evaluations, run_log = bench(tmp_path, evaluator, 1)
-    task = asyncio.create_task(evaluations.run())
-    evaluations.due(Version(0, 1))
-    for _ in range(times):
-        await asyncio.wait_for(requested.get(), 60)
-    await asyncio.sleep(LONG)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    run_log.journal.close()
+    async with running(tmp_path, evaluator, 1) as (evaluations, _):
+        evaluations.due(Version(0, 1))
+        for _ in range(times):
+            await asyncio.wait_for(requested.get(), 60)
+        await asyncio.sleep(LONG)
     assert len(evaluator.seen) == times
 
 

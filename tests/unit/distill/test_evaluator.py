@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -141,16 +142,6 @@ async def test_a_version_is_answered_with_its_report() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_a_version_that_cannot_be_had_is_refused_with_the_reason() -> None:
-    def evaluate(version: Version) -> EvalReport:
-        raise SnapshotError(f"{version} is not in the store")
-
-    async with client_of(evaluate) as client:
-        answer = await post(client, Version(1, 60))
-        assert answer.status_code == 409
-        assert "L001-v00000060 is not in the store" in answer.json()["error"]
-
-
 async def test_two_evaluations_never_run_at_the_same_time() -> None:
     running, most = 0, 0
 
@@ -161,8 +152,6 @@ async def test_two_evaluations_never_run_at_the_same_time() -> None:
         threads_meet.wait(0.05)
         running -= 1
         return report(version, 0.5)
-
-    import threading
 
     threads_meet = threading.Event()
     async with client_of(evaluate) as client:

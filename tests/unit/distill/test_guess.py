@@ -18,8 +18,8 @@ from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import Episode, Limits, play
 from distill.environments.python_host import PythonEnvironment, Reply
 from distill.environments.rendering import Renderer
-from distill.tasks import Models, guess
-from distill.tasks.guess import EOS_ID, FIRST_ID, HIGHER, LOWER, STUDENT, TOP, TURNS, VOCABULARY
+from distill.tasks import Models, calculate, guess
+from distill.tasks.guess import EOS_ID, FIRST_ID, HIGHER, LOWER, TOP, TURNS, VOCABULARY
 from sync.wire import Generated, GeneratePrompt, GenerateRequest, Sampling
 
 
@@ -100,12 +100,14 @@ def test_a_lesson_teaches_the_middle_of_what_is_left_and_the_end_token() -> None
     assert taught_guesses > 800
 
 
-def test_the_loss_of_a_model_that_knows_nothing_is_that_of_even_odds() -> None:
-    model = guess.untaught(STUDENT)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.zero_()  # tied to the head
-        loss = guess.lesson_loss(model, STUDENT, np.random.default_rng(0), 0)
-    assert float(loss) == pytest.approx(math.log(len(VOCABULARY)), rel=1e-5)
+@pytest.mark.parametrize("task", [guess, calculate])
+def test_the_loss_of_a_model_that_knows_nothing_is_that_of_even_odds(task: Any) -> None:
+    for recipe in (task.STUDENT, task.TEACHER):
+        model = task.untaught(recipe)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.zero_()  # tied to the head
+            loss = task.lesson_loss(model, recipe, np.random.default_rng(0), 0)
+        assert float(loss) == pytest.approx(math.log(len(task.VOCABULARY)), rel=1e-5)
 
 
 def test_every_model_is_made_of_its_own_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -61,19 +61,27 @@ def teacher(source: Callable = whole_prefix) -> Score:
     return score
 
 
-def changed(alter: Callable[[np.ndarray], np.ndarray]) -> Score:
-    """The sound teacher, with `alter` done to the scores [T] of every sequence."""
+def altered(alter: Callable[[int, ScoreSequence, Scored], Scored | ScoreRefused]) -> Score:
+    """The sound teacher, with `alter` done to each answer of a request, by its place."""
     sound = teacher()
 
     async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
         answers = await sound(sequences, want)
-        return [
-            msgspec.structs.replace(one, logprob=pack(alter(unpack(one.logprob)).astype("f4")))
-            for one in answers
-            if isinstance(one, Scored)
-        ]
+        pairs = enumerate(zip(sequences, answers, strict=True))
+        return [alter(i, s, answer) for i, (s, answer) in pairs if isinstance(answer, Scored)]
 
     return score
+
+
+def changed(alter: Callable[[np.ndarray], np.ndarray], first: int = 0) -> Score:
+    """The sound teacher, with `alter` done to the scores [T] of every sequence, from the `first` on."""
+
+    def replaced(place: int, _: ScoreSequence, answer: Scored) -> Scored:
+        scores = unpack(answer.logprob)
+        scores = alter(scores) if place >= first else scores
+        return msgspec.structs.replace(answer, logprob=pack(scores.astype("f4")))
+
+    return altered(replaced)
 
 
 def shifted(by: int) -> Score:
@@ -96,29 +104,13 @@ def uniform() -> Score:
 
 def in_company() -> Score:
     """A server whose batches leak: the second sequence of a request is scored otherwise than alone."""
-    sound = teacher()
-
-    async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
-        answers = await sound(sequences, want)
-        for i, one in enumerate(answers[1:], 1):
-            assert isinstance(one, Scored)
-            answers[i] = msgspec.structs.replace(one, logprob=pack(unpack(one.logprob) - np.float32(0.1)))
-        return answers
-
-    return score
+    return changed(lambda scores: scores - np.float32(0.1), first=1)
 
 
 def refusing(longest: int) -> Score:
-    sound = teacher()
-
-    async def score(sequences: list[ScoreSequence], want: Want) -> list[Scored | ScoreRefused]:
-        answers = await sound(sequences, want)
-        return [
-            one if s.token_ids.shape[0] <= longest else ScoreRefused(s.id, "too long")
-            for s, one in zip(sequences, answers, strict=True)
-        ]
-
-    return score
+    return altered(
+        lambda _, s, answer: answer if s.token_ids.shape[0] <= longest else ScoreRefused(s.id, "too long")
+    )
 
 
 def caught(finding: Finding, says: str) -> None:

@@ -90,15 +90,6 @@ def test_an_id_of_one_side_alone_is_left_out_of_every_model(longer: str, make: M
     assert config.subscriber("student-0").known_ids == 8
 
 
-def test_a_students_end_that_the_teacher_does_not_have_is_refused(make: Make, tmp_path: Path) -> None:
-    make("student", INSTRUCT | {"eos_token": "<|stop|>"}, more=("<|stop|>",))
-    make("teacher", INSTRUCT)
-    with pytest.raises(
-        DataError, match=r"id 8 \('<\|stop\|>'\) means nothing to a teacher, and a completion"
-    ):
-        resolve(configured(tmp_path, t="teacher"), {"t": True})
-
-
 def test_a_teachers_end_that_the_student_does_not_have_is_said(make: Make, tmp_path: Path) -> None:
     make("student", INSTRUCT)
     make("teacher", INSTRUCT | {"eos_token": "<|stop|>"}, more=("<|stop|>",))
@@ -115,12 +106,19 @@ def test_the_ends_of_all_teachers_are_learnt(make: Make, tmp_path: Path) -> None
     assert config.rollout.stop_token_ids == [2, 7]
 
 
-def test_an_id_beyond_the_students_rows_is_refused_by_name(make: Make, tmp_path: Path) -> None:
-    make("student", INSTRUCT, rows=8, more=("<|extra|>",))
+@pytest.mark.parametrize(
+    ("special", "rows", "error", "problem"),
+    [
+        ({"eos_token": "<|extra|>"}, 16, DataError, "id 8 .* means nothing to a teacher, and a completion"),
+        ({}, 8, ConfigError, r"9 ids and its model 8 rows, so there is none for '<\|extra\|>' \(8\)"),
+    ],
+)
+def test_an_id_of_the_student_alone_that_it_needs_or_that_has_no_row_is_refused(
+    make: Make, tmp_path: Path, special: dict[str, str], rows: int, error: type[Exception], problem: str
+) -> None:
+    make("student", INSTRUCT | special, rows=rows, more=("<|extra|>",))
     make("teacher", INSTRUCT)
-    with pytest.raises(
-        ConfigError, match=r"9 ids and its model 8 rows, so there is none for '<\|extra\|>' \(8\)"
-    ):
+    with pytest.raises(error, match=problem):
         resolve(configured(tmp_path, t="teacher"), {"t": True})
 
 
