@@ -233,8 +233,8 @@ def _by_groups(groups: Groups, query_key_value: tuple[Tensor, ...], by_rows: Cal
     ]
     done = []
     for size, *part in zip(groups.sizes, *parts, strict=True):
-        found_BHLD = by_rows(*(states_PHD.unflatten(0, size).transpose(1, 2) for states_PHD in part))
-        done.append(found_BHLD.transpose(1, 2).flatten(0, 1))
+        attended_BHLD = by_rows(*(states_PHD.unflatten(0, size).transpose(1, 2) for states_PHD in part))
+        done.append(attended_BHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(done).index_select(0, groups.home_S)[None]
 
 

@@ -62,8 +62,8 @@ class Weights:
         alone = {name: [Piece(name, shape, 0)] for name, shape in shapes.items()}
         self.pieces = alone if self.adapters else layout(model, shapes)
         """Parameter of the transformers model → the checkpoint tensors in it."""
-        self._held = {name: list(self._slices(name)) for name in self.parameters}
-        self.slices = [part for shards in self._held.values() for part, _ in shards]
+        self._shards = {name: list(self._slices(name)) for name in self.parameters}
+        self.slices = [part for shards in self._shards.values() for part, _ in shards]
 
     @property
     def fingerprint(self) -> str:
@@ -105,7 +105,7 @@ class Weights:
         Shards in host memory come as arrays, those on a GPU as tensors of integers on it.
         """
         shards = {name: _local(parameter) for name, parameter in self.parameters.items()}
-        pieces = ((shards[name], part, at) for name, parts in self._held.items() for part, at in parts)
+        pieces = ((shards[name], part, at) for name, parts in self._shards.items() for part, at in parts)
         return {part.name: copy_of(shard[at : at + part.count]) for shard, part, at in pieces}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -146,7 +146,7 @@ class Weights:
 
     def checksum(self) -> str:
         """Checksum of this rank's shards without their padding, computed where they lie. No collective."""
-        counts = {name: sum(part.count for part, _ in parts) for name, parts in self._held.items()}
+        counts = {name: sum(part.count for part, _ in parts) for name, parts in self._shards.items()}
         return checksum(_local(self.parameters[name])[:count] for name, count in counts.items())
 
     def save_folder(self, folder: Path, tokenizer: Any) -> None:

@@ -70,7 +70,7 @@ class TeacherService:
         self._engine, self._queue_tokens = engine, limits.queue_tokens
         dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"
         score = partial(
-            messages.read_score, info=engine.engine_info, dtype=dtype, most_bytes=limits.reply_bytes
+            messages.read_score, info=engine.engine_info, dtype=dtype, limit_bytes=limits.reply_bytes
         )
         generate = partial(messages.read_generate, info=engine.engine_info, end_ids={*end_ids})
         self._batcher = Batcher(engine, config.batch_tokens, limits.queue_tokens, self.metrics)
@@ -213,7 +213,7 @@ class BodyLimit:
     """Reads request bodies within a bound on each, and on all that are being read or answered."""
 
     def __init__(self, request_limit: int, total: int) -> None:
-        self._limit, self._total, self._held = request_limit, total, 0
+        self._limit, self._total, self._bytes = request_limit, total, 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
@@ -226,10 +226,10 @@ class BodyLimit:
         try:
             async for chunk in request.stream():
                 body += chunk
-                self._held += len(chunk)
+                self._bytes += len(chunk)
                 if len(body) > self._limit:
                     raise WireError(f"body is longer than {self._limit} bytes: send fewer at once")
-                if self._held > self._total:
+                if self._bytes > self._total:
                     raise Overloaded(
                         f"requests in work hold {self._total} bytes: come back later, or add a replica", 1.0
                     )
@@ -237,4 +237,4 @@ class BodyLimit:
         except ClientDisconnect:
             raise WireError("the caller left before its request was complete") from None
         finally:
-            self._held -= len(body)
+            self._bytes -= len(body)

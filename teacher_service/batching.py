@@ -98,13 +98,13 @@ class Batcher:
         self._waiting: dict[_Queued, None] = {}
         """The oldest first."""
         self._added = asyncio.Event()
-        self._held = 0
+        self._waiting_tokens = 0
         """Tokens of requests that are queued or not yet answered."""
         self._concurrency = engine.engine_info.concurrency
         overlaps = self._concurrency > 1
         threads = 2 * self._concurrency if overlaps else 1  # both kinds beside each other, or in turns
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="engine")
-        self._most_tokens = {Item: batch_tokens, EnginePrompt: queue_tokens if overlaps else batch_tokens}
+        self._token_limits = {Item: batch_tokens, EnginePrompt: queue_tokens if overlaps else batch_tokens}
         self._calls: dict[Future[Any], float] = {}
         """Calls of the engine under way → time.monotonic() at which each began."""
         self._ended: base.EngineEnded | None = None
@@ -163,10 +163,10 @@ class Batcher:
         if self._ended is not None:
             raise self._ended
         tokens = sum(item.tokens for item in work)
-        if self._held and self._held + tokens > self._queue_tokens:
+        if self._waiting_tokens and self._waiting_tokens + tokens > self._queue_tokens:
             raise Overloaded(
-                f"{self._held} tokens wait and {tokens} more would pass queue_tokens = {self._queue_tokens}: "
-                "come back later, send less, or add a replica",
+                f"{self._waiting_tokens} tokens wait and {tokens} more would pass queue_tokens = "
+                f"{self._queue_tokens}: come back later, send less, or add a replica",
                 RETRY_AFTER_SECONDS,
             )
         queued = [_Queued(item) for item in work]
@@ -182,11 +182,11 @@ class Batcher:
                 self._waiting.pop(waiting, None)
 
     def _hold(self, tokens: int) -> None:
-        self._held += tokens
-        self._metrics.held_tokens.set(self._held)
+        self._waiting_tokens += tokens
+        self._metrics.held_tokens.set(self._waiting_tokens)
 
     async def _take(self, kind: type[Item | EnginePrompt]) -> list[_Queued]:
-        """The oldest work of a kind and what follows it with the same options, up to `_most_tokens`.
+        """The oldest work of a kind and what follows it with the same options, up to `_token_limits`.
 
         At least one, whatever its tokens; waits for it. Prompts count as padded where batches do not overlap.
         """
@@ -199,7 +199,7 @@ class Batcher:
             if queued.work.options == first.work.options:
                 total, longest = total + queued.work.tokens, max(longest, queued.work.tokens)
                 tokens = longest * (len(batch) + 1) if padded else total
-                if batch and tokens > self._most_tokens[kind]:
+                if batch and tokens > self._token_limits[kind]:
                     break
                 batch.append(queued)
         for queued in batch:

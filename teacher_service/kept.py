@@ -62,7 +62,7 @@ class KeptScores:
         for path in folder.glob(f"*{_SUFFIX}") if folder else ():
             path.unlink(missing_ok=True)
         self._limits = {"memory": memory_bytes, "disk": disk_bytes}
-        self._held = {"memory": 0, "disk": 0}
+        self._sizes = {"memory": 0, "disk": 0}
         self._memory: OrderedDict[str, list[bytes]] = OrderedDict()  # the oldest first, as on disk
         self._disk: OrderedDict[str, int] = OrderedDict()
         self._full = False  # the last spill could not be written
@@ -85,9 +85,9 @@ class KeptScores:
             key = f"{self._boot}-{self._count}"
             self._memory[key] = parts
             self._hold("memory", _size(parts))
-            while self._held["memory"] > self._limits["memory"]:
+            while self._sizes["memory"] > self._limits["memory"]:
                 self._spill(*self._memory.popitem(last=False))
-            while self._held["disk"] > self._limits["disk"]:
+            while self._sizes["disk"] > self._limits["disk"]:
                 self._drop(next(iter(self._disk)))
         return Kept("", key, _size(parts), digest.digest(DIGEST_BYTES))
 
@@ -120,8 +120,8 @@ class KeptScores:
                 self._folder.rmdir()
 
     def _hold(self, where: str, size: int) -> None:
-        self._held[where] += size
-        self._bytes.labels(where).set(self._held[where])
+        self._sizes[where] += size
+        self._bytes.labels(where).set(self._sizes[where])
 
     def _path(self, key: str) -> Path:
         assert self._folder is not None, "a spill has made it"

@@ -67,8 +67,8 @@ class Call(NamedTuple):
     """`Want.keep`"""
 
 
-def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: int) -> Call:
-    """A ScoreRequest; its answer to several sequences has at most `most_bytes`.
+def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, limit_bytes: int) -> Call:
+    """A ScoreRequest; its answer to several sequences has at most `limit_bytes`.
 
     Raises WireError or BadRequest.
     """
@@ -83,7 +83,7 @@ def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, most_bytes: i
         message.deadline,
         lambda id_, item, scores: checked(id_, item, scores, plain, info, dtype),
         wire.ScoreReply,
-        reply_size([item for item in items if isinstance(item, Item)], want, info, most_bytes),
+        reply_size([item for item in items if isinstance(item, Item)], want, info, limit_bytes),
         want.keep,
     )
 
@@ -153,16 +153,16 @@ def _require(good: bool, text: str, status: int = 422) -> None:
         raise BadRequest(status, text)
 
 
-def reply_size(items: list[Item], want: Want, info: EngineInfo, most_bytes: int) -> int:
+def reply_size(items: list[Item], want: Want, info: EngineInfo, limit_bytes: int) -> int:
     """Bytes of the scores of `items`, at most.
 
-    Raises BadRequest (413) for several whose scores pass `most_bytes`; one is served whatever it takes.
+    Raises BadRequest (413) for several whose scores pass `limit_bytes`; one is served whatever it takes.
     """
     row = 8 + 8 * want.topk + (4 * info.hidden_size if want.hidden else 0)
     gathered = sum(4 * item.gather_ids_TK.size for item in items if item.gather_ids_TK is not None)
     size = gathered + row * sum(item.positions for item in items)
-    text = f"the answer would take {size} bytes, the limit is {most_bytes}: send fewer sequences"
-    _require(size <= most_bytes or len(items) <= 1, text, 413)
+    text = f"the answer would take {size} bytes, the limit is {limit_bytes}: send fewer sequences"
+    _require(size <= limit_bytes or len(items) <= 1, text, 413)
     return size
 
 

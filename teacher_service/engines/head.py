@@ -216,8 +216,8 @@ def score_items(
     device = head.weight_VH.device
     hidden_CH = hidden_CH.to(device, non_blocking=True)
     targets_C = ids([item.token_ids_L[item.first :] for item in items])
-    wanted_CK = ids([item.gather_ids_TK for item in items]) if options.gather else None
-    scores = score_hidden(head, hidden_CH, targets_C, wanted_CK, options, chunk)
+    gather_CK = ids([item.gather_ids_TK for item in items]) if options.gather else None
+    scores = score_hidden(head, hidden_CH, targets_C, gather_CK, options, chunk)
     if options.hidden:
         scores["hidden_CH"] = hidden_CH
     return EngineScores(**{name: to_numpy(value) for name, value in scores.items()})
@@ -227,7 +227,7 @@ def score_hidden(
     head: OutputHead,
     hidden_CH: torch.Tensor,
     targets_C: torch.Tensor,
-    wanted_CK: torch.Tensor | None,
+    gather_CK: torch.Tensor | None,
     options: ScoreOptions,
     chunk: int,
 ) -> dict[str, torch.Tensor]:
@@ -238,16 +238,16 @@ def score_hidden(
     parts = []
     chunk = chunk if hidden_CH.is_cuda else min(chunk, CPU_ROWS)
     for rows in (slice(first, first + chunk) for first in range(0, len(targets_C), chunk)):
-        wanted_cK = None if wanted_CK is None else wanted_CK[rows]
+        gather_cK = None if gather_CK is None else gather_CK[rows]
         logits_cV = head.logits(hidden_CH[rows])
         if options.temperature != 1.0:
             logits_cV /= options.temperature
-        parts.append(_scores_of(logits_cV, targets_C[rows], wanted_cK, options))
+        parts.append(_scores_of(logits_cV, targets_C[rows], gather_cK, options))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _scores_of(
-    logits_cV: torch.Tensor, targets_c: torch.Tensor, wanted_cK: torch.Tensor | None, options: ScoreOptions
+    logits_cV: torch.Tensor, targets_c: torch.Tensor, gather_cK: torch.Tensor | None, options: ScoreOptions
 ) -> dict[str, torch.Tensor]:
     """Scores of one chunk from its float32 logits, which are overwritten."""
     norm_c = log_sum_exp(logits_cV)
@@ -256,9 +256,9 @@ def _scores_of(
         top_cK, ids_cK = largest(logits_cV, options.topk)
         scores["topk_ids_CK"] = ids_cK.int()
         scores["topk_logprob_CK"] = top_cK - norm_c[:, None]
-    if wanted_cK is not None:
-        found_cK = logits_cV.gather(1, wanted_cK.clamp_min(0)) - norm_c[:, None]
-        scores["gathered_CK"] = found_cK.masked_fill(wanted_cK < 0, 0.0)
+    if gather_cK is not None:
+        gathered_cK = logits_cV.gather(1, gather_cK.clamp_min(0)) - norm_c[:, None]
+        scores["gathered_CK"] = gathered_cK.masked_fill(gather_cK < 0, 0.0)
     if options.entropy:
         logp_cV = logits_cV.sub_(norm_c[:, None])
         scores["entropy_C"] = -(logp_cV.exp() * logp_cV).sum(1)

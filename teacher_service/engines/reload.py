@@ -46,7 +46,7 @@ JOIN_SECONDS: Final = 0.5
 
 
 class _ReloadingEngine:
-    """Forwards each call to the engine of `_held`, and calls `_tend` from a thread of its own."""
+    """Forwards each call to the engine of `_in_memory`, and calls `_tend` from a thread of its own."""
 
     engine_info: base.EngineInfo
 
@@ -57,24 +57,24 @@ class _ReloadingEngine:
 
     def score(self, items: Sequence[Item], options: base.ScoreOptions) -> EngineScores:
         """See `Engine.score`; one model scores a whole batch."""
-        with self._held() as engine:
+        with self._in_memory() as engine:
             return engine.score(items, options)
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> Steps:
         """See `Engine.generate`; one model generates a whole batch."""
-        with self._held() as engine:
+        with self._in_memory() as engine:
             steps = engine.generate(prompts, params)
         completions = None
         while completions is None:
-            with self._held():
+            with self._in_memory():
                 completions = next(steps)
             yield completions
 
     def head(self) -> Head | None:
-        with self._held() as engine:
+        with self._in_memory() as engine:
             return engine.head() if "hidden" in self.engine_info.can else None
 
-    def _held(self) -> AbstractContextManager[Engine]:
+    def _in_memory(self) -> AbstractContextManager[Engine]:
         """The engine, in memory and not replaced for as long as the context lasts."""
         raise NotImplementedError
 
@@ -129,7 +129,7 @@ class FollowingEngine(_ReloadingEngine):
         self._thread.start()
 
     @contextmanager
-    def _held(self) -> Iterator[Engine]:
+    def _in_memory(self) -> Iterator[Engine]:
         with self._lock:
             assert self._engine is not None, "only `close` unloads it, at the end"
             yield self._engine
@@ -180,7 +180,7 @@ class IdleUnloadEngine(_ReloadingEngine):
             self._generating -= 1
 
     @contextmanager
-    def _held(self) -> Iterator[Engine]:
+    def _in_memory(self) -> Iterator[Engine]:
         with self._lock:
             try:
                 yield self._engine or self._load_again()
@@ -255,7 +255,7 @@ class GpuSlot:
         if config is not None:
             config.folder.mkdir(parents=True, exist_ok=True)
             self._paths = [config.folder / f"slot-{i}" for i in range(config.slots)]
-        self._held: tuple[Path, int] | None = None
+        self._taken: tuple[Path, int] | None = None
         self._until = 0.0
 
     @classmethod
@@ -270,7 +270,9 @@ class GpuSlot:
     @property
     def wanted(self) -> bool:
         """Whether another process requests the slot, and it was held long enough."""
-        return self._held is not None and time.monotonic() >= self._until and _request(self._held[0]).exists()
+        return (
+            self._taken is not None and time.monotonic() >= self._until and _request(self._taken[0]).exists()
+        )
 
     def take(self) -> None:
         """Wait for a slot, requesting the least recently used one."""
@@ -282,7 +284,7 @@ class GpuSlot:
             request.touch()
             requests.add(request)
             time.sleep(SLOT_SECONDS)
-        self._held = slot
+        self._taken = slot
         for request in {*requests, _request(slot[0])}:  # other processes request it again
             request.unlink(missing_ok=True)
         self.used()
@@ -301,14 +303,14 @@ class GpuSlot:
 
     def used(self) -> None:
         """Mark the slot as the most recently used one, by the number in its file."""
-        if self._held is not None:
-            os.pwrite(self._held[1], b"%20d" % (1 + max(map(_last_use, self._paths))), 0)
+        if self._taken is not None:
+            os.pwrite(self._taken[1], b"%20d" % (1 + max(map(_last_use, self._paths))), 0)
 
     def leave(self) -> None:
         """Release the slot, if this process holds one."""
-        if self._held is not None:
-            os.close(self._held[1])
-            self._held = None
+        if self._taken is not None:
+            os.close(self._taken[1])
+            self._taken = None
 
 
 def _request(path: Path) -> Path:

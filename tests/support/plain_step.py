@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,11 @@ def student(seed: int, chunk: int = 64, varlen: bool = False) -> Student:
     if varlen:
         pack_rows(model, "sdpa")
     return Student(model, head_shape(config, VOCAB, 1.0), chunk, varlen)
+
+
+def difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+    """Largest difference of any element, such as of gradients."""
+    return max(float((one - other).abs().max()) for one, other in zip(left, right, strict=True))
 
 
 class PlainEngine:

@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
+from plain_step import ALONE
 
 from student_trainer.engine import after
-from student_trainer.ranks import Ranks
 from student_trainer.transports import Transport, Work
 from sync.wire import Audience, Message, Published, Stop, TrainBatch, Version, Wait
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class RecordedClient:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_step import ALONE
 from routed_models import BY_RANKS, CHOSEN, EXPERTS, build, gradients, live_routes, loss_of
 from torch import Tensor
 
@@ -31,7 +32,6 @@ from sync.base.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 JSONS = Path(__file__).parents[3] / "configs/deepspeed"
-ALONE = Ranks(0, 1, torch.device("cpu"))
 every_shared = pytest.mark.parametrize("family", BY_RANKS)
 
 

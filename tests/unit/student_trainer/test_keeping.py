@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from faults import fill, free
-from plain_step import Meeting, Together
+from plain_step import ALONE, Meeting, Together
 from power_cut import power_cut
 from tmpfs import mounted
 
@@ -27,12 +27,9 @@ from student_trainer import checkpoint_files as files
 from student_trainer import ranks as room
 from student_trainer.checkpoint_files import Index
 from student_trainer.ledger import Ledger, read, repeated
-from student_trainer.ranks import Ranks
 from sync.base import durable
 from sync.base.errors import DataError
 from sync.wire import Version
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class FileWriter:
@@ -82,21 +79,11 @@ def saved(folder: Path, *steps: int, keep: int = 2) -> None:
 
 def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
+    checkpoint.save(FileEngine("at 6"), tmp_path, index_of(Version(0, 6), "print", "aa"), ALONE, 2)
     engine, path = FileEngine(), checkpoint.find(tmp_path, ALONE)[0]
     assert path is not None
-    assert checkpoint.load(engine, path, "print", ALONE).version == str(Version(0, 4))
-    assert engine.state == "at 4"
-
-
-def test_a_checkpoint_names_the_run_that_saved_it(tmp_path: Path) -> None:
-    checkpoint.save(FileEngine(), tmp_path, index_of(Version(0, 4), "print", "aa"), ALONE, 2)
-    path, _ = checkpoint.find(tmp_path, ALONE)
-    assert path is not None
-    assert checkpoint.load(FileEngine(), path, "print", ALONE).run_id == "aa"
-
-
-def test_no_checkpoint_means_a_fresh_start(tmp_path: Path) -> None:
-    assert checkpoint.find(tmp_path / "checkpoints", ALONE) == (None, [])
+    index = checkpoint.load(engine, path, "print", ALONE)
+    assert (index.version, index.run_id, engine.state) == (str(Version(0, 6)), "aa", "at 6")
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -262,6 +249,7 @@ def test_a_version_that_is_whole_on_disk_is_never_removed_to_save_it_again(tmp_p
 
 
 def test_a_checkpoint_that_was_never_finished_is_not_there(tmp_path: Path) -> None:
+    assert checkpoint.find(tmp_path / "checkpoints", ALONE) == (None, [])
     (tmp_path / ".partial-L000-v00000004").mkdir()
     assert checkpoint.find(tmp_path, ALONE) == (None, [])
     (tmp_path / "latest").write_text("L000-v00000004")

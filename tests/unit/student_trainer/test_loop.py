@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from trainer_fakes import ALONE, RecordedClient, RecordedLearner, recorded_transport
 
 from student_trainer.__main__ import _exit_code as exit_code
@@ -74,9 +74,9 @@ def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: 
 
 def test_the_ledger_counts_the_tokens_in_the_loss(tmp_path: Path) -> None:
     parts = batch(0)
-    rows = msgspec.structs.replace(parts.micro_batches[0], completion_lens=pack(np.array([4], np.int32)))
-    episode = msgspec.structs.replace(rows, own=pack(np.array([1, 0, 0, 1], np.uint8)))
-    story = Story(tmp_path, [msgspec.structs.replace(parts, micro_batches=[rows, episode])])
+    rows = replace(parts.micro_batches[0], completion_lens=pack(np.array([4], np.int32)))
+    episode = replace(rows, own=pack(np.array([1, 0, 0, 1], np.uint8)))
+    story = Story(tmp_path, [replace(parts, micro_batches=[rows, episode])])
     train(story.trainer)
     assert read(story.folder)[0].tokens == {1: 4 + 2}
 
@@ -242,13 +242,9 @@ def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
     assert source.poll(Version(0, 1)) == batch(1)
     assert source.poll(Version(0, 2)) == Wait()
     assert isinstance(source.poll(Version(0, 2)), Stop)
-    requests = [body for _, body in peer.asked]
-    assert [(r.version.step, r.rank, r.world_size) for r in requests] == [
-        (0, 1, 2),
-        (1, 1, 2),
-        (2, 1, 2),
-        (2, 1, 2),
-    ]  # type: ignore[union-attr]
+    steps, (rank, world) = [body.version.step for _, body in peer.asked], (1, 2)  # type: ignore[union-attr]
+    assert steps == [0, 1, 2, 2]
+    assert {(body.rank, body.world_size) for _, body in peer.asked} == {(rank, world)}  # type: ignore[union-attr]
     source.close()
 
 
@@ -309,9 +305,9 @@ def test_a_stopped_trainer_does_not_wait_for_a_controller_that_is_gone() -> None
 class FakePublisher:
     """Publishes into a list; fails as often as told."""
 
-    def __init__(self, failures: int = 0) -> None:
+    def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
-        self.failures = failures
+        self.failures = 0
 
     def anchor(
         self, version: Version, parent: Version | None, folder: Path | None, shards: Any, kind: Any
@@ -336,12 +332,18 @@ def nothing_collected() -> Collected:
     return Collected([], [], 0)
 
 
+def to_a_store(
+    tmp_path: Path, publisher: FakePublisher, learner: RecordedLearner, client: RecordedClient, collect: Any
+) -> Publishing:
+    scratch: Any = tmp_path / "scratch"
+    return Publishing(SnapshotTransport(publisher, learner, client, scratch, None, collect).stage)  # type: ignore[arg-type]
+
+
 def snapshots(
     tmp_path: Path, publisher: FakePublisher, adapters: bool = False, collect: Any = nothing_collected
 ) -> tuple[Publishing, RecordedClient]:
-    client, learner = RecordedClient(), RecordedLearner(adapters)
-    transport = SnapshotTransport(publisher, learner, client, tmp_path / "scratch", None, collect)  # type: ignore[arg-type]
-    return Publishing(transport.stage), client
+    client = RecordedClient()
+    return to_a_store(tmp_path, publisher, RecordedLearner(adapters), client, collect), client
 
 
 def go(publishing: Publishing, *steps: int) -> None:
@@ -357,9 +359,8 @@ def test_an_anchor_comes_first_and_again_when_it_is_due(tmp_path: Path) -> None:
     path.start(Version(0, 0))
     go(path, 1, 2, 3, 4)
     assert publisher.done == [("full", 0), ("delta", 1), ("delta", 2), ("full", 3), ("delta", 4)]
-    assert [event.kind for event in client.reported if isinstance(event, Published)] == [
-        "full", "delta", "delta", "full", "delta",
-    ]  # fmt: skip
+    kinds = [event.kind for event in client.reported if isinstance(event, Published)]
+    assert kinds == [kind for kind, _ in publisher.done]
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
@@ -408,18 +409,22 @@ def test_a_version_that_fails_is_skipped_and_followed_by_an_anchor(tmp_path: Pat
     assert [event.version.step for event in client.reported if isinstance(event, Published)] == [0, 2]
 
 
-def waiting_story(tmp_path: Path, answers: list[Any], failures: int) -> tuple[Story, FakePublisher]:
-    """A run after its first version; so many publications fail. Each answer comes when none is on its way."""
-    story, publisher = Story(tmp_path, []), FakePublisher()
-    transport = SnapshotTransport(
-        publisher, story.learner, story.client, tmp_path / "scratch", None, nothing_collected
-    )  # type: ignore[arg-type]
-    story.trainer.publishing = publishing = Publishing(transport.stage)
+def begun(tmp_path: Path, batches: list[TrainBatch], failures: int) -> tuple[Story, FakePublisher]:
+    """A run after its first version; so many publications fail from then on."""
+    story, publisher = Story(tmp_path, batches), FakePublisher()
+    publishing = to_a_store(tmp_path, publisher, story.learner, story.client, nothing_collected)
+    story.trainer.publishing = publishing
     publishing.start(Version(0, 0))
     publisher.failures = failures
+    return story, publisher
+
+
+def waiting_story(tmp_path: Path, answers: list[Any], failures: int) -> tuple[Story, FakePublisher]:
+    """One whose answers come when nothing is on its way."""
+    story, publisher = begun(tmp_path, [], failures)
 
     def poll(version: Version) -> Any:
-        publishing.settle()
+        story.trainer.publishing.settle()
         return answers.pop(0)
 
     story.client.poll = poll  # type: ignore[method-assign]
@@ -486,21 +491,9 @@ def test_a_trainer_that_waits_ends_when_publishing_keeps_failing(
     assert publisher.done == [("full", 0)]
 
 
-def test_a_store_that_keeps_failing_ends_the_run(tmp_path: Path) -> None:
-    path, _ = snapshots(tmp_path, FakePublisher(failures=3))
-    with pytest.raises(StoreError, match="disk full"):
-        go(path, 1, 2, 3)
-
-
 def ended(tmp_path: Path, failures: int, outcome: Outcome) -> Story:
     """A run of one step from its first version to its end; so many publications after the first fail."""
-    story, publisher = Story(tmp_path, [batch(0)]), FakePublisher()
-    transport = SnapshotTransport(
-        publisher, story.learner, story.client, tmp_path / "scratch", None, nothing_collected
-    )  # type: ignore[arg-type]
-    story.trainer.publishing = Publishing(transport.stage)
-    story.trainer.publishing.start(Version(0, 0))
-    publisher.failures = failures
+    story, _ = begun(tmp_path, [batch(0)], failures)
     train(story.trainer)
     with pytest.raises(StoreError) if failures and outcome is not Outcome.INTERRUPTED else nullcontext():
         finish(story.trainer, outcome)

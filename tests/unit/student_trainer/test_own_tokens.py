@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from plain_step import ALONE, VOCAB, Meeting, PlainEngine, Together, student
+from plain_step import ALONE, VOCAB, Meeting, PlainEngine, Together, difference, student
 from torch import Tensor
 
 from distill.batching.packing import Shape, pack_batch
@@ -138,10 +138,6 @@ def stepped(
 ) -> tuple[PlainEngine, dict[str, float]]:
     engine = PlainEngine(student(2, chunk=3), 0.1)
     return engine, train_step(engine, batch, loss_of(config, TEACHERS, heads(config, teacher)), ALONE)
-
-
-def difference(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    return max(float((one - other).abs().max()) for one, other in zip(left, right, strict=True))
 
 
 # --- by hand ------------------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from blake3 import blake3
+from msgspec.structs import replace
 
 from student_trainer.step import collate
 from student_trainer.teacher_scores import TeacherScores
@@ -44,7 +44,7 @@ def halves(scored: Scored) -> list[Scored]:
         whole = getattr(scored, name)
         size = len(part.data)
         rest[name] = Array(whole.dtype, (whole.shape[0] - part.shape[0], *whole.shape[1:]), whole.data[size:])
-    parts = [msgspec.structs.replace(scored, **arrays) for arrays in (first, rest)]
+    parts = [replace(scored, **arrays) for arrays in (first, rest)]
     return parts if parts[1].logprob.data else parts[:1]
 
 
@@ -126,6 +126,11 @@ def rank(teacher: Teacher, want: Want = WANT, student_topk: int = 0) -> TeacherS
     return TeacherScores(["t"], want, student_topk, 50, lambda name: servers, teacher.connect, never)
 
 
+def with_rows(given: wire.TrainBatch, **change: Any) -> wire.TrainBatch:
+    """The same batch with other arrays in its rows."""
+    return replace(given, micro_batches=[replace(given.micro_batches[0], **change)])
+
+
 def filled(teacher: Teacher, given: wire.TrainBatch) -> Rows:
     return rank(teacher).filled(given).micro_batches[0]
 
@@ -151,12 +156,8 @@ def test_a_cut_completion_takes_the_scores_of_its_first_tokens() -> None:
 
 def test_an_environments_tokens_are_fetched_with_the_others_and_are_not_trained_on() -> None:
     teacher = Teacher()
-    given = batch(teacher, 5, 2)
-    (micro,) = given.micro_batches
     own = pack(np.array([1, 0, 0, 1, 1, 1, 1], np.uint8))
-    rows = filled(
-        teacher, msgspec.structs.replace(given, micro_batches=[msgspec.structs.replace(micro, own=own)])
-    )
+    rows = filled(teacher, with_rows(batch(teacher, 5, 2), own=own))
     assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -4, -5, -6, -8, -9]
     targets = collate(rows, 0, 50).targets
     assert targets.teacher_logp_N.tolist() == [-2, -5, -6, -8, -9]
@@ -173,8 +174,7 @@ def test_too_few_positions_are_scored_again() -> None:
     short = wire.frame(ScoreReply(results=[first]))
     kept = [Kept(HERE, place[1], len(short), blake3(short).digest(wire.DIGEST_BYTES))]
     teacher.kept[place] = short
-    rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
-    rows = filled(teacher, msgspec.structs.replace(given, micro_batches=[rows]))
+    rows = filled(teacher, with_rows(given, kept=kept))
     assert rows.kept == [None]
     assert unpack(rows.teacher_logprob).tolist() == [-102, -103, -104, -105, -106]
 
@@ -192,8 +192,8 @@ def test_what_is_gone_or_changed_is_scored_again_with_the_tokens(fault: str) -> 
         teacher.kept[second] = teacher.kept[first]
     else:
         rows = given.micro_batches[0]
-        moved = [rows.kept[0], msgspec.structs.replace(rows.kept[1], url="http://once:3")]
-        given = msgspec.structs.replace(given, micro_batches=[msgspec.structs.replace(rows, kept=moved)])
+        moved = [rows.kept[0], replace(rows.kept[1], url="http://once:3")]
+        given = with_rows(given, kept=moved)
         teacher.kept["http://once:3", moved[1].key] = teacher.kept.pop(second)
     rows = filled(teacher, given)
     assert unpack(rows.teacher_logprob).tolist() == [-2, -3, -105, -106]
@@ -240,7 +240,7 @@ def test_two_replies_that_cannot_be_used_name_server_field_value_and_rule() -> N
     given = batch(teacher, 2)
     teacher.kept.clear()
     bad = scores(ScoreSequence.of("r0", ids([1]), ids([2, 3])))
-    bad = msgspec.structs.replace(bad, hidden=None)
+    bad = replace(bad, hidden=None)
     teacher.answers = [wire.encode(ScoreReply(results=[bad]))] * 2
     with pytest.raises(DataError, match=f"teacher t at {THERE}: scores of r0: hidden is missing"):
         rank(teacher).filled(given)
@@ -257,10 +257,10 @@ def test_one_bad_reply_is_followed_by_another_try() -> None:
 @pytest.mark.parametrize("gone", [False, True])
 def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_gone(gone: bool) -> None:
     teacher = Teacher()
-    teacher.make = lambda *asked: msgspec.structs.replace(scores(*asked), hidden=None)
+    teacher.make = lambda *asked: replace(scores(*asked), hidden=None)
     own = pack(np.array([[8, -1], [24, 32]], "i4"))
     none = {"topk_ids": None, "topk_logprob": None}
-    whole = msgspec.structs.replace(
+    whole = replace(
         teacher.make(ScoreSequence.of("r0", ids([1]), ids([2, 3]))),
         **none,
         gather_ids=own,
@@ -271,9 +271,8 @@ def test_the_students_ids_come_with_their_scores_and_the_teachers_when_they_are_
     body = wire.frame(ScoreReply(results=[whole]))
     teacher.kept = {} if gone else {place: body}
     kept = [Kept(*place, len(body), blake3(body).digest(wire.DIGEST_BYTES))]
-    rows = msgspec.structs.replace(given.micro_batches[0], kept=kept)
-    given = msgspec.structs.replace(given, micro_batches=[rows])
-    (rows,) = rank(teacher, Want(entropy=True), student_topk=2).filled(given).micro_batches
+    fetching = rank(teacher, Want(entropy=True), student_topk=2)
+    (rows,) = fetching.filled(with_rows(given, kept=kept)).micro_batches
     assert rows.teacher_topk_ids is rows.teacher_topk_logprob is None
     assert unpack(rows.student_topk_ids).tolist() == ([[0, 1]] * 2 if gone else [[8, -1], [24, 32]])
     expected = np.full((2, 2), -9.0) if gone else OWN

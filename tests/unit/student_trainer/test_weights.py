@@ -19,6 +19,7 @@ from flat_tensors import digests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_store import MemoryStore
+from plain_step import ALONE
 from routed_models import PUBLISHED, build
 from tmpfs import mounted
 from tokenizers import Tokenizer
@@ -36,8 +37,6 @@ from sync.base.errors import ConfigError
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots.checkpoint import bits, fingerprint, tensors
 from sync.wire import RunIdentity, Version
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class NoTokenizer:

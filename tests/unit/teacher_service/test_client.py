@@ -41,16 +41,21 @@ def right(given: Sequence[ScoreSequence], results: Sequence[Scored | ScoreRefuse
     return True
 
 
-async def test_what_a_teacher_did_is_counted(serve: Any) -> None:
+async def test_what_a_teacher_did_is_counted_and_a_refused_sequence_costs_no_other(serve: Any) -> None:
+    bad = ScoreSequence("bad", pack(np.array([1, V], np.int32)), 1)
     async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
         given = [sequences(3, seed=seed) for seed in range(10)]
-        answers = await asyncio.gather(*(client.score(one) for one in given))
-        assert all(right(one, answer) for one, answer in zip(given, answers, strict=True))
-        assert (client.counters.requests, client.counters.sequences, client.counters.tokens) == (10, 30, 180)
+        *answers, refused = await asyncio.gather(*(client.score(part) for part in [*given, [bad]]))
+        assert all(right(part, answer) for part, answer in zip(given, answers, strict=True))
+        assert isinstance(refused[0], ScoreRefused)
+        counted = client.counters
+        assert (counted.requests, counted.sequences, counted.tokens, counted.refused) == (11, 31, 182, 1)
 
 
 async def test_a_long_call_is_cut_into_bounded_requests(serve: Any) -> None:
     async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url], request_tokens=20) as client:
+        assert await client.score([]) == []
+        assert client.counters.requests == 0
         given = sequences(10)
         assert right(given, await client.score(given))
         assert client.counters.requests == 4
@@ -62,12 +67,6 @@ async def test_what_a_teacher_does_not_queue_at_once_is_sent_in_halves(serve: An
         given = sequences(10)
         assert right(given, await client.score(given, deadline=60))
         assert (client.counters.sequences, client.counters.tokens) == (10, 60)
-
-
-async def test_nothing_asked_is_nothing_sent(serve: Any) -> None:
-    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
-        assert await client.score([]) == []
-        assert client.counters.requests == 0
 
 
 async def test_work_goes_to_the_replica_with_the_least_outstanding(serve: Any) -> None:
@@ -185,15 +184,6 @@ async def test_what_the_teacher_cannot_do_is_not_tried_again(
     assert "retrying" not in caplog.text
 
 
-async def test_one_refused_sequence_leaves_its_neighbours(serve: Any) -> None:
-    bad = ScoreSequence("bad", pack(np.array([1, V], np.int32)), 1)
-    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
-        good, refused = await asyncio.gather(client.score(sequences(2)), client.score([bad]))
-        assert right(sequences(2), good)
-        assert isinstance(refused[0], ScoreRefused)
-        assert client.counters.refused == 1
-
-
 async def test_cancelling_aborts_the_callers_own_work_alone(serve: Any) -> None:
     engine = GatedEngine(TABLE)
     async with serve(engine) as url, TeacherClient("t", [url]) as client:
@@ -210,6 +200,7 @@ async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Any) ->
     async with serve(GatedEngine(TABLE)) as one, serve(GatedEngine(TABLE), model="other") as two:
         async with TeacherClient("t", [one]) as client:
             assert (await client.info()).vocab_size == V
+            np.testing.assert_array_equal(unpack((await client.head()).weight), TABLE.T)
         async with TeacherClient("t", [one, two]) as client:
             with pytest.raises(ConfigError, match="differ"):
                 await client.info()
@@ -257,11 +248,6 @@ async def test_a_teacher_that_follows_a_run_serves_that_run_alone(serve: Any) ->
         for claim in (mine, other):
             async with TeacherClient("t", [url], claim=claim) as client:
                 assert right(sequences(2), await client.score(sequences(2)))
-
-
-async def test_the_head_comes_through_any_replica(serve: Any) -> None:
-    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
-        np.testing.assert_array_equal(unpack((await client.head()).weight), TABLE.T)
 
 
 def test_a_teacher_without_urls_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,7 @@ def another_look(store: Store) -> None:
 
 def test_every_second_version_is_taken_over_and_the_old_engine_closed() -> None:
     store, loads = Store(), Loads()
-    engine = FollowingEngine(loads, store, 2, poll_seconds=0.005)
-    try:
+    with closing(FollowingEngine(loads, store, 2, poll_seconds=0.005)) as engine:
         for step, held in ((0, None), (1, None), (2, 2), (3, 2), (4, 4)):
             store.version = Version(0, step)
             another_look(store)
@@ -83,35 +83,27 @@ def test_every_second_version_is_taken_over_and_the_old_engine_closed() -> None:
         assert loads.closed == 2
         assert engine.head() is None
         assert engine.engine_info.can == ("topk", "gather", "entropy", "prompt", "generate", "temperature")
-    finally:
-        engine.close()
     assert loads.closed == 3
 
 
 def test_a_trainer_that_went_back_is_followed_at_once() -> None:
-    store, loads = Store(), Loads()
-    engine = FollowingEngine(loads, store, 4, poll_seconds=0.005)
-    try:
+    store = Store()
+    with closing(FollowingEngine(Loads(), store, 4, poll_seconds=0.005)) as engine:
         store.version = Version(0, 8)
         until(lambda: engine.version == Version(0, 8))
         store.version = Version(1, 6)
         until(lambda: engine.version == Version(1, 6))
-    finally:
-        engine.close()
 
 
 def test_a_version_that_cannot_be_had_leaves_the_old_one_serving(caplog: pytest.LogCaptureFixture) -> None:
-    store, loads = Store(), Loads()
-    engine = FollowingEngine(loads, store, 1, poll_seconds=0.005)
-    try:
+    store = Store()
+    with closing(FollowingEngine(Loads(), store, 1, poll_seconds=0.005)) as engine:
         store.broken, store.version = True, Version(0, 1)
         another_look(store)
         assert engine.version is None
         assert "the model stays as it is: the store is gone" in caplog.text
         store.broken = False
         until(lambda: engine.version == Version(0, 1))
-    finally:
-        engine.close()
 
 
 def test_a_version_that_cannot_be_loaded_is_said_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,14 +115,11 @@ def test_a_version_that_cannot_be_loaded_is_said_and_tried_again(caplog: pytest.
             raise problems.pop(0)
         return loads(folder)
 
-    engine = FollowingEngine(load, store, 1, poll_seconds=0.005)
-    try:
+    with closing(FollowingEngine(load, store, 1, poll_seconds=0.005)) as engine:
         store.version = Version(0, 1)
         until(lambda: engine.version == Version(0, 1))
-        assert "the model stays as it is: disk full" in caplog.text
-        assert "out of memory" in caplog.text
-    finally:
-        engine.close()
+    assert "the model stays as it is: disk full" in caplog.text
+    assert "out of memory" in caplog.text
 
 
 def test_only_an_engine_that_can_be_swapped_may_follow() -> None:

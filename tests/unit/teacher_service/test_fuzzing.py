@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from fuzz import fuzz
+from msgspec.structs import replace
 from table_engine import TableEngine, random_table
 
 from sync import wire
@@ -69,7 +70,7 @@ async def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole
         serve(TableEngine(random_table(V), max_length=64)) as url,
         httpx.AsyncClient(base_url=url, trust_env=False) as http,
     ):
-        answer = await http.post("/v1/generate", content=encode(msgspec.structs.replace(GOOD, **change)))
+        answer = await http.post("/v1/generate", content=encode(replace(GOOD, **change)))
     assert answer.status_code == status
     assert reason in answer.json()["error"]
 
@@ -91,7 +92,7 @@ async def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole
 async def test_a_prompt_that_cannot_be_completed_is_refused_alone(
     serve: Any, prompt: TeacherPrompt, reason: str
 ) -> None:
-    request = msgspec.structs.replace(GOOD, prompts=[GOOD.prompts[0], prompt])
+    request = replace(GOOD, prompts=[GOOD.prompts[0], prompt])
     async with (
         serve(TableEngine(random_table(V), max_length=64)) as url,
         httpx.AsyncClient(base_url=url, trust_env=False) as http,

@@ -95,7 +95,7 @@ def test_a_batch_that_takes_longer_than_the_limit_is_work(monkeypatch: pytest.Mo
             self._lock.release()
 
     with ThreadPoolExecutor(1) as threads:
-        with engine._held():
+        with engine._in_memory():
             engine._used -= 120
             monkeypatch.setattr(engine, "_lock", Told(engine._lock))
             tended = threads.submit(engine._tend)
@@ -159,7 +159,7 @@ def test_a_slot_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
     slot.keep_for(0)
     assert slot.wanted
     slot.leave()
-    assert not slot._held
+    assert not slot._taken
 
 
 def test_which_slot_was_used_last_is_read_from_no_clock(
@@ -178,7 +178,7 @@ def test_which_slot_was_used_last_is_read_from_no_clock(
 
     monkeypatch.setattr(reload, "time", SimpleNamespace(sleep=meanwhile))
     third.take()
-    assert third._held
+    assert third._taken
     first.leave()
     third.leave()
 
@@ -204,7 +204,7 @@ def test_a_slot_that_was_given_up_goes_to_whoever_requested_it(
     slot.leave()
     slot.take()
     assert turns == ["whoever requested it"]
-    assert slot._held
+    assert slot._taken
     slot.leave()
 
 
@@ -271,5 +271,5 @@ def test_a_load_that_fails_gives_its_slot_back(tmp_path: Path) -> None:
         IdleUnloadEngine(broken, 60, GpuSlot(config))
     other = GpuSlot(config)
     other.take()
-    assert other._held
+    assert other._taken
     other.leave()

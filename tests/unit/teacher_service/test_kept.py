@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from blake3 import blake3
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from table_engine import TableEngine, random_table
 
@@ -91,10 +91,10 @@ async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released
 ) -> None:
     want = Want(topk=3, entropy=True, hidden=True)
     ids = pack(np.array([[7, -1], [1, 2], [3, 4]], "i4"))
-    asked = [sequence("a", 9), msgspec.structs.replace(sequence("b", 4), gather_ids=ids)]
+    asked = [sequence("a", 9), replace(sequence("b", 4), gather_ids=ids)]
     async with serve(TableEngine(TABLE)) as url, TeacherClient("t", [url]) as client, Peer(url) as peer:
         inline = await client.score(asked, want)
-        kept = await client.score(asked, msgspec.structs.replace(want, keep=True))
+        kept = await client.score(asked, replace(want, keep=True))
         for whole, reference in zip(inline, kept, strict=True):
             assert isinstance(whole, Scored)
             assert isinstance(reference, Scored)
@@ -108,7 +108,7 @@ async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released
             )
             (reply,) = wire.frames(body, ScoreReply)
             given = next(one.gather_ids for one in asked if one.id == whole.id)
-            assert reply.results == [msgspec.structs.replace(whole, gather_ids=given)]
+            assert reply.results == [replace(whole, gather_ids=given)]
         first, second = (one.kept for one in kept)
         await client.release([first])
         with pytest.raises(RemoteError, match="404: these scores are released, evicted"):
@@ -140,4 +140,3 @@ async def test_a_sequence_longer_than_the_queue_is_scored_when_it_comes_alone(se
         request = ScoreRequest(sequences=[sequence("a", 40)])
         (scored,) = (await peer.call("/v1/score", request, ScoreReply)).results
         assert isinstance(scored, Scored)
-        assert wire.encode(request)

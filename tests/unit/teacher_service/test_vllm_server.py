@@ -97,18 +97,11 @@ def test_hidden_states_of_a_server_give_the_tables_scores(options: base.ScoreOpt
     engine.close()
 
 
-def test_states_are_asked_for_as_token_ids_and_bytes_without_normalisation() -> None:
+def test_states_are_asked_for_as_token_ids_without_normalisation() -> None:
     server = Server()
     connected(server).score(ITEMS, base.ScoreOptions())
-    assert server.bodies[-1] == {
-        "model": "m",
-        "input": [[1, 2, 3, 4], [10, 0]],
-        "task": "token_embed",
-        "use_activation": False,
-        "encoding_format": "bytes_only",
-        "embed_dtype": "float32",
-        "endianness": "little",
-    }
+    assert server.bodies[-1].items() >= {"model": "m", "input": [[1, 2, 3, 4], [10, 0]]}.items()
+    assert server.bodies[-1]["use_activation"] is False
 
 
 def test_bfloat16_states_arrive_as_their_bits() -> None:
