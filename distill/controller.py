@@ -340,8 +340,7 @@ class Controller:
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
-        metric = self.config.evaluation.metric if self.config.evaluation else "reverse_kl"
-        figures = summarise(self.run_log.state, self.timeline, metric)
+        figures = summarise(self.run_log.state, self.timeline, self.config.metric)
         reached = self.run_log.state.reached
         done = reached is not None and reached.step >= self.config.run.steps
         return {

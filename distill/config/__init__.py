@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from distill.config.cluster import ClusterConfig, LocalCluster
-from distill.config.evaluation import EvaluationConfig
+from distill.config.evaluation import EvaluationConfig, Metric
 from distill.config.prompts import PromptsConfig
 from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
@@ -89,6 +89,8 @@ class StudentConfig(ModelSource, Placement):
 
 
 AtLimit = Literal["keep", "drop", "requeue"]
+NEGLIGIBLE: Final = 1e-3
+"""Weight of the divergence from the teacher, against a task's of 1, up to which the reward alone counts."""
 KEEP_CACHE_LR: Final = 1e-5
 """Learning rate up to which an old KV cache changes what is sampled behind it by the order of rounding
 (docs/benchmarks.md)."""
@@ -370,6 +372,16 @@ class RunConfig(Settings):
         if evaluation is not None and not evaluation.placement.urls:
             names["evaluation.placement"] = ["evaluator"]
         return names
+
+    @property
+    def metric(self) -> Metric:
+        """`evaluation.metric`, auto decided."""
+        metric, objective = self.evaluation.metric if self.evaluation else "auto", self.objective
+        if metric != "auto":
+            return metric
+        factors = (objective.teacher_coefficients.get(name, 1.0) for name in self.teachers)
+        alone = objective.task is not None and objective.coefficient * max(factors) <= NEGLIGIBLE
+        return "reward" if alone else "reverse_kl"
 
     @property
     def uses_store(self) -> bool:

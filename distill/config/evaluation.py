@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from distill.config.prompts import SinglePrompts
 from sync.base.settings import Name, Placement, Settings
 
+Metric = Literal["reverse_kl", "pass_rate", "reward"]
 HELD_OUT: Final = "held_out"
 """Name of the held-out prompts among the sets of an evaluation."""
 
@@ -51,8 +52,9 @@ class EvaluationConfig(Settings):
     """Named sets beside the held-out prompts, such as [evaluation.sets.gsm8k]."""
     batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one forward pass of the student."""
-    metric: Literal["reverse_kl", "pass_rate", "reward"] = "reverse_kl"
-    """Metric on the held-out prompts that decides which version is the best; reward: its mean."""
+    metric: Literal["auto", "reverse_kl", "pass_rate", "reward"] = "auto"
+    """Metric on the held-out prompts that decides which version is the best; reward: its mean. auto: reward
+    where the divergence from the teacher weighs next to nothing against a task's, else reverse_kl."""
     patience: int | None = Field(None, ge=1)
     """Early stopping: consecutive evaluations without a new best version; None: never stop early."""
     replica: Placement | None = None

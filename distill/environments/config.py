@@ -52,3 +52,5 @@ class EnvironmentService(Settings):
     """Its section."""
     student: ModelSource
     """Its tokenizer makes the tokens."""
+    stop_token_ids: list[int] = []
+    """Of the run: they end a turn besides the tokenizer's own end."""

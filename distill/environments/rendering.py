@@ -20,16 +20,19 @@ Message = Mapping[str, Any]
 
 
 class Renderer:
-    """Renders with one tokenizer and its chat template; `options`: further variables of the template.
+    """Renders with one tokenizer and its chat template; `options`: further variables of the template;
+    `stop_token_ids`: of the run, which end a turn too.
 
     Its methods raise DataError for messages that are none, and for those that the template refuses or
     leaves out.
     """
 
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any] = {}) -> None:
+    def __init__(
+        self, tokenizer: Any, options: Mapping[str, Any] = {}, stop_token_ids: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._options = tokenizer, dict(options)
         self._special = special_ids(tokenizer)
-        self.text = text_reader(tokenizer)
+        self.text = text_reader(tokenizer, stop_token_ids)
         """What the student said, of its ids."""
         self._written: set[tuple[Any, ...]] = set()
         """Kinds of messages that the template writes, by where they stand."""

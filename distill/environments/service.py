@@ -274,7 +274,8 @@ def serve(settings: EnvironmentService, host: str, port: int, index: int) -> Non
     if config.type == "python":
         from distill.environments.python_host import PythonEnvironment
 
-        environment = PythonEnvironment(name, config, Renderer(tokenizer, config.chat_template_kwargs))
+        renderer = Renderer(tokenizer, config.chat_template_kwargs, settings.stop_token_ids)
+        environment = PythonEnvironment(name, config, renderer)
     else:
         from distill.environments.verifiers_host import VerifiersEnvironment
 

@@ -13,13 +13,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from distill.aio import Signal, unless, until_stalled
 from distill.config import RunConfig
-from distill.config.evaluation import EvaluationConfig
+from distill.config.evaluation import EvaluationConfig, Metric
 from distill.events import ErrorBudget
 from distill.interfaces import Evaluator
 from distill.metrics.timeline import Timeline
@@ -34,7 +34,6 @@ from sync.wire.client import MAX_ANSWER, Peer
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=wire.Message)
-Metric = Literal["reverse_kl", "pass_rate", "reward"]
 STALL_SECONDS = 900.0
 """Without an answer of /health after which the evaluator counts as gone; covers reading its prompts."""
 LOST_REPLICAS = 5
@@ -95,6 +94,7 @@ class Evaluations:
         assert config.evaluation is not None, "there is one only with an evaluation"
         self._evaluator, self._pool = evaluator, pool
         self._config, self._steps = config.evaluation, config.run.steps
+        self._metric = config.metric
         self._hold_seconds = config.weights.timeout_seconds
         self._run_log = run_log
         self._timeline = timeline
@@ -151,7 +151,7 @@ class Evaluations:
             return known[0] if known else await self._evaluate(version, last or version.step >= self._steps)
 
     async def _evaluate(self, version: wire.Version, last: bool) -> wire.EvalReport:
-        metric, state = self._config.metric, self._run_log.state
+        metric, state = self._metric, self._run_log.state
         sets = due_sets(self._config, self._of_lineage(), version.step, last)
         self._timeline.level("evaluator", "evaluate", 1)
         try:

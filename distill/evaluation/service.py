@@ -146,7 +146,7 @@ class BestKeeper:
         claim: Claim,
     ) -> None:
         self._evaluate, self._weights, self._claim = evaluate, weights, claim
-        self._metric = config.evaluation.metric if config.evaluation else "reverse_kl"
+        self._metric = config.metric
         self._target = config.run_dir / "best"
         self._record = config.run_dir / "best.json"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from distill import tasks
@@ -11,7 +12,7 @@ from distill.config.evaluation import HELD_OUT, EvaluationConfig, EvaluationSet
 from distill.config.prompts import PromptsConfig, TaskPrompts, pass_threshold
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import BUILT_IN, RewardSource, reward_source
-from distill.prompts.rows import RowReader, row_encoder, rows_of
+from distill.prompts.rows import RowReader, plain_ids, row_encoder, rows_of
 from distill.prompts.sources import (
     NOTHING_HELD_OUT,
     PromptSplit,
@@ -79,8 +80,8 @@ def _open(
         raise ConfigError("it has no rewards, and a set is evaluated by them alone: set source.reward_fn")
     if isinstance(source, TaskPrompts):
         made = tasks.load(source.task, source.options)
-        task = TaskSource(source.task, made, config.run.seed, tokenizer.encode)
-        prompts = [task.held_out(index) for index in range(evaluation_set.prompts or TASK_PROMPTS)]
+        task = TaskSource(source.task, made, config.run.seed, partial(plain_ids, tokenizer))
+        prompts = task.checked(evaluation_set.prompts or TASK_PROMPTS, tokenizer, longest)
     else:
         reader = RowReader(source, row_encoder(tokenizer, source), longest)
         prompts = [*reader.prompts(rows_of(source))][: evaluation_set.prompts]

@@ -245,7 +245,11 @@ def environment_child(config: RunConfig, name: str, index: int, ports: Ports) ->
     """Process `index` of the environment called `name`, by the interpreter that has its packages."""
     place, label = config.environments[name], f"environment-{name}"
     settings = EnvironmentService(
-        name=name, run=config.run.name, environment=place, student=_model(config.student)
+        name=name,
+        run=config.run.name,
+        environment=place,
+        student=_model(config.student),
+        stop_token_ids=config.rollout.stop_token_ids,
     )
     path = write_role(config.run_dir, label, settings)
     label = label if place.processes == 1 else f"{label}-{index}"

@@ -26,7 +26,8 @@ from typing import Any, Final
 import msgspec
 
 from distill.config import RunConfig
-from distill.evaluation.schedule import Metric, best
+from distill.config.evaluation import Metric
+from distill.evaluation.schedule import best
 from distill.interfaces import Teacher
 from distill.metrics.timeline import REPLICAS, TEACHERS, TRAINER, Timeline
 from distill.rollout.replica_pool import ReplicaPool

@@ -310,9 +310,9 @@ def _prompts(config: RunConfig, split: PromptSplit, router: Router) -> Iterator[
             "objective.task rewards the student's completions and objective.on_policy is 0, so there are "
             "none: raise on_policy, or leave objective.task out"
         )
-    if evaluation is not None and evaluation.metric != "reverse_kl" and not split.rewarded:
+    if evaluation is not None and config.metric != "reverse_kl" and not split.rewarded:
         yield (
-            f'evaluation.metric is "{evaluation.metric}" and prompts of type "{kind}" have no reward: '
+            f'evaluation.metric is "{config.metric}" and prompts of type "{kind}" have no reward: '
             'set prompts.reward_fn, or evaluation.metric = "reverse_kl"'
         )
 

@@ -60,6 +60,9 @@ def resolve(config: RunConfig) -> Resolved:
     if chosen.weights.kv_on_swap == "auto":
         kept = "keep" if chosen.keeps_cache else "recompute"
         lines.append(f"weights.kv_on_swap: {kept} (auto, at trainer.lr = {chosen.trainer.lr:g})")
+    if (evaluation := chosen.evaluation) and evaluation.metric == "auto" and chosen.metric == "reward":
+        weight = f"objective.coefficient = {chosen.objective.coefficient:g}"
+        lines.append(f"evaluation.metric: reward (auto, at {weight}, where the task's reward alone counts)")
     return Resolved(chosen, lines)
 
 

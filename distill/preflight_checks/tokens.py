@@ -153,7 +153,8 @@ def _template(config: RunConfig, name: str, tokenizer: Any, theirs: Any) -> tupl
         student = config.student.model_copy(update={"chat_template": path})
         line = f"the student has no chat template: prompts are rendered by the teacher's ({path})"
         return config.model_copy(update={"student": student}), line
-    mine, other = map(tokenizers.chat_template_fingerprint, (tokenizer, theirs))
+    kinds = _variables(config)
+    mine, other = ([tokenizers.rendered(side, kind) for kind in kinds] for side in (tokenizer, theirs))
     if mine != other:
         raise DataError(
             f"student {config.student.path} and teacher {teacher.path} have different chat templates: the "
@@ -183,7 +184,9 @@ def _check_needed(tokenizer: Any, known: int, templated: bool) -> None:
 
 
 def _names(tokenizer: Any, ids: list[int]) -> str:
-    return ", ".join(f"{tokenizer.convert_ids_to_tokens(id_)!r} ({id_})" for id_ in ids) or "nothing"
+    tokens = [tokenizer.convert_ids_to_tokens(id_) for id_ in ids]
+    named = zip(ids, tokens, strict=True)
+    return ", ".join(f"{'no token' if t is None else repr(t)} ({id_})" for id_, t in named) or "nothing"
 
 
 # --- the chat template
@@ -197,7 +200,8 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
     assistant's turn, and for a tokenizer that loses text.
     """
     lines = [*_tokenizer_lines(config.student, tokenizer)]
-    if tokenizer.chat_template and (variables := _variables(config)) is not None:
+    if tokenizer.chat_template and (kinds := _variables(config)):
+        variables = kinds[0]
         template = str(tokenizer.chat_template)
         if "strftime_now" in template:
             if (moment := config.student.template_time) is None:
@@ -255,15 +259,16 @@ def _shown(prompts: Sequence[Prompt], where: str, tokenizer: Any) -> Iterator[st
         yield f"prompts: first answers{where}: {', '.join(f'{answer!r:.60}' for answer in answers)}"
 
 
-def _variables(config: RunConfig) -> Mapping[str, Any] | None:
-    """Variables of the chat template, of the first source that goes through it; None: none does."""
+def _variables(config: RunConfig) -> list[Mapping[str, Any]]:
+    """Variables of the chat template, of every source that goes through it."""
+    kinds = list[Mapping[str, Any]]()
     for part in sources_of(config.prompts).values():
         if isinstance(part, RowPrompts) and part.template == "chat":
-            return part.chat_template_kwargs
+            kinds.append(part.chat_template_kwargs)
         if isinstance(part, EnvironmentPrompts):
             section = config.environments.get(part.environment)
-            return getattr(section, "chat_template_kwargs", {})
-    return None
+            kinds.append(getattr(section, "chat_template_kwargs", {}))
+    return kinds
 
 
 def _opening_lines(tokenizer: Any, variables: Mapping[str, Any]) -> Iterator[str]:
@@ -292,6 +297,8 @@ def _tokenizer_lines(source: ModelSource, tokenizer: Any) -> Iterator[str]:
     from tokenizers import Tokenizer
 
     raw = Tokenizer.from_file(str(path))
+    raw.no_truncation()  # a file may hold both, which transformers sets with each call
+    raw.no_padding()
     expected = raw.encode(_SAMPLE, add_special_tokens=False).ids
     ids = list(tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"])
     text = str(tokenizer.decode(ids, skip_special_tokens=False))

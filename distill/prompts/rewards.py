@@ -146,6 +146,21 @@ def answer_problem(reward_fn: str | None, answer: str) -> str | None:
     return None
 
 
+_WORDS: Final = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}[^A-Za-z\\{}]+[A-Za-z]{2,}")
+"""Two words one after the other, neither a LaTeX command nor a function of one letter."""
+
+
+def is_prose(reward_fn: str | None, answer: str) -> bool:
+    """Whether a reference answer holds words, which math-verify compares letter by letter: "The answer is 42"
+    is no number to it, so that 42 is wrong."""
+    return (
+        reward_fn == "math" and "\\boxed" not in answer and _WORDS.search(_TEXT.sub("", answer)) is not None
+    )
+
+
+_TEXT: Final = re.compile(r"\\text(?:bf|it|rm)?\{[^{}]*\}")
+
+
 def reward_source(
     prompts: SinglePrompts, tokenizer: Any, stop_token_ids: Sequence[int] = ()
 ) -> RewardSource | None:
@@ -155,7 +170,7 @@ def reward_source(
     """
     seconds = prompts.reward_timeout_seconds
     if isinstance(prompts, TaskPrompts):
-        return RewardSource(prompts, seconds, lambda prompt, ids: ids)
+        return RewardSource(prompts, seconds, lambda prompt, ids: _with_end(ids, tokenizer, stop_token_ids))
     name = prompts.reward_fn
     if name is None:
         return None
@@ -171,6 +186,12 @@ def reward_source(
         )
     text = text_reader(tokenizer, stop_token_ids)
     return RewardSource(prompts, seconds, lambda prompt, ids: text(ids))
+
+
+def _with_end(ids: list[int], tokenizer: Any, stop_token_ids: Sequence[int]) -> list[int]:
+    """A completion as a task's check reads it: what ended at another id of the run's has the end token."""
+    end = tokenizer.eos_token_id
+    return [*ids[:-1], end] if end is not None and ids and ids[-1] in stop_token_ids else ids
 
 
 # --- in a worker

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from jinja2 import TemplateError
 
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
-from distill.prompts.rewards import answer_problem
+from distill.prompts.rewards import answer_problem, is_prose
 from distill.prompts.stream import Prompt
 from sync.base.errors import ConfigError, DataError
 from sync.base.hub import check_reachable
@@ -90,8 +90,14 @@ def check_not_rendered(text: str, control: re.Pattern[str] | None) -> None:
 
 
 def check_ids(tokenizer: Any, ids: Sequence[int]) -> None:
-    """Raise DataError for a prompt that begins twice, or that ends before the answer begins."""
+    """Raise DataError for a prompt that begins twice, ends before the answer begins, or holds unknown ids."""
     begin, end = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
+    size = len(tokenizer)
+    if any(not 0 <= id_ < size for id_ in ids) and (odd := {*ids} - {*tokenizer.get_vocab().values()}):
+        raise DataError(
+            f"the prompt holds id {min(odd)}, for which the tokenizer has no token: correct the task that "
+            "made it, or the post_processor in tokenizer.json"
+        )
     if begin is not None and list(ids[:2]) == [begin, begin]:
         raise DataError(
             f"the prompt begins with {tokenizer.convert_ids_to_tokens(begin)!r} twice: leave it out of the "
@@ -119,7 +125,13 @@ def row_encoder(tokenizer: Any, config: RowsConfig) -> Encode:
                 "prompts.system_prompt, chat_template_kwargs and drop_answer go through a chat template, and "
                 'prompts.template is "plain": set template = "chat", or leave them out'
             )
-        return lambda text: _plain(tokenizer, text + suffix)
+
+        def plain(text: str) -> Sequence[int]:
+            ids = plain_ids(tokenizer, text + suffix)
+            check_ids(tokenizer, ids)
+            return ids
+
+        return plain
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             'prompts.template is "chat" and the student\'s tokenizer has no chat template: '
@@ -152,13 +164,11 @@ def row_encoder(tokenizer: Any, config: RowsConfig) -> Encode:
     return chat
 
 
-def _plain(tokenizer: Any, text: str) -> Sequence[int]:
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text as it is: one that begins with the token of a beginning is given no second one."""
     begin = getattr(tokenizer, "bos_token", None)
     begun = begin is not None and text.startswith(begin)
-    ids = tokenizer.encode(text, add_special_tokens=False) if begun else tokenizer.encode(text)
-    check_ids(tokenizer, ids)
-    return ids
+    return list(tokenizer.encode(text, add_special_tokens=False) if begun else tokenizer.encode(text))
 
 
 # --- rows
@@ -240,6 +250,11 @@ class RowReader:
             )
         if answer is not None and (problem := answer_problem(config.reward_fn, answer)):
             raise DataError(f"{place}: {problem}: correct the row, or choose another reward_fn")
+        if answer is not None and is_prose(config.reward_fn, answer):
+            self.noticed[
+                "have words in their reference answer, which math-verify takes for letters: give the answer "
+                "alone, or within \\boxed{}"
+            ] += 1
         chat = config.template == "chat"
         if chat and row.fields.get("tools"):
             self.noticed["have a field 'tools', which no prompt shows"] += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Callable, Iterable, Sequence, Set, Sized
+from functools import partial
+from operator import index as as_index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from distill.prompts.rows import (
     RowsConfig,
     check_ids,
     control_tokens,
+    plain_ids,
     row_encoder,
     rows_of,
 )
@@ -48,6 +51,8 @@ NOTHING_HELD_OUT = (
 )
 SAMPLE = 256
 """Prompts of each side of the split that are read where not all can be."""
+CHECKED = 16
+"""Prompts to train on of a task that are made and checked beforehand."""
 
 
 class TaskSource:
@@ -67,8 +72,24 @@ class TaskSource:
         about = f"index {index}, seed {self._seed}"
         with own_code(f"prompts.task {self._name!r}, {call}()", about, "make one for every index"):
             made = make(self._seed, index)
-        ids = self._encode(made.text) if made.token_ids is None else made.token_ids
+            ids = self._encode(made.text) if made.token_ids is None else [*map(as_index, made.token_ids)]
         return Prompt(name, list(ids), "default", made.answer, made.text)
+
+    def checked(self, count: int, tokenizer: Any, longest: int) -> list[Prompt]:
+        """So many held-out prompts. Raises DataError for one, or for a first one to train on, of no use."""
+        held_out = [self.held_out(index) for index in range(count)]
+        for prompt in [*held_out, *(self[index] for index in range(CHECKED))]:
+            ids = prompt.token_ids
+            try:
+                check_ids(tokenizer, ids)
+                if not 1 <= len(ids) <= longest:
+                    raise DataError(
+                        f"it has {len(ids)} tokens, allowed are 1 to {longest} (context length less "
+                        "rollout.max_tokens): lower rollout.max_tokens, or have the task make others"
+                    )
+            except DataError as error:
+                raise DataError(f"prompt {prompt.text!r:.60} of task {self._name}: {error}") from None
+        return held_out
 
 
 class EnvironmentSource:
@@ -250,19 +271,8 @@ def _open(
     rewards = reward_source(prompts, tokenizer, config.rollout.stop_token_ids)
     if isinstance(prompts, TaskPrompts):
         task = tasks.load(prompts.task, prompts.options)
-        source = TaskSource(prompts.task, task, config.run.seed, tokenizer.encode)
-        held_out = [source.held_out(i) for i in range(held_out_count)]
-        for prompt in held_out:
-            about = f"prompt {prompt.text!r:.60} of task {prompts.task}"
-            try:
-                check_ids(tokenizer, prompt.token_ids)
-            except DataError as error:
-                raise DataError(f"{about}: {error}") from None
-            if len(prompt.token_ids) > longest:
-                raise DataError(
-                    f"{about} has {len(prompt.token_ids)} tokens, {longest} are left beside "
-                    "rollout.max_tokens: lower rollout.max_tokens"
-                )
+        source = TaskSource(prompts.task, task, config.run.seed, partial(plain_ids, tokenizer))
+        held_out = source.checked(held_out_count, tokenizer, longest)
         return PromptSplit(source, held_out, rewards)
     control = control_tokens(tokenizer)
     reader = RowReader(prompts, row_encoder(tokenizer, prompts), longest, control=control)

@@ -111,8 +111,11 @@ def chat_template_fingerprint(tokenizer: Tokenizer) -> str | None:
 _DAY: Final = datetime(2026, 1, 1)
 
 
-def rendered(tokenizer: Any) -> list[str]:
-    """Two conversations as the chat template writes them on one fixed day; why not, where it refuses one."""
+def rendered(tokenizer: Any, variables: Mapping[str, Any] = {}) -> list[str]:
+    """Two conversations as the chat template writes them on one fixed day; why not, where it refuses one.
+
+    `variables`: further ones of the template.
+    """
     user, system = {"role": "user", "content": "A?"}, {"role": "system", "content": "S."}
     whole = [system, user, {"role": "assistant", "content": "B."}, {"role": "user", "content": "C?"}]
     from jinja2 import TemplateError
@@ -121,7 +124,10 @@ def rendered(tokenizer: Any) -> list[str]:
     for messages in ([user], whole):
         try:
             text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, strftime_now=_DAY.strftime
+                messages,
+                tokenize=False,
+                add_generation_prompt=True,
+                **{"strftime_now": _DAY.strftime, **variables},
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             text = f"refused: {type(error).__name__}"

@@ -243,6 +243,7 @@ async def test_parts_of_text_are_joined_and_the_environment_reads_markers_but_no
     renderer = Renderer(tokenizer)
     for end in ([], [END], [tokenizer.convert_tokens_to_ids("<turn_end>")]):
         assert renderer.text([*ids, *end]) == "<call>add 1</call>"
+    assert Renderer(tokenizer, stop_token_ids=[ids[-1]]).text([ids[0], ids[-1]]) == "<call>", "the run's end"
 
 
 ALTERNATING = (

@@ -9,6 +9,7 @@ import pytest
 from small_config import make_config
 
 from distill.config import RunConfig
+from distill.config.evaluation import EvaluationConfig
 from distill.launch import single_role
 from distill.preflight_checks import objective
 from student_trainer.objectives.config import Full, TopK
@@ -61,6 +62,26 @@ def test_a_teacher_without_hidden_states_makes_topk_the_default(
     config, lines = objective.resolve(unnamed(tmp_path, teachers={"t": {"path": path, **teacher}}))
     assert config.objective == TopK()
     assert "of teacher 't' gives no hidden states" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "metric"),
+    [
+        ({"coefficient": 1e-6, "task": {}}, "reward"),
+        ({"coefficient": 1e-6}, "reverse_kl"),
+        ({"coefficient": 0.1, "task": {}}, "reverse_kl"),
+        ({"coefficient": 1e-3, "task": {}, "teacher_coefficients": {"t": 10.0}}, "reverse_kl"),
+    ],
+)
+def test_where_the_reward_alone_counts_it_decides_which_version_is_the_best(
+    settings: Any, metric: str, tmp_path: Path
+) -> None:
+    evaluated = unnamed(tmp_path, objective=settings, evaluation={})
+    config, lines = objective.resolve(evaluated)
+    assert config.metric == metric
+    assert any("evaluation.metric: reward" in line for line in lines) is (metric == "reward")
+    chosen = config.model_copy(update={"evaluation": EvaluationConfig(metric="pass_rate")})
+    assert chosen.metric == "pass_rate"
 
 
 def test_a_default_that_depends_on_an_unreadable_model_is_refused_with_the_key_to_set(tmp_path: Path) -> None:

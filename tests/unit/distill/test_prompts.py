@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,9 @@ class Tokenizer:
 
     def __init__(self, chat_template: str | None) -> None:
         self.chat_template = chat_template
+
+    def __len__(self) -> int:
+        return sys.maxunicode + 1
 
     def encode(self, text: str) -> list[int]:
         return letters(text)

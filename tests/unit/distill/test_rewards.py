@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from distill.config.loading import validate
 from distill.config.prompts import JsonlPrompts, TaskPrompts
 from distill.prompts import reward_pool, rewards
 from distill.prompts.reward_pool import MOST_WORKERS, RewardPool
-from distill.prompts.rewards import Reward, RewardSource, load_rewards, reward_source
+from distill.prompts.rewards import Reward, RewardSource, is_prose, load_rewards, reward_source
+from distill.prompts.rows import Row, RowReader
 from distill.prompts.sources import PromptSplit, open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks.sort_letters import EOS_ID, LETTERS, letter_tokenizer
@@ -35,6 +37,9 @@ class Letters:
     """A tokenizer of Unicode letters whose id 0 ends a text."""
 
     chat_template, eos_token_id = None, EOS
+
+    def __len__(self) -> int:
+        return sys.maxunicode + 1
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
@@ -138,6 +143,31 @@ def test_a_number_too_long_to_be_written_is_named_in_the_completions_words() -> 
     pytest.importorskip("math_verify")
     assert rewarded("math", "10^{5000}", "\\boxed{10^{5000}+0}").value == 1.0
     assert rewarded("math", "7" * 5000, f"\\boxed{{{'7' * 5000}}}").value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "prose"),
+    [
+        ("The answer is 42", True),
+        ("all real numbers", True),
+        ("180 days", False),
+        ("x = 3 or x = 5", False),
+        (r"\text{Monday and Tuesday}", False),
+        (r"\frac{1}{3} \cos x \sin y", False),
+        (r"Therefore it is \boxed{42}", False),
+        ("Paris", False),
+    ],
+)
+def test_words_in_a_reference_answer_that_math_verify_takes_for_letters_are_named(
+    answer: str, prose: bool, tmp_path: Path
+) -> None:
+    config = JsonlPrompts(
+        type="jsonl", path=tmp_path / "x", answer_field="a", reward_fn="math", template="plain"
+    )
+    reader = RowReader(config, lambda text: [1], 8)
+    assert reader.prompt(Row("x:1", "1", {"prompt": "?", "a": answer})) is not None
+    assert any("have words in their reference answer" in note for note in reader.notes) is prose
+    assert not is_prose("exact", answer)
 
 
 def test_math_without_its_package_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from distill.config import RunConfig
+from distill.config.prompts import JsonlPrompts
 from distill.preflight_checks.tokens import resolve
 from sync.base.errors import ConfigError, DataError
 
@@ -104,6 +105,22 @@ def test_the_ends_of_all_teachers_are_learnt(make: Make, tmp_path: Path) -> None
     make("other", INSTRUCT, eos_token_id=[2, 7])
     config, _, _ = resolve(configured(tmp_path, a="one", b="other"), {"a": False, "b": False})
     assert config.rollout.stop_token_ids == [2, 7]
+
+
+@pytest.mark.parametrize("variables", [{}, {"brief": True}])
+def test_templates_are_compared_with_the_variables_of_the_prompts(
+    variables: dict[str, bool], make: Make, tmp_path: Path
+) -> None:
+    make("student", INSTRUCT)
+    make("teacher", {**INSTRUCT, "chat_template": CHATML + "{% if brief %}A{% endif %}"})
+    config = configured(tmp_path, teacher="teacher")
+    rows = JsonlPrompts(path=tmp_path / "rows.jsonl", type="jsonl", chat_template_kwargs=variables)
+    config = config.model_copy(update={"prompts": rows})
+    if not variables:
+        assert any("render conversations alike" in line for line in resolve(config, {"teacher": True})[2])
+        return
+    with pytest.raises(DataError, match="different chat templates"):
+        resolve(config, {"teacher": True})
 
 
 @pytest.mark.parametrize(

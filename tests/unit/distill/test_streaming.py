@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,9 @@ class Letters:
     """A tokenizer without a chat template."""
 
     chat_template = None
+
+    def __len__(self) -> int:
+        return sys.maxunicode + 1
 
     def encode(self, text: str) -> list[int]:
         return letters(text)

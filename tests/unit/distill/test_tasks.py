@@ -12,7 +12,7 @@ import pytest
 
 from distill import tasks
 from distill.config.loading import validate
-from distill.prompts.rewards import load_rewards
+from distill.prompts.rewards import load_rewards, reward_source
 from distill.prompts.sources import TaskSource, open_prompts
 from distill.prompts.stream import Prompt
 from distill.tasks import sort_letters as sort_letters
@@ -155,7 +155,9 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
         task[7]
     with pytest.raises(DataError, match=r"broken', held_out\(\) raised KeyError .* for index 8, seed 3"):
         task.held_out(8)
-    source = open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64).rewards
+    with pytest.raises(DataError, match=r"broken', prompt\(\) raised KeyError .* for index 0, seed 0"):
+        open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64)
+    source = reward_source(validate(NOTHING_HELD_OUT, "here").prompts, letter_tokenizer())  # type: ignore[arg-type]
     assert source is not None
     reward_fn = load_rewards(source.prompts)
     passes = r"prompts\.task 'tasks_of_mine\.broken', passes\(\)"
@@ -167,3 +169,37 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
     reward_fn = load_rewards(source.prompts)
     with pytest.raises(DataError, match=passes + r" gave None for prompt 0:4:1.* a bool or a number"):
         reward_fn(Prompt("0:4:1", [1]), [5])
+
+
+class Fixed:
+    """A task with one prompt."""
+
+    def __init__(self, text: str, token_ids: list[int] | None) -> None:
+        self.prompt = self.held_out = lambda *_: tasks.TaskPrompt(text, token_ids, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "token_ids", "problem"),
+    [
+        ("kd", [*ids("kd"), EOS_ID], r"ends with the end token '<eos>'"),
+        ("kd", [4, len(VOCABULARY)], r"holds id \d+, for which the tokenizer has no token"),
+        ("kd", [], r"it has 0 tokens, allowed are 1 to 3"),
+        ("kdzk", None, r"it has 4 tokens, allowed are 1 to 3"),
+    ],
+)
+def test_prompts_of_a_task_are_checked_as_rows_are_with_or_without_an_evaluation(
+    text: str, token_ids: list[int] | None, problem: str
+) -> None:
+    source = TaskSource("mine", Fixed(text, token_ids), 0, letter_tokenizer().encode)  # type: ignore[arg-type]
+    for held_out in (0, 4):
+        with pytest.raises(DataError, match=rf"prompt '{text}' of task mine: .*{problem}"):
+            source.checked(held_out, letter_tokenizer(), 3)
+
+
+def test_a_task_reads_the_end_token_where_a_completion_ends_at_another_id_of_the_run() -> None:
+    config = validate(NOTHING_HELD_OUT, "here")
+    source = reward_source(config.prompts, letter_tokenizer(), [0])  # type: ignore[arg-type]
+    assert source is not None
+    prompt = Prompt("0", [5])
+    assert source.read(prompt, [5, 6, 0]) == source.read(prompt, [5, 6, EOS_ID]) == [5, 6, EOS_ID]
+    assert source.read(prompt, [5, 0, 6]) == [5, 0, 6]
