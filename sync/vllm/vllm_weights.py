@@ -132,15 +132,19 @@ def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -
                 _place_kernel_tensors(layer, info)
             info.reset()
         raise
-    if current_platform.is_cpu():
-        for layer in model.modules():
-            method: Any = getattr(layer, "quant_method", None)
-            if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
-                method.process_weights_after_loading(layer)  # of a tied head, which has nothing to load
-            elif isinstance(method, UnquantizedFusedMoEMethod):  # which vLLM packs only at its first load
-                cast(Any, method).moe_kernel.fused_experts.process_weights_after_loading(layer)
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+            cast(Any, layer).quant_method.process_weights_after_loading(layer)  # a tied one loads nothing
+        _pack_experts(layer)
     if model_config.quantization is None:
         _refuse(missing)
+
+
+def _pack_experts(layer: nn.Module) -> None:
+    """Pack experts as a CPU's kernel reads them: vLLM 0.32 does so only at its first load."""
+    method = getattr(layer, "quant_method", None)
+    if current_platform.is_cpu() and isinstance(method, UnquantizedFusedMoEMethod):
+        cast(Any, method).moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _fill(model: Any, names: set[str], tensors: NamedTensors) -> set[str]:
@@ -275,9 +279,7 @@ class Staging:
         initialize_online_processing(shadow)
 
     def _processed(self, live: nn.Module, shadow: nn.Module, loaded: set[str]) -> None:
-        method = getattr(shadow, "quant_method", None)
-        if current_platform.is_cpu() and isinstance(method, UnquantizedFusedMoEMethod):
-            cast(Any, method).moe_kernel.fused_experts.process_weights_after_loading(shadow)
+        _pack_experts(shadow)
         self._take(live, shadow, (loaded | shadow._parameters.keys()) - SKIP_LOAD_TENSORS)  # these come later
 
     def _take(self, live: nn.Module, shadow: nn.Module, names: set[str]) -> None:

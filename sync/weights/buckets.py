@@ -33,10 +33,7 @@ class Plan:
     Raises SnapshotError for a dtype that torch lacks."""
 
     def __init__(
-        self,
-        metas: Sequence[TensorMeta],
-        bucket_bytes: int = BUCKET_BYTES,
-        adapter_config: str | None = None,
+        self, metas: Sequence[TensorMeta], bucket_bytes: int = BUCKET_BYTES, adapter_config: str | None = None
     ) -> None:
         self.metas, self.bucket_bytes, self.adapter_config = list(metas), bucket_bytes, adapter_config
         sizes = [-(-nbytes(meta) // _ALIGN) * _ALIGN for meta in self.metas]

@@ -190,11 +190,7 @@ class Peer:
     """
 
     def __init__(
-        self,
-        place: Place,
-        token: str | None = None,
-        timeout: float = 60.0,
-        claim: Claim | None = None,
+        self, place: Place, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
     ) -> None:
         """`claim`: the run that requests are made for; None: they name none."""
         self._address = place if isinstance(place, Address) else Address(place, place)

@@ -142,8 +142,8 @@ def test_after_a_lost_member_the_next_broadcast_has_a_group_of_its_own(sender_wi
     sender, one, two = sender_with_patience, receiver(3600.0), receiver(3600.0)
     sent(sender, "v0", one, two)
     reception = one.receive(BroadcastTicket(sender.address, "v1", 1, 3))
-    news = iter([None, "student-1: it was killed"])
-    with pytest.raises(Unreachable, match="student-1: it was killed"):
+    news = iter([None, "student-1: it was killed"])  # without it, every wait here would take an hour
+    with pytest.raises(Unreachable, match=r"broadcast v1 to 2 workers .*student-1: it was killed"):
         send(sender, "v1", 3, lambda: next(news))
     with pytest.raises(SnapshotError, match="student-1: it was killed"):
         reception.result()
@@ -212,24 +212,6 @@ def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
     send(sender, "again", 2)
     assert set(reception.result().tensors) == set(WEIGHTS)
     sender.close()
-
-
-def test_whoever_is_reported_lost_ends_the_broadcast_at_once_for_everybody(sender_with_patience):
-    """Rank 2 never comes: without word of that, every wait here would take an hour."""
-    sender = sender_with_patience
-    reception = receive(sender, "lost", 1, 3, timeout=3600.0)
-    news = iter([None, None, "student-1: it was killed"])
-    with pytest.raises(Unreachable, match=r"broadcast lost to 2 workers .*student-1: it was killed"):
-        send(sender, "lost", 3, lambda: next(news))
-    with pytest.raises(SnapshotError, match="student-1: it was killed"):
-        reception.result()
-    late = receive(sender, "lost", 2, 3, timeout=3600.0)
-    with pytest.raises(SnapshotError, match="student-1: it was killed"):
-        late.result()
-
-    again = receive(sender, "again", 1, 2)
-    send(sender, "again", 2)
-    assert set(again.result().tensors) == set(WEIGHTS)
 
 
 STRANGER = """

@@ -175,11 +175,7 @@ def test_offsets_beyond_two_to_the_31_are_computed_without_overflow(tmp_path: Pa
     """A sparse file stands for a tensor of 2**31 + 100 elements; only two of its pages are touched."""
     size = 2**31 + 100
     bits = np.memmap(tmp_path / "sparse", np.uint16, "w+", shape=(size,))
-    streams = [
-        np.array([255, 255], "u1"),
-        np.array([2**31 - 10, 98], "<u8"),
-        np.array([0, 1], "u1"),
-    ]
+    streams = [np.array([255, 255], "u1"), np.array([2**31 - 10, 98], "<u8"), np.array([0, 1], "u1")]
     narrow_second = np.array([255, 98], "u1")
     for gaps, wide in ((narrow_second, streams[1][:1]), (streams[0], streams[1])):
         bits[2**31 - 10], bits[2**31 + 89] = 0, 0

@@ -139,10 +139,7 @@ def test_a_header_that_unpacks_to_hundreds_of_megabytes_is_refused_at_the_price_
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (
-            lambda ranges: ranges.extend([["a", 0, 1, "f4", 0, 0, 0, b""]] * 9),
-            "12 ranges, the model 3",
-        ),
+        (lambda ranges: ranges.extend([["a", 0, 1, "f4", 0, 0, 0, b""]] * 9), "12 ranges, the model 3"),
         (lambda ranges: operator.setitem(ranges[0], 2, 0), "is empty or lies outside of it"),
     ],
     ids=["more than tensors", "of nothing"],

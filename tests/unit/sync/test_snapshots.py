@@ -83,8 +83,7 @@ class Trainer:
 
     def save(self) -> Path:
         return saved(
-            self.folder,
-            {name: bits.view("f2").reshape(SHAPES[name]) for name, bits in self.weights.items()},
+            self.folder, {name: bits.view("f2").reshape(SHAPES[name]) for name, bits in self.weights.items()}
         )
 
     def anchor(self, version: Version, parent: Version | None = None) -> Published:
@@ -185,10 +184,7 @@ def test_mirrors_that_follow_or_join_late_hold_the_trainers_bits(
     store = MemoryStore()
     trainer = Trainer(store, tmp_path / "saved", world_size, codec=codec)
     trainer.anchor(v(0))
-    with (
-        Mirror(tmp_path / "one", store, RUN) as one,
-        Mirror(tmp_path / "two", store, RUN) as two,
-    ):
+    with Mirror(tmp_path / "one", store, RUN) as one, Mirror(tmp_path / "two", store, RUN) as two:
         for step in range(1, 12):
             trainer.step(0.5 if step % 4 == 0 else 0.03)
             report = trainer.anchor(v(step)) if step == 6 else trainer.delta(v(step))

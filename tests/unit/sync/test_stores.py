@@ -262,10 +262,7 @@ def test_a_large_object_of_which_a_part_failed_is_not_there(
     assert store.list("") == ["run/retried"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "kind"),
-    [("batch", "503"), ("/v1/xorbs", "drop")],
-)
+@pytest.mark.parametrize(("pattern", "kind"), [("batch", "503"), ("/v1/xorbs", "drop")])
 def test_a_bucket_gets_over_faults_while_it_is_written(
     faulty_bucket: tuple[Store, Proxy], pattern: str, kind: Literal["503", "drop"]
 ) -> None:
@@ -277,10 +274,7 @@ def test_a_bucket_gets_over_faults_while_it_is_written(
     assert store.read("run/key") == content
 
 
-@pytest.mark.parametrize(
-    ("pattern", "kind"),
-    [("paths-info", "503"), ("GET /xorb", "cut")],
-)
+@pytest.mark.parametrize(("pattern", "kind"), [("paths-info", "503"), ("GET /xorb", "cut")])
 def test_a_bucket_gets_over_faults_while_it_is_read(
     faulty_bucket: tuple[Store, Proxy], pattern: str, kind: Literal["503", "cut"]
 ) -> None:

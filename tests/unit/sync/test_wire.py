@@ -226,10 +226,6 @@ def test_routes_are_of_every_token_and_of_experts_there_are(routes: Array | None
     assert checks.routes(None, 3, None) is None
 
 
-def test_many_experts_need_wider_numbers() -> None:
-    assert [Routing(1, 1, experts).dtype for experts in (256, 257)] == ["u1", "i4"]
-
-
 def test_a_mask_may_exceed_top_k_by_ties_and_no_more() -> None:
     ids = pack(np.arange(40, dtype="i4"))
     mask, token = SamplingMask(pack(np.array([40], "i4")), ids), pack(np.array([7], "i4"))
