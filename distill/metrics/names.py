@@ -24,6 +24,10 @@ class Figure(NamedTuple):
         return re.fullmatch(re.sub(r"\b[A-Z]+\b", "[^/]+", self.name), name) is not None
 
 
+REVERSE_KL: Final = (
+    "exact for `full`, `jsd` and `skew`, a lower bound for `forward_topk`; else an estimate, unbiased while "
+    "no weight is capped"
+)
 FIGURES: Final = tuple(
     Figure(*row)
     for row in (
@@ -53,21 +57,14 @@ FIGURES: Final = tuple(
         ("buffer/age_max", "versions", "of the oldest of them"),
         ("buffer/age_limit", "versions", "bound of the age; in summary.json alone"),
         ("train/loss", "–", "of the step, divided by its denominator"),
-        (
-            "train/reverse_kl",
-            "nats per token",
-            (
-                "exact for `full`, `jsd` and `skew`, a lower bound for `forward_topk`; else an estimate, "
-                "unbiased while no weight is capped"
-            ),
-        ),
+        ("train/reverse_kl", "nats per token", REVERSE_KL),
         ("train/reverse_kl/NAME", "nats per token", "over tokens that this one of several teachers scored"),
         ("train/student_entropy", "nats per token", "of the student's distribution"),
         ("train/teacher_entropy", "nats per token", "of the teacher's, if its engine sends what it takes"),
         (
             "train/student_end",
             "share",
-            "the student's probability of ending a completion, mean over its tokens",
+            "the student's probability of ending a completion, mean of its tokens",
         ),
         ("train/teacher_end", "share", "the teacher's at the same tokens; of top-k scores what they hold"),
         ("train/student_mass", "share", "the student's probability mass on the top-k"),
@@ -85,11 +82,7 @@ FIGURES: Final = tuple(
         ("train/eos_rate", "share", "completions that ended by themselves"),
         ("train/tokens", "tokens", "completion tokens of the step, without those of environments"),
         ("train/tokens_by_teacher", "tokens", "those that teachers generated"),
-        (
-            "train/tokens_per_slot",
-            "share",
-            "of the positions computed, those that hold a token, prompts included",
-        ),
+        ("train/tokens_per_slot", "share", "of the positions computed, those of a token, prompts included"),
         ("train/rows", "rollouts", "of the step"),
         ("train/rescored", "rollouts", "of the step, whose kept scores were gone and computed again"),
         ("train/reward_mean", "–", "task reward of the step"),
