@@ -496,12 +496,33 @@ def trace(run_dir: RunDir) -> None:
 
 
 @app.command(rich_help_panel=RESULTS)
+def sql(
+    run_dir: RunDir,
+    question: Annotated[
+        str,
+        typer.Argument(help="A SELECT; default: every table and view, with its columns.", metavar="SELECT"),
+    ] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """Ask the record of a run, finished or not, a question in SQL, and print the answer as a table.
+
+    Example: distill sql runs/NAME "SELECT reason, count(*) FROM rollout GROUP BY reason"
+    """
+    from distill.record.reader import ask, lines
+
+    columns, rows = ask(run_dir, question)
+    for line in lines(columns, rows):
+        typer.echo(line)
+    write_figures(json_file, [dict(zip(columns, row, strict=True)) for row in rows])
+
+
+@app.command(rich_help_panel=RESULTS)
 def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
     """Check a run's guarantees against its journal, the trainer's ledger and the checkpoints."""
     from dataclasses import asdict
 
-    from distill.run_log.audit import VIOLATIONS
-    from distill.run_log.audit import audit as check
+    from distill.record.audit import VIOLATIONS
+    from distill.record.audit import audit as check
 
     checked = check(run_dir)
     figures = {**asdict(checked), "ok": checked.ok}

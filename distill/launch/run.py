@@ -36,7 +36,7 @@ from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_ch
 from distill.launch.run_folder import RunFolder, checkpoint_line, content
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.console import ProgressDisplay
-from distill.metrics.results import earlier_seconds
+from distill.metrics.results import earlier_seconds, read_summary
 from distill.metrics.samples import QUARANTINE, SAMPLES, Quarantine, SampleFile
 from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
@@ -114,10 +114,11 @@ async def run(
         else:
             plan = plan_servers(config, token, ports, relay)
         earlier = earlier_seconds(folder.path)
+        before = read_summary(folder.path).get("seconds", {}).get("total", earlier.get("run_seconds", 0.0))
         launcher = _Launcher(config, folder, plan, split, token, console, relay, earlier)
         try:
             figures = await launcher.run(opened)
-            taken = earlier.get("run_seconds", 0.0) + time.monotonic() - began
+            taken = before + time.monotonic() - began
             summary = complete(config, figures, taken, seconds or {})
             write_json(folder.path / "summary.json", summary)
             await asyncio.to_thread(outcome.describe, config, summary, launcher.stopped_by, say)

@@ -39,7 +39,7 @@ from distill import quickstart
 from distill.config.loading import load
 from distill.launch.placement import TRAINER
 from distill.launch.roles import EVALUATOR
-from distill.run_log.audit import VIOLATIONS, audit
+from distill.record.audit import VIOLATIONS, audit
 from sync.base.errors import ConfigError, DistillError
 from sync.base.jsonl import JsonLines
 from tests.benchmarks.figures import ConfigFile, Figures, chosen, command, markdown

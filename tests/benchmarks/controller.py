@@ -38,7 +38,7 @@ from distill.controller import Controller
 from distill.interfaces import Components, Hooks
 from distill.metrics.trackers import MetricsFile
 from distill.prompts.stream import PromptStream
-from distill.run_log.audit import audit
+from distill.record.audit import audit
 from distill.run_log.journal import Journal
 from distill.run_log.run_log import RunLog
 from student_trainer.ledger import Ledger

@@ -19,7 +19,7 @@ from run_on_letters import NAME, ROOT, command
 from small_config import make_config
 
 from distill.launch.slurm import submit
-from distill.run_log.audit import audit
+from distill.record.audit import audit
 
 REASON = missing()
 pytestmark = [

@@ -19,7 +19,7 @@ from run_on_letters import NAME, command
 from stopped_run import KillTarget
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distill.run_log.audit import audit
+from distill.record.audit import audit
 from distill.tasks.sort_letters import EOS_ID, PAD_ID, VOCABULARY
 
 pytestmark = [

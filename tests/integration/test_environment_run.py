@@ -19,7 +19,7 @@ from recorded_run import generated
 from run_on_letters import BATCH, NAME, command
 from stopped_run import KillTarget
 
-from distill.run_log.audit import AuditReport, audit
+from distill.record.audit import AuditReport, audit
 from distill.run_log.journal import read_all
 from distill.run_log.records import Requeued, Rollout
 from distill.tasks.sort_letters import ASK, ASK_ID, EOS

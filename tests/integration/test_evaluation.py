@@ -13,7 +13,7 @@ from run_on_letters import NAME, ROOT, command
 
 from distill.evaluation import statistics
 from distill.evaluation.completions import file_of
-from distill.run_log.audit import audit
+from distill.record.audit import audit
 from distill.tasks.sort_letters import VOCABULARY, letter_tokenizer, make
 from sync.wire import Estimate, Version
 

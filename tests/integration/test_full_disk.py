@@ -17,7 +17,7 @@ from kill_target import KillTarget
 from run_on_letters import BATCH, NAME, command
 from tmpfs import mounted
 
-from distill.run_log.audit import AuditReport, audit
+from distill.record.audit import AuditReport, audit
 from student_trainer import checkpoint
 from student_trainer.ranks import Ranks
 

@@ -42,7 +42,7 @@ from distill.metrics.page import ROWS
 from distill.metrics.summary import digest_of_all
 from distill.metrics.trace import write_trace
 from distill.prompts.stream import group_of
-from distill.run_log.audit import audit
+from distill.record.audit import audit
 from distill.run_log.journal import read_all
 from distill.run_log.records import BatchFormed, Opened, Rollout, VersionApplied
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY

@@ -17,7 +17,7 @@ from run_on_letters import BATCH, CHECKPOINT_EVERY, NAME, command
 from stopped_run import KillTarget
 
 from distill.launch.roles import EVALUATOR
-from distill.run_log.audit import AuditReport, audit
+from distill.record.audit import AuditReport, audit
 from distill.run_log.journal import read_all
 from distill.run_log.records import LineageOpened
 

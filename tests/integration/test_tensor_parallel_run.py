@@ -13,7 +13,7 @@ import pytest
 from run_on_words import over, prepare
 from stopped_run import KillTarget
 
-from distill.run_log.audit import audit
+from distill.record.audit import audit
 from distill.run_log.journal import read_all
 from distill.run_log.records import BatchFormed, Rollout
 

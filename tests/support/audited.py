@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from distill.run_log.audit import AuditReport, Evidence, Records, report_of
+from distill.record.audit import AuditReport, audit_of
+from distill.record.facts import Records
 from distill.run_log.records import LineageOpened
 from student_trainer.ledger import Lineage
 
@@ -16,4 +17,4 @@ def check(records: Records, lines: Mapping[int, Mapping[int, list[str]]]) -> Aud
         return {rank: (tuple(ids) if rank == 0 else (), "") for rank in range(ranks)}
 
     ledger = {n: Lineage(shown={step: shown(ids) for step, ids in one.items()}) for n, one in lines.items()}
-    return report_of(Evidence(records, ledger, lambda: ledger))
+    return audit_of(records, ledger, lambda: ledger)

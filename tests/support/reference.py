@@ -16,7 +16,7 @@ from distill.cli.main import app
 from distill.config import RunConfig
 from distill.config.loading import sections
 from distill.metrics.names import FIGURES
-from distill.run_log.audit import VIOLATIONS
+from distill.record.audit import VIOLATIONS
 from sync.base.settings import Settings
 
 _HEAD: Final = """# Configuration

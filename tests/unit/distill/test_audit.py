@@ -9,7 +9,7 @@ import pytest
 from audited import check
 
 from distill.prompts.stream import Prompt
-from distill.run_log.audit import AuditReport, audit
+from distill.record.audit import AuditReport, audit
 from distill.run_log.journal import Journal
 from distill.run_log.records import (
     BatchFormed,

@@ -18,7 +18,7 @@ from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.stream import PromptStream
-from distill.run_log.audit import AuditReport
+from distill.record.audit import AuditReport
 from distill.run_log.journal import Journal, read_all
 from distill.run_log.records import HandedOut, Rollout
 from distill.run_log.run_log import RunLog

@@ -29,7 +29,7 @@ from distill.interfaces import Hooks
 from distill.metrics.results import Summary
 from distill.metrics.summary import complete as completed
 from distill.prompts.stream import Prompt, PromptStream, group_of
-from distill.run_log.audit import AuditReport
+from distill.record.audit import AuditReport
 from distill.run_log.journal import Journal, read_all
 from distill.run_log.records import Rollout
 from distill.scoring import seed_of

@@ -22,8 +22,8 @@ from in_memory import MemoryPrompts
 from distill.buffer import Bound, Rules
 from distill.cli.main import app
 from distill.prompts.stream import PromptStream
+from distill.record.audit import VIOLATIONS, audit
 from distill.run_log import entries
-from distill.run_log.audit import VIOLATIONS, audit
 from distill.run_log.entries import BLOCK, encode_entry
 from distill.run_log.journal import Journal, read_all, segment_numbers, segment_path
 from distill.run_log.records import (
@@ -315,7 +315,12 @@ def forged(
 
 def trained_on(*ids: str) -> Callable[[list[dict]], list[dict]]:
     """The last but one line names these."""
-    return lambda lines: [*lines[:-2], {**lines[-2], "ids": list(ids)}, lines[-1]]
+    return with_ids(lambda _: list(ids))
+
+
+def with_ids(change: Callable[[list[str]], list[str]]) -> Callable[[list[dict]], list[dict]]:
+    """The last but one line names others."""
+    return lambda lines: [*lines[:-2], {**lines[-2], "ids": change(lines[-2]["ids"])}, lines[-1]]
 
 
 def newest(run: Path) -> Path:
@@ -494,6 +499,8 @@ LIES = [
         forged(trained_on("0:0:0", "0:1:0")),
         "not_as_batched",
     ),
+    Lie(AS_BATCHED, "the ledger leaves a rollout out", forged(with_ids(lambda x: x[1:])), "not_as_batched"),
+    Lie(AS_BATCHED, "the ledger has one more", forged(with_ids(lambda x: [*x, "9:9:9"])), "not_as_batched"),
     Lie(AS_BATCHED, "a rollout that is not on record", forged(trained_on("9:9:9")), "not_in_journal"),
     Lie(ONCE, "a rollout of an earlier step again", forged(trained_on("0:0:0")), "trained_twice"),
     Lie(SHOWN, "the ledger is gone", lambda run: shutil.rmtree(run / "ledger"), "missing_in_ledger"),
@@ -829,7 +836,7 @@ def test_a_run_may_take_steps_while_the_audit_reads(
 
     asyncio.run(Copied(tmp_path / "run").live())
     reads = iter([before, after])
-    monkeypatch.setattr("distill.run_log.audit.read", lambda _: read(moments[next(reads)] / "ledger"))
+    monkeypatch.setattr("distill.record.audit.read", lambda _: read(moments[next(reads)] / "ledger"))
     found = audit(moments[1]).violations
     assert violation in found if violation else not found
 

@@ -1,0 +1,99 @@
+"""`distill sql`: one question to the tables of a run (schema.sql), while it goes on or after it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from distill.metrics.results import read_run
+from distill.metrics.samples import read_samples
+from distill.metrics.timeline import Span
+from distill.record.facts import Facts
+from distill.run_log.journal import read_all
+from student_trainer.ledger import read
+from sync.base.errors import DataError
+from sync.base.jsonl import read_lines
+from sync.wire import Version
+
+_READS: Final = (
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+)
+_TABLES: Final = """
+    SELECT part.type AS kind, part.name, group_concat(field.name, ', ') AS columns
+    FROM sqlite_schema AS part JOIN pragma_table_info(part.name) AS field
+    WHERE part.type IN ('table', 'view') GROUP BY part.type, part.name
+"""
+
+
+def tables(run_dir: Path) -> sqlite3.Connection:
+    """Everything that a run's folder shows, as tables in memory. Raises DataError where it is damaged."""
+    if not (run_dir / "journal").is_dir():
+        raise DataError(f"{run_dir} holds no journal: name the folder of a run")
+    ledger, facts = read(run_dir / "ledger"), Facts(read_all(run_dir / "journal"))
+    if facts.damage:
+        raise DataError(facts.damage[0])
+    facts.add_ledgers(ledger, ledger)
+    if (run_dir / "metrics.jsonl").is_file():
+        for row in read_run(run_dir).metrics:
+            axes = row.get("lineage", 0), row["step"], row["time"]
+            facts.add("metrics", (*axes, json.dumps(row)))
+    facts.add("span", *(tuple(span.values()) for span in read_lines(run_dir / "timeline.jsonl", Span)))
+    for sample in read_samples(run_dir):
+        figures = sample.age, sample.teacher, sample.own_length, sample.reverse_kl, sample.reward
+        texts = json.dumps(sample.prompt), json.dumps(sample.tokens)
+        kind = sample.truncated, sample.by_teacher
+        facts.add("sample", (*Version.parse(sample.version), sample.id, *figures, *kind, *texts))
+    return facts.tables
+
+
+def ask(run_dir: Path, question: str = "") -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Names of the columns and the rows that a SELECT gives; without one, what there is to ask.
+
+    Raises DataError for anything else than a SELECT.
+    """
+
+    def allowed(action: int, *_: object) -> int:
+        return sqlite3.SQLITE_OK if action in _READS else sqlite3.SQLITE_DENY
+
+    connection = tables(run_dir)
+    try:
+        if question:
+            connection.set_authorizer(allowed)
+        cursor = connection.execute(question or _TABLES)
+        return [name for name, *_ in cursor.description or ()], cursor.fetchall()
+    except sqlite3.OperationalError as error:
+        raise DataError(f"{question!r}: {error}; `distill sql RUN_DIR` lists tables and columns") from None
+    except (sqlite3.DatabaseError, sqlite3.Warning) as error:
+        raise DataError(
+            f"{question!r} is refused ({error}): ask one question that only reads, SELECT …; a run's record "
+            "is written by its controller alone"
+        ) from None
+    finally:
+        connection.close()
+
+
+def lines(columns: list[str], rows: list[tuple[Any, ...]]) -> Iterator[str]:
+    """An aligned table, numbers at the right."""
+
+    def cell(value: object) -> str:
+        if value is None:
+            return "–"
+        return f"{value:.6g}" if isinstance(value, float) else str(value).replace("\n", "⏎")
+
+    texts = [columns, *([cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    numeric = [
+        bool(rows) and all(isinstance(row[place], int | float | None) for row in rows)
+        for place in range(len(columns))
+    ]
+    for line in texts:
+        cells = zip(line, widths, numeric, strict=True)
+        yield "  ".join(
+            text.rjust(width) if right else text.ljust(width) for text, width, right in cells
+        ).rstrip()
