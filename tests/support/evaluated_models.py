@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from in_memory import MemoryReplica
 from msgspec.structs import replace
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import language_model
+from transformers import Qwen3ForCausalLM
 
 from distill.config import RunConfig
 from distill.config.loading import validate
@@ -47,21 +48,8 @@ KNOWN = len(letter_tokenizer().get_vocab())
 
 
 def save(folder: Path, seed: int) -> Path:
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=ROWS,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=24,
-            max_position_embeddings=64,
-            initializer_range=0.5,
-        )
-    )
-    model.save_pretrained(folder)
+    size = {"vocab_size": ROWS, "hidden_size": 16, "head_dim": 8, "intermediate_size": 24}
+    language_model("Qwen3", seed, **size, initializer_range=0.5).save_pretrained(folder)
     letter_tokenizer().save_pretrained(folder)
     return folder
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tiny_models import save_words
 from torch import Tensor
 
 from student_trainer.routing import SHARED, routers
@@ -55,8 +56,6 @@ WIDE |= {"kv_lora_rank": 512, "q_lora_rank": 32}
 
 def save_for_vllm(family: str, folder: Path, seed: int) -> None:
     """Large enough for vLLM's kernels on CPUs, in fp32, with a tokenizer of the words w0, w1, …"""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     kind, fields = CONFIGS[family]
     sized = fields | {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 64}
     sized |= {name: value for name, value in WIDE.items() if name in fields}
@@ -70,9 +69,7 @@ def save_for_vllm(family: str, folder: Path, seed: int) -> None:
         if tensor.ndim > 1 or name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(tensor, std=0.15)
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    save_words(folder, (f"w{i}" for i in range(VOCAB)))
 
 
 def config_of(family: str) -> Any:

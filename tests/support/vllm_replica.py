@@ -18,6 +18,7 @@ import torch
 from flat_tensors import buckets_of, plan_of
 from forked import start
 from ports import free_port
+from tiny_models import language_model, save_words
 
 from distill.config import StudentConfig
 from distill.launch.replica_command import command
@@ -56,32 +57,15 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: i
     Without `end` it has no end token, so that lengths are known; with it, w1 is. `padding`: rows of the model
     beyond the tokenizer's words. `more`: further fields of its configuration.
     """
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    torch.manual_seed(seed)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY + padding,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=1 if end else None,
-        initializer_range=0.1,
-        tie_word_embeddings=kind != "Llama",
-        **shape,
-        **more,
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
-    for name, parameter in model.named_parameters():
+    end_ids = {"bos_token_id": None, "eos_token_id": 1 if end else None}
+    size = {"vocab_size": VOCABULARY + padding, "max_position_embeddings": CONTEXT, "initializer_range": 0.1}
+    model = language_model(kind, seed, **size, **end_ids, tie_word_embeddings=kind != "Llama", **more)
+    for name, parameter in model.to(torch.bfloat16).named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"eos_token": "w1", "pad_token": "w0"} if end else {}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    save_words(folder, (f"w{i}" for i in range(VOCABULARY)), **special)
 
 
 class Versions:
