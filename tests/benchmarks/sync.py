@@ -248,7 +248,7 @@ def opened(name: str, work: Path) -> Iterator[Store]:
 @contextlib.contextmanager
 def _server(name: str) -> Iterator[str]:
     """Address of a server among the tests, which prints it and ends with its standard input."""
-    line = [sys.executable, "-P", str(SUPPORT / f"{name}.py")]
+    line = [sys.executable, str(SUPPORT / f"{name}.py")]  # it imports its neighbours
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()

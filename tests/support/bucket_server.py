@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
+
+from ports import Handler, served
 
 RECORD = 48
 END = b"\xff" * 32
@@ -304,34 +306,15 @@ def dispatch(hub: Hub, request: Request) -> Reply:
 # --- server -----------------------------------------------------------------------------------------------
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class BucketHandler(Handler):
     hub: Hub
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-    def _body(self) -> bytes:
-        if "chunked" not in self.headers.get("transfer-encoding", ""):
-            return self.rfile.read(int(self.headers.get("content-length") or 0))
-        parts = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
 
     def handle_any(self) -> None:
         url = urlsplit(self.path)
         headers = {name.lower(): value for name, value in self.headers.items()}
-        request = Request(self.command, unquote(url.path), url.query, headers, self._body())
+        request = Request(self.command, unquote(url.path), url.query, headers, self.body())
         reply = dispatch(self.hub, request)
-        self.send_response(reply.status)
-        for name, value in {**reply.headers, "content-length": str(len(reply.body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(reply.body)
+        self.answer(reply.status, reply.body, reply.headers)
 
     do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = handle_any
 
@@ -340,17 +323,10 @@ class Handler(BaseHTTPRequestHandler):
 def serve() -> Iterator[Hub]:
     """A running server's state; `base` is its address."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (BucketHandler,), {"hub": hub}))
     hub.base = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
+    with served(server):
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 if __name__ == "__main__":  # print the address, end with standard input

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Literal
 
 import httpx
+from ports import Handler, served
 
 Kind = Literal["503", "drop", "lost", "cut"]
 HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "content-encoding", "keep-alive"}
@@ -44,50 +45,32 @@ class Proxy:
         return None
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class ProxyHandler(Handler):
     proxy: Proxy
     client: httpx.Client
 
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
     def handle_any(self) -> None:
-        body = self._body()
+        body = self.body()
         fault = self.proxy.fault(f"{self.command} {self.path}")
         self.close_connection = fault is not None
         if fault == "drop":
             return
         if fault == "503":
-            self._answer(503, {}, b"busy", None)
+            self.answer(503, b"busy")
             return
         headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
         upstream = self.client.request(
             self.command, self.proxy.upstream + self.path, headers=headers, content=body
         )
-        if fault != "lost":
-            self._answer(upstream.status_code, dict(upstream.headers), upstream.content, fault)
-
-    def _answer(self, status: int, headers: dict[str, str], body: bytes, fault: Kind | None) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            if name.lower() not in HOP_BY_HOP | {"date", "server"}:
-                self.send_header(name, value)
-        length = headers.get("content-length", "0") if self.command == "HEAD" else str(len(body))
-        self.send_header("content-length", length)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if fault == "cut" else body)
-
-    def _body(self) -> bytes:
-        if "chunked" not in self.headers.get("transfer-encoding", ""):
-            return self.rfile.read(int(self.headers.get("content-length") or 0))
-        parts = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
+        if fault == "lost":
+            return
+        ours = HOP_BY_HOP | {"date", "server"}
+        answered = {name: value for name, value in upstream.headers.items() if name.lower() not in ours}
+        length = len(upstream.content)
+        if self.command == "HEAD":
+            length = int(upstream.headers.get("content-length", 0))
+        body = upstream.content[: length // 2] if fault == "cut" else upstream.content
+        self.answer(upstream.status_code, body, {**answered, "content-length": str(length)})
 
     do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = handle_any
 
@@ -97,15 +80,8 @@ def proxy(upstream: str) -> Iterator[Proxy]:
     """A running proxy of the server at `upstream`; `base` is its own address."""
     state = Proxy(upstream)
     with httpx.Client(trust_env=False, timeout=30) as client:
-        handler = type("BoundHandler", (Handler,), {"proxy": state, "client": client})
+        handler = type("BoundHandler", (ProxyHandler,), {"proxy": state, "client": client})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        server.daemon_threads = True
         state.base = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
+        with served(server):
             yield state
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from ports import Handler
 
 TOKEN = "hf_" + "a" * 34
 
@@ -20,11 +22,8 @@ class ModelHub(ThreadingHTTPServer):
         self.created: list[dict[str, Any]] = []
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: ModelHub
-
-    def log_message(self, *_: object) -> None:
-        """Nothing on stderr."""
 
     def do_GET(self) -> None:
         name = self.path.removeprefix("/api/models/").split("?")[0].removesuffix("/revision/main")
@@ -34,7 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
+        body = self.body()
         if self.headers["authorization"] != f"Bearer {TOKEN}":
             self._answer(401, {"error": "Invalid credentials"})
         elif self.path == "/api/repos/create":
@@ -61,9 +60,4 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"commitUrl": url, "commitOid": "1" * 40, "success": True})
 
     def _answer(self, status: int, value: object, headers: dict[str, str] | None = None) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        for key, text in {**(headers or {}), "content-length": str(len(body))}.items():
-            self.send_header(key, text)
-        self.end_headers()
-        self.wfile.write(body)
+        self.answer(status, json.dumps(value).encode(), headers or {})

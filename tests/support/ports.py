@@ -1,13 +1,13 @@
-"""Servers that a test starts: free ports, and a thread that serves."""
+"""Servers that a test starts: free ports, a handler of whole requests, and a thread that serves."""
 
 from __future__ import annotations
 
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
 S = TypeVar("S", bound=ThreadingHTTPServer)
@@ -27,11 +27,40 @@ def free_port() -> int:
             return port
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Reads whole requests, gives whole answers, and prints nothing."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on stderr."""
+
+    def body(self) -> bytes:
+        """The request's, in one piece or in chunks."""
+        if "chunked" not in self.headers.get("transfer-encoding", ""):
+            return self.rfile.read(int(self.headers.get("content-length") or 0))
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def answer(self, status: int, body: bytes = b"", headers: Mapping[str, str] = {}) -> None:
+        """Send it; to HEAD without its body. A content-length in `headers` stands."""
+        self.send_response(status)
+        for name, value in {"content-length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
 @contextmanager
 def served(server: S) -> Iterator[S]:
     """The server, answering in a thread while inside."""
     with server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
             yield server

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from ports import Handler
 
 
 class WandbServer(ThreadingHTTPServer):
@@ -17,23 +19,15 @@ class WandbServer(ThreadingHTTPServer):
         self.views: list[dict[str, Any]] = []
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: WandbServer
 
-    def log_message(self, *_: object) -> None:
-        """Nothing on stderr."""
-
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"] or 0))
+        body = self.body()
         data: dict[str, Any] = {"viewer": {"id": "1", "entity": "acme", "username": "a", "flags": "{}"}}
         if self.path == "/graphql":  # the rest is telemetry
             asked = json.loads(gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body)
             if "upsertView" in asked["query"]:
                 self.server.views.append(asked["variables"])
                 data = {"upsertView": {"view": {"id": "2", "name": "nw-saved-v"}, "inserted": True}}
-        answer = json.dumps({"data": data}).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
+        self.answer(200, json.dumps({"data": data}).encode(), {"content-type": "application/json"})
