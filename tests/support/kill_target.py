@@ -154,8 +154,8 @@ class KillTarget:
     # --- observation --------------------------------------------------------------------------------------
 
     def roles(self) -> list[str]:
-        """Roles that have a process now, such as "student-0"."""
-        return sorted(self._role_processes())
+        """Roles that have a process now, such as "student-0"; workers of rewards are no role."""
+        return sorted(self._role_processes().keys() - {"rewards"})
 
     def helpers(self) -> list[str]:
         """What else has a process now: DEEPSPEED, "engine of student-0"."""

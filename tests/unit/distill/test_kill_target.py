@@ -18,13 +18,14 @@ LAUNCHER = f"""
 import os, subprocess, sys
 pipe, held = os.pipe()
 server = ["sh", "-c", "sleep 600 & exec sleep 601"]
-guardian = [sys.executable, "-m", "{MODULE}", "student-0", str(pipe), *server]
-subprocess.run(guardian, pass_fds=[pipe])
+guardians = [[sys.executable, "-m", "{MODULE}", role, str(pipe), *server] for role in sys.argv[1:]]
+for started in [subprocess.Popen(guardian, pass_fds=[pipe]) for guardian in guardians]:
+    started.wait()
 """
 
 
 def test_a_process_that_a_killed_server_leaves_behind_does_not_replace_it(tmp_path: Path) -> None:
-    with KillTarget([sys.executable, "-c", LAUNCHER], tmp_path, timeout=60.0) as target:
+    with KillTarget([sys.executable, "-c", LAUNCHER, "student-0"], tmp_path, timeout=60.0) as target:
         target.start()
         target.wait(lambda: any("600" in one.cmdline() for one in target.below()), "the server's engine")
         server = next(iter(target.processes()))
@@ -35,3 +36,11 @@ def test_a_process_that_a_killed_server_leaves_behind_does_not_replace_it(tmp_pa
         target.timeout = 1.0
         with pytest.raises(DistillError, match="another student-0 is not there in time"):
             target.wait_replaced("student-0")
+
+
+def test_workers_of_rewards_are_not_among_the_roles_whose_work_is_waited_for(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-c", LAUNCHER, "student-0", "rewards"]
+    with KillTarget(launcher, tmp_path, timeout=60.0) as target:
+        target.start()
+        target.wait(lambda: len(target.processes()) == 2, "both servers")
+        assert target.roles() == ["student-0"]
