@@ -17,7 +17,7 @@ import pytest
 import torch
 from run_on_letters import NAME, command
 from stopped_run import KillTarget
-from tiny_models import language_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.record.audit import audit
 from distill.tasks.sort_letters import EOS_ID, PAD_ID, VOCABULARY
@@ -39,10 +39,20 @@ BROADCASTS = (
 
 def save_untied_llama(folder: Path) -> None:
     """Random weights in the place of the student's; the tokenizer stays."""
-    size = {"vocab_size": len(VOCABULARY), "intermediate_size": 96, "initializer_range": 0.02}
-    ids = {"bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    model = language_model("Llama", **size, **ids, tie_word_embeddings=False)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def said(kill_target: KillTarget, words: str) -> int:

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
+import transformers
 from forked import VLLM, Forked, start
 from ports import free_port
 from teacher_completions import check_completions_score_alike
-from tiny_models import language_model, save_words
+from tokenizers import Tokenizer, models
 from vllm_replica import AMX
 
 from sync.base.errors import RemoteError
@@ -58,10 +60,25 @@ MoE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, 
 
 def save_model(path: Path, kind: str, **more: Any) -> Path:
     """A random model with rows beyond its tokenizer, which is saved beside it."""
-    save_words(path, ("<eos>", *(f"t{i}" for i in range(1, VOCAB))), eos_token="<eos>")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    size = {"vocab_size": PADDED, "max_position_embeddings": LONGEST, "initializer_range": 0.2}
-    language_model(kind, eos_token_id=0, **heads, **size, **more).save_pretrained(path)
+    ids = {f"t{i}" if i else "<eos>": i for i in range(VOCAB)}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(path)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=PADDED,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=LONGEST,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        **more,
+    )
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
     return path
 
 
