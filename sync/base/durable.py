@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 RETRY_SECONDS = 5.0
-"""Between two attempts to write to a full disk."""
+"""Pause between two attempts to write to a full disk."""
 _WORDS = tuple(os.strerror(number) for number in FULL)
 _log = logging.getLogger(__name__)
 

@@ -106,7 +106,7 @@ def ended_by(status: int) -> signal.Signals | None:
 
 
 def how_it_ended(status: int | None) -> str:
-    """Such as "was ended by SIGILL (illegal instruction), …", or "ended with status 3"."""
+    """How a process ended: "was ended by SIGILL (illegal instruction), …" or "ended with status 3"."""
     number = None if status is None else ended_by(status)
     if number is None:
         return f"ended with status {status}"

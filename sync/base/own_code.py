@@ -127,7 +127,7 @@ def make_own(
 
 @contextmanager
 def own_code(name: str, about: str, remedy: str) -> Iterator[None]:
-    """Around a call of the user's own code: DataError with function, input and exception when it raises. A
+    """Turn what the user's own code raises inside into a DataError with function, input and exception. A
     DistillError that passes through it names its remedy itself."""
     try:
         yield
@@ -139,7 +139,7 @@ def own_code(name: str, about: str, remedy: str) -> Iterator[None]:
 
 @cache
 def _entry_points(group: str) -> EntryPoints:
-    """Of every installed package: reading them takes tens of milliseconds."""
+    """The group's entry points of every installed package; reading them takes tens of milliseconds."""
     return entry_points(group=group)
 
 

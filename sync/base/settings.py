@@ -241,7 +241,7 @@ class ReplicaConfig(Settings):
     timeout_seconds: float = Field(300.0, gt=0)
     """A broadcast that takes longer has failed."""
     known_ids: int | None = None
-    """As `ModelSource.known_ids`."""
+    """The run's `ModelSource.known_ids`."""
 
     def environment(self) -> dict[str, str]:
         """The variable that `from_environment` reads."""

@@ -252,7 +252,7 @@ def agree(student: Any, teacher: Any) -> Agreement:
 
 
 _PLACEHOLDER: Final = re.compile("reserved|unused|placeholder|dummy|extra_id|<SPECIAL_")
-"""In the name of a token that no model was trained on; later models of a family give its id a name."""
+"""Part of the name of a token that no model was trained on; later models of a family give its id a name."""
 
 
 def _texts(tokenizer: Any) -> dict[int, str]:
@@ -260,7 +260,7 @@ def _texts(tokenizer: Any) -> dict[int, str]:
 
 
 def _differing_names(student: Any, teacher: Any) -> str:
-    """Such as "bos is none and '<s>'"; the ends have a line of their own."""
+    """What names differ, such as "bos is none and '<s>'"; the ends have a line of their own."""
     names = {name: [getattr(t, f"{name}_token", None) for t in (student, teacher)] for name in _NAMES}
     words = {name: [repr(token) if token else "none" for token in pair] for name, pair in names.items()}
     return ", ".join(

@@ -1,4 +1,4 @@
-"""From what an engine returns to wire messages, and what a prompt must fit. No engine is imported here.
+"""Wire messages of what an engine returns, and what a prompt must fit. No engine is imported here.
 
 Letters in shapes: T tokens of a completion, K ids asked for per position.
 """

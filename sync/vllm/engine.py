@@ -53,11 +53,11 @@ class Update(msgspec.Struct, frozen=True):
     path: str | None = None
     """A checkpoint or adapter folder."""
     broadcast: BroadcastTicket | None = None
-    """That of this replica's first worker; worker i has the i-th rank from there."""
+    """Ticket of this replica's first worker; worker i has the i-th rank from there."""
     timeout_seconds: float = 0.0
-    """Of the broadcast."""
+    """Limit of every wait of the broadcast."""
     staging_bytes: int | None = None
-    """Of `ReplicaConfig`."""
+    """The limit of `ReplicaConfig`."""
 
 
 class CheckpointEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
@@ -196,7 +196,7 @@ class WorkerExtension:
         return self.weight_transfer_engine.swap.error
 
     def distill_settle(self) -> None:
-        """After an update that succeeded in all workers."""
+        """Free what an update replaced that succeeded in all workers."""
         self.weight_transfer_engine.settle()
 
     def distill_revert(self) -> None:
@@ -228,7 +228,7 @@ class WorkerExtension:
         return self.distill_record.shape._asdict()
 
     def distill_routes(self, requests: list[str]) -> list[dict[str, Any] | None]:
-        """For each of these requests, which gave out their completions: its message for `routing.routes_of`.
+        """Messages for `routing.routes_of` of these requests, whose completions were given out.
         They are forgotten here. None of all workers but the first."""
         record = self.distill_record
         return [None if record is None else record.take(record.named(request)) for request in requests]
@@ -265,7 +265,7 @@ def record_routes(runner: Any, config: VllmConfig) -> RouteRecord:
 
 
 def _layers(runner: Any) -> list[Any]:
-    """In the order of the model's layers."""
+    """Modules with experts, in the order of the model's layers."""
     return [module for module in runner.model.modules() if isinstance(module, MoERunner)]
 
 
@@ -320,7 +320,7 @@ class _Recorder:
         self._pass[layer] = chosen_NK.clone()  # a kernel may use the memory again
 
     def forward(self, inner: Any, **inputs: Any) -> Any:
-        """In the place of the runner's `_model_forward`."""
+        """Stand in for the runner's `_model_forward`."""
         self._pass = [None] * len(self._pass)
         output = inner(**inputs)
         names = self._runner.input_batch.req_ids
@@ -359,6 +359,6 @@ class _Recorder:
         return torch.stack([ids[:tokens].to(kind) for ids in chosen], 1).cpu().numpy()
 
     def update_states(self, inner: Any, scheduled: Any) -> Any:
-        """In the place of the runner's `_update_states`, which learns of requests that ended."""
+        """Stand in for the runner's `_update_states`, which learns of requests that ended."""
         self.record.end(scheduled.finished_req_ids)
         return inner(scheduled)

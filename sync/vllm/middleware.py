@@ -30,7 +30,7 @@ from sync.wire.server import RunGuard, TokenGuard, read_message, refuse, reply
 logger = logging.getLogger(__name__)
 PREFIX: Final = "/distill/v1/"
 _POLL_SECONDS: Final = 0.01
-"""Between two questions whether a version is staged."""
+"""Pause between two questions whether a version is staged."""
 _request_numbers = itertools.count()
 
 
@@ -59,7 +59,7 @@ class _Routes:
         self._updater: Updater | None = None
         self._generations: set[Generation] = set()
         self._routes: routing.RouteSource | None = None
-        """None: no request has asked for routes so far."""
+        """Where routes come from; None: no request has asked for routes so far."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
@@ -119,7 +119,7 @@ class _Routes:
         return run
 
     async def _record_routes(self, request: Request) -> None:
-        """From now on. Raises WireError when this engine cannot."""
+        """Have routes recorded from now on. Raises WireError when this engine cannot."""
         engine = request.app.state.engine_client
         answer, *_ = await vllm_compat.call_workers(engine, "distill_record_routes")
         if problem := answer.get("error"):

@@ -35,7 +35,7 @@ class _Request:
     """Tokens and routes of the first `length` positions from R on of one request; all starts are behind R."""
 
     def __init__(self, shape: Routing, first: int) -> None:
-        """`first`: R"""
+        """`first` is R."""
         self.first, self.length = first, 0
         self.unread: range | None = None
         """Positions before a recorded pass that no recorded pass read; None: there are none."""
@@ -172,7 +172,7 @@ class RouteSource(Protocol):
 
 
 class NativeRoutes(NamedTuple):
-    """Of an engine that records them itself: for all layers of the model, those without experts too."""
+    """Routes that an engine records itself, for all layers of the model, those without experts too."""
 
     shape: Routing
     layers: list[int]
@@ -211,7 +211,7 @@ class RouteQueue:
         return routes_of(await self.take(request), token_ids)
 
     async def take(self, request: str) -> dict[str, Any] | None:
-        """Of a request whose completion was given out. Raises what the call raises."""
+        """The message of a request whose completion was given out. Raises what the call raises."""
         call = self._next
         if call is None or len(call.names) == TOGETHER:
             call = self._next = _Call()

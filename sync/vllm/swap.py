@@ -32,7 +32,7 @@ class Source:
     """A checkpoint that can be read as often as needed."""
 
     name: str
-    """For messages."""
+    """What messages call it."""
     read: Callable[[], NamedTensors]
     stage: Callable[[NamedTensors], Place]
     """Makes its tensors ready for the model without changing that, or raises; works again afterwards. Where a
@@ -45,7 +45,7 @@ class _Staged(NamedTuple):
     source: Source
     place: Place
     digests: dict[str, str]
-    """Of what was read so far."""
+    """Digests of what was read so far."""
 
 
 class Swap:

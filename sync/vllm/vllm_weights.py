@@ -299,7 +299,7 @@ class Staging:
                 staged[name].data = torch.empty(0, dtype=new.dtype, device=new.device)
 
     def finish(self) -> None:
-        """After the shadow's loader is through: process layers with padding, and take over what is left.
+        """Process layers with padding and take over what is left, when the shadow's loader is through.
         Raises ValueError for what no swap can bring."""
         for live, shadow in self._pairs:
             info = get_layerwise_info(shadow)

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 _GLANCE_SECONDS: Final = 0.25
 """How often a sender asks whether a receiver is lost."""
 _NEW: Final = ""
-"""In the place of a group's name: none is held, or a new one is formed."""
+"""Stands for a group's name: none is held, or a new one is formed."""
 T = TypeVar("T")
 
 
@@ -109,7 +109,7 @@ class BroadcastSender:
 
     @property
     def address(self) -> str:
-        """ "host:port" for BroadcastTicket.address and Published.rendezvous."""
+        """The "host:port" for BroadcastTicket.address and Published.rendezvous."""
         return f"{self._host}:{self._served.port}"
 
     def send(
@@ -222,7 +222,7 @@ class Received(NamedTuple):
     tensors: dict[str, torch.Tensor]
     digests: dict[str, str]
     adapter_config: str | None
-    """Of the sender's `Plan`."""
+    """That of the sender's `Plan`."""
 
 
 class Receiver:
@@ -240,7 +240,7 @@ class Receiver:
 
     @contextlib.contextmanager
     def meeting(self, ticket: BroadcastTicket) -> Iterator[Meeting]:
-        """Over a connection of its own: a waiting one cannot be shared."""
+        """A meeting over a connection of its own: a waiting one cannot be shared."""
         with contextlib.closing(Visitor(ticket.address, self._key, self.timeout)) as visitor:
             yield Meeting(visitor.ask, ticket.group, self.timeout)
 

@@ -96,7 +96,7 @@ class Publisher:
 
     @property
     def codec(self) -> Effort:
-        """Of the next delta of this rank."""
+        """The codec of the next delta of this rank."""
         if self._config.codec != "auto":
             return self._config.codec
         return "small" if self._store_speed is not None and self._store_speed < _SLOW_STORE else "fast"

@@ -38,7 +38,7 @@ _MOST_FRAME: Final = 1 << 26
 _MOST_FIRST_FRAME: Final = 1 << 16
 """Bytes of a client's first frame, which is read before its seal is known; torch's has 8 for each rank."""
 _GREETING_SECONDS: Final = 10.0
-"""From a connection to the end of its first frame."""
+"""Limit from a connection to the end of its first frame."""
 _SLICE_SECONDS: Final = 0.25
 """Longest that the server lets one request wait for keys."""
 

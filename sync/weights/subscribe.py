@@ -59,7 +59,7 @@ class Staged(NamedTuple):
     path: Path
     """Checkpoint folder; it stays as it is until `stage` is called after another promotion."""
     bytes_read: int
-    """From the store."""
+    """Bytes that came from the store."""
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class _State(msgspec.Struct, frozen=True):
     boot: str
     """Boot id of the machine when this was written."""
     fingerprint: str | None
-    """Of the model; None until a version was held."""
+    """Fingerprint of the model; None until a version was held."""
     live: str | None = None
     a: Version | None = None
     b: Version | None = None
@@ -116,7 +116,7 @@ class Mirror:
 
     @property
     def version(self) -> Version | None:
-        """Of the live slot; None before the first promotion."""
+        """Version of the live slot; None before the first promotion."""
         return self._version_in(self._state.live)
 
     @property

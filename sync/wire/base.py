@@ -129,7 +129,7 @@ class RunIdentity(msgspec.Struct, frozen=True):
     """Random, made when the run's journal is begun, the same after every resume. None: of a request, the run
     has not begun; of a server, no run has claimed it."""
     model: str | None = None
-    """Of the student: `sync.weights.snapshots.manifest.model_fingerprint`; None: not yet reported."""
+    """Fingerprint of the student (`sync.weights.snapshots.checkpoint`); None: not yet reported."""
 
     def __str__(self) -> str:
         model = "" if self.model is None else f", model {self.model[:12]}"

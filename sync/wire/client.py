@@ -112,7 +112,7 @@ class Answer:
         raise _REFUSALS.get(self.status, RemoteError)(message)
 
     def only(self) -> memoryview:
-        """As `body`, for callers that retry elsewhere: any 5xx raises Unreachable."""
+        """The content, as of `body`, for callers that retry elsewhere: any 5xx raises Unreachable."""
         if self.status >= 500:
             text = self.content[:500].decode("utf-8", "replace")
             raise Unreachable(f"{self.url} answered {self.status}: {text}")
@@ -405,8 +405,8 @@ class BlockingPeer:
         timeout: float | None = None,
         max_bytes: int = MAX_SMALL,
     ) -> M:
-        """As `Peer.call`. A single try takes at most the client's own `timeout`, all of them at most this
-        one. A peer that falls silent within an answer is noticed a `timeout` after its last byte."""
+        """The answer, as of `Peer.call`. One try takes at most the client's `timeout`, all at most this one.
+        A peer that falls silent within an answer is noticed a `timeout` after its last byte."""
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 
@@ -419,7 +419,7 @@ class BlockingPeer:
             raise _unreachable(self.url + path, limit, error) from None
 
     def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> memoryview:
-        """As `Peer.once`; `model`: that the answer must be of (`TeacherInfo.fingerprint`), None: any."""
+        """The answer, as of `Peer.once`, of `model` (`TeacherInfo.fingerprint`); None: of any."""
         try:
             answer = self._send(path, body, timeout, MAX_ANSWER)
         except _FAILED as error:

@@ -46,7 +46,7 @@ class SetReport(msgspec.Struct, frozen=True):
 
     prompts: Count
     completions: Count
-    """Of all prompts together."""
+    """Completions of all prompts together."""
     tokens: Count
     truncated: Share
     """Share of completions that ended at the token limit."""
@@ -82,7 +82,7 @@ class Behaviour(msgspec.Struct, frozen=True):
     looping: Share
     """Share whose end repeats itself."""
     distinct: Share
-    """Of the runs of four tokens, those that differ."""
+    """Share of the runs of four tokens that differ."""
 
 
 class EvalReport(Message, frozen=True):
@@ -110,11 +110,11 @@ class EvalReport(Message, frozen=True):
     sets: dict[str, SetReport] = {}
     """Named sets that were evaluated with this version."""
     sources: dict[str, PartReport] = {}
-    """By data source; empty: there is one."""
+    """Figures by data source; empty: there is one."""
     teachers: dict[str, PartReport] = {}
-    """By the teacher that scored them; empty: there is one."""
+    """Figures by the teacher that scored them; empty: there is one."""
     behaviour: Behaviour | None = None
-    """None: not recorded, by an earlier release."""
+    """How the held-out completions read; None: an earlier release did not record it."""
 
 
 class ProbeRequest(Message, frozen=True):
@@ -125,7 +125,7 @@ class ProbeRequest(Message, frozen=True):
     teachers: dict[str, list[ScoreSequence]]
     """Teacher's name → the sequences that it scored."""
     masks: list[SamplingMask] = []
-    """Of each of `student`; empty: they were sampled from the whole vocabulary."""
+    """One mask for each of `student`; empty: they were sampled from the whole vocabulary."""
 
 
 class ReferenceScores(msgspec.Struct, frozen=True):

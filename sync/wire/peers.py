@@ -19,7 +19,7 @@ from sync.base.errors import WrongServer
 from sync.base.secrets import redact
 
 ROLE_HEADER: Final = "x-distill-role"
-"""Of an answer: the `Role` of the process that gives it."""
+"""Header of an answer: the `Role` of the process that gives it."""
 SECONDS: Final = 3.0
 """Limit of one question; a server that is slower may be starting, and nothing is said of it."""
 _MOST: Final = 1 << 16
@@ -63,7 +63,7 @@ class Answerer(NamedTuple):
     """What answers at a URL."""
 
     role: Role | None
-    """None: another server, which `what` describes."""
+    """The role it names; None: another server, which `what` describes."""
     what: str
 
 

@@ -53,18 +53,18 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Routing(NamedTuple):
-    """Of a student with experts."""
+    """What the routes of a student with experts look like."""
 
     layers: int
-    """That have experts."""
+    """Layers that have experts."""
     chosen: int
     """Experts of a token in one of them."""
     experts: int
-    """Of a layer."""
+    """Experts of a layer."""
 
     @property
     def dtype(self) -> Literal["u1", "i4"]:
-        """Of an expert's number on the wire."""
+        """The dtype of an expert's number on the wire."""
         return "u1" if self.experts <= 256 else "i4"
 
     @property
@@ -88,12 +88,12 @@ class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
-        """Of the tokens of one after the other; there must be one."""
+        """The mask of the tokens of one after the other; there must be one."""
         return cls(joined([mask.sizes for mask in masks]), joined([mask.ids for mask in masks]))
 
     @classmethod
     def none(cls, count: int) -> SamplingMask:
-        """Of `count` tokens that have none."""
+        """The mask of `count` tokens that have none."""
         return cls(Array("i4", (count,), bytes(4 * count)), Array("i4", (0,), b""))
 
     def padded(self) -> np.ndarray:
@@ -104,7 +104,7 @@ class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return ids_TK
 
     def cut(self, count: int) -> SamplingMask:
-        """Of the first `count` tokens."""
+        """The mask of the first `count` tokens."""
         sizes = cut(self.sizes, count)
         return SamplingMask(sizes, cut(self.ids, int(unpack(sizes).sum())))
 
@@ -115,7 +115,7 @@ class GeneratePrompt(msgspec.Struct, frozen=True):
     id: str
     token_ids: list[int]
     seed: int | None = None
-    """None: the engine's own randomness. On a CPU vLLM 0.32 ends when it prefills such a prompt in parts."""
+    """None: the engine draws its own. On a CPU vLLM 0.32 ends when it prefills such a prompt in parts."""
     routes_from: int = 0
     """First position whose route is wanted, with `Sampling.routes`: those before it are known from an earlier
     turn; less than the tokens of the prompt."""
@@ -143,7 +143,7 @@ class Generated(Message, frozen=True):
     topk_ids: Array | None = None
     """i4 [T, K]: the student's K most likely ids at sampling time, -1 where fewer; None: not asked for"""
     mask: SamplingMask | None = None
-    """None: not asked for."""
+    """What its tokens were sampled from; None: not asked for."""
     routes: Array | None = None
     """u1 or i4 [P + T - 1 - R, layers, K] of `Routing`, R of `GeneratePrompt.routes_from`: experts of every
     token from there on but the last, the prompt's too, as they were when it was first computed; None: not
@@ -177,7 +177,7 @@ class UpdateRequest(Message, frozen=True):
     version: Version
     kv_on_swap: Literal["recompute", "keep"] = "recompute"
     broadcast: BroadcastTicket | None = None
-    """None: the version is read from the store."""
+    """Its place in a broadcast; None: the version is read from the store."""
 
 
 class UpdateReply(Message, frozen=True):
@@ -199,7 +199,7 @@ class ReplicaState(Message, frozen=True):
     """Replica → controller, answer to GET /distill/v1/state: what it serves now."""
 
     version: Version | None
-    """None: still the folder the engine was started with, no published version yet."""
+    """What it serves; None: still the folder that the engine was started with."""
     requests: Count
     """Completions in flight."""
     digests: dict[str, str] | None = None
@@ -267,7 +267,7 @@ class EpisodeOver(Message, frozen=True):
 
     id: str
     reward: Number | None = None
-    """Of the whole episode, `turn_rewards` included; None: the environment gives none."""
+    """Reward of the whole episode, `turn_rewards` included; None: the environment gives none."""
     turn_rewards: list[Number] = []
     """The part of each of the student's turns, in order; empty: the episode is rewarded as a whole."""
     metrics: dict[str, Number] = {}
@@ -288,8 +288,8 @@ class EnvironmentInfo(Message, frozen=True):
 
     name: str
     environment: str
-    """Such as "verifiers: guess" or "package.module:function"."""
+    """What is played, such as "verifiers: guess" or "package.module:function"."""
     tasks: Count | None
     """How many there are; None: they have no end."""
     tokenizer_fingerprint: str
-    """Of the tokenizer that makes its tokens (`sync.base.tokenizers.fingerprint`)."""
+    """Fingerprint of the tokenizer that makes its tokens (`sync.base.tokenizers.fingerprint`)."""

@@ -21,7 +21,7 @@ class Want(msgspec.Struct, frozen=True):
     prompt: bool = False
     """Score prompt positions too, from the second token on (T then counts them)."""
     temperature: float = 1.0
-    """Of the distribution that every score but the hidden states belongs to."""
+    """Temperature of the distribution that every score but the hidden states belongs to."""
     keep: bool = False
     """Answer with the log-probabilities of the tokens, and a reference to the rest (`Scored.kept`)."""
 
@@ -67,7 +67,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     evicted, or the process ends. The body: frames of ScoreReply, each with a Scored of the next positions."""
 
     url: str
-    """Of the process that keeps them, as the controller reaches it; "" from the process itself."""
+    """URL of the process that keeps them, as the controller reaches it; "" from the process itself."""
     key: str
     """"BOOT-NUMBER": another start of the process has other keys."""
     size: Count
@@ -113,7 +113,7 @@ class ScoreReply(Message, frozen=True):
     """Teacher → who asked: scores, or why there are none, one for each sequence of the request."""
 
     results: list[Scored | ScoreRefused]
-    """In the order of the request."""
+    """Results in the order of the request."""
 
 
 class ScoresRelease(Message, frozen=True):
@@ -159,7 +159,7 @@ class TeacherGenerateReply(Message, frozen=True):
     """Teacher → controller: completions, or why there are none, one for each prompt of the request."""
 
     results: list[TeacherCompletion | ScoreRefused]
-    """In the order of the request."""
+    """Results in the order of the request."""
 
 
 class TeacherInfo(Message, frozen=True):
@@ -168,7 +168,7 @@ class TeacherInfo(Message, frozen=True):
     name: str
     model: str
     revision: str | None
-    """None: a local folder."""
+    """Revision on the Hub; None: the model is a local folder."""
     dtype: str
     engine: str
     vocab_size: int
@@ -181,11 +181,11 @@ class TeacherInfo(Message, frozen=True):
     tokenizer_fingerprint: str
     """BLAKE3 hex over vocabulary and merges (`sync.base.tokenizers.fingerprint`)."""
     chat_template_fingerprint: str | None
-    """None: the tokenizer has no chat template."""
+    """Fingerprint of what it renders; None: the tokenizer has no chat template."""
     fingerprint: str
     """BLAKE3 hex over model, revision, dtype and samples of its files: every answer names it in a header."""
     can: list[str]
-    """Of: topk, gather, entropy, hidden, prompt, generate, temperature (other than 1)."""
+    """What it can, of: topk, gather, entropy, hidden, prompt, generate, temperature (other than 1)."""
 
 
 class Head(Message, frozen=True):

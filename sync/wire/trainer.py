@@ -18,7 +18,7 @@ class TrainerHello(Message, frozen=True):
     checkpoint: Version | None
     """The checkpoint it resumed from; None: it starts from the model folder at step 0."""
     fingerprint: str
-    """Of the model: `sync.weights.snapshots.manifest.model_fingerprint`."""
+    """Fingerprint of the model: `sync.weights.snapshots.checkpoint.model_fingerprint`."""
     run: str
     """Name of the run that it was configured for."""
     run_id: str | None = None
@@ -101,7 +101,7 @@ class Rows(msgspec.Struct, frozen=True):
     """u1 [C]: 1 where the student sampled the token, 0 where an environment wrote it, which is in no loss;
     None: 1 everywhere"""
     mask: SamplingMask | None = None
-    """Of the C tokens; None: all were sampled from the whole vocabulary"""
+    """Mask of the C tokens; None: all were sampled from the whole vocabulary"""
     routes: Array | None = None
     """u1 or i4 [sum(route_lens), layers, K]: experts of the first tokens of each row; None: the trainer's
     routers choose, everywhere"""
@@ -118,7 +118,7 @@ class TeacherServers(Message, frozen=True):
     """Controller → rank, answer to GET /v1/teachers/NAME: where a teacher keeps scores and scores again."""
 
     urls: list[str]
-    """Of its processes that are in use."""
+    """URLs of its processes that are in use."""
     fingerprint: str | None
     """`TeacherInfo.fingerprint` that its answers must name; None: it was not checked."""
 
@@ -161,7 +161,7 @@ class StepReport(Message, frozen=True):
     """Rank 0 → controller, after each optimizer step."""
 
     version: Version
-    """After the step."""
+    """The version after the step."""
     metrics: dict[str, float]
     seconds: dict[str, Amount]
     """wait, train, publish, checkpoint: wall seconds of this step; `publish` only what the step waited for"""
@@ -178,16 +178,16 @@ class Published(Message, frozen=True):
     full_bytes: Count
     """What a full snapshot of the same weights takes."""
     seconds: Amount
-    """In all; 0 of a broadcast, which comes after this message."""
+    """Seconds in all; 0 of a broadcast, which comes after this message."""
     rendezvous: str | None = None
     """"host:port" of the broadcast's store for kind "broadcast"; None otherwise."""
     attempt: str | None = None
-    """Of a broadcast: names this announcement, so that a repeated request forms no second group; None: every
+    """Name of this announcement of a broadcast, so that a repeated request forms no second group; None: every
     request is an announcement."""
     encode_seconds: Amount = 0.0
-    """Of `seconds`, those in which rank 0 coded its delta; 0 of what is no delta."""
+    """Those of `seconds` in which rank 0 coded its delta; 0 of what is no delta."""
     note: str = ""
-    """For whoever watches the run: what `weights.codec` "auto" chose for rank 0. Empty: as before."""
+    """What people are told of the run: what `weights.codec` "auto" chose for rank 0. Empty: as before."""
 
 
 class Audience(Message, frozen=True):
@@ -235,7 +235,7 @@ class ServerRegisters(Message, frozen=True):
     """Name of the run that it is configured for; None: people say that it serves this one."""
     url: str
     name: str | None = None
-    """Such as "student-0" or "teacher-main-1"; None: the next free "student-N"."""
+    """Its name, such as "student-0" or "teacher-main-1"; None: the next free "student-N"."""
     boot: str | None = None
     """Random, made by every start of a process: one that was never seen takes the name, one that lost it is
     refused with 410. None: nobody renews this, and it lasts until it is taken back."""
@@ -264,11 +264,11 @@ class ServerStatus(msgspec.Struct, frozen=True):
 
     name: str
     url: str | None
-    """None: it has not registered, or its lease has ended."""
+    """Where it is; None: it has not registered, or its lease has ended."""
     phase: str | None = None
-    """Of a replica: absent, catching_up or serving; None: another server."""
+    """Phase of a replica: absent, catching_up or serving; None: another server."""
     version: Version | None = None
-    """Of a replica; None: the folder it was started with."""
+    """Version of a replica; None: the folder it was started with."""
     in_flight: Count = 0
     """Completions that a replica works on."""
 
@@ -285,14 +285,14 @@ class GangJoins(Message, frozen=True):
     run: str
     """Name of the run that it is configured for."""
     index: Count
-    """Of its machine among `trainer.nodes`."""
+    """Number of its machine among `trainer.nodes`."""
     of: Annotated[int, msgspec.Meta(ge=1)]
     address: str
-    """Of its machine, as the others reach it."""
+    """Address of its machine, as the others reach it."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """Free on its machine; the ranks meet at that of machine 0."""
     boot: str
-    """As `ServerRegisters.boot`."""
+    """What `ServerRegisters.boot` is to a server."""
     ended: bool = False
     """Its ranks ended well: it is missed no more."""
 
@@ -301,7 +301,7 @@ class Gang(Message, frozen=True):
     """Controller → launcher: where the ranks of all machines meet."""
 
     address: str | None
-    """Of machine 0; None: machines are missing, ask again."""
+    """Address of machine 0; None: machines are missing, ask again."""
     port: Count
     missing: list[int]
     """Indices of machines that have not joined."""

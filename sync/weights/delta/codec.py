@@ -100,7 +100,7 @@ def on_host(bits: Bits) -> np.ndarray:
 
 
 def _differences(old: Any, new: Any, mantissa: int, effort: Effort) -> bytes | None:
-    """None: the result would be longer than `new`."""
+    """The blob of the differences; None: it would be longer than `new`."""
     if effort == "small":
         from sync.weights.delta import entropy
 

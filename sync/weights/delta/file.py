@@ -38,12 +38,12 @@ class Slice:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     """Kind of element: "bf16", "f2", "f4", … (`sync.weights.snapshots.checkpoint.BITS`)."""
     start: int
     count: int
-    """0: this rank holds nothing of it."""
+    """Elements; 0: this rank holds nothing of it."""
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
@@ -56,7 +56,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     mode: int
     """`codec.Mode`"""
     offset: int
-    """Of the blob, from the end of the header."""
+    """Where the blob begins, from the end of the header."""
     length: int
     """Bytes of the blob."""
     digest: bytes

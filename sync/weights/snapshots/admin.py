@@ -49,7 +49,7 @@ class Odd:
     """An entry of the store that cannot be used; it is reported and left where it is."""
 
     name: str
-    """Of a version, a folder or a key; printable."""
+    """Name of a version, a folder or a key; printable."""
     problem: str
 
 
@@ -60,7 +60,7 @@ class Verified:
     version: Version | str
     """A name where a folder has one that is no version's."""
     problem: str | None
-    """None: every file and every tensor of it is what the trainer had."""
+    """Why it cannot; None: every file and every tensor of it is what the trainer had."""
 
 
 @dataclass(frozen=True)
@@ -165,14 +165,14 @@ class _Holdings:
     """What a store holds of a run."""
 
     bare: list[Version]
-    """With files and without a manifest."""
+    """Versions with files and without a manifest."""
     odd: list[Odd]
     latest: Version | None
     """What LATEST named before the rest was read."""
     manifests: dict[Version, Manifest] = field(default_factory=dict)
     """Oldest version first."""
     unreadable: set[Version] = field(default_factory=set)
-    """With a manifest that cannot be read."""
+    """Versions whose manifest cannot be read."""
 
 
 def _read(store: Store, run: str) -> _Holdings:

@@ -46,7 +46,7 @@ class TensorAt(NamedTuple):
     kind: str
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Place of its first byte in the file."""
     nbytes: int
 
 
@@ -290,7 +290,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def hasher(nbytes: int) -> blake3:
-    """For so many bytes, by several threads where that pays."""
+    """A hash for so many bytes, by several threads where that pays."""
     return blake3(max_threads=blake3.AUTO if nbytes >= _THREADED else 1)
 
 

@@ -74,9 +74,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`model_fingerprint` of the checkpoint."""
     files: list[File]
     bytes: _Bytes
-    """Of all files."""
+    """Bytes of all files."""
     full_bytes: _Bytes
-    """Of a full snapshot of the same weights."""
+    """Bytes of a full snapshot of the same weights."""
     created: float
     """Unix time, seconds."""
 
@@ -88,7 +88,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     base: Version
     file: File
     shard_bytes: _Bytes
-    """Of all that this rank holds, uncompressed."""
+    """Bytes of all that this rank holds, uncompressed."""
 
 
 def version_key(run: str, version: Version, name: str) -> str:
