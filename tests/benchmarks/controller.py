@@ -65,7 +65,6 @@ SAMPLES: Final = 10
 OBJECTIVES: Final = ("sampled", "topk", "student_topk", "full")
 """The others ask the teachers for the same: forward_topk as topk, jsd and skew as full, sft as sampled."""
 K: Final = 50
-ROUNDS: Final = 3
 
 
 class Part(NamedTuple):
@@ -339,6 +338,7 @@ Rollouts = Annotated[int, typer.Option(min=0, help="Rollouts of it; 0 leaves it 
 def run(
     folder: Folder = Path("runs/bench-controller"),
     objectives: Annotated[bool, typer.Option(help="Whether every objective is measured.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each objective; medians are taken.")] = 3,
     load: Rollouts = LOAD.rollouts,
     rollouts: Rollouts = 0,
     wide: Rollouts = 0,
@@ -363,13 +363,13 @@ def run(
         for objective in OBJECTIVES:
             ways = ("inline",) if objective == "sampled" else ("inline", "reference")
             runs = {way: partial(measured, folder / "run", shape, objective, way) for way in ways}
-            trials = [{way: run() for way, run in runs.items()} for _ in range(ROUNDS)]
+            trials = [{way: run() for way, run in runs.items()} for _ in range(rounds)]
             for way in ways:
                 costs = {key: median(trial[way][key] for trial in trials) for key in ("ns", "journal_bytes")}
                 rows.append({"shape": name, "objective": objective, "scores": way, **costs})
     gc.freeze()  # as in a run
     soaks = {name: measured(folder / name, part) for name, part in parts.items() if part.rollouts}
-    return {"k": K, "rounds": ROUNDS, "rows": rows, "soaks": soaks}
+    return {"k": K, "rounds": rounds, "rows": rows, "soaks": soaks}
 
 
 def table(figures: Figures) -> str:
