@@ -52,7 +52,6 @@ from sync.base.errors import ConfigError, DistillError
 from sync.base.settings import ReplicaConfig
 from sync.weights.delta import codec
 from sync.weights.delta.codec import Effort
-from sync.weights.snapshots import checkpoint
 from sync.weights.stores import Store
 from sync.weights.stores.bucket import BucketStore
 from sync.weights.stores.object_store import ObjectStore
@@ -212,20 +211,11 @@ def make(size: Size, folder: Path) -> tuple[Path, Path]:
     return model, adapter
 
 
-class MovedVersions(Versions):
-    """Of weights of which CHANGED of all elements move from one to the next."""
-
-    def __init__(self, folder: Path, work: Path, store: Store) -> None:
-        super().__init__(folder, work, store)
-        self._random, self._any = np.random.default_rng(0), False
-
-    def publish_moved(self, kind: str) -> wire.Published:
-        """The next version; the first one is the folder's weights."""
-        for array in self.arrays.values() if self._any else ():
-            moved = self._random.integers(0, array.size, max(1, int(CHANGED * array.size)))
-            array[moved] ^= 1
-        self._any = True
-        return self.publish(kind)
+def publish_moved(versions: Versions, kind: str, random: np.random.Generator) -> wire.Published:
+    """The next version, of whose elements CHANGED have moved by one unit in the last place."""
+    for array in versions.arrays.values():
+        array[random.integers(0, array.size, max(1, int(CHANGED * array.size)))] ^= 1
+    return versions.publish(kind)
 
 
 @contextlib.contextmanager
@@ -265,11 +255,11 @@ def run_stores(size: Size, folder: Path) -> Figures:
     for name, (source, kinds) in itertools.product(STORES, plans):
         work = Path(tempfile.mkdtemp(dir=folder, prefix=f"{name}-"))
         with opened(name, work) as store, Mirror(work / "mirror", store, RUN) as mirror:
-            versions = MovedVersions(source, work, store)
+            versions, random = Versions(source, work, store), np.random.default_rng(0)
             for kind in kinds:
                 published, stage_seconds = [], []
                 for _ in range(size.repeats):
-                    published.append(versions.publish_moved(kind))
+                    published.append(publish_moved(versions, kind, random))
                     began = time.monotonic()
                     mirror.stage(published[-1].version)
                     stage_seconds.append(time.monotonic() - began)
@@ -285,16 +275,15 @@ def run_stores(size: Size, folder: Path) -> Figures:
 
 def run_swaps(size: Size, folder: Path) -> Figures:
     """Swaps by kind, vLLM's own reload, and a decode step. Raises DistillError when no engine comes up."""
-    model, adapter = make(size, folder)
-    figures = asyncio.run(weights(size, model, Path(tempfile.mkdtemp(dir=folder, prefix="weights-"))))
-    work = Path(tempfile.mkdtemp(dir=folder, prefix="adapters-"))
-    figures["swaps"]["lora"] = asyncio.run(adapters(size, model, adapter, work))
-    return figures
+    model, _ = make(size, folder)
+    return asyncio.run(swapped(size, model, Path(tempfile.mkdtemp(dir=folder, prefix="swaps-"))))
 
 
-async def weights(size: Size, model: Path, work: Path) -> Figures:
-    """Swap full versions, then deltas in windows between quiet ones; then vLLM's own reload, and a copy."""
-    versions = _publish(model, work, ["full"] * size.repeats + ["delta"] * TURNS * size.swaps)
+async def swapped(size: Size, model: Path, work: Path) -> Figures:
+    """Swap full versions, then deltas in windows between quiet ones; then vLLM's own reload."""
+    publisher, random = Versions(model, work, DirectoryStore(work / "store")), np.random.default_rng(0)
+    plan = ["full"] * size.repeats + ["delta"] * TURNS * size.swaps
+    versions = [publish_moved(publisher, kind, random).version for kind in plan]
     lost: list[float] = []
     replies: list[wire.UpdateReply] = []
     async with started(model, work) as replica:
@@ -303,43 +292,30 @@ async def weights(size: Size, model: Path, work: Path) -> Figures:
             quiet = [await load.pace(asyncio.sleep(size.window_seconds))]
             for turn in range(TURNS):
                 began = time.monotonic()
-                swapped = versions[turn * size.swaps : (turn + 1) * size.swaps]
-                pace = await load.pace(_swaps(replica, swapped, size.window_seconds, replies))
+                due = versions[turn * size.swaps : (turn + 1) * size.swaps]
+                pace = await load.pace(_swaps(replica, due, size.window_seconds, replies))
                 seconds = time.monotonic() - began
                 quiet.append(await load.pace(asyncio.sleep(size.window_seconds)))
-                lost.append(seconds * (1 - pace / mean(quiet[-2:])) / len(swapped))
+                lost.append(seconds * (1 - pace / mean(quiet[-2:])) / len(due))
         reload_seconds = await _own_reloads(replica.url, size.repeats)
     return {
         "in_flight": size.in_flight,
         "swaps": {"full": _medians(full), "delta": _medians(replies)},
         "vllm_reload_seconds": reload_seconds,
-        "plain_copy_seconds": plain_copy(model),
         "decode_step_seconds": size.in_flight / median(quiet),
         "engine_seconds_per_swap": median(lost),
     }
 
 
-async def adapters(size: Size, model: Path, adapter: Path, work: Path) -> Figures:
-    """Swap adapters under the same load."""
-    versions = _publish(adapter, work, ["lora"] * 2 * size.repeats)
-    async with started(model, work, size.rank) as replica, in_flight(replica, size):
-        return _medians([await _update(replica, version) for version in versions])
-
-
-def _publish(folder: Path, work: Path, plan: Sequence[str]) -> list[wire.Version]:
-    versions = MovedVersions(folder, work, DirectoryStore(work / "store"))
-    return [versions.publish_moved(kind).version for kind in plan]
-
-
 @contextlib.asynccontextmanager
-async def started(model: Path, work: Path, rank: int | None = None) -> AsyncIterator[HttpReplica]:
+async def started(model: Path, work: Path) -> AsyncIterator[HttpReplica]:
     """A replica on loopback, with vLLM's development routes."""
     config = StudentConfig(
         path=str(model),
         engine_args={"max-model-len": CONTEXT, "max-num-seqs": 256, "enforce-eager": True},
         env={"VLLM_SERVER_DEV_MODE": "1"},
     )
-    settings = ReplicaConfig(run=RUN, store_path=work / "store", mirror=work / "mirror", lora_rank=rank)
+    settings = ReplicaConfig(run=RUN, store_path=work / "store", mirror=work / "mirror")
     with Ports() as ports:
         child = on_loopback(config, settings, 0, ports)
         client = HttpReplica(str(child.url), token_from_environment())
@@ -413,18 +389,6 @@ async def _own_reloads(url: str, count: int) -> float:
             (await client.post("/collective_rpc", json={"method": "reload_weights"})).raise_for_status()
             seconds.append(time.monotonic() - began)
     return median(seconds)
-
-
-def plain_copy(model: Path) -> float:
-    """Median seconds of copying a model's weights within memory, in one thread."""
-    arrays = [np.array(array) for array in checkpoint.bits(checkpoint.tensors(model)).values()]
-    copies = [array.copy() for array in arrays]
-
-    def run() -> None:
-        for target, array in zip(copies, arrays, strict=True):
-            np.copyto(target, array)
-
-    return median(interleaved({"copy": Work(run)}, 7)["copy"])
 
 
 def _medians(replies: Sequence[wire.UpdateReply]) -> Figures:
@@ -508,9 +472,7 @@ def goals(figures: Mapping[str, Figures]) -> Iterator[tuple[str, float, float]]:
         yield "pause and recomputed KV cache, share of engine time at a version per step", 0.02, share
     if large := figures.get("large", {}).get("swaps"):
         pause = large["swaps"]["delta"]["pause_seconds"]
-        limit = large["decode_step_seconds"] + 1.2 * large["plain_copy_seconds"]
-        yield "pause at 101 M, s (a decode step + 1.2 times a plain copy)", limit, pause
-        yield "the same (0.8 of vLLM's own reload)", 0.8 * large["vllm_reload_seconds"], pause
+        yield "pause at 101 M, s (0.8 of vLLM's own reload)", 0.8 * large["vllm_reload_seconds"], pause
 
 
 def _codec(size: str, rows: list[Figures]) -> list[str]:
@@ -546,7 +508,6 @@ def _swaps_table(size: str, swaps: Figures) -> list[str]:
         ["decode step", _ms(swaps["decode_step_seconds"])],
         ["engine time that a delta costs in all", _ms(swaps["engine_seconds_per_swap"])],
         ["vLLM's own reload from disk", _ms(swaps["vllm_reload_seconds"])],
-        ["plain copy of the model's bytes", _ms(swaps["plain_copy_seconds"])],
     ]
     title = f"### Swaps, {size}: {swaps['in_flight']} completions in flight; medians in ms"
     return [title, "", *markdown(["", "ms"], rows), ""]
