@@ -106,8 +106,8 @@ def check_ids(tokenizer: Any, ids: Sequence[int]) -> None:
     if end is not None and len(ids) > 1 and ids[-1] == end:
         raise DataError(
             f"the prompt ends with the end token {tokenizer.convert_ids_to_tokens(end)!r}, behind which "
-            "nothing follows: leave it out of the row, correct the chat template, or set "
-            "add_eos_token = false in tokenizer_config.json"
+            "nothing follows: leave it out of the row, correct the chat template, or "
+            "turn add_eos_token off in tokenizer_config.json"
         )
 
 

@@ -595,6 +595,7 @@ def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path
     config = run_config(
         tmp_path,
         environments={"e": {**elsewhere, "processes": 2}, "far": {**elsewhere, "urls": ["http://far:1"]}},
+        rollout={"stop_token_ids": [3]},
     )
     with Ports() as ports:
         plan = plan_servers(config, "token", ports, lambda name, url: f"{url}/{name}")
@@ -609,8 +610,12 @@ def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path
         assert more == "/g"
         assert sorted(os.listdir(packages)) == ["distill", "sync"]
         assert (Path(packages) / "sync" / "base" / "errors.py").is_file()
-    evaluator = json.loads((config.run_dir / "roles" / "evaluator.json").read_text())
+    evaluator, service = (
+        json.loads((config.run_dir / f"roles/{role}.json").read_text())
+        for role in ("evaluator", "environment-e")
+    )
     assert len(evaluator["environments"]["e"]["urls"]) == 2
+    assert service["stop_token_ids"] == [3]
 
 
 @pytest.mark.parametrize(
