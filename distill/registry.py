@@ -50,6 +50,8 @@ UNANSWERED: Final = (
 )
 CONTROLLER_FILE: Final = "controller.json"
 """In a run's folder: {"url": where its controller is}."""
+EXIT_REPLACED: Final = 3
+"""Exit status of a server that has lost its name to another process."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from reference import parsed
 
 from distill.config import RunConfig
 from distill.config.loading import load
-from distill.launch.slurm import submit
+from distill.launch.slurm import job
 from distill.tasks.sort_letters import EOS_ID, VOCABULARY, make
 from student_trainer.config import TrainerConfig
 from sync.base.settings import ReplicaConfig, Settings
@@ -100,7 +100,7 @@ def test_the_slurm_example_gives_every_process_gpus_of_its_own(
     monkeypatch.chdir(ROOT)
     file = EXAMPLES / "slurm.toml"
     config = load(file, [f"run.folder={tmp_path}"])
-    written = submit.write(config, file, [])
+    written = job.write(config, file, [])
     found = {
         line.partition(":")[0]: sum(map(int, re.findall(r"\((\d+) GPUs?\)", line))) for line in written.lines
     }

@@ -350,7 +350,7 @@ def slurm(
 
     Example: distill slurm configs/examples/slurm.toml --submit
     """
-    from distill.launch.slurm import submit as jobs
+    from distill.launch.slurm import job as jobs
 
     scripts = jobs.write(api.load_config(config, overrides), config, overrides, out, resume)
     for line in scripts.lines:

@@ -19,11 +19,12 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from distill.config import RunConfig
-from distill.launch.carried import CONFIG_FOLDER
 from distill.launch.placement import TRAINER
 from distill.launch.roles import CONTROLLER
 from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
 
+CONFIG_FOLDER: Final = "/config"
+"""Where pods find the configuration and the files that travel with it."""
 PORT: Final = 8000
 """Of every server: each pod has an address of its own."""
 LOOK_SECONDS: Final = 10

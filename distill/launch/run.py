@@ -16,7 +16,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,12 +31,14 @@ from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
-from distill.launch import cluster, outcome, roles
+from distill.launch import cluster, roles
 from distill.launch.placement import TRAINER, planned
 from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, checkpoint_line, content
 from distill.launch.supervise import ChildSpec, Supervisor
+from distill.metrics.card import write_card
 from distill.metrics.console import ProgressDisplay
+from distill.metrics.page import REPORT, write_page
 from distill.metrics.results import earlier_seconds, read_summary
 from distill.metrics.samples import QUARANTINE, SAMPLES, Quarantine, SampleFile
 from distill.metrics.summary import complete, of_evaluation
@@ -50,8 +53,10 @@ from distill.prompts.stream import PromptStream
 from distill.published import check_store
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal
+from student_trainer.checkpoint_files import CHECKPOINTS, choose
 from student_trainer.objectives.config import needs, student_topk
 from sync.base.durable import write_json
+from sync.base.errors import DataError, DistillError, Interrupted, RemoteError
 from sync.base.jsonl import JsonLines
 from sync.weights.subscribe import check_local
 from sync.wire import EvalReport, Version
@@ -86,7 +91,7 @@ async def run(
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    if resume and (done := outcome.finished(config)):
+    if resume and (done := finished(config)):
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
     if line := checkpoint_line(config.run_dir):
@@ -121,10 +126,10 @@ async def run(
             taken = before + time.monotonic() - began
             summary = complete(config, figures, taken, seconds or {})
             write_json(folder.path / "summary.json", summary)
-            await asyncio.to_thread(outcome.describe, config, summary, launcher.stopped_by, say)
+            await asyncio.to_thread(describe, config, summary, launcher.stopped_by, say)
         finally:
             await launcher.close()
-    outcome.check(config, summary, launcher.stopped_by)
+    check_end(config, summary, launcher.stopped_by)
     return summary
 
 
@@ -402,3 +407,58 @@ class _Launcher:
         again, self._joined = self._joined, False
         if (line := self._folder.before_trainer(self._roll_back_to)) and again:  # at first `run` has said it
             log.warning("%s", line)
+
+
+# --- how a run has ended
+
+
+def finished(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of a run that made all its steps and ended well; None: there is something left to do."""
+    with suppress(OSError, DistillError, KeyError, TypeError):
+        summary = read_summary(config.run_dir)
+        ended_well = summary["completed"] and not summary["error"] and not summary["problems"]
+        exported = config.controller.trainer != "launch" or (config.run_dir / "final").is_dir()
+        if ended_well and exported and summary["steps"] >= config.run.steps:
+            return summary
+    return None
+
+
+def describe(config: RunConfig, summary: dict[str, Any], stopped_by: str, say: Callable[[str], None]) -> None:
+    """Write the card of the exported model, and the page; what cannot be written is said: the run is over."""
+    folder, final = config.run_dir, config.run_dir / "final"
+    try:
+        if not stopped_by and final.is_dir():
+            write_card(final, config, summary, summary["version"])
+    except (OSError, DistillError) as error:
+        say(f"no card in {final}: {error}")
+    try:
+        if summary["steps"] or summary["evaluations"]:
+            write_page([folder], folder / REPORT)
+    except (OSError, DistillError) as error:  # such as figures from before a resume, of an earlier version
+        say(f"no {REPORT}: {error}")
+
+
+def check_end(config: RunConfig, summary: dict[str, Any], stopped_by: str) -> None:
+    """Raises RemoteError for a run that failed, Interrupted for one that was stopped."""
+    if summary["error"]:
+        raise RemoteError(f"{summary['error']}; fix it, then go on with --resume")
+    if stopped_by:
+        saved = _saved(config, summary["steps"])
+        raise Interrupted(
+            f"stopped by {stopped_by} at step {summary['steps']}; "
+            + "; ".join([f"{saved}: go on with --resume", *summary["problems"]])
+        )
+
+
+def _saved(config: RunConfig, steps: int) -> str:
+    """What a resume goes on from, and which steps a trainer that was killed makes again."""
+    if config.controller.trainer != "launch" or not steps:
+        return f"{config.run_dir} holds {'the run' if steps else 'no step yet'}"
+    try:
+        path = choose(config.run_dir / CHECKPOINTS).path
+    except DataError as error:
+        return str(error)
+    step = Version.parse(path.name).step if path else 0
+    again = f"step{'s' * (steps - step > 1)} {step + 1}" + f" to {steps}" * (steps - step > 1)
+    rest = f", {again} of the trainer, which outlasted run.grace_seconds, will be made again" * (step < steps)
+    return f"{path or 'no checkpoint'} is saved{rest}"

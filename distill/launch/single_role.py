@@ -1,24 +1,33 @@
 """A role on its own: `distill student`, `teacher`, `environment`, `evaluator` and `train`.
 
 Each function prepares one process, behind `use_folder`. A server that is told where the controller is
-registers there (`serve`); without that, the process becomes the server (`replace_process`), for a controller
-whose file has its URL.
+registers there and renews that for as long as it answers /health (`serve`):
+
+    start ─▶ /health answers ─▶ register ─▶ renew ─▶ … ─▶ the server ends: leave, with its exit status
+                                    └── replaced (410): end the server, exit EXIT_REPLACED
+
+The controller is asked where it is again and again: one that was started elsewhere has written its new URL
+into the run's folder. While it cannot be reached the server goes on. A server that is told nothing is what
+the process becomes (`replace_process`), for a controller whose file has its URL.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from secrets import token_hex
+from typing import Final, NoReturn
 from urllib.parse import urlsplit
 
 from distill.config import RunConfig
-from distill.launch import announce
+from distill.guardian import MODULE
 from distill.launch.roles import (
     Ports,
     environment_child,
@@ -40,7 +49,7 @@ from distill.preflight_checks.checks import (
 )
 from distill.preflight_checks.machine import runs_vllm
 from distill.preflight_checks.objective import with_objective
-from distill.registry import controller_url
+from distill.registry import EXIT_REPLACED, controller_url
 from sync.base import secrets
 from sync.base.address import (
     TOKEN_FILE_VARIABLE,
@@ -49,8 +58,10 @@ from sync.base.address import (
     own_address,
     token_from_environment,
 )
-from sync.base.errors import ConfigError
+from sync.base.errors import ConfigError, DistillError, Replaced
 from sync.base.settings import Placement
+from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
+from sync.wire.client import Peer
 from sync.wire.server import check_bind
 
 log = logging.getLogger(__name__)
@@ -106,7 +117,7 @@ def serve(config: RunConfig, child: ChildSpec, controller: Controller | None) ->
     place = url_of(host, url.port or 0)
     run, token = config.run, token_from_environment()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    sys.exit(asyncio.run(announce.serve(child, place, run.name, controller, token, run.grace_seconds)))
+    sys.exit(asyncio.run(run_registered(child, place, run.name, controller, token, run.grace_seconds)))
 
 
 def replace_process(child: ChildSpec) -> NoReturn:
@@ -204,3 +215,82 @@ def _ports(place: Placement, port: int) -> Ports:
     """Ports that the process which replaces this one goes on holding."""
     check_bind(place.host, token_from_environment())
     return Ports(keep_through_exec=True, only=port)
+
+
+log = logging.getLogger(__name__)
+REGISTER_SECONDS: Final = 1.0
+CALL_SECONDS: Final = 3.0
+LEAVE_SECONDS: Final = 2.0
+
+
+async def run_registered(
+    child: ChildSpec, url: str, run: str, controller: Callable[[], str], token: str | None, grace: float
+) -> int:
+    """Run `child` and register it at `url` with the controller of `run`; its exit status, or EXIT_REPLACED.
+
+    SIGTERM and SIGINT are for the child, which has `grace` seconds.
+    """
+    read_end, write_end = os.pipe()
+    ending = asyncio.Event()
+    registration = ServerRegisters(run=run, name=child.name, url=url, boot=token_hex(16))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", MODULE, child.name, str(read_end), *child.argv),
+        stdin=asyncio.subprocess.DEVNULL,
+        env={**os.environ, **child.env},
+        pass_fds=(read_end,),
+        start_new_session=True,
+    )
+    tasks = [
+        asyncio.create_task(process.wait()),
+        asyncio.create_task(ending.wait()),
+        asyncio.create_task(_registered(registration, controller, token)),
+    ]
+    exit_, _, registered = tasks
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    registered.cancel()
+    replaced = None if registered.cancelled() or not registered.done() else registered.exception()
+    if replaced is None:
+        with contextlib.suppress(DistillError, TimeoutError):
+            async with Peer(controller(), token, LEAVE_SECONDS) as peer:
+                leaves = ServerLeaves(name=child.name, boot=registration.boot)
+                await peer.call("/v1/servers/leave", leaves, Servers)
+    else:
+        log.error("%s", replaced)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    await asyncio.wait([exit_], timeout=grace)
+    os.write(write_end, b"k")  # the guardian kills what is left
+    status = await process.wait()
+    return status if replaced is None else EXIT_REPLACED
+
+
+async def _registered(
+    registration: ServerRegisters, controller: Callable[[], str], token: str | None
+) -> None:
+    """Register while the server answers. Raises Replaced once another process has its name."""
+    said = ""
+    async with contextlib.AsyncExitStack() as closing:
+        server = await closing.enter_async_context(Peer(registration.url))
+        peer: Peer | None = None
+        while True:
+            pause = REGISTER_SECONDS
+            line = f"{registration.name} does not answer {registration.url}/health yet"
+            if await server.alive():
+                try:
+                    there = controller()
+                    if peer is None or peer.url != there:
+                        peer = await closing.enter_async_context(Peer(there, token, CALL_SECONDS))
+                    pause = (await peer.call("/v1/servers", registration, ServerLease)).seconds / 3
+                    place = f"{registration.name} at {registration.url}"
+                    line = f"{place} is registered with the controller at {there}"
+                except Replaced:
+                    raise
+                except DistillError as error:
+                    line = f"{registration.name} is not registered: {error}"
+            if line != said:
+                log.warning("%s", line)
+            said = line
+            await asyncio.sleep(pause)

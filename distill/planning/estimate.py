@@ -1,13 +1,26 @@
-"""From a configuration to what a step takes: stages, step, age, weight sync, journal, hours.
+"""From a configuration to what a step takes: roles, stages, step, age, weight sync, journal, hours.
 
-step     the longest of: each stage; each GPU's stages one after the other (run.share_gpus; CPU cores);
-         with buffer.max_staleness = 0 all stages one after the other; all of it / overlap
-age      buffer.max_staleness, where the replicas wait for room; where they are the bottleneck at most
-         rollouts in flight / rollout.batch, and half the steps between two versions
+n: tokens of a sequence, p of its prompt, c of its completion. N: parameters that multiply a token. L: layers.
+A: heads x head width. F: FLOP/s and M: bytes/s of one device, with the assumed or measured share in them.
+
+    forward(n)      2 N n + 2 L A n²                    FLOPs of a causal pass: products, then attention
+    score           batch x forward(p + c) / (devices x F)
+    train           f x batch x forward(p + c) / (devices x F), f: `train_factor`
+    generate        prefill, decode, and prefill again of what runs at a swap; `Generation`
+
+Left out: completions that teachers generate (objective.on_policy < 1), ZeRO-3's gathers, pipeline bubbles,
+the optimizer's update, the teacher's head in the objective, tails of batches whose completions differ in
+length, restarts, checkpoints and evaluations.
+
+    step    the longest of: each stage; each GPU's stages one after the other (run.share_gpus; CPU cores);
+            with buffer.max_staleness = 0 all stages one after the other; all of it / overlap
+    age     buffer.max_staleness, where the replicas wait for room; where they are the bottleneck at most
+            rollouts in flight / rollout.batch, and half the steps between two versions
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,16 +28,240 @@ from typing import Final
 
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts
+from distill.metrics.summary import threads
 from distill.planning.hardware import CPU, Device
-from distill.planning.roles import REPLICAS, TRAINER, Role, find_roles, gpus
-from distill.planning.stages import Generation, Shape, delta_share, most_in_flight, shape_of, train_factor
-from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
-from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, item_bytes
+from distill.preflight_checks.devices import EACH_NODE, HERE, VLLM_SHARE, WORKSPACE, Use, kv_bytes
+from distill.preflight_checks.machine import (
+    DAY,
+    GIB,
+    bytes_per_token,
+    count_parameters,
+    expert_parameters,
+    experts_of,
+    full_bytes,
+    has_experts,
+    item_bytes,
+    layers_of_experts,
+    runs_vllm,
+)
 from distill.prompts.sources import student_limit, text_config
+from student_trainer.launch import machines
+from sync.base.errors import ConfigError
+from sync.base.settings import ModelSource
 
 ASSUMED_PROMPT: Final = 512
 """Tokens of a prompt, where prompts.max_prompt_tokens does not bound them."""
 GENERATE, SCORE, TRAIN = "generate", "score", "train"
+SIXTEEN_BITS: Final = 2
+
+# --- stages: arithmetic on shapes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the arithmetic needs of a model."""
+
+    parameters: float
+    looked_up: float
+    """Parameters of an embedding that is not the head too: a token reads one row and multiplies none."""
+    routed: float
+    """Parameters of all experts."""
+    experts: int
+    """Experts of a layer; 1: there are none."""
+    chosen: int
+    """Experts that a token goes through."""
+    layers: int
+    attention: float
+    """Heads x head width."""
+    kv: float
+    """Bytes of KV cache a token, in 16 bits, on all GPUs of an engine together."""
+
+    @property
+    def active(self) -> float:
+        """N."""
+        return self.parameters - self.looked_up - self.routed * (1 - self.chosen / self.experts)
+
+    def forward(self, tokens: float) -> float:
+        """FLOPs of a causal pass over one sequence."""
+        return 2 * self.active * tokens + 2 * self.layers * self.attention * tokens**2
+
+    def read(self, sequences: float) -> float:
+        """Parameters that a decode step of so many sequences reads: an expert only if one of them goes there,
+        which all miss with probability (1 − chosen / experts)^sequences."""
+        missed = (1 - self.chosen / self.experts) ** sequences
+        return self.parameters - self.looked_up - self.routed * missed
+
+
+def shape_of(source: ModelSource, tensor: int = 1) -> Shape:
+    """The model's, in an engine of `tensor` parallel GPUs. Raises ConfigError for an unreadable config."""
+    model, parameters = text_config(source), count_parameters(source)
+    experts, chosen = 1, 1
+    if has_experts(model):
+        experts, chosen = experts_of(model), getattr(model, "num_experts_per_tok", None) or 1
+    layers, heads = int(model.num_hidden_layers), int(model.num_attention_heads)
+    tied = bool(getattr(model, "tie_word_embeddings", False))
+    return Shape(
+        parameters,
+        0 if tied else model.vocab_size * model.hidden_size,
+        float(layers_of_experts(model) * expert_parameters(model)),
+        int(experts),
+        int(chosen),
+        layers,
+        heads * float(getattr(model, "head_dim", None) or model.hidden_size // heads),
+        tensor * kv_bytes(model, tensor),
+    )
+
+
+def train_factor(checkpointing: bool, adapters: bool) -> int:
+    """Forward passes that a training step costs: 1, and 1 each for gradients of activations, of weights (not
+    with adapters), and for activations that are computed again."""
+    return 2 + (not adapters) + checkpointing
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Replicas with continuous batching; each has `in_flight` sequences of a mean context of p + c / 2."""
+
+    shape: Shape
+    item: int
+    """Bytes of a weight."""
+    prompt: float
+    completion: float
+    replicas: int
+    devices: float
+    """Of one replica; weights and KV cache are split over them."""
+    in_flight: float
+    flops_per_second: float
+    bytes_per_second: float
+
+    @property
+    def context(self) -> float:
+        return self.prompt + self.completion / 2
+
+    def decode_step(self) -> float:
+        """Seconds: memory-bound, (item x weights read + in_flight x context x KV bytes) / (devices x M), or
+        compute-bound, in_flight x 2 N / (devices x F), whichever is longer."""
+        moved = self.item * self.shape.read(self.in_flight) + self.in_flight * self.context * self.shape.kv
+        computed = self.in_flight * 2 * self.shape.active
+        return max(moved / self.bytes_per_second, computed / self.flops_per_second) / self.devices
+
+    def seconds(self, batch: float, swaps: float) -> float:
+        """Of all replicas together for a batch: decode, prefill, and at each swap that drops the KV cache the
+        prefill of all in flight; `swaps`: of those, per step."""
+        decode = batch * self.completion / (self.replicas * self.in_flight) * self.decode_step()
+        again = swaps * self.replicas * self.in_flight * self.shape.forward(self.context)
+        prefill = batch * self.shape.forward(self.prompt) + again
+        return decode + prefill / (self.replicas * self.devices * self.flops_per_second)
+
+    def flops(self, batch: float, swaps: float) -> float:
+        """As `seconds`, in FLOPs."""
+        again = swaps * self.replicas * self.in_flight * self.shape.forward(self.context)
+        return batch * self.shape.forward(self.prompt + self.completion) + again
+
+
+def most_in_flight(memory: float, reserved: float, per_sequence: float) -> float:
+    """Sequences whose KV cache of `per_sequence` bytes fits into `memory` bytes beside what is `reserved`."""
+    return max(1.0, (memory - reserved) / per_sequence)
+
+
+# --- bytes of a version
+
+DELTA_RATES: Final = (1e-6, 3e-6, 1e-5, 5e-5)
+FAST: Final = (0.0105, 0.0247, 0.0562, 0.155)
+DELTA_BYTES: Final = {"auto": FAST, "fast": FAST, "small": (0.00659, 0.0165, 0.0382, 0.109)}
+"""Bytes per parameter of a delta one step apart at these learning rates, at 101 M parameters
+(docs/benchmarks.md)."""
+DELTA_GROWTH: Final = 0.7
+"""Exponent of the steps between two versions: eight times the steps gave 2.7 to 4.7 times the bytes there."""
+
+
+def delta_share(rate: float, codec: str, steps: int) -> float:
+    """Bytes of a delta over those of a full snapshot in 16 bits.
+
+    Log-linear between the table's rates, and its first or last value outside of them.
+    """
+    import numpy as np
+
+    at_one = np.exp(np.interp(np.log(rate), np.log(DELTA_RATES), np.log(DELTA_BYTES[codec])))
+    return float(min(1.0, at_one / SIXTEEN_BITS * steps**DELTA_GROWTH))
+
+
+# --- roles: which computes on how many devices, by the preflight's placement
+
+Place = tuple[str, str]
+"""(host, GPU); all cores of this machine are one place."""
+REPLICAS, TRAINER = "replicas", "trainer"
+
+
+@dataclass(frozen=True)
+class Role:
+    """All processes of a role."""
+
+    name: str
+    processes: int
+    devices: float
+    """That compute at the same time, of all processes together."""
+    load: Mapping[Place, float]
+    """Place → share of it that is taken while the role works."""
+
+
+def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[str, Role]:
+    """Replicas, `teacher NAME` of each and trainer, by name; a teacher behind `engine_url` is left out.
+
+    Raises ConfigError for a role whose GPUs are not known.
+    """
+    roles = (_on_cores if device.name == CPU else _on_gpus)(config, uses)
+    return {role.name: role for role in roles}
+
+
+def gpus(config: RunConfig, uses: Sequence[Use]) -> int:
+    """GPUs of the run, each counted once; those of every trainer node."""
+    places = {(use.host, gpu) for use in uses for gpu in use.gpus}
+    there = sum(host == EACH_NODE for host, _ in places)
+    return len(places) + there * (machines(config.trainer) - 1)
+
+
+def _on_gpus(config: RunConfig, uses: Sequence[Use]) -> list[Role]:
+    keys = {REPLICAS: "student.devices", TRAINER: "trainer.devices"}
+    one_at_a_time = set()
+    for name, teacher in config.teachers.items():
+        if teacher.engine_url is None:
+            keys[f"teacher {name}"] = f"teachers.{name}.devices"
+        if not runs_vllm(teacher):  # engine transformers: one layer after the other, on one GPU at a time
+            one_at_a_time.add(f"teacher {name}")
+    roles = []
+    for role, key in keys.items():
+        used = [use for use in uses if use.key == key]
+        if not used:
+            raise ConfigError(
+                f"{key} is not set, and no GPU of this machine is seen that {role} would inherit: name the "
+                f"GPUs in {key}, or plan for cores with --device {CPU}"
+            )
+        count = sum(len(use.gpus) for use in used) * (machines(config.trainer) if role == TRAINER else 1)
+        serial = role in one_at_a_time
+        load = {(use.host, gpu): 1 / len(use.gpus) if serial else 1.0 for use in used for gpu in use.gpus}
+        roles.append(Role(role, len(used), len(used) if serial else count, load))
+    return roles
+
+
+def _on_cores(config: RunConfig, _: Sequence[Use]) -> list[Role]:
+    """Threads as configured; a replica has one by default, every other process takes all cores."""
+    cores, threads_by_role = len(os.sched_getaffinity(0)), threads(config)
+    counts = {REPLICAS: len(config.student.urls) or config.student.replicas}
+    cores_of = {REPLICAS: threads_by_role["student"] or 1, TRAINER: threads_by_role[TRAINER] or cores}
+    for name, teacher in config.teachers.items():
+        if teacher.engine_url is None:
+            counts[f"teacher {name}"] = len(teacher.urls) or teacher.replicas
+            cores_of[f"teacher {name}"] = threads_by_role[f"teacher {name}"] or cores
+    counts[TRAINER] = config.trainer.ranks * machines(config.trainer)
+    roles = []
+    for role, count in counts.items():
+        used = min(cores, count * cores_of[role])
+        roles.append(Role(role, count, used, {(HERE, CPU): used / cores}))
+    return roles
+
+
+# --- the plan
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.planning import estimate
-from distill.planning.estimate import Calibration, Plan, Stage, step_seconds
+from distill.planning.estimate import Calibration, Plan, Stage, find_roles, step_seconds
 from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
-from distill.planning.roles import find_roles
 from distill.preflight_checks.devices import Use, Where, check_devices, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective

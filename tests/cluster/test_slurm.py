@@ -18,7 +18,7 @@ from local_slurm import REQUEUE_SECONDS, LocalSlurm, local_slurm, missing
 from run_on_letters import NAME, ROOT, command
 from small_config import make_config
 
-from distill.launch.slurm import submit
+from distill.launch.slurm import job
 from distill.record.audit import audit
 
 REASON = missing()
@@ -234,7 +234,7 @@ def stand_in(cluster: LocalSlurm, folder: Path, **keys: object) -> tuple[Path, C
     run = {"name": "run", "folder": folder, "steps": 1, "grace_seconds": 1.0}
     config = make_config(run=run, cluster=on, student={"path": "s", "replicas": 2})
     run_dir = config.run_dir
-    scripts = submit.write(config, Path("run.toml"), [])
+    scripts = job.write(config, Path("run.toml"), [])
     role.write_text(ROLE.format(folder=str(run_dir)))
     program.write_text(STAND_IN.format(role=str(role)))
     for script in filter(None, (scripts.job, scripts.replicas)):

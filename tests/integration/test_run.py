@@ -37,12 +37,12 @@ from trace_processor import Trace
 
 from distill.cli.verify_engines import prove
 from distill.config import StudentConfig
-from distill.launch.announce import EXIT_REPLACED
 from distill.metrics.page import ROWS
 from distill.metrics.summary import digest_of_all
 from distill.metrics.trace import write_trace
 from distill.prompts.stream import group_of
 from distill.record.audit import audit
+from distill.registry import EXIT_REPLACED
 from distill.run_log.journal import read_all
 from distill.run_log.records import BatchFormed, Opened, Rollout, VersionApplied
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY

@@ -38,7 +38,7 @@ _TORCH = (  # what these import late is named too
     "sync.weights.delta.codec",
 )
 _DISTILL = (
-    *("distill.launch.run", "distill.launch.outcome", "distill.planning.estimate"),
+    *("distill.launch.run", "distill.planning.estimate"),
     *("transformers.models.auto.tokenization_auto", "deepspeed.ops", "matplotlib.pyplot"),
 )
 IMPORTS = {

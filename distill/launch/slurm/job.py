@@ -1,4 +1,6 @@
-"""What a job's script becomes: one `distill` command, for as long as Slurm lets it, again and again.
+"""`distill slurm`: the scripts of a run's jobs, their submission, and the program that each of them becomes.
+
+That program runs one `distill` command for as long as Slurm lets it, again and again:
 
     python -m distill.launch.slurm.job run RUN_DIR [--array NAME SCRIPT] -- CONFIG …
     python -m distill.launch.slurm.job replica RUN_DIR -- --index I
@@ -15,18 +17,30 @@ SCRIPT is submitted when it starts, and what is called NAME is cancelled when it
 from __future__ import annotations
 
 import argparse
+import hashlib
+import math
 import os
+import re
+import secrets
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from distill.launch.announce import EXIT_REPLACED
-from distill.launch.run_folder import holds_run
-from distill.registry import CONTROLLER_FILE
+from distill.config import RunConfig
+from distill.config.cluster import SlurmCluster
+from distill.launch.placement import Need, Node, lines, needs, place
+from distill.launch.run_folder import TOKEN_FILE, holds_run
+from distill.metrics.trackers import FINISH_SECONDS
+from distill.registry import CONTROLLER_FILE, EXIT_REPLACED
+from sync.base import durable
+from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
+from sync.base.errors import ConfigError, RemoteError
+from sync.base.secrets import redact
 
 MODULE: Final = "distill.launch.slurm.job"
 RUN, REPLICA = "run", "replica"
@@ -34,6 +48,224 @@ MOST_RESTARTS: Final = 10
 """Starts of a replica's job after which one that dies stays dead."""
 _POLL_SECONDS: Final = 1.0
 _DISTILL: Final = [sys.executable, "-P", "-m", "distill.cli.main"]
+
+
+FOLDER: Final = "slurm"
+"""In the run's folder."""
+SPARE_SECONDS: Final = 30
+"""Of a warning, beyond run.grace_seconds."""
+_LONGEST_WARNING: Final = 65535
+"""That Slurm takes."""
+_TIME: Final = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_OURS: Final = ("--nodes", "-N", "--ntasks", "-n", "--gpus", "-G", "--gres", "--cpus-per", "-c")
+"""Options of sbatch that other keys say. --gpus-per-node, moreover, gives every step all GPUs."""
+
+
+class Scripts(NamedTuple):
+    """What was written."""
+
+    job: Path
+    replicas: Path | None
+    """Submitted by the job."""
+    lines: list[str]
+    """For people: what each machine will run."""
+
+
+def write(
+    config: RunConfig, file: Path, overrides: Sequence[str], out: Path | None = None, resume: bool = False
+) -> Scripts:
+    """Write the scripts of the jobs that run `file` with `overrides`. Raises ConfigError.
+
+    `out`: folder for them, for the token and the logs; None: FOLDER in the run's folder. All of it must be on
+    a file system that the machines share.
+    """
+    cluster = _checked(config, overrides, resume)
+    role_needs = needs(config, cluster.gpus_per_node > 0)
+    nodes = [Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)]
+    shown = lines(place(role_needs, nodes), role_needs)
+    folder = (out or config.run_dir / FOLDER).absolute()
+    durable.make_folder(folder)
+    token = _token_file(folder)
+    name = f"distill-{config.run.name}"
+    words, replicas = [str(config.run_dir)], None
+    if cluster.replica_partition is not None:
+        mark = hashlib.sha256(str(config.run_dir).encode()).hexdigest()[:8]
+        array, replicas = f"{name}-replicas-{mark}", folder / "replicas.sh"
+        options = [f"--job-name={array}", *_of_replicas(config, cluster, folder)]
+        index = '--index "$SLURM_ARRAY_TASK_ID"'
+        _write(replicas, cluster, options, token, [REPLICA, *words, "--"], index)
+        shown.append(f"partition {cluster.replica_partition}: {config.student.replicas} replicas")
+        words += ["--array", array, str(replicas)]
+    options = [f"--job-name={name}", *_of_run(config, cluster, folder)]
+    sets = [word for override in overrides for word in ("--set", override)]
+    script = folder / "job.sh"
+    _write(script, cluster, options, token, [RUN, *words, "--", str(file.absolute()), *sets])
+    return Scripts(script, replicas, shown)
+
+
+def submit(script: Path) -> str:
+    """Have Slurm queue a job; its id. Raises ConfigError without sbatch, RemoteError when it is refused."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"sbatch is not on this machine: type `sbatch {script}` where Slurm's commands are"
+        ) from None
+    if done.returncode != 0:
+        raise RemoteError(f"sbatch {script}: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of a time limit in Slurm's form, such as "90", "24:00:00" or "2-12". Raises ConfigError."""
+    if text.lower() in ("unlimited", "infinite"):
+        return math.inf
+    if not (match := _TIME.fullmatch(text)):
+        raise ConfigError(
+            f"cluster.time = {text!r} is no time limit of Slurm's: write hours:minutes:seconds, such as "
+            "24:00:00, or days-hours, such as 2-12"
+        )
+    days, *numbers = (None if part is None else int(part) for part in match.groups())
+    digits = [number for number in numbers if number is not None]
+    few = {1: [60], 2: [60, 1]} if days is None else {}
+    units = few.get(len(digits), [3600, 60, 1])
+    return (days or 0) * 86400 + sum(number * unit for number, unit in zip(digits, units, strict=False))
+
+
+def warning_seconds(config: RunConfig, closes_wandb: bool) -> int:
+    """How long before its time limit a job is told to end; the run's, not a replica's, may close wandb."""
+    closing = FINISH_SECONDS if closes_wandb and config.tracking.wandb == "online" else 0.0
+    return min(math.ceil(config.run.grace_seconds + closing) + SPARE_SECONDS, _LONGEST_WARNING)
+
+
+def _checked(config: RunConfig, overrides: Sequence[str], resume: bool) -> SlurmCluster:
+    cluster = config.cluster
+    if not isinstance(cluster, SlurmCluster):
+        raise ConfigError(
+            f'cluster.type = "{cluster.type}": `distill slurm` writes jobs of Slurm; set it to "slurm"'
+            ", or use `distill run`"
+        )
+    if (limit := seconds_of(cluster.time)) <= (warning := warning_seconds(config, True)):
+        raise ConfigError(
+            f"cluster.time = {cluster.time!r} is {limit:.0f} s, and the job is told to end {warning} s "
+            "before that: allow more, or take a shorter run.grace_seconds, or tracking.wandb = "
+            '"offline" if it is online'
+        )
+    if ours := [option for option in cluster.sbatch if option.startswith(_OURS)]:
+        raise ConfigError(
+            f"cluster.sbatch has {', '.join(ours)}: leave it out, cluster.nodes, gpus_per_node and "
+            "cpus_per_node say it"
+        )
+    if shown := [override for override in overrides if redact(override) != override]:
+        raise ConfigError(
+            f"--set {redact(shown[0])} holds a secret, and everybody sees a job's command line: put it into "
+            "the configuration file, or into the environment"
+        )
+    if holds_run(config.run_dir) and not resume:
+        raise ConfigError(
+            f"run folder {config.run_dir} holds a run already: go on with --resume, or choose "
+            "another run.name"
+        )
+    return cluster
+
+
+def _of_run(config: RunConfig, cluster: SlurmCluster, folder: Path) -> Iterator[str]:
+    yield f"--nodes={cluster.nodes}"
+    yield "--ntasks-per-node=1"
+    yield f"--cpus-per-task={cluster.cpus_per_node}"
+    if cluster.gpus_per_node:
+        yield f"--gres=gpu:{cluster.gpus_per_node}"
+    yield "--mem=0"  # all
+    yield f"--output={folder}/job-%j.log"
+    if cluster.partition is not None:
+        yield f"--partition={cluster.partition}"
+    yield from _of_both(cluster, warning_seconds(config, True))
+    yield from cluster.sbatch
+
+
+def _of_replicas(config: RunConfig, cluster: SlurmCluster, folder: Path) -> Iterator[str]:
+    need = _replica_need(config, cluster)
+    share = cluster.cpus_per_node * need.gpus // cluster.gpus_per_node if need.gpus else cluster.cpus_per_node
+    yield f"--array=0-{config.student.replicas - 1}"
+    yield "--nodes=1"
+    yield "--ntasks=1"
+    yield f"--cpus-per-task={max(share, 1)}"
+    if need.gpus:
+        yield f"--gres=gpu:{need.gpus}"
+    yield f"--output={folder}/replica-%a.log"
+    yield f"--partition={cluster.replica_partition}"
+    yield from _of_both(cluster, warning_seconds(config, False))
+
+
+def _of_both(cluster: SlurmCluster, warning: int) -> Iterator[str]:
+    yield f"--time={cluster.time}"
+    if cluster.account is not None:
+        yield f"--account={cluster.account}"
+    yield f"--chdir={os.getcwd()}"
+    yield "--requeue"
+    yield f"--signal=B:USR1@{warning}"
+    yield "--open-mode=append"
+
+
+def _replica_need(config: RunConfig, cluster: SlurmCluster) -> Need:
+    """One of the array. Raises ConfigError when a machine of the partition does not hold it."""
+    if config.student.urls:
+        raise ConfigError(
+            f"cluster.replica_partition = {cluster.replica_partition!r}, and student.urls names replicas "
+            "that run already: leave one out"
+        )
+    here = config.model_copy(update={"cluster": cluster.model_copy(update={"replica_partition": None})})
+    need = next(
+        candidate for candidate in needs(here, cluster.gpus_per_node > 0) if candidate.name == "student-0"
+    )
+    place([need], [Node(f"a machine of {cluster.replica_partition}", cluster.gpus_per_node, 0)])
+    return need
+
+
+def _token_file(folder: Path) -> Path | None:
+    """The bearer token's file, made unless there is one; None: the environment has the token itself."""
+    if named := os.environ.get(TOKEN_FILE_VARIABLE):
+        token_from_environment()  # raises when it cannot be read
+        return Path(named).absolute()
+    if token_from_environment():
+        return None
+    path = folder / TOKEN_FILE
+    if not path.exists():
+        durable.write(path, f"{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
+    return path
+
+
+def _write(
+    path: Path,
+    cluster: SlurmCluster,
+    options: Sequence[str],
+    token: Path | None,
+    words: Sequence[str],
+    rest: str = "",
+) -> None:
+    """A job's script; `rest`: words in the shell's own form."""
+    command = shlex.join([sys.executable, "-P", "-m", MODULE, *words])
+    text = [
+        "#!/bin/bash",
+        f"# sbatch {shlex.quote(str(path))}",
+        *(f"#SBATCH {_quoted(option)}" for option in options),
+        "",
+        "trap '' USR1  # until the program at the end listens",
+        *([f"export {TOKEN_FILE_VARIABLE}={shlex.quote(str(token))}"] if token else []),
+        *([cluster.setup] if cluster.setup else []),
+        f"exec {command} {rest}".rstrip(),
+    ]
+    durable.write(path, "\n".join([*text, ""]).encode(), mode=0o700)
+
+
+def _quoted(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{shlex.quote(value)}" if equals else option
+
+
+# --- in the job
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -21,7 +21,6 @@ from small_config import make_config
 from distill.aio import in_daemon
 from distill.cli.main import main
 from distill.cli.options import guarded
-from distill.launch import outcome
 from distill.launch import run as launched
 from distill.launch.run import STOP_SIGNALS, _Launcher
 from sync.base.errors import Interrupted
@@ -125,7 +124,7 @@ async def test_a_run_whose_wandb_hangs_has_its_figures(
         monkeypatch.setattr(module, name, lambda *_: None)
     for name in ("planned", "keep_position"):
         monkeypatch.setattr(launched, name, lambda *_: [None])
-    monkeypatch.setattr(outcome, "describe", lambda *_: None)
+    monkeypatch.setattr(launched, "describe", lambda *_: None)
     running = asyncio.create_task(launched.run(config, console=Console(quiet=True)))
     try:
         assert await asyncio.to_thread(closing.wait, 60.0)
@@ -155,11 +154,11 @@ def test_a_card_or_page_that_cannot_be_written_is_said_and_no_more(tmp_path: Pat
         {"steps": 1, "evaluations": [], "version": None, "train": tokens, "rollout": tokens}
         | {"seconds": {"distill": 1.0}},
     )
-    outcome.describe(config, summary, "", said.append)
+    launched.describe(config, summary, "", said.append)
     assert len(said) == 2
     assert said[0].startswith(f"no card in {config.run_dir / 'final'}: ")
     assert said[1].startswith("no report.html: ")
-    outcome.describe(config, summary, "SIGTERM", said.append)
+    launched.describe(config, summary, "SIGTERM", said.append)
     assert len(said) == 3, "a run that was stopped has no model to describe"
 
 
@@ -216,7 +215,7 @@ def test_a_run_that_is_stopped_says_which_checkpoint_is_saved(
     (path / "checkpoint.json").write_text(json.dumps(index))
     (path.parent / "latest").write_text(f"{path.name}\n")
     with pytest.raises(Interrupted, match=f"stopped by SIGINT at step {reached}; .*{said}"):
-        outcome.check(config, {"error": "", "steps": reached, "problems": []}, "SIGINT")
+        launched.check_end(config, {"error": "", "steps": reached, "problems": []}, "SIGINT")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -16,10 +16,9 @@ from distill.config.loading import load
 from distill.config.prompts import EnvironmentPrompts
 from distill.launch import placement
 from distill.planning import estimate, forecast
+from distill.planning.estimate import Generation, Shape, delta_share, find_roles, shape_of, train_factor
 from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
-from distill.planning.roles import find_roles
-from distill.planning.stages import Generation, Shape, delta_share, shape_of, train_factor
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB
 from sync.base.errors import ConfigError, DataError

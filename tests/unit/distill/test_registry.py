@@ -21,10 +21,9 @@ from ports import free_port
 from distill import registry
 from distill.config import ControllerConfig
 from distill.config.loading import load
-from distill.launch import announce
 from distill.launch.run_folder import RunFolder
 from distill.launch.single_role import joining
-from distill.registry import Gangs
+from distill.registry import EXIT_REPLACED, Gangs
 from sync.base.address import Address, own_address
 from sync.base.errors import ConfigError, RemoteError, Replaced, WrongServer
 from sync.wire import GangJoins, ServerLease, ServerLeaves, ServerRegisters
@@ -254,7 +253,7 @@ ANNOUNCER = """
 import asyncio, sys
 from functools import partial
 from pathlib import Path
-from distill.launch.announce import serve
+from distill.launch.single_role import run_registered as serve
 from distill.launch.supervise import ChildSpec
 from distill.registry import controller_url
 port, folder, script = sys.argv[1:]
@@ -316,7 +315,7 @@ async def test_announcers_register_renew_and_take_their_servers_with_them(
     assert len(below) == 3  # guardian, server, its child
     two = start(announced, second, tmp_path)
     await until(lambda: address.url == f"http://127.0.0.1:{second}")
-    assert await asyncio.to_thread(one.wait, 60) == announce.EXIT_REPLACED
+    assert await asyncio.to_thread(one.wait, 60) == EXIT_REPLACED
     assert not [process for process in below if process.is_running()]
 
     below = family(two)

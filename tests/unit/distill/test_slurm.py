@@ -22,7 +22,7 @@ from small_config import make_config
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
 from distill.launch.placement import Need, Node
-from distill.launch.slurm import job, step, submit
+from distill.launch.slurm import job, step
 from distill.launch.slurm.allocation import GANG_WAIT_SECONDS, Slurm, cpus_of
 from distill.registry import CONTROLLER_FILE
 from sync.base.errors import ConfigError, RemoteError
@@ -374,7 +374,7 @@ def test_the_script_of_a_job_says_what_the_configuration_says(slurm, tmp_path: P
     monkeypatch.chdir(tmp_path)
     further = {"partition": "long", "account": "acme", "sbatch": ["--constraint=h100"]}
     config = on_slurm(tmp_path / "runs", {**further, "setup": "module load cuda", "time": "2-12"})
-    written = submit.write(config, Path("run.toml"), ["run.steps=7"])
+    written = job.write(config, Path("run.toml"), ["run.steps=7"])
     folder = tmp_path / "runs/run/slurm"
     assert written.job == folder / "job.sh"
     assert options(written.job) == [
@@ -394,25 +394,25 @@ def test_the_script_of_a_job_says_what_the_configuration_says(slurm, tmp_path: P
     assert f"export DISTILL_TOKEN_FILE={token}\n" in text
     assert token.read_text().strip() not in text
     before = token.read_text()
-    submit.write(config, Path("run.toml"), [])
+    job.write(config, Path("run.toml"), [])
     assert token.read_text() == before, "servers of a run that is submitted again have this one"
 
 
 def test_a_token_that_is_set_is_kept(slurm, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine").write_text("mine\n")
     monkeypatch.setenv("DISTILL_TOKEN_FILE", str(tmp_path / "mine"))
-    text = submit.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out").job.read_text()
+    text = job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out").job.read_text()
     assert f"export DISTILL_TOKEN_FILE={tmp_path}/mine\n" in text
     assert not (tmp_path / "out/token").exists()
     monkeypatch.setenv("DISTILL_TOKEN", "in the environment, which sbatch keeps")
-    text = submit.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out").job.read_text()
+    text = job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out").job.read_text()
     assert "DISTILL_TOKEN" not in text or "mine" in text
 
 
 def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path) -> None:
     student = {"path": "student", "replicas": 6, "engine_args": {"tensor-parallel-size": 2}}
     config = on_slurm(tmp_path, {"nodes": 1, "replica_partition": "spare"}, student=student)
-    written = submit.write(config, Path("run.toml"), [])
+    written = job.write(config, Path("run.toml"), [])
     assert written.lines == [
         "machine 0: evaluator (1 GPU), teacher-t (1 GPU), trainer (2 GPUs)",
         "partition spare: 6 replicas",
@@ -429,7 +429,7 @@ def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path
     ]
     array = last_line(written.job)[7:10]
     assert array == ["--array", name.removeprefix("--job-name="), str(written.replicas)]
-    other = submit.write(on_slurm(tmp_path / "b", {"replica_partition": "spare"}), Path("run.toml"), [])
+    other = job.write(on_slurm(tmp_path / "b", {"replica_partition": "spare"}), Path("run.toml"), [])
     assert last_line(other.job)[8] != array[1], "another run of the same name is not cancelled with it"
 
 
@@ -466,31 +466,31 @@ def test_what_cannot_work_is_refused(
     slurm, tmp_path: Path, cluster: dict[str, Any], sections: dict[str, Any], overrides: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
-        submit.write(on_slurm(tmp_path, cluster, **sections), Path("run.toml"), overrides)
+        job.write(on_slurm(tmp_path, cluster, **sections), Path("run.toml"), overrides)
     assert "abcdefgh" not in str(refused.value)
     assert not (tmp_path / "run/slurm/job.sh").exists()
 
 
 def test_another_cluster_and_a_run_that_is_there_are_refused(slurm, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'cluster\.type = "local"'):
-        submit.write(make_config(), Path("run.toml"), [])
+        job.write(make_config(), Path("run.toml"), [])
     journal = tmp_path / "run/journal"
     journal.mkdir(parents=True)
     (journal / "1").touch()
     with pytest.raises(ConfigError, match="holds a run already: go on with --resume"):
-        submit.write(on_slurm(tmp_path, {}), Path("run.toml"), [])
-    assert submit.write(on_slurm(tmp_path, {}), Path("run.toml"), [], resume=True).job.is_file()
+        job.write(on_slurm(tmp_path, {}), Path("run.toml"), [])
+    assert job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], resume=True).job.is_file()
 
 
 def test_submitting_says_which_job_it_is(slurm, tmp_path: Path, monkeypatch) -> None:
-    assert submit.submit(tmp_path / "job.sh") == "4711"
+    assert job.submit(tmp_path / "job.sh") == "4711"
     assert slurm() == [["sbatch", "--parsable", str(tmp_path / "job.sh")]]
     write_program(tmp_path / "bin/sbatch", "#!/bin/sh\necho 'sbatch: error: Invalid account' >&2; exit 1\n")
     with pytest.raises(RemoteError, match="Invalid account"):
-        submit.submit(tmp_path / "job.sh")
+        job.submit(tmp_path / "job.sh")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="sbatch is not on this machine: type `sbatch"):
-        submit.submit(tmp_path / "job.sh")
+        job.submit(tmp_path / "job.sh")
 
 
 @pytest.mark.parametrize(
@@ -505,4 +505,4 @@ def test_submitting_says_which_job_it_is(slurm, tmp_path: Path, monkeypatch) -> 
     ],
 )
 def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: float) -> None:
-    assert submit.seconds_of(text) == seconds
+    assert job.seconds_of(text) == seconds
