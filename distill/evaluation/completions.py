@@ -226,10 +226,8 @@ class Generation:
         self, replica: ReplicaEngine, version: Version, prompt_set: PromptSet, part: Sequence[GeneratePrompt]
     ) -> list[Generated]:
         """The checked answers to one request."""
-        request, answers = (
-            GenerateRequest(sampling=prompt_set.sampling, prompts=list(part)),
-            list[Generated](),
-        )
+        request = GenerateRequest(sampling=prompt_set.sampling, prompts=list(part))
+        answers = list[Generated]()
         self.requests += 1
         try:
             async with aclosing(replica.generate(request)) as stream:

@@ -238,9 +238,8 @@ class RowReader:
             ) from None
         ids, least, upper = self._token_ids(value, place), config.min_prompt_tokens, config.max_prompt_tokens
         if len(ids) < least or (upper is not None and len(ids) > upper):
-            self.dropped[
-                f"shorter than {least} tokens" if len(ids) < least else f"longer than {upper} tokens"
-            ] += 1
+            reason = f"shorter than {least}" if len(ids) < least else f"longer than {upper}"
+            self.dropped[f"{reason} tokens"] += 1
             return None
         if not 1 <= len(ids) <= self.longest:
             raise DataError(

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from in_memory import MemoryReplica
 from msgspec.structs import replace
+from small_config import make_config
 from tiny_models import language_model
 from transformers import Qwen3ForCausalLM
 
 from distill.config import RunConfig
-from distill.config.loading import validate
 from distill.evaluation.completions import file_of
 from distill.evaluation.evaluator import Evaluator
 from distill.rollout.replica_client import Answer
@@ -114,17 +114,13 @@ def log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def configure(tmp_path: Path, **evaluation: Any) -> RunConfig:
-    return validate(
-        {
-            "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
-            "student": {"path": str(tmp_path / "student")},
-            "teachers": {"t": {"path": "t/t", "urls": ["http://127.0.0.1:1"]}},
-            "prompts": {"type": "task", "task": "sort_letters"},
-            "rollout": {"max_tokens": 6, "request_size": 5},
-            "trainer": {"deepspeed": "x.json"},
-            "evaluation": {"prompts": 12, "batch_tokens": 64, "device": "cpu", **evaluation},
-        },
-        "x",
+    return make_config(
+        run={"name": "x", "folder": tmp_path},
+        student={"path": str(tmp_path / "student")},
+        teachers={"t": {"path": "t/t", "urls": ["http://127.0.0.1:1"]}},
+        prompts={"type": "task", "task": "sort_letters"},
+        rollout={"max_tokens": 6, "request_size": 5},
+        evaluation={"prompts": 12, "batch_tokens": 64, "device": "cpu", **evaluation},
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from distill.config import RunConfig
 
 
-def make_config(**sections: dict[str, Any]) -> RunConfig:
-    """Sections given as keywords are laid over a small run's."""
+def make_config(**sections: Any) -> RunConfig:
+    """Sections given as keywords are laid over a small run's, or replace one of another type."""
     base: dict[str, dict[str, Any]] = {
         "run": {"name": "test", "steps": 6, "grace_seconds": 5.0},
         "student": {"path": "student"},
@@ -23,7 +23,9 @@ def make_config(**sections: dict[str, Any]) -> RunConfig:
         "evaluation": {"every": 2},
     }
     for name, fields in sections.items():
-        base[name] = {**base.get(name, {}), **fields}
+        before = base.get(name, {})
+        alike = isinstance(fields, dict) and fields.get("type") in (None, before.get("type"))
+        base[name] = {**before, **fields} if alike else fields
     return RunConfig.model_validate(base)
 
 

@@ -578,12 +578,9 @@ def run_config(tmp_path: Path, **sections: Any) -> RunConfig:
     given: dict[str, Any] = {
         "run": {"folder": tmp_path},
         "environments": {"e": {"environment": "odd_environments:echo", "processes": 2}},
+        "prompts": {"type": "environment", "environment": "e"},
     }
-    config = make_config(**{**given, **sections})
-    prompts = config.model_validate(
-        {**config.model_dump(), "prompts": {"type": "environment", "environment": "e"}}
-    )
-    return prompts if "prompts" not in sections else config
+    return make_config(**{**given, **sections})
 
 
 def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+from small_config import make_config
 from starlette.applications import Starlette
 
-from distill.config.loading import validate
 from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import BestKeeper, app
 from distill.trainer_api.http_api import listen, serving
@@ -58,18 +58,7 @@ class Folders:
 def keeper(
     tmp_path: Path, figures: dict[int, tuple[float, float]], metric: str, run_id: str = "1"
 ) -> BestKeeper:
-    config = validate(
-        {
-            "run": {"name": "x", "steps": 3, "folder": str(tmp_path)},
-            "student": {"path": "s"},
-            "teachers": {"t": {"path": "t"}},
-            "prompts": {"type": "task", "task": "sort_letters"},
-            "rollout": {"max_tokens": 12},
-            "trainer": {"deepspeed": "x.json"},
-            "evaluation": {"metric": metric},
-        },
-        "x",
-    )
+    config = make_config(run={"name": "x", "folder": tmp_path}, evaluation={"metric": metric})
     config.run_dir.mkdir(exist_ok=True)
 
     async def evaluate(version: Version) -> EvalReport:

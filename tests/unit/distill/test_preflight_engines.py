@@ -13,7 +13,6 @@ from in_memory import MemoryReplica
 from small_config import make_config
 
 from distill.config import RunConfig
-from distill.config.loading import validate
 from distill.evaluation import probes
 from distill.evaluation.probes import probe
 from distill.launch import single_role
@@ -70,7 +69,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configure(models: Path, **sections: dict[str, Any]) -> RunConfig:
     base: dict[str, Any] = {
-        "run": {"name": "x", "steps": 3},
         "student": {"path": str(models / "student")},
         "teachers": {"t": {"path": str(models / "teacher"), "dtype": "float32"}},
         "prompts": {"type": "task", "task": "sort_letters"},
@@ -78,9 +76,8 @@ def configure(models: Path, **sections: dict[str, Any]) -> RunConfig:
         "trainer": {"deepspeed": str(DEEPSPEED)},
         "objective": {"type": "full"},
         "evaluation": {"prompts": 8, "device": "cpu"},
-        "preflight": {"mismatch_tolerance": 0.02},
     }
-    return validate({**base, **sections}, "x")
+    return make_config(**{**base, **sections})
 
 
 class Teacher:
@@ -280,7 +277,7 @@ async def test_what_the_objective_needs_and_the_teacher_lacks_is_said(models: Pa
 
 
 async def test_more_ids_than_the_teacher_chooses_are_said(models: Path) -> None:
-    config = configure(models, objective={"type": "topk", "k": 5}, evaluation=False)
+    config = configure(models, objective={"type": "topk", "k": 5}, evaluation=None)
     said = await findings(config, live.Engines({"t": Teacher(config, max_topk=4)}, None))
     assert failed(said) == ["teacher t: capabilities"]
     assert "objective.k is 5, and it gives at most 4 ids per position: set objective.k = 4" in said[-2].line
@@ -288,7 +285,7 @@ async def test_more_ids_than_the_teacher_chooses_are_said(models: Path) -> None:
 
 
 async def test_a_teacher_that_is_to_write_and_cannot_is_said(models: Path) -> None:
-    config = configure(models, objective={"type": "topk", "k": 4, "on_policy": 0.5}, evaluation=False)
+    config = configure(models, objective={"type": "topk", "k": 4, "on_policy": 0.5}, evaluation=None)
     said = await findings(config, live.Engines({"t": Teacher(config, can=["topk"])}, None))
     assert failed(said) == ["teacher t: capabilities"]
     assert 'objective "topk" needs generate' in said[-2].line
@@ -408,7 +405,7 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     for check in (preflight.check, lambda config: single_role.serve_teacher(config, "t", 0)):
         with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):
             check(configure(models, **adapters))
-    off = {"evaluation": False, "weights": {"transport": "broadcast"}}
+    off = {"evaluation": None, "weights": {"transport": "broadcast"}}
     with pytest.raises(ConfigError, match=r'weights.transport is "broadcast", and it reads the store'):
         preflight.check(configure(models, **sections, **off))
 

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import psutil
 import pytest
+from small_config import make_config
 
-from distill.config.loading import validate
 from distill.config.prompts import JsonlPrompts, TaskPrompts
 from distill.prompts import reward_pool, rewards
 from distill.prompts.reward_pool import MOST_WORKERS, RewardPool
@@ -51,18 +51,7 @@ class Letters:
 def open_rows(folder: Path, rows: list[dict[str, Any]], **prompts: Any) -> PromptSplit:
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = validate(
-        {
-            "run": {"name": "r", "steps": 1},
-            "student": {"path": "s/s"},
-            "teachers": {"t": {"path": "t/t"}},
-            "prompts": {"type": "jsonl", "path": str(path), "template": "plain", **prompts},
-            "rollout": {"max_tokens": 8},
-            "trainer": {"deepspeed": "d.json"},
-            "evaluation": {"prompts": 2},
-        },
-        "here",
-    )
+    config = make_config(prompts={"path": path, "template": "plain", **prompts}, evaluation={"prompts": 2})
     return open_prompts(config, Letters(), 64)
 
 

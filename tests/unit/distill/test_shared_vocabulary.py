@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_config import make_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -47,16 +48,9 @@ def make(tmp_path: Path) -> Make:
 
 
 def configured(tmp_path: Path, **teachers: str) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "run": {"name": "r", "folder": tmp_path, "steps": 1},
-            "student": {"path": str(tmp_path / "student")},
-            "teachers": {name: {"path": str(tmp_path / path)} for name, path in teachers.items()},
-            "prompts": {"type": "task", "task": "sort_letters"},
-            "rollout": {"batch": 4, "max_tokens": 8},
-            "trainer": {"lr": 1e-3, "deepspeed": "zero3.json"},
-        }
-    )
+    config = make_config(student={"path": str(tmp_path / "student")}, run={"folder": tmp_path})
+    taught = {name: {"path": str(tmp_path / path)} for name, path in teachers.items()}
+    return RunConfig.model_validate(config.model_dump() | {"teachers": taught})
 
 
 def test_a_base_student_ends_where_its_instruct_teacher_does_and_takes_its_template(

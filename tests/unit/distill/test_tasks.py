@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from small_config import make_config
 
 from distill import tasks
-from distill.config.loading import validate
 from distill.prompts.rewards import load_rewards, reward_source
 from distill.prompts.sources import TaskSource, open_prompts
 from distill.prompts.stream import Prompt
@@ -106,17 +106,6 @@ def test_a_task_is_found_by_name_and_a_missing_one_is_named() -> None:
         tasks.load("sort_letters", {"digits": 3})
 
 
-NOTHING_HELD_OUT = {
-    "run": {"name": "r", "steps": 1},
-    "student": {"path": "s/s"},
-    "teachers": {"t": {"path": "t/t"}},
-    "prompts": {"type": "task", "task": "tasks_of_mine.broken"},
-    "rollout": {"max_tokens": 8},
-    "trainer": {"deepspeed": "d.json"},
-    "evaluation": False,
-}
-
-
 class Broken:
     """A task of the user's that raises wherever it is called."""
 
@@ -155,9 +144,10 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
         task[7]
     with pytest.raises(DataError, match=r"broken', held_out\(\) raised KeyError .* for index 8, seed 3"):
         task.held_out(8)
+    config = make_config(prompts={"type": "task", "task": "tasks_of_mine.broken"}, evaluation=None)
     with pytest.raises(DataError, match=r"broken', prompt\(\) raised KeyError .* for index 0, seed 0"):
-        open_prompts(validate(NOTHING_HELD_OUT, "here"), letter_tokenizer(), 64)
-    source = reward_source(validate(NOTHING_HELD_OUT, "here").prompts, letter_tokenizer())  # type: ignore[arg-type]
+        open_prompts(config, letter_tokenizer(), 64)
+    source = reward_source(config.prompts, letter_tokenizer())  # type: ignore[arg-type]
     assert source is not None
     reward_fn = load_rewards(source.prompts)
     passes = r"prompts\.task 'tasks_of_mine\.broken', passes\(\)"
@@ -197,7 +187,7 @@ def test_prompts_of_a_task_are_checked_as_rows_are_with_or_without_an_evaluation
 
 
 def test_a_task_reads_the_end_token_where_a_completion_ends_at_another_id_of_the_run() -> None:
-    config = validate(NOTHING_HELD_OUT, "here")
+    config = make_config(prompts={"type": "task", "task": "tasks_of_mine.broken"})
     source = reward_source(config.prompts, letter_tokenizer(), [0])  # type: ignore[arg-type]
     assert source is not None
     prompt = Prompt("0", [5])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import CHATML, HEADER, byte_tokenizer
+from small_config import make_config
 
 from distill.config import RunConfig
-from distill.config.loading import validate
 from distill.preflight_checks.tokens import check_rendering, first_prompts
 from distill.prompts.sources import open_prompts
 from sync.base.errors import DataError
@@ -33,16 +33,10 @@ def model(tmp_path: Path) -> Path:
 def config_of(model: Path, **prompts: Any) -> RunConfig:
     path = model.parent / "p.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{n}", "answer": f"0{n}"}) + "\n" for n in range(20)))
-    return validate(
-        {
-            "run": {"name": "case", "steps": 1},
-            "student": {"path": str(model)},
-            "teachers": {"teacher": {"path": str(model), "max_length": 128}},
-            "prompts": {"type": "jsonl", "path": str(path), "answer_field": "answer", **prompts},
-            "rollout": {"batch": 4, "max_tokens": 16},
-            "trainer": {"lr": 1e-3, "deepspeed": str(model / "config.json")},
-        },
-        "case",
+    return make_config(
+        student={"path": str(model)},
+        teachers={"t": {"path": str(model), "max_length": 128}},
+        prompts={"path": path, "answer_field": "answer", **prompts},
     )
 
 
