@@ -21,18 +21,17 @@ from launched_trainer import (
     until,
     words,
 )
-from one_process import RATE, SGD, by_one_process, routed
+from one_process import routed, same_step
 from safetensors.torch import load_file
 
+from student_trainer.objectives.config import TopK
 from sync.base.settings import DirectoryStoreConfig
 from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror
 from sync.wire import (
     FinalDigests,
     Published,
-    StepReport,
     Stop,
-    TrainBatch,
     Version,
 )
 
@@ -106,39 +105,13 @@ def test_gradients_of_shared_experts_are_those_of_one_process(
     models: Path,
     tmp_path: Path,
 ) -> None:
-    sgd, alone = tmp_path / "sgd.json", tmp_path / "alone"
-    sgd.write_text(json.dumps(SGD))
-    transport = "broadcast" if kind == "Olmoe" else "snapshot"
     share = until(1, STOP) if change is None else change(until(1, STOP))
-    whole = share(Version(0, 0), 0, 1)
-    assert isinstance(whole, TrainBatch)
-    norm = by_one_process(models / kind, whole, alone)["grad_norm"]
-    trainer = {
-        "expert_parallel": 2,
-        "lr": RATE,
-        "deepspeed": str(sgd),
-        "overrides": {},
-        "ranks": ranks,
-        **more,
-    }
-    with closing(StubController(share)) as stub:
-        given: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
-        given["weights"] = {"transport": transport}
-        config = settings(models, tmp_path / "shared", stub.url, kind, **given)
-        with Running(config) as running:
-            assert running.end() == 0, running.log
-        (report,) = stub.told(StepReport)
-        (final,) = stub.told(FinalDigests)
-        assert final.digests == folder_digests(config.run_dir / "final")
-        if transport == "broadcast":
-            assert stub.receptions[-1].result().digests == final.digests
-    start = load_file(models / kind / "model.safetensors")
-    assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    folders = [load_file(one / "model.safetensors") for one in (alone, config.run_dir / "final")]
-    gathered, shared = ({name: one[name] - start[name] for name in start} for one in folders)
-    assert start.keys() == gathered.keys() == shared.keys()
-    for name, wanted in gathered.items():
-        assert float((shared[name] - wanted).norm() / wanted.norm().clamp(min=1e-9)) < 1e-5, name
+    transport = {"transport": "broadcast" if kind == "Olmoe" else "snapshot"}
+    trainer = {"expert_parallel": 2, "ranks": ranks, **more}
+    metrics, expected = same_step(
+        models, kind, tmp_path, share, 1, TopK(k=4), trainer=trainer, weights=transport
+    )
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
 def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path, tmp_path: Path) -> None:

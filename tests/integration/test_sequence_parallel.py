@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,13 @@ from launched_trainer import (
     STOP,
     VOCAB,
     Running,
-    Share,
     StubController,
     folder_digests,
     settings,
     until,
     words,
 )
-from one_process import RATE, SGD, by_one_process, routed
-from safetensors.torch import load_file
+from one_process import routed, same_step, sharing
 
 from student_trainer import ledger
 from student_trainer.config import TrainerConfig
@@ -29,7 +26,7 @@ from student_trainer.objectives.config import TopK
 from sync.base.settings import DirectoryStoreConfig
 from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror
-from sync.wire import FinalDigests, Published, StepReport, Stop, TrainBatch, TrainerHello, Version
+from sync.wire import FinalDigests, Published, Stop, TrainerHello, Version
 
 pytestmark = [
     pytest.mark.engine,
@@ -50,11 +47,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sharing(share: Share, size: int) -> Share:
-    """As the controller gives them: neighbouring ranks get the same rows."""
-    return lambda version, rank, world: share(version, rank // size, world // size)
-
-
 def trained(config: TrainerConfig, stub: StubController) -> Path:
     with Running(config) as running:
         assert running.end() == 0, running.log
@@ -73,28 +65,12 @@ def trained(config: TrainerConfig, stub: StubController) -> Path:
 def test_loss_and_gradients_are_those_of_one_process(
     family: str, ranks: int, more: dict[str, Any], models: Path, tmp_path: Path
 ) -> None:
-    sgd, alone = tmp_path / "sgd.json", tmp_path / "alone"
-    sgd.write_text(json.dumps(SGD))
     share = until(1, STOP) if "expert_parallel" not in more else routed(until(1, STOP))
-    whole = share(Version(0, 0), 0, 1)
-    assert isinstance(whole, TrainBatch)
-    expected = by_one_process(models / family, whole, alone, TopK(k=4, discount=0.7))
-    trainer = {"sequence_parallel": 2, "ranks": ranks, "lr": RATE, "deepspeed": str(sgd), "overrides": {}}
-    with closing(StubController(sharing(share, 2))) as stub:
-        config = settings(
-            models, tmp_path / "run", stub.url, family, objective=OBJECTIVE, trainer=trainer | more
-        )
-        final = trained(config, stub)
-        (report,) = stub.told(StepReport)
+    trainer = {"sequence_parallel": 2, "ranks": ranks, **more}
+    objective = TopK(k=4, discount=0.7)
+    metrics, expected = same_step(models, family, tmp_path, share, 2, objective, trainer=trainer)
     del expected["lr"], expected["tokens_per_slot"]
-    assert {name: report.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    start, one, shared = (
-        load_file(folder / "model.safetensors") for folder in (models / family, alone, final)
-    )
-    assert start.keys() == one.keys() == shared.keys()
-    for name, before in start.items():
-        wanted, found = one[name] - before, shared[name] - before
-        assert float((found - wanted).norm() / wanted.norm().clamp(min=1e-9)) < 1e-5, name
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(

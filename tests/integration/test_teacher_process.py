@@ -21,8 +21,8 @@ from forked import start
 from fuzz import flood, fuzz
 from ports import free_port
 from teacher_completions import check_completions_score_alike
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tiny_models import language_model, save_words
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from distill.evaluation.probes import LanguageModel, log_probs
 from distill.preflight_checks import probes
@@ -56,22 +56,9 @@ WITH_TOKEN = {"DISTILL_TOKEN": "secret"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 and a tokenizer of VOCAB ids; the model has padded rows."""
     path = tmp_path_factory.mktemp("teacher")
-    ids = {f"t{i}" if i else "<eos>": i for i in range(VOCAB)}
-    backend = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(path)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    save_words(path, ("<eos>", *(f"t{i}" for i in range(1, VOCAB))), eos_token="<eos>")
+    size = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    language_model("Qwen3", **size, max_position_embeddings=MAX_LENGTH).save_pretrained(path)
     return path
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import torch
 from forked import start
+from ports import Handler
 from safetensors.torch import load_file
 
 from student_trainer import launch
@@ -77,30 +78,18 @@ class StubController:
         self._share = share
         outer = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Answers(Handler):
             def do_GET(self) -> None:
                 gets = {"/v1/teachers/only/head": teacher_head(), "/v1/teachers/only": outer.servers}
                 if self.path.startswith("/v1/broadcasts/"):
                     gets[self.path] = BroadcastMembers(lost={})
-                self._reply(gets.get(self.path))
+                message = gets.get(self.path)
+                self.answer(404) if message is None else self.answer(200, encode(message))
 
             def do_POST(self) -> None:
-                self._reply(outer.answer(self.path, self.rfile.read(int(self.headers["content-length"]))))
+                self.answer(200, encode(outer.answer(self.path, self.body())))
 
-            def _reply(self, message: Message | None) -> None:
-                body = b"" if message is None else encode(message)
-                self.send_response(404 if message is None else 200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                """Silence."""
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
         self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from launched_trainer import VOCAB, Share
+from launched_trainer import VOCAB, Running, Share, StubController, folder_digests, settings
 from plain_step import ALONE, PlainEngine
+from safetensors.torch import load_file
 
 from student_trainer.engine import Student, head_shape
 from student_trainer.objectives.config import TopK
 from student_trainer.step import loss_of, train_step
-from sync.wire import Message, Rows, TrainBatch, Version, pack, unpack
+from sync.wire import FinalDigests, Message, Rows, StepReport, TrainBatch, Version, pack, unpack
 
 SGD: dict[str, Any] = {
     "optimizer": {"type": "SGD"},
@@ -39,6 +42,41 @@ def by_one_process(
     metrics = train_step(engine, batch, loss_of(objective, ["only"]), ALONE)
     model.save_pretrained(into)
     return metrics
+
+
+def same_step(
+    models: Path, kind: str, folder: Path, share: Share, group: int, objective: TopK, **sections: Any
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Take a step of SGD under the launcher and by one process, and see that every tensor changes alike.
+
+    `group`: neighbouring ranks that are given the same rows. The metrics of both, the launched one's first.
+    """
+    (folder / "sgd.json").write_text(json.dumps(SGD))
+    whole = share(Version(0, 0), 0, 1)
+    assert isinstance(whole, TrainBatch)
+    expected = by_one_process(models / kind, whole, folder / "alone", objective)
+    trainer = {"lr": RATE, "deepspeed": str(folder / "sgd.json"), "overrides": {}, **sections.pop("trainer")}
+    with closing(StubController(sharing(share, group))) as stub:
+        told = objective.model_dump(include={"type", "k", "discount"})
+        config = settings(models, folder / "run", stub.url, kind, objective=told, trainer=trainer, **sections)
+        with Running(config) as running:
+            assert running.end() == 0, running.log
+        (report,), (final,) = stub.told(StepReport), stub.told(FinalDigests)
+        assert final.digests == folder_digests(config.run_dir / "final")
+        for reception in stub.receptions[-1:]:
+            assert reception.result().digests == final.digests
+    folders = models / kind, folder / "alone", config.run_dir / "final"
+    start, alone, launched = (load_file(place / "model.safetensors") for place in folders)
+    assert start.keys() == alone.keys() == launched.keys()
+    for name, before in start.items():
+        due, made = alone[name] - before, launched[name] - before
+        assert float((made - due).norm() / due.norm().clamp(min=1e-9)) < 1e-5, name
+    return report.metrics, expected
+
+
+def sharing(share: Share, size: int) -> Share:
+    """As the controller gives them: neighbouring ranks get the same rows."""
+    return lambda version, rank, world: share(version, rank // size, world // size)
 
 
 def routed(share: Share) -> Share:
