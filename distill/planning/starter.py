@@ -169,7 +169,7 @@ path = {_quoted(request.student)}
 path = {_quoted(request.teacher)}
 {_teacher(split, length)}
 [prompts]
-{_prompts(request.prompts)}
+{prompt_lines(request.prompts)}
 max_prompt_tokens = {length // 2}          # longer prompts are dropped
 
 [rollout]
@@ -225,7 +225,7 @@ def _evaluator(split: Split | None) -> str:
     return f'[evaluation.placement]\ndevices = ["{split.evaluator}"]\n'
 
 
-def _prompts(text: str) -> str:
+def prompt_lines(text: str) -> str:
     """Lines of [prompts] for a file, folder or Hub id, with the field that its first row has.
 
     Raises ConfigError for what is none of these, and for rows without a field that can be a prompt; DataError

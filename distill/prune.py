@@ -1,0 +1,153 @@
+"""`distill prune`: a student of the teacher's family, made by leaving layers out.
+
+    teacher ──completes some of the user's prompts──▶ text
+    each layer ──left out──▶ cost: KL(teacher ‖ without it), nats per token of that text
+    the cheapest layer goes, costs are measured again, until as many are left as wanted
+
+Costs of layers do not add up: two neighbours that are cheap each may be dear together. A layer's last cost is
+taken as the least that it can be now, so that only those that could be the cheapest are measured again.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from distill.planning.starter import prompt_lines
+from distill.prompts.rows import RowReader, RowsConfig, row_encoder, rows_of
+from sync.base.errors import ConfigError
+from sync.base.settings import ModelSource
+from sync.base.tokenizers import load_tokenizer
+
+PROMPTS: Final = 8
+"""Prompts whose completions the costs are measured on."""
+TOKENS: Final = 48
+"""Tokens of each completion, at most."""
+LONGEST_PROMPT: Final = 1024
+
+
+class Completed(NamedTuple):
+    """A prompt with the teacher's completion."""
+
+    ids_T: Tensor
+    prompt: int
+    """Tokens of it."""
+
+
+def prune(
+    teacher: str, student: Path, layers: int, prompts: str, say: Callable[[str], None] = print
+) -> list[int]:
+    """Write the folder `student`, `teacher` with `layers` of its layers; returns the places that went.
+
+    `prompts`: rows as `distill init` takes them. Raises ConfigError for a folder that is not empty, a model
+    without a list of layers or with quantised weights, and a number of layers that it does not have.
+    """
+    if student.exists() and any(student.iterdir()):
+        raise ConfigError(f"{student} is not empty: name a new folder")
+    tokenizer = load_tokenizer(ModelSource(path=teacher))
+    section = tomllib.loads(prompt_lines(prompts))
+    config: RowsConfig = TypeAdapter(RowsConfig).validate_python(section)
+    reader = RowReader(config, row_encoder(tokenizer, config), LONGEST_PROMPT)
+    rows = [list(prompt.token_ids) for prompt in islice(reader.prompts(rows_of(config)), PROMPTS)]
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto").eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    decoder_layers = _layers(model, teacher, layers)
+    texts = _completions(model, tokenizer, rows)
+    target = logp(model, texts)
+    kept, gone = list(range(len(decoder_layers))), list[int]()
+    costs = dict.fromkeys(kept, 0.0)
+    while len(kept) > layers:
+        cheapest = None
+        for place in sorted(kept, key=lambda place: costs[place]):
+            if cheapest is not None and costs[place] >= costs[cheapest]:
+                break
+            costs[place] = kl(target, _without(model, decoder_layers, [*gone, place], texts))
+            if cheapest is None or costs[place] < costs[cheapest]:
+                cheapest = place
+        assert cheapest is not None, "there are layers left"
+        kept.remove(cheapest)
+        gone.append(cheapest)
+        say(f"layer {cheapest} goes: {len(kept)} layers are {costs[cheapest]:.3f} nats from the teacher")
+    _keep(model, decoder_layers, kept)
+    model.save_pretrained(student)
+    tokenizer.save_pretrained(student)
+    return sorted(gone)
+
+
+def logp(model: Any, texts: list[Completed]) -> Tensor:
+    """fp32 [N, V]: log-probabilities at the N positions whose next token is of a completion."""
+    with torch.inference_mode():
+        rows = [model(ids_T[None], use_cache=False).logits[0, prompt - 1 : -1] for ids_T, prompt in texts]
+    return torch.cat(rows).float().log_softmax(-1)
+
+
+def kl(target_NV: Tensor, logp_NV: Tensor) -> float:
+    """Mean KL(target ‖ other), nats per token."""
+    return float((target_NV.exp() * (target_NV - logp_NV)).sum(-1).mean())
+
+
+def _layers(model: Any, teacher: str, layers: int) -> nn.ModuleList:
+    decoder_layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(decoder_layers, nn.ModuleList) or getattr(model.config, "quantization_config", None):
+        raise ConfigError(
+            f"{teacher} has quantised weights, or no list of layers to leave out: name a model in full "
+            "precision whose decoder has `layers`"
+        )
+    if not 0 < layers < len(decoder_layers):
+        count = len(decoder_layers)
+        raise ConfigError(f"--layers {layers}: {teacher} has {count}, keep 1 to {count - 1} of them")
+    return decoder_layers
+
+
+def _completions(model: Any, tokenizer: Any, prompts: list[list[int]]) -> list[Completed]:
+    """Sampled at temperature 1, one after the other, so that nothing is padded."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    texts = []
+    for prompt in prompts:
+        ids_1P = torch.tensor([prompt], device=model.device)
+        with torch.inference_mode():
+            out_1T = model.generate(
+                ids_1P, attention_mask=torch.ones_like(ids_1P), max_new_tokens=TOKENS,
+                pad_token_id=tokenizer.eos_token_id, **options,
+            )  # fmt: skip
+        texts.append(Completed(out_1T[0], len(prompt)))
+    return texts
+
+
+def _without(model: Any, decoder_layers: nn.ModuleList, gone: list[int], texts: list[Completed]) -> Tensor:
+    """`logp` of the model without these layers; the model has all of them again afterwards."""
+    decoder, config = model.get_decoder(), model.config
+    before = dict(_per_layer(config, len(decoder_layers)))
+    _keep(model, decoder_layers, [place for place in range(len(decoder_layers)) if place not in gone])
+    try:
+        return logp(model, texts)
+    finally:
+        decoder.layers = decoder_layers
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _keep(model: Any, decoder_layers: nn.ModuleList, kept: list[int]) -> None:
+    """Leave the model with these layers, and its configuration with what is said of them."""
+    for name, value in list(_per_layer(model.config, len(decoder_layers))):
+        setattr(
+            model.config, name, [value[place] for place in kept] if isinstance(value, list) else len(kept)
+        )
+    model.get_decoder().layers = nn.ModuleList(decoder_layers[place] for place in kept)
+
+
+def _per_layer(config: Any, layers: int) -> Iterator[tuple[str, Any]]:
+    """Fields of a configuration that say how many layers there are, or something of each."""
+    yield "num_hidden_layers", config.num_hidden_layers
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == layers:
+            yield name, value
