@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -118,8 +119,7 @@ async def run(
             plan = cluster.registered(config, say)
         else:
             plan = plan_servers(config, token, ports, relay)
-        earlier = earlier_seconds(folder.path)
-        before = read_summary(folder.path).get("seconds", {}).get("total", earlier.get("run_seconds", 0.0))
+        earlier, before = earlier_starts(folder.path)
         launcher = _Launcher(config, folder, plan, split, token, console, relay, earlier)
         try:
             figures = await launcher.run(opened)
@@ -410,6 +410,20 @@ class _Launcher:
 
 
 # --- how a run has ended
+
+
+def earlier_starts(folder: Path) -> tuple[dict[str, Any], float]:
+    """`Timeline.figures` of a run's starts until now, and their seconds in all.
+
+    Neither is needed to resume: where their files were altered, this start counts alone, and says so.
+    """
+    try:
+        figures, summary = earlier_seconds(folder), read_summary(folder)
+    except DataError as error:
+        log.warning("%s; the seconds of earlier starts are left out", error)
+        return {}, 0.0
+    run_seconds: float = figures.get("run_seconds", 0.0)  # a start that was killed wrote no summary
+    return figures, max(run_seconds, (summary.get("seconds") or {}).get("total") or 0.0)
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
