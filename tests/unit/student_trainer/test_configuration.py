@@ -132,6 +132,29 @@ def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any],
         deepspeed_config(config(JSONS[0], overrides=overrides).trainer)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"zero_optimization.offload_param.device": "cpu"},
+            "offload_param is set and .*is 2: AutoEP",
+        ),
+        (
+            {"zero_optimization.offload_optimizer.device": "cpu"},
+            "offload_optimizer is set and .*: AutoEP",
+        ),
+        ({"use_data_before_expert_parallelism": True}, "neighbouring ranks share experts, leave it out"),
+    ],
+)
+def test_what_ranks_that_share_experts_cannot_work_with_is_refused(
+    overrides: dict[str, Any], message: str
+) -> None:
+    path = next(path for path in JSONS if path.stem == "zero3_cpu")
+    deepspeed_config(config(path, expert_parallel=2).trainer)
+    with pytest.raises(ConfigError, match=message):
+        deepspeed_config(config(path, overrides=overrides, expert_parallel=2).trainer)
+
+
 @pytest.mark.parametrize("name", ["bf16", "bfloat16"])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_trainer_computes_in_the_precision_of_deepspeed(tmp_path: Path, name: str, enabled: bool) -> None:

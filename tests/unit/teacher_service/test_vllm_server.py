@@ -102,6 +102,8 @@ def test_states_are_asked_for_as_token_ids_without_normalisation() -> None:
     connected(server).score(ITEMS, base.ScoreOptions())
     assert server.bodies[-1].items() >= {"model": "m", "input": [[1, 2, 3, 4], [10, 0]]}.items()
     assert server.bodies[-1]["use_activation"] is False
+    raw = {"encoding_format": "bytes_only", "embed_dtype": "float32", "endianness": "little"}
+    assert server.bodies[-1].items() >= raw.items(), "not JSON's decimals, which are not the states' bits"
 
 
 def test_bfloat16_states_arrive_as_their_bits() -> None:
