@@ -58,7 +58,7 @@ FAMILIES: Final = (
 )
 """transformers' `model_type` of those that can be replayed."""
 NOT_UPDATED: Final = ("gpt_oss",)
-"""Of those, students whose experts a replica would keep as they were; `sync.vllm.vllm_compat.load_weights`
+"""Of those, students whose experts a replica would keep as they were; `sync.vllm.vllm_weights.load_weights`
 refuses all that are like them."""
 
 

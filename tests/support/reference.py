@@ -25,7 +25,7 @@ One TOML file describes a run; `configs/` holds files to start from. Unknown key
 known one, every value is checked before anything is started, and `--set section.key=value` on the command
 line overrides the file. Relative paths start at the working directory. Secrets belong in the environment:
 `DISTILL_TOKEN` (or a path in `DISTILL_TOKEN_FILE`), `HF_TOKEN`, `WANDB_API_KEY` and `TEACHER_API_KEY`, for
-teachers behind an `engine_url` ([operations](clusters.md#secrets)).
+teachers behind an `engine_url` ([secrets](clusters.md#secrets)).
 
 Options of DeepSpeed and vLLM that are not listed here go through `trainer.deepspeed`, `trainer.overrides` and
 `student.engine_args` unchanged.
@@ -42,9 +42,8 @@ One name for each figure, in `metrics.jsonl`, Weights & Biases, TensorBoard and 
 (seconds since the epoch) are the axes of `metrics.jsonl`, where every line has the trainer's `lineage`: a
 step that a resume or a rollback did again stands there once for each, and once, the newest, in reports,
 plans and `load_run`; a step whose trainer died between its checkpoint and its report counts as trained and
-has no line. Counts and tokens without "of the step" or "now" are sums since the start of the run;
-`perf/busy_seconds`, `idle_seconds` and `waited_seconds` begin anew when the controller restarts; bytes and
-seconds of `sync/` are medians over the newest versions and updates, except for those of the newest.
+has no line. Counts, tokens and seconds without "of the step" or "now" are sums over all starts of the run;
+bytes and seconds of `sync/` are medians over the newest versions and updates, except for those of the newest.
 """
 
 
