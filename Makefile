@@ -80,7 +80,7 @@ $(TRITON)/.installed: $(STAMP) $(wildcard tests/support/interpreted_triton/*.tom
 real: $(REAL)/prompts.jsonl  ## distil SmolLM2-135M into itself without some layers: `make real LAYERS=24 STEPS=100`
 	test -d $(REAL)/student-$(LAYERS) || OMP_NUM_THREADS=2 $(BIN)/distill prune $(REAL)/teacher $(REAL)/student-$(LAYERS) \
 		--layers $(LAYERS) --prompts $(REAL)/prompts.jsonl
-	$(BIN)/distill run configs/recipes/small_model.toml --set run.name=small-model-$(LAYERS) --set run.steps=$(STEPS) \
+	$(BIN)/distill run configs/small_model.toml --set run.name=small-model-$(LAYERS) --set run.steps=$(STEPS) \
 		--set student.path=$(REAL)/student-$(LAYERS) --set teachers.smollm2.path=$(REAL)/teacher \
 		--set prompts.path=$(REAL)/prompts.jsonl
 	echo "What is the capital of France?" | $(BIN)/distill chat runs/small-model-$(LAYERS)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 TURNS: Final = (
@@ -61,6 +61,18 @@ def _config(name: str) -> Any:
         "dtype": "bfloat16",
         "max_position_embeddings": 262144 if "Coder" in name else 40960,
     }
+    if "SmolLM2-135M" in name:
+        return LlamaConfig(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
+            vocab_size=49152,
+            dtype="bfloat16",
+            max_position_embeddings=8192,
+        )
     if name in _DENSE:
         width, inner, layers, heads, tied = _DENSE[name]
         return Qwen3Config(
