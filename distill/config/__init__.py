@@ -105,8 +105,8 @@ class RolloutConfig(Settings):
     """Completions per prompt."""
     max_tokens: int = Field(ge=1)
     """Most tokens of a completion."""
-    temperature: float = Field(1.0, ge=0.001)
-    """Sampling temperature; the trainer's log-probabilities are at the same."""
+    temperature: float = Field(1.0, ge=0.001, le=2)
+    """Sampling temperature, at most what vLLM takes; the trainer's log-probabilities are at the same."""
     top_k: int = Field(0, ge=0)
     """Sample among the so many most likely tokens; 0: all. Every token then carries the ids that it was
     sampled from, and is corrected within them (docs/objectives.md)."""

@@ -28,8 +28,8 @@ class EvaluationSet(Settings):
     """k of avg@k and maj@k: completions of each prompt."""
     max_tokens: int | None = Field(None, ge=1)
     """Most tokens of a completion; None: `rollout.max_tokens`."""
-    temperature: float = Field(1.0, ge=0.001)
-    """Sampling temperature."""
+    temperature: float = Field(1.0, ge=0.001, le=2)
+    """Sampling temperature, at most what vLLM takes."""
     top_k: int = Field(0, ge=0)
     """Most likely tokens that are sampled from; 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import yaml
 
 from distill.config import RunConfig
-from distill.config.prompts import DatasetPrompts, MixturePrompts
+from distill.config.prompts import DatasetPrompts, sources_of
 from distill.evaluation.statistics import Z
 from distill.metrics.summary import clock, versions
 from student_trainer.objectives.config import Own
@@ -126,8 +126,9 @@ def front_matter(config: RunConfig, adapter: bool) -> dict[str, Any]:
     fields = {field: known[field] for field in _FROM_STUDENT if known.get(field)}
     if "base_model" in fields:
         fields["base_model_relation"] = "adapter" if adapter else "finetune"
-    names = [source.path for source in _sources(config) if isinstance(source, DatasetPrompts)]
-    datasets = sorted({name for name in names if not Path(name).exists()})
+    sources = sources_of(config.prompts).values()
+    names = {source.path for source in sources if isinstance(source, DatasetPrompts)}
+    datasets = sorted(name for name in names if not Path(name).exists())
     return {
         **fields,
         **({"datasets": datasets} if datasets else {}),
@@ -172,7 +173,7 @@ def facts(config: RunConfig, summary: Mapping[str, Any], version: str | None) ->
             source.type,
             next(filter(None, (getattr(source, key, None) for key in ("path", "task", "environment")))),
         )
-        for source in _sources(config)
+        for source in sources_of(config.prompts).values()
     ]
     yield "prompts", ", ".join(f"{kind} {_shown(str(name))}" for kind, name in named)
     yield "version", f"{version}, of {config.run.steps} steps"
@@ -238,12 +239,6 @@ def _use(config: RunConfig, name: str, adapter: bool) -> str:
         f'model = {kind}.from_pretrained("{name}", dtype="auto"{trust})\n'
         f"```\n\n```\n{served}\n```"
     )
-
-
-def _sources(config: RunConfig) -> Iterable[Any]:
-    """The parts of a mixture of prompts, or the one source."""
-    prompts = config.prompts
-    return prompts.parts.values() if isinstance(prompts, MixturePrompts) else [prompts]
 
 
 def _rows(rows: Iterable[tuple[str, ...]]) -> str:

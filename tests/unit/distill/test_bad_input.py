@@ -214,6 +214,15 @@ def test_a_teacher_that_a_trainer_elsewhere_cannot_reach_is_refused(
     assert "keeps scores" not in distill(*elsewhere, "buffer.scores=inline", "rollout.top_p=0.5")
 
 
+@pytest.mark.parametrize("sampling", ["rollout", 'evaluation.sets.hot.source={type="jsonl",path="p.jsonl"}'])
+def test_a_temperature_that_vllm_refuses_is_refused_before_it(distill: Distill, sampling: str) -> None:
+    section, *rest = sampling.split(".source")
+    settings = [f"{section}.source{part}" for part in rest]
+    message = distill(*settings, f"{section}.temperature=2.5")
+    assert "temperature" in message
+    assert "less than or equal to 2" in message
+
+
 @pytest.mark.parametrize("setting", ["top_p=0.9", "min_p=0.1"])
 def test_a_sampling_mask_that_nothing_bounds_is_refused(distill: Distill, setting: str) -> None:
     name, value = setting.split("=")
