@@ -235,6 +235,15 @@ def test_every_metric_of_the_dashboard_is_exported(names: set[str]) -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
+def test_the_document_names_metrics_as_they_are_exported() -> None:
+    page = (ROOT / "docs/clusters.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)`[^|]* \| `(distill_run_\w+)(?:\{([\w,]+)\})?` \|$", page, re.MULTILINE)
+    assert len(rows) >= 8
+    for figure, name, labels in rows:
+        exported = metric(figure)
+        assert (exported.name + "_total" * exported.counter, ",".join(exported.labels)) == (name, labels)
+
+
 def test_every_figure_has_a_metric_of_its_own() -> None:
     found = [metric(re.sub(r"\b[A-Z]+\b", "x", one.name)) for one in FIGURES]
     assert len({one.name for one in found}) == len(FIGURES)

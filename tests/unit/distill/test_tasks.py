@@ -115,7 +115,7 @@ class Broken:
     def held_out(self, seed: int, index: int) -> tasks.TaskPrompt:
         raise KeyError("held out")
 
-    def passes(self, prompt: tasks.PendingPrompt, completion: list[int]) -> bool:
+    def passes(self, prompt: tasks.RewardedPrompt, completion: list[int]) -> bool:
         raise KeyError("passes")
 
 
