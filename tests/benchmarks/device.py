@@ -92,11 +92,12 @@ def run(
             rows[name] = cache.get({"device": device, "steps": steps, "settings": settings}, make)
         except DistillError as error:
             rows[name] = {"error": str(error)}
-    figures = {"device": device, "steps": steps, "paths": rows}
-    if failed := [name for name, row in rows.items() if "error" in row]:
-        typer.echo(table(figures))
-        raise DistillError(f"{len(failed)} of {len(rows)} paths failed: {', '.join(failed)}")
-    return figures
+    return {"device": device, "steps": steps, "paths": rows}
+
+
+def problem(report: Figures) -> str:
+    failed = [name for name, row in report["paths"].items() if "error" in row]
+    return f"{len(failed)} paths failed: {', '.join(failed)}" if failed else ""
 
 
 def trial(run_dir: Path, steps: int, settings: Sequence[str]) -> Figures:
@@ -134,4 +135,4 @@ def table(report: Figures) -> str:
 
 
 if __name__ == "__main__":
-    command(run, table)
+    command(run, table, problem)

@@ -41,14 +41,25 @@ ConfigFile = Annotated[
 ]
 
 
-def command(run: Callable[..., Figures], table: Callable[[Figures], str]) -> None:
-    """Run a benchmark with the options that its parameters are; print its table, write its figures."""
+def command(
+    run: Callable[..., Figures],
+    table: Callable[[Figures], str],
+    problem: Callable[[Figures], str] = lambda figures: "",
+) -> None:
+    """Run a benchmark with the options that its parameters are; print its table, write its figures.
+
+    `problem`: what is wrong with the figures, for which the command exits with 1; empty: nothing.
+    """
     logging.basicConfig(format="%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
-    sys.exit(guarded(lambda: typer.run(with_json(run, table))))
+    sys.exit(guarded(lambda: typer.run(with_json(run, table, problem))))
 
 
-def with_json(run: Callable[..., Figures], table: Callable[[Figures], str]) -> Callable[..., None]:
+def with_json(
+    run: Callable[..., Figures],
+    table: Callable[[Figures], str],
+    problem: Callable[[Figures], str] = lambda figures: "",
+) -> Callable[..., None]:
     """The command of a benchmark: its own options, and `--json`."""
 
     @functools.wraps(run)
@@ -56,6 +67,8 @@ def with_json(run: Callable[..., Figures], table: Callable[[Figures], str]) -> C
         figures = run(**options)
         typer.echo(table(figures))
         write_figures(json_file, figures)
+        if text := problem(figures):
+            raise DistillError(text)
 
     extra = inspect.Parameter("json_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
     signature = inspect.signature(run, eval_str=True)

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sync.base.errors import ConfigError
+from sync.base.errors import ConfigError, DistillError
 from tests import benchmarks
 from tests.benchmarks.chaos import INJECT, targets
 from tests.benchmarks.figures import Row, chosen, comparison, with_json
@@ -42,6 +42,17 @@ def test_a_benchmark_prints_a_table_and_writes_its_figures(tmp_path: Path) -> No
     shown = CliRunner().invoke(app, ["--count", "3", "--json", str(tmp_path / "x.json")])
     assert shown.output == "3 of them\n"
     assert json.loads((tmp_path / "x.json").read_text()) == {"count": 3}
+
+
+def test_figures_with_a_problem_are_written_before_the_benchmark_fails(tmp_path: Path) -> None:
+    app, file = typer.Typer(), tmp_path / "x.json"
+    app.command()(
+        with_json(lambda: {"lost": 1}, lambda _: "a table", lambda figures: f"{figures['lost']} lost")
+    )
+    failed = CliRunner().invoke(app, ["--json", str(file)])
+    assert isinstance(failed.exception, DistillError)
+    assert str(failed.exception) == "1 lost"
+    assert json.loads(file.read_text()) == {"lost": 1}
 
 
 def test_a_name_that_is_none_is_refused_with_those_there_are() -> None:
