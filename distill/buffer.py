@@ -201,7 +201,7 @@ class Depth:
     MORE_WAIT: Final = 0.1  # share of a step by which the trainer waits for more than when a trial succeeded
 
     def __init__(self, bound: int, least: int = 0, adaptive: bool = True) -> None:
-        """`most`: the bound on the age. `least`: what a run needs to go on. Not `adaptive`: always `most`."""
+        """`bound`: of the age. `least`: what a run needs to go on. Not `adaptive`: always `bound`."""
         self._bound, self._least, self._adaptive = float(bound), float(least), adaptive
         self.restart()
 

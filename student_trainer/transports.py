@@ -111,7 +111,7 @@ class Publishing:
         return True
 
     def repeats(self, due: bool) -> bool:
-        """Whether to publish the newest version again: it is `wanted` or has failed, and REPEAT_SECONDS have
+        """Whether to publish the newest version again: it is `due` or has failed, and REPEAT_SECONDS have
         passed since a failure. Meaningful on rank 0. Raises as `settle` does."""
         over = self.settle(0.0) and time.monotonic() >= self._repeat_at
         return over and (due or self.arrived != self.newest)

@@ -129,8 +129,8 @@ class RolloutConfig(Settings):
     """Time limit of a completion from the dispatch of its prompt; None: no limit."""
     stall_timeout_seconds: float = Field(240.0, ge=0)
     """Progress: a replica with work that answers /health and produces no token for so long is killed and,
-    when it was started here, restarted (one of `run.restarts`). Keep it below `weights.timeout_seconds`.
-    0: never."""
+    when it was started here, restarted (one of `run.restarts`). Loading weights is work too. Keep it
+    below `weights.timeout_seconds`. 0: never."""
     on_timeout: AtLimit = "requeue"
     """Completion cut off by `completion_timeout_seconds`. keep: train on the tokens so far, as truncated;
     drop: quarantine it; requeue: generate its prompt again."""

@@ -1,7 +1,7 @@
 """Pictures of what people see of a run, for the documents: python tests/support/screens.py runs/quickstart-0
 
 Of a finished run of one teacher, in the folder in which it was started. Written to docs/images: init.svg,
-plan.svg, live.svg, samples.svg, report-desktop.png, report-phone.png.
+plan.svg, live.svg, samples.svg, report-desktop.png.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 from io import StringIO
 from pathlib import Path
 
-from browser import DESKTOP, PHONE, Size, picture
+from browser import DESKTOP, Size, picture
 from PIL import Image
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -91,7 +91,6 @@ def main(run_dir: Path) -> None:
     save("live.svg", live(run_dir))
     save("samples.svg", samples(run_dir))
     page(run_dir, "report-desktop.png", DESKTOP)
-    page(run_dir, "report-phone.png", PHONE)
 
 
 if __name__ == "__main__":
