@@ -21,7 +21,7 @@ import psutil
 from distill.guardian import KILL, MODULE
 
 CALLS = 8
-"""Of one actor at once."""
+"""Calls that one actor answers at once."""
 _CHUNK_BYTES = 1 << 16
 
 

@@ -29,9 +29,9 @@ from sync.base.errors import ConfigError
 
 HEAD: Final = "ray-head"
 START_SECONDS: Final = 120.0
-"""For a head to be up; 5 s on an idle machine."""
+"""A head has so long to be up; it takes 5 s on an idle machine."""
 LIST_SECONDS: Final = 120.0
-"""For a cluster to name its machines."""
+"""A cluster has so long to name its machines."""
 LOOPBACK: Final = "127.0.0.1"
 HEALTH: Final = {
     "RAY_health_check_period_ms": "1000",

@@ -39,9 +39,9 @@ LOST: Final = 128 + signal.SIGKILL
 ORDERLY_SECONDS: Final = 60.0
 """For the others to end by themselves, when one of several has ended with status 0."""
 START_SECONDS: Final = 180.0
-"""For an actor to start, with its machine's Python."""
+"""An actor, with its machine's Python, has so long to start."""
 PINNED_SECONDS: Final = 60.0
-"""For a machine to have its GPUs free; then any other will do."""
+"""A machine has so long to have its GPUs free; then any other will do."""
 _LOOK_SECONDS: Final = 1.0
 _WORKER = {"RAY_kill_child_processes_on_worker_exit": "false"}
 """Else Ray kills a guardian with its actor, and what is below it stays."""

@@ -42,7 +42,7 @@ Relay = Callable[[str, str], str]
 
 
 def direct(role: str, url: str) -> str:
-    """No relay."""
+    """Return the URL itself: there is no relay."""
     return url
 
 

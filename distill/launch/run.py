@@ -405,7 +405,9 @@ class _Launcher:
 
     def _before_trainer(self) -> None:
         again, self._joined = self._joined, False
-        if (line := self._folder.before_trainer(self._roll_back_to)) and again:  # at first `run` has said it
+        for version in self._roll_back_to:
+            self._folder.set_back(version)
+        if (line := checkpoint_line(self._folder.path)) and again:  # at first `run` has said it
             log.warning("%s", line)
 
 

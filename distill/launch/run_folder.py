@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -120,12 +120,6 @@ class RunFolder:
         parts = [self.path, *(self.path / name for name in ("journal", CHECKPOINTS, "store"))]
         free = {part: shutil.disk_usage(part).free for part in parts if part.is_dir()}
         return min(free.items(), key=lambda item: item[1])
-
-    def before_trainer(self, set_back_to: Sequence[Version | None]) -> str:
-        """Set the checkpoints back before the next start of the trainer; `checkpoint_line` then."""
-        for version in set_back_to:
-            self.set_back(version)
-        return checkpoint_line(self.path)
 
     def set_back(self, to: Version | None) -> None:
         """Remove the checkpoints after `to` (None: all), so that the next trainer resumes there.

@@ -51,11 +51,11 @@ _DISTILL: Final = [sys.executable, "-P", "-m", "distill.cli.main"]
 
 
 FOLDER: Final = "slurm"
-"""In the run's folder."""
+"""The scripts' folder in the run's."""
 SPARE_SECONDS: Final = 30
-"""Of a warning, beyond run.grace_seconds."""
+"""A warning comes so much earlier than run.grace_seconds."""
 _LONGEST_WARNING: Final = 65535
-"""That Slurm takes."""
+"""Slurm takes no longer one."""
 _TIME: Final = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _OURS: Final = ("--nodes", "-N", "--ntasks", "-n", "--gpus", "-G", "--gres", "--cpus-per", "-c")
 """Options of sbatch that other keys say. --gpus-per-node, moreover, gives every step all GPUs."""
