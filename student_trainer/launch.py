@@ -59,7 +59,6 @@ from sync.base.own_code import CODE_VARIABLE
 from sync.base.retry import retrying
 from sync.base.settings import read_settings
 from sync.wire import Gang, GangJoins
-from sync.wire.client import BlockingPeer
 from sync.wire.server import ON_LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -312,6 +311,8 @@ class Member:
             port=port,
             boot=os.urandom(16).hex(),
         )
+        from sync.wire.client import BlockingPeer  # one machine needs no client
+
         self._peer = BlockingPeer(config.controller_url, token_from_environment(), _CALL_SECONDS)
         self._limit = config.trainer.init_timeout_seconds
 

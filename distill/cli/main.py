@@ -47,7 +47,7 @@ ToyTask = Annotated[
         "which `make environments` comes first."
     ),
 ]
-RUNS, RESULTS, ROLES, TESTS = "Runs", "Results of a run", "Roles on several machines", "Measurements"
+RUNS, RESULTS, ROLES = "Runs", "Results of a run", "Roles on several machines"
 POLL_SECONDS: Final = 0.5  # between looks at the logs that are followed
 MADE: Final = {
     "final": "the trained model: distill chat RUN, distill export RUN FOLDER",

@@ -29,7 +29,6 @@ class Counters:
     issued: int = 0
     generated_tokens: int = 0  # of scored and of dropped rollouts; those of environments do not count
     by_teacher_tokens: int = 0
-    continued: int = 0  # rollouts behind rewritten contexts, which were not issued
     episodes: int = 0  # scored
     turns: int = 0  # of them
     environment_tokens: int = 0  # in them, behind the first prompt
@@ -255,9 +254,7 @@ class RunState(msgspec.Struct):
 
     @_change.register
     def _scored(self, record: Rollout) -> None:
-        if record.continues:
-            self.counters.continued += 1
-        else:
+        if not record.continues:  # as what follows a rewritten context does, which was not issued
             self.pending.pop(record.id)
             self.where.pop(record.id, None)
         self._admit(record)
