@@ -33,7 +33,11 @@ FIGURES: Final = tuple(
     for row in (
         ("rollout/issued", "rollouts", "prompts given out"),
         ("rollout/scored", "rollouts", "completions with their teacher's scores"),
-        ("rollout/batched", "rollouts", "in batches; issued = batched + dropped + open"),
+        (
+            "rollout/batched",
+            "rollouts",
+            "in batches; issued = batched + dropped + open, where no context is rewritten",
+        ),
         ("rollout/open", "rollouts", "in flight, in scoring or in the buffer"),
         ("rollout/late", "rollouts", "trained at a weight below 1"),
         ("rollout/in_flight", "rollouts", "being generated now"),
