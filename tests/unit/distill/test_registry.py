@@ -355,7 +355,7 @@ async def test_a_controller_that_starts_elsewhere_is_told_again(
 
 
 def test_a_role_listens_where_its_controller_reaches_it(tmp_path: Path) -> None:
-    config = load(ROOT / "configs/quickstart.toml")
+    config = load(ROOT / "configs/quickstart.toml", ["run.start_seconds=0.1"])  # for a controller to come
     assert joining(config, None, None) == (config, None)
     moved, found = joining(config, None, "http://127.0.0.1:8400")
     assert found is not None
