@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from sync import wire
 from sync.base import errors
 from sync.base.errors import DataError, DistillError, Interrupted, Overloaded, Unreachable, WireError
-from sync.base.retry import Backoff, retrying
+from sync.base.retry import Backoff
 from sync.wire import Kept, Rows, Scored, ScoreReply, ScoreSequence, TrainBatch, Want, checks
 from sync.wire.client import BlockingPeer
 
@@ -117,8 +117,7 @@ class TeacherScores:
         kept = row.kept
         if kept.url in self._urls(row.teacher, kept.url):  # else of another start of the run
             try:
-                fetch = self._connect(kept.url).once  # twice: an idle connection may just have been closed
-                body = retrying(Unreachable, attempts=2)(fetch, f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
+                body = self._connect(kept.url).once(f"/v1/scores/{kept.key}", None, FETCH_SECONDS)
                 if blake3(body).digest(wire.DIGEST_BYTES) != kept.digest:
                     raise WireError(f"{kept.url}: the body of {kept.key} has another digest")
                 parts = self._checked(row, wire.frames(body, ScoreReply), self._want, self._k)

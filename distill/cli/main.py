@@ -329,16 +329,13 @@ def _servers(controller: str, body: ServerRegisters | ServerLeaves | None) -> No
     from sync.wire.client import BlockingPeer
 
     peer = BlockingPeer(controller, token_from_environment(), timeout=30.0)
-    try:
-        if body is not None:
-            leaves = isinstance(body, ServerLeaves)
-            path, kind = ("/v1/servers/leave", Servers) if leaves else ("/v1/servers", ServerLease)
-            answer = peer.call(path, body, kind)
-            if isinstance(answer, ServerLease) and answer.warning:
-                typer.echo(f"distill: {answer.warning}", err=True)
-        listing = peer.call("/v1/servers", None, Servers)
-    finally:
-        peer.close()
+    if body is not None:
+        leaves = isinstance(body, ServerLeaves)
+        path, kind = ("/v1/servers/leave", Servers) if leaves else ("/v1/servers", ServerLease)
+        answer = peer.call(path, body, kind)
+        if isinstance(answer, ServerLease) and answer.warning:
+            typer.echo(f"distill: {answer.warning}", err=True)
+    listing = peer.call("/v1/servers", None, Servers)
     for server in listing.servers:
         version = (
             f"{server.version or 'the model folder'!s:<16} {server.in_flight:>5} in flight"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from sync.base.errors import ConfigError
+from sync.base.retry import pause_told
 
 log = logging.getLogger(__name__)
 WAIT_SECONDS: Final = 900.0
@@ -35,16 +36,17 @@ def check_reachable(name: str, revision: str | None, kind: Literal["model", "dat
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind, revision=revision))
             return
         except HfHubHTTPError as error:
-            pause = _told(error.response)
+            status = error.response.status_code
+            pause = pause_told(error.response.headers.get("retry-after")) if status in _LATER else None
             if pause is None:
                 return
+            pause = max(1.0, pause)
             if time.monotonic() + pause > deadline:
                 raise ConfigError(
-                    f"{kind} {name!r}: {constants.ENDPOINT} answers {error.response.status_code} and asks to "
+                    f"{kind} {name!r}: {constants.ENDPOINT} answers {status} and asks to "
                     f"come back in {pause:g} s, more than the {WAIT_SECONDS:g} s that are waited: start "
                     "again then, or log in to the Hub (HF_TOKEN), whose limits are higher"
                 ) from None
-            status = error.response.status_code
             log.warning(
                 "%s answers %d for %s %r: asked again in %g s", constants.ENDPOINT, status, kind, name, pause
             )
@@ -56,13 +58,6 @@ def check_reachable(name: str, revision: str | None, kind: Literal["model", "dat
                 f"{kind} {name!r} is no folder here, nothing of it is in {cache}, and {constants.ENDPOINT}"
                 f" cannot be reached ({error}): correct the path, or let this machine reach it"
             ) from None
-
-
-def _told(response: object) -> float | None:
-    """Seconds after which a Hub asks to come back, at least 1; None: it does not."""
-    told = getattr(response, "headers", {}).get("retry-after", "").strip()
-    later = getattr(response, "status_code", 0) in _LATER
-    return max(1.0, float(told)) if later and told.isdigit() else None
 
 
 def optional_file(name: str, revision: str | None, file: str) -> Path | None:

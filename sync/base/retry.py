@@ -44,13 +44,13 @@ class Backoff:
         return max(pause, at_least)
 
 
-def pause_told(retry_after: str) -> float:
-    """Seconds that a Retry-After asks for, at least 0.05 and at most 60; 1 for what is no finite number."""
+def pause_told(retry_after: str | None) -> float | None:
+    """Seconds, at least 0.05, that the value of a Retry-After asks for; None: it is no finite number."""
     try:
-        seconds = float(retry_after)
+        seconds = float(retry_after or "")
     except ValueError:
-        return 1.0
-    return min(max(seconds, 0.05), 60.0) if math.isfinite(seconds) else 1.0
+        return None
+    return max(seconds, 0.05) if math.isfinite(seconds) else None
 
 
 def retrying(

@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, Self, TypeVar
 
 import aiohttp
 import httpx
 
-from sync.base.address import Address, Place, checked_url
+from sync.base.address import Address, Place
 from sync.base.errors import (
     ConfigError,
     Overloaded,
@@ -33,7 +34,7 @@ from sync.base.errors import (
     WireError,
     WrongServer,
 )
-from sync.base.retry import pause_told, retrying, retrying_async
+from sync.base.retry import pause_told, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 from sync.wire.claims import MISDIRECTED, MODEL_HEADER, Claim
 from sync.wire.peers import Role, refuse_wrong
@@ -48,6 +49,8 @@ SLOWEST: Final = 1 << 18
 """Bytes a second that a long answer must bring: its time limit is longer by a second for each so many."""
 MAX_REFUSAL: Final = 1 << 16
 """Bytes of an answer with another status than 200."""
+LONGEST_PAUSE_SECONDS: Final = 60.0
+"""However much later a full peer asks to be asked."""
 _REFUSALS: Final = {MISDIRECTED: WrongServer, GONE: Replaced, 413: TooLarge}
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
@@ -58,8 +61,9 @@ PROBE_SECONDS: Final = 60
 LARGE_BODY: Final = 1 << 20
 """Bytes of a request that is sent in pieces, between which others run."""
 
-_FAILED: Final = (aiohttp.ClientError, httpx.RequestError, TimeoutError)
+_FAILED: Final = (aiohttp.ClientError, TimeoutError)
 """No answer, or not all of it."""
+A = TypeVar("A")
 M = TypeVar("M", bound=Message)
 
 
@@ -108,7 +112,8 @@ class Answer:
             text = self.content[:500].decode("utf-8", "replace")
         message = f"{self.url} answered {self.status}: {text}"
         if self.status == 429:
-            raise Overloaded(message, pause_told(self.headers.get("retry-after", "")))
+            pause = pause_told(self.headers.get("retry-after"))
+            raise Overloaded(message, 1.0 if pause is None else min(pause, LONGEST_PAUSE_SECONDS))
         raise _REFUSALS.get(self.status, RemoteError)(message)
 
     def only(self) -> memoryview:
@@ -134,31 +139,6 @@ async def _read(response: aiohttp.ClientResponse, limit: asyncio.Timeout, max_by
         if ends is not None:
             limit.reschedule(ends + answer.more_seconds)
     return answer
-
-
-def _headers(token: str | None) -> dict[str, str]:
-    bearer = {"authorization": f"Bearer {token}"} if token else {}
-    return {"accept-encoding": "identity", "content-type": CONTENT_TYPE, **bearer}
-
-
-def _unreachable(url: str, limit: float, error: Exception) -> Unreachable:
-    what = f"{type(error).__name__}: {error}"
-    return Unreachable(f"{url} did not answer within {limit:.0f} s ({what}): is the process running?")
-
-
-def _check_model(url: str, headers: Mapping[str, str], expected: str | None) -> None:
-    """Raise WrongServer for an answer of another model than `expected`; None: of any."""
-    model = headers.get(MODEL_HEADER)
-    if expected not in (None, model):
-        raise WrongServer(
-            f"{url} answers with model {model}, and {expected} was checked when the run started: "
-            "start the teacher again with the model of this run's configuration"
-        )
-
-
-def _left(deadline: float) -> float:
-    """Seconds that the next try may take."""
-    return max(0.1, deadline - time.monotonic())
 
 
 # --- clients ----------------------------------------------------------------------------------------------
@@ -203,7 +183,8 @@ class Peer:
                 "a server's URL holds a user's name, and there is a bearer token: a request carries one of "
                 "both, so leave the name and its password out"
             )
-        self._headers = _headers(token)
+        bearer = {"authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"accept-encoding": "identity", "content-type": CONTENT_TYPE, **bearer}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -273,18 +254,24 @@ class Peer:
         kind: type[M],
         timeout: float | None = None,
         max_bytes: int = MAX_SMALL,
+        try_seconds: float = math.inf,
     ) -> M:
-        """POST `body` (GET when None) and decode the answer, of up to `max_bytes`, as `kind`."""
+        """POST `body` (GET when None) and decode the answer, of up to `max_bytes`, as `kind`. `try_seconds`:
+        limit of one try."""
         limit = timeout or self.timeout
         deadline, content = time.monotonic() + limit, None if body is None else encode(body)
 
         async def attempt() -> memoryview:
-            return (await self._send(path, content, _left(deadline), max_bytes)).body(retry=True)
+            left = max(0.1, min(deadline - time.monotonic(), try_seconds))
+            return (await self._send(path, content, left, max_bytes)).body(retry=True)
 
         try:
             return decode(await retrying_async(_RETRIED, within=limit)(attempt), kind)
         except (*_FAILED, Unavailable) as error:
-            raise _unreachable(self.url + path, limit, error) from None
+            raise Unreachable(
+                f"{self.url}{path} did not answer within {limit:.0f} s ({type(error).__name__}: {error}): is "
+                "the process running?"
+            ) from None
 
     async def once(
         self, path: str, body: bytes | None, timeout: float | None, max_bytes: int = MAX_ANSWER
@@ -306,7 +293,11 @@ class Peer:
         """Raises WrongServer when the answer is another run's or another model's."""
         if response.status == 200:
             self._claim.check(self.url, response.headers)
-            _check_model(self.url, response.headers, self.model)
+            if self.model not in (None, model := response.headers.get(MODEL_HEADER)):
+                raise WrongServer(
+                    f"{self.url} answers with model {model}, and {self.model} was checked when the run "
+                    "started: start the teacher again with the model of this run's configuration"
+                )
 
     async def stream(self, path: str, body: Message, kind: type[M]) -> AsyncIterator[M]:
         """POST `body` and yield the frames of the answer as they come. Nothing is retried: a lost connection
@@ -385,17 +376,13 @@ class Processes:
 
 
 class BlockingPeer:
-    """Synchronous client of one process, for code that has no event loop. Behaves like `Peer`."""
+    """`Peer` for threads without an event loop: every call has a loop and a connection of its own."""
 
     def __init__(
         self, url: str, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
     ) -> None:
-        self.url = checked_url(url).rstrip("/")
-        self.timeout = timeout
-        self._claim = claim or Claim()
-        self._http = httpx.Client(
-            base_url=self.url, headers=_headers(token), timeout=timeout, trust_env=False
-        )
+        self._connect = partial(Peer, url, token, timeout, claim)
+        self.url, self.timeout = self._connect().url, timeout
 
     def call(
         self,
@@ -405,44 +392,24 @@ class BlockingPeer:
         timeout: float | None = None,
         max_bytes: int = MAX_SMALL,
     ) -> M:
-        """The answer, as of `Peer.call`. One try takes at most the client's `timeout`, all at most this one.
-        A peer that falls silent within an answer is noticed a `timeout` after its last byte."""
-        limit = timeout or self.timeout
-        deadline, content = time.monotonic() + limit, None if body is None else encode(body)
-
-        def attempt() -> memoryview:
-            return self._send(path, content, min(self.timeout, _left(deadline)), max_bytes).body(retry=True)
-
-        try:
-            return decode(retrying(_RETRIED, within=limit)(attempt), kind)
-        except (*_FAILED, Unavailable) as error:
-            raise _unreachable(self.url + path, limit, error) from None
+        """The answer, as of `Peer.call`; one try takes at most the client's `timeout`, all this one."""
+        return self._run(lambda peer: peer.call(path, body, kind, timeout, max_bytes, self.timeout))
 
     def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> memoryview:
-        """The answer, as of `Peer.once`, of `model` (`TeacherInfo.fingerprint`); None: of any."""
-        try:
-            answer = self._send(path, body, timeout, MAX_ANSWER)
-        except _FAILED as error:
-            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
-        content = answer.only()
-        _check_model(self.url, answer.headers, model)
-        return content
+        """The answer, as of `Peer.once`, of `model` (see `Peer.model`)."""
 
-    def _send(self, path: str, content: bytes | None, timeout: float, max_bytes: int) -> Answer:
-        method, ends = "GET" if content is None else "POST", time.monotonic() + timeout
-        headers = self._claim.headers()
-        with self._http.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
-            if response.status_code == 200:
-                self._claim.check(self.url, response.headers)
-            answer = Answer(str(response.url), response.status_code, response.headers, max_bytes)
-            for part in response.iter_raw():
-                answer.add(part)
-                if time.monotonic() > ends + answer.more_seconds:
-                    raise httpx.ReadTimeout(f"only {len(answer.content)} bytes of the answer came in time")
-            return answer
+        def send(peer: Peer) -> Coroutine[None, None, memoryview]:
+            peer.model = model
+            return peer.once(path, body, timeout)
 
-    def close(self) -> None:
-        self._http.close()
+        return self._run(send)
+
+    def _run(self, send: Callable[[Peer], Awaitable[A]]) -> A:
+        async def alone() -> A:
+            async with self._connect() as peer:
+                return await send(peer)
+
+        return asyncio.run(alone())
 
 
 def _frame_length(buffer: bytearray) -> int:

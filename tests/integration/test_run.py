@@ -418,7 +418,6 @@ def test_each_role_alone_registers_with_a_token_while_replicas_join_and_leave(
         assert control.end() == 0, control.said + trainers[0].said
         for trainer in trainers:
             assert trainer.end() == 0, trainer.said
-        peer.close()
         check_result(run, run.summary(), ("student-1",), MANY)
         assert run.summary()["after"]["completions"] == 4
         check_policies(run)

@@ -460,7 +460,6 @@ def test_scores_of_a_teacher_killed_before_they_are_fetched_are_computed_again(
         kept = trained("kept", batches(keep=True), kill_at=1)
     finally:
         teacher.kill()
-        teacher.peer.close()
     assert dead.is_set()
     assert [one["rescored"] for one in inline] == [0, 0, 0]
     assert [one["rescored"] for one in kept] == [0, 6, 6]

@@ -103,7 +103,6 @@ async def remote(controller, config):
     task = asyncio.create_task(run.run())
     client = Remote(run)
     yield client
-    client.peer.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -129,7 +128,6 @@ async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) ->
     await client.call("/v1/event", CheckpointSaved(version=Version(0, 2), path="c"))
     await client.call("/v1/event", FinalDigests(version=Version(0, 2), digests={"w": "0"}))
     summary = await asyncio.wait_for(task, 60)
-    client.peer.close()
     assert summary["completed"] is True
     assert summary["weights_identical"] is False  # the replica's digests are others
 
@@ -155,7 +153,6 @@ async def test_a_rank_that_sends_no_heartbeat_is_told_of_and_a_replaced_trainer_
     assert not run.heartbeats.since
     await asyncio.to_thread(until, lambda: "heartbeat" not in [one.name for one in threading.enumerate()])
     assert stalled.empty()
-    client.peer.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -336,7 +333,6 @@ async def test_replicas_join_and_leave_a_run_that_goes_on(controller, config) ->
         run.request_stop("enough")
         await training
         summary = await task
-    client.peer.close()
     trained = [i for ids in trainer.ledger[0].values() for i in ids]
     assert len(trained) == len(set(trained))
     assert summary["weights_identical_by_replica"] == {"student-1": True}
@@ -381,7 +377,6 @@ async def test_a_replica_that_cannot_join_or_leave_is_named(controller, path, bo
     with pytest.raises(RemoteError, match=message):
         await client.call(f"/v1/servers{path}", body, Servers)
     assert (await client.get("/v1/servers")).status_code == 401
-    client.peer.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -414,7 +409,6 @@ async def test_the_members_of_a_broadcast_that_is_over_are_lost(remote) -> None:
 def test_a_controller_that_is_away_says_nothing_about_replicas() -> None:
     peer = BlockingPeer("http://127.0.0.1:1", TOKEN)
     assert ControllerClient(peer).lost("0-1") is None
-    peer.close()
 
 
 def test_a_controller_that_was_killed_is_followed_by_one_on_the_same_port() -> None:

@@ -232,7 +232,6 @@ async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> N
                 client.call, "/v1/servers", ServerRegisters(run=None, url=url), ServerLease
             )
         assert list(run.pool.replicas) == ["r0"]
-        client.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -267,7 +266,6 @@ async def test_a_trainer_that_talks_to_the_controller_of_another_run_is_refused(
     task, client = asyncio.create_task(run.run()), BlockingPeer(run.url, claim=Claim(OTHER))
     with pytest.raises(WrongServer, match=rf"it serves run 'test' \(id {run.run_log.run.id}\)"):
         await asyncio.to_thread(client.call, "/v1/servers", None, Servers)
-    client.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from sync.base.errors import WireError, WrongServer
-from sync.wire import EvalRequest, Ok, RunIdentity, Version, frame
+from sync.wire import EvalRequest, Ok, RunIdentity, Version, encode, frame
 from sync.wire.claims import MODEL_HEADER, RUN_HEADER, Claim
 from sync.wire.client import BlockingPeer, Peer
 from sync.wire.server import RunGuard, reply
@@ -96,25 +96,18 @@ def test_the_model_that_a_run_trains_is_learned_once() -> None:
     assert claim.run == OLD
 
 
-class Named(httpx.BaseTransport):
-    """Answers Ok in the name of `run`, whatever is asked for: a server that guards nothing."""
-
-    def __init__(self, run: RunIdentity) -> None:
-        self._headers = Claim(run).headers()
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        answer = reply(Ok())
-        return httpx.Response(200, headers=self._headers, stream=httpx.ByteStream(bytes(answer.body)))
-
-
 def test_an_answer_of_another_run_is_refused_by_its_reader() -> None:
-    peer = BlockingPeer("http://peer", claim=Claim(NEW))
-    peer._http = httpx.Client(transport=Named(OLD), base_url="http://peer")
-    with pytest.raises(WrongServer, match=r"http://peer serves run 'toy' \(id aa, .*not run 'toy' \(id bb"):
-        peer.call("/x", BODY, Ok)
-    peer._http = httpx.Client(transport=Named(NEW), base_url="http://peer")
-    assert peer.call("/x", BODY, Ok) == Ok()
-    peer.close()
+    """The server guards nothing, and answers in the name of whatever run it is of."""
+    served = Claim(OLD)
+    app = Starlette(
+        routes=[Route("/x", lambda _: Response(encode(Ok()), headers=served.headers()), methods=["POST"])]
+    )
+    with answering(app) as url:
+        peer = BlockingPeer(url, claim=Claim(NEW))
+        with pytest.raises(WrongServer, match=rf"{url} serves run 'toy' \(id aa, .*not run 'toy' \(id bb"):
+            peer.call("/x", BODY, Ok)
+        served.run = NEW
+        assert peer.call("/x", BODY, Ok) == Ok()
 
 
 async def test_a_teacher_that_answers_with_another_model_is_refused() -> None:
@@ -138,10 +131,8 @@ def test_a_header_that_names_no_run_is_a_bad_request(header: str) -> None:
         answer = httpx.get(f"{url}/look", headers={RUN_HEADER: header}, trust_env=False)
         assert answer.status_code == 400
         assert "names no run" in answer.json()["error"]
-    peer = BlockingPeer("http://peer", claim=Claim(NEW))
     with pytest.raises(WireError, match="names no run"):
-        peer._claim.check("http://peer", {RUN_HEADER: header})
-    peer.close()
+        Claim(NEW).check("http://peer", {RUN_HEADER: header})
 
 
 async def test_an_answer_whose_run_is_no_utf_8_names_no_run() -> None:
