@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from distill.config import RunConfig
 from distill.rollout.replica_client import ReplicaEngine
 from distill.rollout.replica_pool import ReplicaPool
+from distill.topology import servers
 from sync.base import secrets
 from sync.base.address import Address, url_problem
 from sync.base.errors import ConfigError, DistillError, RemoteError, Replaced, WrongServer
@@ -256,7 +257,7 @@ def _check_run(asking: str, run: str) -> None:
 
 def expected_servers(config: RunConfig) -> dict[str, Address]:
     """An address that registers for every server without `urls`."""
-    return {name: Address(name) for names in config.processes().values() for name in names}
+    return {process.name: Address(process.name) for process in servers(config)}
 
 
 def controller_url(run_dir: Path) -> str:

@@ -48,12 +48,7 @@ def student(
     port: Port = 0,
 ) -> None:
     """Serve one student replica. An index beyond student.replicas is a further replica of a live run."""
-    from distill.launch import single_role
-
-    settings, where = _joining(config, overrides, controller)
-    if evaluation:
-        single_role.serve(settings, single_role.serve_evaluation_replica(settings, port), where)
-    single_role.serve(settings, single_role.serve_student(settings, index, port), where)
+    _serve("evaluation.replica" if evaluation else "student", config, overrides, controller, index, port)
 
 
 def teacher(
@@ -65,10 +60,7 @@ def teacher(
     port: Port = 0,
 ) -> None:
     """Serve one process of a teacher."""
-    from distill.launch import single_role
-
-    settings, where = _joining(config, overrides, controller)
-    single_role.serve(settings, single_role.serve_teacher(settings, name, index, port), where)
+    _serve("teachers", config, overrides, controller, index, port, name)
 
 
 def environment(
@@ -80,18 +72,22 @@ def environment(
     port: Port = 0,
 ) -> None:
     """Serve one process of an environment."""
-    from distill.launch import single_role
-
-    settings, where = _joining(config, overrides, controller)
-    single_role.serve(settings, single_role.serve_environment(settings, name, index, port), where)
+    _serve("environments", config, overrides, controller, index, port, name)
 
 
 def evaluator(config: Source, overrides: Overrides, controller: Join = "", port: Port = 0) -> None:
     """Serve the evaluator."""
+    _serve("evaluation.placement", config, overrides, controller, 0, port)
+
+
+def _serve(
+    kind: str, source: Path, overrides: list[str], controller: str, index: int, port: int, name: str = ""
+) -> None:
     from distill.launch import single_role
 
-    settings, where = _joining(config, overrides, controller)
-    single_role.serve(settings, single_role.serve_evaluator(settings, where, port), where)
+    config, where = _joining(source, overrides, controller)
+    section = single_role.section_of(config, kind, name)
+    single_role.serve(config, single_role.serving(config, section, index, port, where), where)
 
 
 def train(

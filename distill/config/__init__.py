@@ -7,7 +7,7 @@ A section stands beside the code that reads it; this module holds the controller
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -19,7 +19,7 @@ from distill.config.prompts import PromptsConfig
 from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
-from sync.base.address import Host, Place, Url
+from sync.base.address import Host, Url
 from sync.base.settings import ModelSource, Name, Placement, ReplicaConfig, Settings, VllmArgs, WeightsConfig
 from teacher_service.config import TeacherConfig
 
@@ -77,8 +77,8 @@ class StudentConfig(ModelSource, Placement):
     share of the model takes; a worker that needs more loads inside the pause. None: no limit."""
 
     def flags(self) -> dict[str, Any]:
-        """`engine_args` under vLLM's names of its flags, without leading dashes."""
-        return {key.removeprefix("--").replace("_", "-"): value for key, value in self.engine_args.items()}
+        """`engine_args` under vLLM's names of its flags."""
+        return flags_of(self.engine_args)
 
     @property
     def shares_kv(self) -> bool:
@@ -285,14 +285,21 @@ class ControllerConfig(Settings):
     """launch: start the trainer. external: it is started elsewhere with `distill train`."""
 
 
-def process_names(label: str, count: int) -> list[str]:
-    """Names of the processes of the teacher or environment called `label`."""
-    return [label] if count == 1 else [f"{label}-{index}" for index in range(count)]
+def flags_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine under vLLM's names of its flags, without leading dashes."""
+    return {key.removeprefix("--").replace("_", "-"): value for key, value in arguments.items()}
 
 
-def places_of(names: Sequence[str], urls: Sequence[str], at: Mapping[str, Place]) -> list[Place]:
-    """Where the processes `names` of one section are: its `urls`, else `at` their names."""
-    return [*urls] or [at[name] for name in names if name in at]
+def _changed(value: Any, change: Any) -> Any:
+    """`value` with a table of changes: of a section's keys, or of sections by name; else `change` itself."""
+    if not isinstance(change, dict):
+        return change
+    if isinstance(value, Settings):
+        keys = {key: _changed(getattr(value, key), inner) for key, inner in change.items()}
+        return value.model_copy(update=keys)
+    if isinstance(value, dict) and any(isinstance(item, Settings) for item in value.values()):
+        return value | {name: _changed(value.get(name), inner) for name, inner in change.items()}
+    return change
 
 
 class RunConfig(Settings):
@@ -331,47 +338,27 @@ class RunConfig(Settings):
         sections |= {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
         sections |= {f"environments.{name}": environment for name, environment in self.environments.items()}
         if self.evaluation is not None:
-            sections["evaluation.placement"] = self.evaluation.placement
             if self.evaluation.replica is not None:
                 sections["evaluation.replica"] = self.evaluation.replica
+            sections["evaluation.placement"] = self.evaluation.placement
         return sections
+
+    def with_(self, **changes: Any) -> RunConfig:
+        """With other values, as `with_(run={"steps": 5}, teachers={"math": {"urls": []}}, evaluation=None)`.
+
+        Values are not checked.
+        """
+        config: RunConfig = _changed(self, changes)
+        return config
 
     def with_places(self, change: Callable[[str, Any], Any]) -> RunConfig:
         """With `change` of section and place for every place in `places`."""
-        evaluation = self.evaluation
-        if evaluation is not None:
-            urls = evaluation.replica and change("evaluation.replica", evaluation.replica)
-            place = change("evaluation.placement", evaluation.placement)
-            evaluation = evaluation.model_copy(update={"placement": place, "replica": urls})
-        environments = {
-            name: change(f"environments.{name}", environment)
-            for name, environment in self.environments.items()
-        }
-        update = {
-            "student": change("student", self.student),
-            "teachers": {
-                name: change(f"teachers.{name}", teacher) for name, teacher in self.teachers.items()
-            },
-            "environments": environments,
-            "evaluation": evaluation,
-        }
-        return self.model_copy(update=update)
-
-    def processes(self) -> dict[str, list[str]]:
-        """Section of each server that has no `urls` → the names of its processes; without the trainer."""
-        student, evaluation = self.student, self.evaluation
-        names = {} if student.urls else {"student": [f"student-{i}" for i in range(student.replicas)]}
-        for name, teacher in self.teachers.items():
-            if not teacher.urls:
-                names[f"teachers.{name}"] = process_names(f"teacher-{name}", teacher.replicas)
-        for name, environment in self.environments.items():
-            if not environment.urls:
-                names[f"environments.{name}"] = process_names(f"environment-{name}", environment.processes)
-        if evaluation is not None and evaluation.replica is not None and not evaluation.replica.urls:
-            names["evaluation.replica"] = ["evaluation-replica"]
-        if evaluation is not None and not evaluation.placement.urls:
-            names["evaluation.placement"] = ["evaluator"]
-        return names
+        changes: dict[str, Any] = {}
+        for section, place in self.places().items():
+            kind, _, name = section.partition(".")
+            changed = change(section, place)
+            changes[kind] = {**changes.get(kind, {}), name: changed} if name else changed
+        return self.with_(**changes)
 
     @property
     def metric(self) -> Metric:

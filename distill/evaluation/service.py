@@ -18,7 +18,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -31,12 +31,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from distill.aio import cancel
-from distill.config import RunConfig, places_of
+from distill.config import RunConfig
 from distill.evaluation.schedule import score
 from distill.registry import controller_url, expected_servers, follow
 from distill.rollout.replica_client import HttpReplica
+from distill.topology import places
 from sync import wire
-from sync.base.address import Place, token_from_environment
+from sync.base.address import token_from_environment
 from sync.base.decoding import convert
 from sync.base.durable import write_json
 from sync.base.errors import ConfigError, DistillError
@@ -199,7 +200,7 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     claim = Claim(wire.RunIdentity(config.run.name))
     weights = Subscriber(config.subscriber("evaluator"), claim)
-    at, names = expected_servers(config), config.processes()
+    at = expected_servers(config)
 
     def controller_place() -> str:
         """The URL that the run's folder says, where it is shared, else `controller`."""
@@ -211,17 +212,14 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     if controller is not None:
         follow(controller_place, token, at)
 
-    def places(section: str, urls: Sequence[str]) -> list[Place]:
-        return places_of(names.get(section, ()), urls, at)
-
+    where = places(config, at)
     teachers = {
-        name: TeacherClient(name, places(f"teachers.{name}", teacher.urls), token, claim=claim)
-        for name, teacher in config.teachers.items()
+        name: TeacherClient(name, where[f"teachers.{name}"], token, claim=claim) for name in config.teachers
     }
     environments = {
         name: EnvironmentClient(
             name,
-            places(f"environments.{name}", environment.urls),
+            where[f"environments.{name}"],
             token,
             claim,
             environment.call_timeout_seconds,
@@ -229,10 +227,7 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
         for name, environment in config.environments.items()
     }
     connect = partial(HttpReplica, token=token, claim=claim)
-    replica_config = config.evaluation.replica if config.evaluation else None
-    replica = (
-        connect(places("evaluation.replica", replica_config.urls)[0]) if replica_config is not None else None
-    )
+    replica = next(map(connect, where.get("evaluation.replica", ())), None)
     evaluator = Evaluator(config, weights, teachers, connect, environments, replica)
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
     asgi = app(evaluator.complete, keeper, partial(probe, config, teachers), token, claim)

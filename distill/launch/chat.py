@@ -121,7 +121,7 @@ def chatting(
     begins. Raises ConfigError when the run holds no such model.
     """
     config = load_run_dir(run_dir)
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=sampling)})
+    config = config.with_(rollout=dict(sampling))
     use_folder(config.run.code_folder)
     token = token_from_environment() or secrets.token_urlsafe(32)
     with temporary(config) as moved, Ports() as ports, asyncio.Runner() as runner:
@@ -130,9 +130,8 @@ def chatting(
         models = {f"student-{version}": student}
         if with_teachers:
             models |= {name: _served_here(teacher) for name, teacher in config.teachers.items()}
-        no_replica = config.student.model_copy(update={"replicas": 0, "urls": []})
-        update = {"student": no_replica, "teachers": models, "environments": {}, "evaluation": None}
-        plan = plan_servers(moved.model_copy(update=update), token, ports)
+        alone = moved.model_copy(update={"teachers": models, "environments": {}, "evaluation": None})
+        plan = plan_servers(alone.with_(student={"replicas": 0, "urls": []}), token, ports)
         clients = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
         conversations = Conversations(config, load_tokenizer(student), clients)
         servers = serving(plan.children, moved.run_dir / "logs", config.run.start_seconds)

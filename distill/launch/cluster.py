@@ -16,12 +16,13 @@ from typing import Protocol
 
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
-from distill.launch.placement import TRAINER, Need, Node, lines, needs, place
+from distill.launch.placement import Node, lines, needs, place
 from distill.launch.ray_cluster import Ray
-from distill.launch.roles import Plan, plan_of, role_words
+from distill.launch.roles import Plan, plan_of
 from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
 from distill.registry import expected_servers
+from distill.topology import TRAINER, Process, command, processes
 from sync.base import secrets
 from sync.base.address import WILDCARDS, is_loopback
 
@@ -37,7 +38,7 @@ class Cluster(Protocol):
         ...
 
     def client(
-        self, need: Need, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
+        self, need: Process, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
     ) -> list[str]:
         """The command that runs `argv` on `nodes`, once on each, with `env` over their environment.
 
@@ -63,9 +64,7 @@ def reachable(config: RunConfig, engine: Cluster) -> RunConfig:
     """With a controller that the engine's machines reach, unless it has an address of its own."""
     if not is_loopback(config.controller.host) and config.controller.host not in WILDCARDS:
         return config
-    return config.model_copy(
-        update={"controller": config.controller.model_copy(update={"host": engine.host})}
-    )
+    return config.with_(controller={"host": engine.host})
 
 
 def registered(config: RunConfig, say: Callable[[str], None]) -> Plan:
@@ -102,10 +101,7 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
 
 def role_commands(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
     """Process → the words of its `distill` command."""
-    folder = str(config.run_dir)
-    for section, names in config.processes().items():
-        for index, process in enumerate(names):
-            command, *options = role_words(section, str(index))
-            yield process, [command, folder, *options]
-    if config.controller.trainer == "launch":
-        yield TRAINER, ["train", folder]
+    for process in processes(config):
+        if process.url is None and (process.role or config.controller.trainer == "launch"):
+            name, *options = command(process.section, process.index)
+            yield process.name, [name, str(config.run_dir), *options]

@@ -37,18 +37,12 @@ def evaluate_folder(
         check_folder(model, "--model")
     if completions is not None and completions.exists():
         raise ConfigError(f"--completions {completions} exists: name a new folder")
-    settings = config.evaluation or EvaluationConfig()
-    here = settings.placement.model_copy(update={"urls": []})
-    settings = settings.model_copy(update={"replica": None, "placement": here})
-    config = config.model_copy(update={"evaluation": settings})
+    config = config.with_(evaluation=config.evaluation or EvaluationConfig())
+    config = config.with_(evaluation={"replica": None, "placement": {"urls": []}})
     check_here(config, "evaluate")
     config = check(config).config
     placed = {"replicas": 1, "urls": [], "path": str(model.absolute() if model else config.student.path)}
-    whole = {
-        "student": config.student.model_copy(update=placed),
-        "trainer": config.trainer.model_copy(update={"lora": None}),
-    }
-    config = config.model_copy(update=whole)
+    config = config.with_(student=placed, trainer={"lora": None})
     with temporary(config) as moved, Ports() as ports:
         report = asyncio.run(_evaluated(moved, ports, say))
         if completions is not None:

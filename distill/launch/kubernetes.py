@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Final
 
@@ -23,12 +24,15 @@ import tomli_w
 from distill.config import RunConfig
 from distill.config.loading import located, merge, read, validate
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
+from distill.environments.config import EnvironmentConfig
 from distill.launch.manifest import CONFIG_FOLDER, PORT, REMOTE, Manifest, Role, Target, reads_volume
-from distill.launch.placement import TRAINER, needs
-from distill.launch.roles import CONTROLLER, role_words
+from distill.launch.placement import needs
+from distill.topology import CONTROLLER, TRAINER, Process, command
 from sync.base import secrets
 from sync.base.errors import ConfigError
 from sync.base.settings import ModelSource, Settings
+from sync.wire.peers import Role as PeerRole
+from teacher_service.config import TeacherConfig
 
 LONGEST: Final = 63
 """Characters of a name in DNS."""
@@ -119,37 +123,33 @@ def _check_names(name: str, specs: Sequence[Role]) -> None:
 
 def roles(config: RunConfig, target: Target, url: str) -> list[Role]:
     """Every role of a run, with its pods; `config`: as they read it, `url`: the controller's."""
-    role_needs = {need.name: need for need in needs(config, target.gpus)}
     specs = [Role(CONTROLLER, ["control", _FILE], keeps=True)]
-    for section, names in config.processes().items():
-        kind, _, name = section.partition(".")
-        command, *options = role_words(section, INDEX)
-        words = [command, _FILE, "--controller", url, *options]
-        itself = kind == "teachers" and config.teachers[name].follow_student_every is not None
+    for section, group in groupby(needs(config, target.gpus), key=lambda process: process.section):
+        process, *others = group
+        name, *options = command(section, INDEX)
+        words, serves = [name, _FILE, "--controller", url, *options], process.role is not None
         specs.append(
             Role(
-                kind if kind == "student" else label(names[0] if len(names) == 1 else names[0][:-2]),
-                [*words, "--port", str(PORT)],
-                len(names),
-                role_needs[names[0]].gpus,
-                keeps=section == "evaluation.placement",
-                follows=itself or kind in ("student", "evaluation"),
-                reads=bool(_below(config.run.folder, _read(config, kind, name))),
+                label(process.label),
+                [*words, *(["--port", str(PORT)] if serves else ["--node", INDEX])],
+                (1 + len(others)) * process.nodes,
+                process.gpus,
+                serves,
+                keeps=process.role in (None, PeerRole.EVALUATOR),
+                follows=process.follows,
+                reads=serves and bool(_below(config.run.folder, _read(config, process))),
             )
         )
-    trainer = role_needs[TRAINER]
-    words = ["train", _FILE, "--controller", url, "--node", INDEX]
-    specs.append(Role(TRAINER, words, trainer.nodes, trainer.gpus, serves=False, keeps=True))
     return specs
 
 
-def _read(config: RunConfig, kind: str, name: str) -> list[Any]:
+def _read(config: RunConfig, process: Process) -> list[Any]:
     """The sections whose models and files a server reads."""
     sections: list[Settings] = [config.student]
-    if kind == "teachers":
-        sections = [config.teachers[name]]
-    elif kind == "environments":
-        sections.append(config.environments[name])
+    if isinstance(process.place, TeacherConfig):
+        sections = [process.place]
+    elif isinstance(process.place, EnvironmentConfig):
+        sections.append(process.place)
     return [section.model_dump(mode="json") for section in sections]
 
 

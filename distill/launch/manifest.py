@@ -19,8 +19,7 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from distill.config import RunConfig
-from distill.launch.placement import TRAINER
-from distill.launch.roles import CONTROLLER
+from distill.topology import CONTROLLER, TRAINER
 from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
 
 CONFIG_FOLDER: Final = "/config"

@@ -10,15 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Final
 
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
-from distill.preflight_checks.devices import EACH_NODE, Where, named
+from distill.preflight_checks.devices import EACH_NODE, Where
 from distill.preflight_checks.machine import installed_for_cpu
+from distill.topology import TRAINER, Process, processes
 from sync.base.errors import ConfigError
-
-TRAINER: Final = "trainer"
 
 
 @dataclass(frozen=True)
@@ -31,68 +29,35 @@ class Node:
     cpus: int
 
 
-@dataclass(frozen=True)
-class Need:
-    """What one process of a run takes on each of its machines."""
-
-    name: str
-    """The process's, such as "student-0"."""
-    gpus: int = 0
-    nodes: int = 1
-    """Machines: above 1 for the trainer alone."""
-
-
 Placed = Mapping[str, Sequence[Node]]
 """Process → its machines."""
 
 
-def needs(config: RunConfig, gpus: bool) -> list[Need]:
+def needs(config: RunConfig, gpus: bool) -> list[Process]:
     """Every process that a run starts; `gpus`: whether the cluster's machines have any.
 
     A process with `devices` has those. Replicas on a partition of their own are started by Slurm. Raises
     ConfigError for `devices` on machines that Slurm or Ray shares out.
     """
-    cluster = config.cluster
+    cluster, needed = config.cluster, list[Process]()
     elsewhere = isinstance(cluster, SlurmCluster) and cluster.replica_partition is not None
-    engine_places = isinstance(cluster, SlurmCluster | RayCluster)
-    engine, places, evaluation = _parallel(config.student.flags()), config.places(), config.evaluation
-    evaluator = int(evaluation is not None and evaluation.device != "cpu")
-    defaults = {"student": engine, "evaluation.placement": evaluator, "evaluation.replica": engine}
-    for name, teacher in config.teachers.items():
-        without = teacher.engine_url is not None or teacher.device == "cpu"
-        defaults[f"teachers.{name}"] = 0 if without else _parallel(teacher.engine_args)
-    role_needs = []
-    for section, names in config.processes().items():
-        if section == "student" and elsewhere:
+    for process in processes(config, gpus):
+        section, of_trainer = process.section, process.section == TRAINER
+        if process.url or (elsewhere and section == "student"):
             continue
-        place = places[section]
-        if engine_places:
-            _check_free(section, place.devices)
-        count = place.gpus if place.gpus is not None else defaults.get(section, 0) * gpus
-        counts = [len(named(devices)) for devices in place.devices] or [count]
-        role_needs += [Need(name, counts[index % len(counts)]) for index, name in enumerate(names)]
-    if config.controller.trainer == "launch":
-        if engine_places:
-            _check_free("trainer", config.trainer.devices)
-        role_needs.append(Need(TRAINER, config.trainer.ranks * gpus, config.trainer.nodes))
-    return role_needs
+        if of_trainer and config.controller.trainer != "launch":
+            continue
+        devices = config.trainer.devices if of_trainer else config.places()[section].devices
+        if devices and isinstance(cluster, SlurmCluster | RayCluster):
+            raise ConfigError(
+                f"{section}.devices = {devices!r}: on a cluster its engine says which GPUs a process has; "
+                f"leave it out, {'trainer.ranks' if of_trainer else f'{section}.gpus'} is how many"
+            )
+        needed.append(process)
+    return needed
 
 
-def _check_free(section: str, devices: Sequence[str] | str | None) -> None:
-    if devices:
-        raise ConfigError(
-            f"{section}.devices = {devices!r}: on a cluster its engine says which GPUs a process has; leave "
-            f"it out, {'trainer.ranks' if section == 'trainer' else f'{section}.gpus'} is how many"
-        )
-
-
-def _parallel(arguments: Mapping[str, object]) -> int:
-    """GPUs of one vLLM engine with these arguments."""
-    named = {key.lstrip("-").replace("_", "-"): value for key, value in arguments.items()}
-    return int(str(named.get("tensor-parallel-size", 1))) * int(str(named.get("pipeline-parallel-size", 1)))
-
-
-def place(role_needs: Iterable[Need], nodes: Sequence[Node]) -> dict[str, list[Node]]:
+def place(role_needs: Iterable[Process], nodes: Sequence[Node]) -> dict[str, list[Node]]:
     """A machine for every process. Raises ConfigError, naming what does not fit.
 
     Processes without GPUs go where the fewest processes are.
@@ -125,7 +90,7 @@ def _count(gpus: int) -> str:
     return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
-def lines(placed: Placed, role_needs: Iterable[Need]) -> list[str]:
+def lines(placed: Placed, role_needs: Iterable[Process]) -> list[str]:
     """The placement for people, a line for each machine."""
     gpus = {need.name: need.gpus for need in role_needs}
     by_node: dict[str, list[str]] = {}
@@ -147,20 +112,19 @@ def planned(config: RunConfig) -> tuple[Where | None, list[str]]:
     if isinstance(cluster, LocalCluster):
         return None, []
     if isinstance(cluster, ExternalCluster | RayCluster):
-        with_trainer = config.controller.model_copy(update={"trainer": "launch"})
-        with_all = config.model_copy(update={"controller": with_trainer})
-        role_needs = needs(with_all, gpus=not installed_for_cpu())
+        with_trainer = config.with_(controller={"trainer": "launch"})
+        role_needs = needs(with_trainer, gpus=not installed_for_cpu())
         return _gpus(role_needs, {}), []
     nodes = [Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)]
     role_needs = needs(config, cluster.gpus_per_node > 0)
     placed = place(role_needs, nodes)
     used, reserved = sum(need.gpus * need.nodes for need in role_needs), cluster.nodes * cluster.gpus_per_node
     told = [*lines(placed, role_needs), f"GPUs: {used} used of {reserved} reserved"]
-    in_one = config.model_copy(update={"cluster": cluster.model_copy(update={"replica_partition": None})})
+    in_one = config.with_(cluster={"replica_partition": None})
     return _gpus(needs(in_one, cluster.gpus_per_node > 0), placed), told
 
 
-def _gpus(role_needs: Iterable[Need], placed: Placed) -> dict[str, tuple[str, list[str]]]:
+def _gpus(role_needs: Iterable[Process], placed: Placed) -> dict[str, tuple[str, list[str]]]:
     """Those of each process by number, machine by machine from 0 on; one without a place has its own."""
     free: dict[str, Iterator[int]] = defaultdict(count)
     where: dict[str, tuple[str, list[str]]] = {}

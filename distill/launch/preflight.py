@@ -22,6 +22,7 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.run_log.journal import read_all
 from distill.run_log.records import Opened
+from distill.topology import servers
 from sync.base.address import token_from_environment
 from sync.base.errors import ConfigError
 from sync.weights.subscribe import check_local
@@ -47,10 +48,11 @@ def check_machine(config: RunConfig) -> None:
 
 def check_here(config: RunConfig, command: str) -> None:
     """Raise ConfigError when the servers that `command` starts belong on other machines."""
-    if config.cluster.type != "local" and (servers := config.processes()):
+    sections = dict.fromkeys(process.section for process in servers(config))
+    if config.cluster.type != "local" and sections:
         raise ConfigError(
             f"cluster.type is {config.cluster.type!r}, and {command} starts servers on this machine alone "
-            f"({', '.join(servers)}): give --set cluster.type=local when they fit here"
+            f"({', '.join(sections)}): give --set cluster.type=local when they fit here"
         )
 
 
@@ -59,7 +61,7 @@ def check_arguments(config: RunConfig) -> None:
 
     Raises ConfigError with those that it does not take.
     """
-    here, student = config.processes(), config.student
+    here, student = {process.section for process in servers(config)}, config.student
     flags, env = list[str](), dict[str, str]()
     if "student" in here:
         replica = config.subscriber("student-0")

@@ -91,11 +91,8 @@ def shortened(config: RunConfig, folder: Path) -> RunConfig:
         "tracking": {"wandb": "disabled", "tensorboard": False, "samples_every": 0},
         "guard": {"patience": sys.maxsize},  # a run that is held takes no more steps
     }
-    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
-    teachers = {
-        name: teacher.model_copy(update={"keep_folder": None}) for name, teacher in config.teachers.items()
-    }
-    return config.model_copy(update={**sections, "teachers": teachers, "evaluation": None})
+    teachers = {name: {"keep_folder": None} for name in config.teachers}
+    return config.with_(**changes, teachers=teachers, evaluation=None)
 
 
 async def _measurable(path: Path, say: Callable[[str], None]) -> None:

@@ -22,8 +22,9 @@ from typing import Any, Final
 
 from distill.config.cluster import RayCluster
 from distill.guardian import MODULE
-from distill.launch.placement import Need, Node
+from distill.launch.placement import Node
 from distill.launch.ray_nodes import AUTH_MODE, AUTH_TOKEN_PATH
+from distill.topology import Process
 from sync.base.address import TOKEN_FILE_VARIABLE
 from sync.base.errors import ConfigError
 
@@ -109,7 +110,7 @@ class Ray:
         return machines
 
     def client(
-        self, need: Need, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
+        self, need: Process, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
     ) -> list[str]:
         """See `Cluster`. Values of variables stay in the environment that the client is started with."""
         inherited = {

@@ -13,18 +13,18 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 from distill.aio import look_seconds
-from distill.config import RunConfig, StudentConfig, places_of
-from distill.environments.config import EnvironmentService
+from distill.config import RunConfig
+from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.launch import replica_command
-from distill.launch.placement import TRAINER
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
+from distill.topology import EVALUATOR, TRAINER, Process, places, servers
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync.base import secrets as hidden
@@ -32,11 +32,11 @@ from sync.base.address import TOKEN_VARIABLE, Address, Place, is_loopback, token
 from sync.base.errors import ConfigError
 from sync.base.memory import allocator
 from sync.base.settings import ModelSource, Placement, Settings
+from sync.wire.peers import Role
 from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
+from teacher_service.config import TeacherConfig
 from teacher_service.engines.reload import GpuSlotsConfig
 
-EVALUATOR, EVALUATION_REPLICA = "evaluator", "evaluation-replica"
-CONTROLLER = "controller"
 Relay = Callable[[str, str], str]
 """(role, its URL) → the URL through which its clients reach it."""
 
@@ -101,22 +101,14 @@ class Plan:
     """Those of the addresses that register, by the name of their process."""
 
 
-def plan_of(config: RunConfig, places: Mapping[str, Place]) -> Plan:
-    """Where all servers are: by `urls`, else at `places`, by the names of their processes."""
-    names = config.processes()
-
-    def of(section: str, urls: Sequence[str]) -> list[Place]:
-        return places_of(names.get(section, ()), urls, places)
-
-    evaluation = config.evaluation
+def plan_of(config: RunConfig, at: Mapping[str, Place]) -> Plan:
+    """Where all servers are: by `urls`, else `at` the names of their processes."""
+    where = places(config, at)
     return Plan(
-        {f"student-{i}": place for i, place in enumerate(of("student", config.student.urls))},
-        {name: of(f"teachers.{name}", teacher.urls) for name, teacher in config.teachers.items()},
-        {
-            name: of(f"environments.{name}", environment.urls)
-            for name, environment in config.environments.items()
-        },
-        next(iter(of("evaluation.placement", evaluation.placement.urls)), None) if evaluation else None,
+        {f"student-{i}": place for i, place in enumerate(where["student"])},
+        {name: where[f"teachers.{name}"] for name in config.teachers},
+        {name: where[f"environments.{name}"] for name in config.environments},
+        next(iter(where.get("evaluation.placement", ())), None),
     )
 
 
@@ -126,34 +118,24 @@ def plan_servers(config: RunConfig, token: str | None, ports: Ports, relay: Rela
     `relay`: what the controller reaches those through. Raises ConfigError for ports in use and for placements
     that do not fit.
     """
-    here = config.processes()
-    children = [student_child(config, i, ports) for i in range(len(here.get("student", ())))]
-    for name in config.teachers:
-        names = here.get(f"teachers.{name}", ())
-        children += [teacher_child(config, name, i, ports) for i in range(len(names))]
-    for name in config.environments:
-        names = here.get(f"environments.{name}", ())
-        children += [environment_child(config, name, i, ports) for i in range(len(names))]
-    if "evaluation.replica" in here:
-        children.append(evaluation_replica(config, ports))
-    places: dict[str, Place] = {child.name: child.url for child in children if child.url}
-    if "evaluation.placement" in here:
-        children.append(evaluator_child(with_urls(config, places), ports))
-        places[EVALUATOR] = children[-1].url or ""
-    plan = plan_of(config, {name: relay(name, str(place)) for name, place in places.items()})
+    children, at = list[ChildSpec](), dict[str, Place]()
+    for process in servers(config):
+        there = with_urls(config, at) if process.role == Role.EVALUATOR else config
+        children.append(child := server(there, process, ports))
+        at[child.name] = child.url or ""
+    plan = plan_of(config, {name: relay(name, str(place)) for name, place in at.items()})
     plan.children = [_in_run(child, config, token) for child in children]
     return plan
 
 
-def with_urls(config: RunConfig, places: Mapping[str, Place]) -> RunConfig:
+def with_urls(config: RunConfig, at: Mapping[str, Place]) -> RunConfig:
     """What the evaluator is started with: teachers, environments, and its own replica, where they are."""
-    names = config.processes()
+    where = places(config, at)
 
     def reached(section: str, place: Placement) -> Placement:
         if section in ("student", "evaluation.placement"):
             return place
-        urls = [str(url) for url in places_of(names.get(section, ()), place.urls, places)]
-        return place.model_copy(update={"urls": urls})
+        return place.model_copy(update={"urls": [str(url) for url in where[section]]})
 
     return config.with_places(reached)
 
@@ -182,80 +164,70 @@ def _in_run(child: ChildSpec, config: RunConfig, token: str | None) -> ChildSpec
 def temporary(config: RunConfig) -> Iterator[RunConfig]:
     """The configuration with a run folder that is removed at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="distill-") as root:
-        moved = config.run.model_copy(update={"folder": Path(root)})
-        student = config.student.model_copy(update={"mirror_folder": None})
-        yield config.model_copy(update={"run": moved, "student": student})
+        yield config.with_(run={"folder": Path(root)}, student={"mirror_folder": None})
 
 
 # --- one process
 
 
-def role_words(section: str, index: str) -> list[str]:
-    """The `distill` command that serves process `index` of a section, and its options."""
-    kind, _, name = section.partition(".")
-    match kind:
-        case "student":
-            return ["student", "--index", index]
-        case "teachers" | "environments":
-            return [kind.removesuffix("s"), "--name", name, "--index", index]
-    return ["student", "--evaluation"] if name == "replica" else ["evaluator"]
+def server(config: RunConfig, process: Process, ports: Ports, controller: str | None = None) -> ChildSpec:
+    """The command line of a server; what it reads is written into the run's folder.
+
+    `controller`: tells the evaluator where the servers without `urls` are.
+    """
+    place = process.place
+    match process.role:
+        case Role.STUDENT:
+            return _replica(config, process, ports)
+        case Role.TEACHER if isinstance(place, TeacherConfig):
+            return _teacher(config, process, place, ports)
+        case Role.ENVIRONMENT if isinstance(place, EnvironmentConfig):
+            return _environment(config, process, place, ports)
+    path = write_role(config.run_dir, EVALUATOR, config)
+    child = _server("distill.evaluation.service", path, process, ports)
+    argv = child.argv if controller is None else [*child.argv, "--controller", controller]
+    return replace(child, argv=argv, env={**child.env, **_secrets(config)})
 
 
-def student_child(config: RunConfig, index: int, ports: Ports) -> ChildSpec:
-    """Replica `index`."""
-    return _replica(config, config.student, f"student-{index}", index, "student", ports)
-
-
-def evaluation_replica(config: RunConfig, ports: Ports) -> ChildSpec:
-    """The replica that generates for evaluations alone: as the student's, in a place of its own."""
-    place = config.evaluation.replica if config.evaluation else None
-    assert place is not None, "it is configured"
-    update = {**dict(place), "env": {**config.student.env, **place.env}}
-    there = config.student.model_copy(update=update)
-    return _replica(config, there, EVALUATION_REPLICA, 0, "evaluation.replica", ports)
-
-
-def _replica(
-    config: RunConfig, place: StudentConfig, name: str, index: int, key: str, ports: Ports
-) -> ChildSpec:
-    """`key`: the section of `place`."""
-    port, settings = _port(place, index, key, ports), config.subscriber(name)
+def _replica(config: RunConfig, process: Process, ports: Ports) -> ChildSpec:
+    """One that generates for evaluations alone is as the student's, in a place of its own."""
+    name, index, place = process.name, process.index, config.student
+    if process.section != "student" and process.place:
+        there = dict(process.place)
+        place = place.model_copy(update={**there, "env": {**place.env, **there["env"]}})
+    port, settings = _port(place, index, process.section, ports), config.subscriber(name)
     write_role(config.run_dir, name, settings)
     argv, env = replica_command.command(place, settings, index, place.host, port)
     return ChildSpec(name, argv, env, url=url_of(place.host, port))
 
 
-def teacher_child(config: RunConfig, name: str, index: int, ports: Ports) -> ChildSpec:
-    """Process `index` of the teacher called `name`."""
-    place, run = config.teachers[name], config.run
-    label = f"teacher-{name}" if place.replicas == 1 else f"teacher-{name}-{index}"
+def _teacher(config: RunConfig, process: Process, place: TeacherConfig, ports: Ports) -> ChildSpec:
+    run, name, label = config.run, process.subject, process.label
     kept = place.keep_folder or config.run_dir / "scores" / name
-    path = write_role(config.run_dir, f"teacher-{name}", place.model_copy(update={"keep_folder": kept}))
+    path = write_role(config.run_dir, label, place.model_copy(update={"keep_folder": kept}))
     env: dict[str, str] = {}
-    if place.follow_student_every is not None:
-        env |= config.subscriber(f"teacher-{name}-{index}").environment()
+    if process.follows:
+        env |= config.subscriber(f"{label}-{process.index}").environment()
     if place.idle_unload_seconds is not None and run.max_loaded_teachers is not None:
         env |= GpuSlotsConfig(folder=config.run_dir / "slots", slots=run.max_loaded_teachers).environment()
-    child = _server("teacher_service", path, place, index, f"teachers.{name}", label, ports)
-    argv = [*child.argv, "--name", name, "--index", str(index)]
+    child = _server("teacher_service", path, process, ports)
+    argv = [*child.argv, "--name", name, "--index", str(process.index)]
     return replace(child, argv=argv, env={**child.env, **_secrets(place), **env})
 
 
-def environment_child(config: RunConfig, name: str, index: int, ports: Ports) -> ChildSpec:
-    """Process `index` of the environment called `name`, by the interpreter that has its packages."""
-    place, label = config.environments[name], f"environment-{name}"
+def _environment(config: RunConfig, process: Process, place: EnvironmentConfig, ports: Ports) -> ChildSpec:
+    """By the interpreter that has its packages."""
     settings = EnvironmentService(
-        name=name,
+        name=process.subject,
         run=config.run.name,
         environment=place,
         student=_model(config.student),
         stop_token_ids=config.rollout.stop_token_ids,
     )
-    path = write_role(config.run_dir, label, settings)
-    label = label if place.processes == 1 else f"{label}-{index}"
-    child = _server("distill.environments.service", path, place, index, f"environments.{name}", label, ports)
+    path = write_role(config.run_dir, process.label, settings)
+    child = _server("distill.environments.service", path, process, ports)
     env = {"OMP_NUM_THREADS": str(place.threads), **child.env, **_secrets(settings)}
-    argv = [*child.argv, "--index", str(index)]
+    argv = [*child.argv, "--index", str(process.index)]
     if place.python is not None:
         paths = [str(_packages(path.parent)), env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -275,20 +247,11 @@ def _packages(folder: Path) -> Path:
     return packages
 
 
-def evaluator_child(config: RunConfig, ports: Ports, controller: str | None = None) -> ChildSpec:
-    """The evaluator; `controller`: says where the servers without `urls` are."""
-    assert config.evaluation is not None, "there is one only with an evaluation"
-    path, place = write_role(config.run_dir, EVALUATOR, config), config.evaluation.placement
-    child = _server("distill.evaluation.service", path, place, 0, "evaluation.placement", EVALUATOR, ports)
-    argv = child.argv if controller is None else [*child.argv, "--controller", controller]
-    return replace(child, argv=argv, env={**child.env, **_secrets(config)})
-
-
-def _server(
-    module: str, path: Path, place: Placement, index: int, key: str, label: str, ports: Ports
-) -> ChildSpec:
-    """A process of ours that serves with the settings in `path`; `key`: the section of `place`."""
-    port = _port(place, index, key, ports)
+def _server(module: str, path: Path, process: Process, ports: Ports) -> ChildSpec:
+    """A process of ours that serves with the settings in `path`."""
+    place = process.place
+    assert place is not None, "the trainer serves nothing"
+    port = _port(place, process.index, process.section, ports)
     argv = [sys.executable, "-m", module, "--config", str(path), "--host", place.host, "--port", str(port)]
     env = {
         "PYTHONSAFEPATH": "1",
@@ -296,9 +259,9 @@ def _server(
         **allocator(),
         **(ON_LOOPBACK if is_loopback(place.host) else {}),
         **place.env,
-        **replica_command.visible_devices(place, index, label),
+        **replica_command.visible_devices(place, process.index, process.name),
     }
-    return ChildSpec(label, argv, env, url=url_of(place.host, port))
+    return ChildSpec(process.name, argv, env, url=url_of(place.host, port))
 
 
 def _secrets(settings: Settings) -> dict[str, str]:

@@ -33,7 +33,7 @@ from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
 from distill.launch import cluster, roles
-from distill.launch.placement import TRAINER, planned
+from distill.launch.placement import planned
 from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, checkpoint_line, content
 from distill.launch.supervise import ChildSpec, Supervisor
@@ -54,6 +54,7 @@ from distill.prompts.stream import PromptStream
 from distill.published import check_store
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import Journal
+from distill.topology import CONTROLLER, TRAINER
 from student_trainer.checkpoint_files import CHECKPOINTS, choose
 from student_trainer.objectives.config import needs, student_topk
 from sync.base.durable import write_json
@@ -193,7 +194,7 @@ class _Launcher:
         folder.keep_url(config.controller, self._controller.url)
         children = {child.name: child for child in plan.children}
         if config.controller.trainer == "launch":
-            url = relay(roles.CONTROLLER, self._controller.url)
+            url = relay(CONTROLLER, self._controller.url)
             children[TRAINER] = replace(
                 children.get(TRAINER) or trainer_child(config, url, token),
                 joined=lambda: self._joined,

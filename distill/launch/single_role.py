@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
 from typing import Final, NoReturn
@@ -28,16 +28,7 @@ from urllib.parse import urlsplit
 
 from distill.config import RunConfig
 from distill.guardian import MODULE
-from distill.launch.roles import (
-    Ports,
-    environment_child,
-    evaluation_replica,
-    evaluator_child,
-    student_child,
-    teacher_child,
-    trainer_process,
-    url_of,
-)
+from distill.launch.roles import Ports, server, trainer_process, url_of
 from distill.launch.run_folder import TOKEN_FILE
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import (
@@ -50,6 +41,7 @@ from distill.preflight_checks.checks import (
 from distill.preflight_checks.machine import runs_vllm
 from distill.preflight_checks.objective import with_objective
 from distill.registry import EXIT_REPLACED, controller_url
+from distill.topology import process_of, servers
 from sync.base import secrets
 from sync.base.address import (
     TOKEN_FILE_VARIABLE,
@@ -62,7 +54,9 @@ from sync.base.errors import ConfigError, DistillError, Replaced
 from sync.base.settings import Placement
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
 from sync.wire.client import Peer
+from sync.wire.peers import Role
 from sync.wire.server import check_bind
+from teacher_service.config import TeacherConfig
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 2.0
@@ -125,32 +119,68 @@ def replace_process(child: ChildSpec) -> NoReturn:
     os.execvpe(child.argv[0], list(child.argv), {**os.environ, **child.env})
 
 
-def serve_student(config: RunConfig, index: int, port: int = 0) -> ChildSpec:
-    """Replica `index`, listening as [student] says; at `port` unless that is 0."""
-    check_model(config.student, "student", runs_vllm=True)
+def serving(
+    config: RunConfig, section: str, index: int = 0, port: int = 0, controller: Controller | None = None
+) -> ChildSpec:
+    """Server `index` of a section, listening as that says; at `port` unless that is 0. Raises ConfigError.
+
+    `controller`: says to the evaluator where the servers without `urls` are.
+    """
+    place = config.places()[section]
+    process, at, name = process_of(config, section, index), "", section.partition(".")[2]
     check_secrets(config)
-    return student_child(config, index, _ports(config.student, port))
+    if process.role == Role.EVALUATOR:
+        _check_reached(config, controller)
+        _check_filled(config, "prompts", "evaluation", *(f"{each}.urls" for each in config.places()))
+        config, at = with_objective(config).config, controller() if controller else ""
+    elif isinstance(place, TeacherConfig):
+        _check_filled(config, section)
+        check_model(place, section, runs_vllm(place))
+        if process.follows:
+            check_following(with_objective(config).config, name)
+    else:
+        check_model(config.student, "student", runs_vllm=process.role == Role.STUDENT)
+    if process.role == Role.ENVIRONMENT:
+        _check_filled(config, section)
+        refuse(check_environment(config, name))
+    check_bind(place.host, token_from_environment())
+    # held by the process that replaces this one
+    return server(config, process, Ports(keep_through_exec=True, only=port), at or None)
 
 
-def serve_teacher(config: RunConfig, name: str, index: int, port: int = 0) -> ChildSpec:
-    """Process `index` of teacher `name`; "" stands for the only one."""
-    name = _named(name, "teacher", config.teachers)
-    place = config.teachers[name]
-    check_secrets(config)
-    _check_filled(config, f"teachers.{name}")
-    check_model(place, f"teachers.{name}", runs_vllm(place))
-    if place.follow_student_every is not None:
-        check_following(with_objective(config).config, name)
-    return teacher_child(config, name, index, _ports(place, port))
+def section_of(config: RunConfig, kind: str, name: str = "") -> str:
+    """The section of what a command serves: `kind` of teachers, environments, evaluation.replica and
+    evaluation.placement; "" as name stands for the only one. Raises ConfigError when there is none."""
+    places = config.places()
+    if kind == "student" or kind.startswith("evaluation."):
+        if kind in places:
+            return kind
+        raise ConfigError(
+            "evaluation.replica is not set in this configuration: there is nothing to serve"
+            if kind == "evaluation.replica"
+            else "evaluation is off in this configuration: there is nothing to serve"
+        )
+    names = [section.partition(".")[2] for section in places if section.startswith(f"{kind}.")]
+    if not name and len(names) == 1:
+        (name,) = names
+    if name not in names:
+        singular = kind.removesuffix("s")
+        raise ConfigError(f"--name {name!r} is no {singular}: choose one of {', '.join(names) or 'none'}")
+    return f"{kind}.{name}"
 
 
-def serve_environment(config: RunConfig, name: str, index: int, port: int = 0) -> ChildSpec:
-    """Process `index` of environment `name`; "" stands for the only one."""
-    name = _named(name, "environment", config.environments)
-    check_model(config.student, "student")
-    _check_filled(config, f"environments.{name}")
-    refuse(check_environment(config, name))
-    return environment_child(config, name, index, _ports(config.environments[name], port))
+def _check_reached(config: RunConfig, controller: Controller | None) -> None:
+    """Raise ConfigError for servers that the evaluator asks and does not know where they are."""
+    missing = dict.fromkeys(
+        f"{process.section}.urls"
+        for process in servers(config)
+        if process.section not in ("student", "evaluation.placement")
+    )
+    if missing and controller is None:
+        raise ConfigError(
+            f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say where "
+            "the controller is, with which they register (--controller, or the run's folder)"
+        )
 
 
 def _check_filled(config: RunConfig, *sections: str) -> None:
@@ -161,39 +191,6 @@ def _check_filled(config: RunConfig, *sections: str) -> None:
         for key in secrets.unfilled(config.model_dump(mode="json"))
         if f"{key}.".startswith(tuple(f"{section}." for section in sections))
     )
-
-
-def _named(name: str, kind: str, sections: Mapping[str, Placement]) -> str:
-    if not name and len(sections) == 1:
-        (name,) = sections
-    if name not in sections:
-        raise ConfigError(f"--name {name!r} is no {kind}: choose one of {', '.join(sections) or 'none'}")
-    return name
-
-
-def serve_evaluation_replica(config: RunConfig, port: int = 0) -> ChildSpec:
-    """The replica that generates for evaluations alone."""
-    if config.evaluation is None or config.evaluation.replica is None:
-        raise ConfigError("evaluation.replica is not set in this configuration: there is nothing to serve")
-    check_model(config.student, "student", runs_vllm=True)
-    check_secrets(config)
-    return evaluation_replica(config, _ports(config.evaluation.replica, port))
-
-
-def serve_evaluator(config: RunConfig, controller: Controller | None = None, port: int = 0) -> ChildSpec:
-    """The evaluator, listening as [evaluation.placement] says."""
-    if config.evaluation is None:
-        raise ConfigError("evaluation is off in this configuration: there is nothing to serve")
-    served = config.processes().keys() - {"student", "evaluation.placement"}
-    missing = [f"{section}.urls" for section in config.places() if section in served]
-    if missing and controller is None:
-        raise ConfigError(
-            f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say where "
-            "the controller is, with which they register (--controller, or the run's folder)"
-        )
-    _check_filled(config, "prompts", "evaluation", *(f"{section}.urls" for section in config.places()))
-    ports = _ports(config.evaluation.placement, port)
-    return evaluator_child(with_objective(config).config, ports, controller() if controller else None)
 
 
 def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
@@ -211,13 +208,6 @@ def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
     return trainer_process(with_objective(config).config, controller_url, node)
 
 
-def _ports(place: Placement, port: int) -> Ports:
-    """Ports that the process which replaces this one goes on holding."""
-    check_bind(place.host, token_from_environment())
-    return Ports(keep_through_exec=True, only=port)
-
-
-log = logging.getLogger(__name__)
 REGISTER_SECONDS: Final = 1.0
 CALL_SECONDS: Final = 3.0
 LEAVE_SECONDS: Final = 2.0

@@ -29,25 +29,15 @@ from typing import Final
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts
 from distill.metrics.summary import threads
+from distill.model_facts import Shape, item_bytes, shape_of
 from distill.planning.hardware import CPU, Device
-from distill.preflight_checks.devices import EACH_NODE, HERE, VLLM_SHARE, WORKSPACE, Use, kv_bytes
-from distill.preflight_checks.machine import (
-    DAY,
-    GIB,
-    bytes_per_token,
-    count_parameters,
-    expert_parameters,
-    experts_of,
-    full_bytes,
-    has_experts,
-    item_bytes,
-    layers_of_experts,
-    runs_vllm,
-)
+from distill.preflight_checks.devices import EACH_NODE, VLLM_SHARE, WORKSPACE, Use
+from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, runs_vllm
 from distill.prompts.sources import student_limit, text_config
+from distill.topology import HERE, TRAINER, Process, parallel, processes
 from student_trainer.launch import machines
 from sync.base.errors import ConfigError
-from sync.base.settings import ModelSource
+from teacher_service.config import TeacherConfig
 
 ASSUMED_PROMPT: Final = 512
 """Tokens of a prompt, where prompts.max_prompt_tokens does not bound them."""
@@ -55,61 +45,6 @@ GENERATE, SCORE, TRAIN = "generate", "score", "train"
 SIXTEEN_BITS: Final = 2
 
 # --- stages: arithmetic on shapes
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the arithmetic needs of a model."""
-
-    parameters: float
-    looked_up: float
-    """Parameters of an embedding that is not the head too: a token reads one row and multiplies none."""
-    routed: float
-    """Parameters of all experts."""
-    experts: int
-    """Experts of a layer; 1: there are none."""
-    chosen: int
-    """Experts that a token goes through."""
-    layers: int
-    attention: float
-    """Heads x head width."""
-    kv: float
-    """Bytes of KV cache a token, in 16 bits, on all GPUs of an engine together."""
-
-    @property
-    def active(self) -> float:
-        """N."""
-        return self.parameters - self.looked_up - self.routed * (1 - self.chosen / self.experts)
-
-    def forward(self, tokens: float) -> float:
-        """FLOPs of a causal pass over one sequence."""
-        return 2 * self.active * tokens + 2 * self.layers * self.attention * tokens**2
-
-    def read(self, sequences: float) -> float:
-        """Parameters that a decode step of so many sequences reads: an expert only if one of them goes there,
-        which all miss with probability (1 − chosen / experts)^sequences."""
-        missed = (1 - self.chosen / self.experts) ** sequences
-        return self.parameters - self.looked_up - self.routed * missed
-
-
-def shape_of(source: ModelSource, tensor: int = 1) -> Shape:
-    """The model's, in an engine of `tensor` parallel GPUs. Raises ConfigError for an unreadable config."""
-    model, parameters = text_config(source), count_parameters(source)
-    experts, chosen = 1, 1
-    if has_experts(model):
-        experts, chosen = experts_of(model), getattr(model, "num_experts_per_tok", None) or 1
-    layers, heads = int(model.num_hidden_layers), int(model.num_attention_heads)
-    tied = bool(getattr(model, "tie_word_embeddings", False))
-    return Shape(
-        parameters,
-        0 if tied else model.vocab_size * model.hidden_size,
-        float(layers_of_experts(model) * expert_parameters(model)),
-        int(experts),
-        int(chosen),
-        layers,
-        heads * float(getattr(model, "head_dim", None) or model.hidden_size // heads),
-        tensor * kv_bytes(model, tensor),
-    )
 
 
 def train_factor(checkpointing: bool, adapters: bool) -> int:
@@ -190,7 +125,7 @@ def delta_share(rate: float, codec: str, steps: int) -> float:
 
 Place = tuple[str, str]
 """(host, GPU); all cores of this machine are one place."""
-REPLICAS, TRAINER = "replicas", "trainer"
+REPLICAS: Final = "replicas"
 
 
 @dataclass(frozen=True)
@@ -208,10 +143,37 @@ class Role:
 def find_roles(config: RunConfig, device: Device, uses: Sequence[Use]) -> dict[str, Role]:
     """Replicas, `teacher NAME` of each and trainer, by name; a teacher behind `engine_url` is left out.
 
+    On cores: threads as configured; a replica has one by default, every other process takes all cores.
     Raises ConfigError for a role whose GPUs are not known.
     """
-    roles = (_on_cores if device.name == CPU else _on_gpus)(config, uses)
-    return {role.name: role for role in roles}
+    cores, threads_of = len(os.sched_getaffinity(0)), threads(config)
+    groups: dict[str, list[Process]] = defaultdict(list)
+    for process in processes(config):
+        name = {"student": REPLICAS, TRAINER: TRAINER}.get(process.section, "")
+        if isinstance(process.place, TeacherConfig) and process.place.engine_url is None:
+            name = f"teacher {process.subject}"
+        if name:
+            groups[name].append(process)
+    roles = {}
+    for name, group in groups.items():
+        section, place = group[0].section, group[0].place
+        machines_each = machines(config.trainer) if place is None else 1
+        if device.name == CPU:
+            count = machines_each * (config.trainer.ranks if place is None else len(group))
+            each = threads_of["student" if name == REPLICAS else name] or (1 if name == REPLICAS else cores)
+            taken = min(cores, count * each)
+            roles[name] = Role(name, count, taken, {(HERE, CPU): taken / cores})
+            continue
+        if not (used := [use for use in uses if use.key == f"{section}.devices"]):
+            raise ConfigError(
+                f"{section}.devices is not set, and no GPU of this machine is seen that {name} would "
+                f"inherit: name the GPUs in {section}.devices, or plan for cores with --device {CPU}"
+            )
+        serial = isinstance(place, TeacherConfig) and not runs_vllm(place)  # layer by layer, on a GPU each
+        count = sum(len(use.gpus) for use in used) * machines_each
+        load = {(use.host, gpu): 1 / len(use.gpus) if serial else 1.0 for use in used for gpu in use.gpus}
+        roles[name] = Role(name, len(used), len(used) if serial else count, load)
+    return roles
 
 
 def gpus(config: RunConfig, uses: Sequence[Use]) -> int:
@@ -219,46 +181,6 @@ def gpus(config: RunConfig, uses: Sequence[Use]) -> int:
     places = {(use.host, gpu) for use in uses for gpu in use.gpus}
     there = sum(host == EACH_NODE for host, _ in places)
     return len(places) + there * (machines(config.trainer) - 1)
-
-
-def _on_gpus(config: RunConfig, uses: Sequence[Use]) -> list[Role]:
-    keys = {REPLICAS: "student.devices", TRAINER: "trainer.devices"}
-    one_at_a_time = set()
-    for name, teacher in config.teachers.items():
-        if teacher.engine_url is None:
-            keys[f"teacher {name}"] = f"teachers.{name}.devices"
-        if not runs_vllm(teacher):  # engine transformers: one layer after the other, on one GPU at a time
-            one_at_a_time.add(f"teacher {name}")
-    roles = []
-    for role, key in keys.items():
-        used = [use for use in uses if use.key == key]
-        if not used:
-            raise ConfigError(
-                f"{key} is not set, and no GPU of this machine is seen that {role} would inherit: name the "
-                f"GPUs in {key}, or plan for cores with --device {CPU}"
-            )
-        count = sum(len(use.gpus) for use in used) * (machines(config.trainer) if role == TRAINER else 1)
-        serial = role in one_at_a_time
-        load = {(use.host, gpu): 1 / len(use.gpus) if serial else 1.0 for use in used for gpu in use.gpus}
-        roles.append(Role(role, len(used), len(used) if serial else count, load))
-    return roles
-
-
-def _on_cores(config: RunConfig, _: Sequence[Use]) -> list[Role]:
-    """Threads as configured; a replica has one by default, every other process takes all cores."""
-    cores, threads_by_role = len(os.sched_getaffinity(0)), threads(config)
-    counts = {REPLICAS: len(config.student.urls) or config.student.replicas}
-    cores_of = {REPLICAS: threads_by_role["student"] or 1, TRAINER: threads_by_role[TRAINER] or cores}
-    for name, teacher in config.teachers.items():
-        if teacher.engine_url is None:
-            counts[f"teacher {name}"] = len(teacher.urls) or teacher.replicas
-            cores_of[f"teacher {name}"] = threads_by_role[f"teacher {name}"] or cores
-    counts[TRAINER] = config.trainer.ranks * machines(config.trainer)
-    roles = []
-    for role, count in counts.items():
-        used = min(cores, count * cores_of[role])
-        roles.append(Role(role, count, used, {(HERE, CPU): used / cores}))
-    return roles
 
 
 # --- the plan
@@ -381,7 +303,7 @@ def plan(
     roles without known GPUs."""
     roles, calibration = find_roles(config, device, uses), measured or Calibration()
     total, batch = lengths.prompt + lengths.completion, config.rollout.batch
-    student = shape_of(config.student, int(config.student.flags().get("tensor-parallel-size", 1)))
+    student = shape_of(config.student, parallel(config.student.engine_args)[0])
     generation = _generation(config, device, roles[REPLICAS], student, lengths)
     by_student = batch * config.objective.on_policy
     swaps = (by_student > 0 and not config.keeps_cache) / config.weights.publish_every

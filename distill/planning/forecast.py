@@ -99,8 +99,7 @@ def _place(config: RunConfig, name: str, where: Where | None) -> tuple[RunConfig
     known = [size for size in sizes.values() if size is not None]
     if config.preflight.gpu_gib is None and (device or known):
         gib = device.gib if device else min(known) / GIB
-        sized = config.preflight.model_copy(update={"gpu_gib": gib})
-        config = config.model_copy(update={"preflight": sized})
+        config = config.with_(preflight={"gpu_gib": gib})
     gpu_uses = list(uses(config, visible(sizes), where))
     if device is None and gpu_uses and (device := device_here()) is None:
         raise ConfigError(

@@ -16,20 +16,14 @@ from distill.buffer import rules
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, RowPrompts, sources_of
 from distill.evaluation.sets import check_rewards, open_sets
+from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, routing
 from distill.preflight_checks import objective, tokens
 from distill.preflight_checks.devices import Where, check_devices
-from distill.preflight_checks.machine import (
-    FAMILIES,
-    NOT_UPDATED,
-    bulk_bytes,
-    check_processor,
-    has_experts,
-    routing,
-    runs_vllm,
-)
+from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.preflight_checks.probes import environment_sources
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, open_prompts, text_config
 from distill.prompts.stream import Mixture
+from distill.topology import processes
 from student_trainer.config import unpackable
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import machines, names_others
@@ -192,15 +186,9 @@ def shares_template(config: RunConfig, teacher: str) -> bool:
 
 def _peers(config: RunConfig) -> Iterator[tuple[str, str, Role]]:
     """Key, URL and role of every server that runs already."""
-    roles = {
-        "student": Role.STUDENT,
-        "evaluation.replica": Role.STUDENT,
-        "evaluation.placement": Role.EVALUATOR,
-    }
-    for section, place in config.places().items():
-        kind = Role.TEACHER if section.startswith("teachers.") else Role.ENVIRONMENT
-        for url in place.urls:
-            yield f"{section}.urls", url, roles.get(section, kind)
+    for process in processes(config):
+        if process.url is not None and process.role is not None:
+            yield f"{process.section}.urls", process.url, process.role
     for name, teacher in config.teachers.items():
         for key in ("engine_url", "generate_url"):
             if not teacher.urls and (url := getattr(teacher, key)) is not None:

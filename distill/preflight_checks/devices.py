@@ -22,29 +22,29 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import urlsplit
 
-from distill.config import RunConfig
-from distill.preflight_checks.machine import (
-    GIB,
+from distill.config import RunConfig, flags_of
+from distill.model_facts import (
     count_parameters,
     expert_parameters,
-    installed_for_cpu,
+    inner_width,
     item_bytes,
+    kv_bytes,
     layers_of_experts,
-    runs_vllm,
     weight_bytes,
 )
+from distill.preflight_checks.machine import GIB, installed_for_cpu
 from distill.prompts.sources import student_limit, text_config
+from distill.topology import HERE, TRAINER, Process, named, parallel, processes
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16, offloads
 from student_trainer.launch import machines
 from student_trainer.objectives.config import needs
 from sync.base.errors import ConfigError
-from sync.base.settings import ModelSource, Placement
+from sync.base.settings import ModelSource
+from sync.wire.peers import Role
 from teacher_service.config import TeacherConfig
 
 log = logging.getLogger(__name__)
-HERE: Final = "here"
 WORKSPACE: Final = 2 * GIB
 """Activations of a vLLM engine, its CUDA graphs and buffers."""
 SMI_SECONDS: Final = 60.0
@@ -188,68 +188,71 @@ def visible(sizes: Iterable[str]) -> list[str]:
     if installed_for_cpu():
         return []
     inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [*sizes] if inherited is None else named(inherited)
-
-
-def named(devices: str) -> list[str]:
-    """The GPUs of a CUDA_VISIBLE_DEVICES."""
-    return [name.strip() for name in devices.split(",") if name.strip()]
+    return [*sizes] if inherited is None else [*named(inherited)]
 
 
 # --- who uses them
 
 
 def uses(config: RunConfig, inherited: Sequence[str], where: Where | None = None) -> Iterator[Use]:
-    """Every process with GPUs; `inherited`: those of a process on this machine without `devices`.
-
-    `where`: as for `check_devices`.
-    """
-    student = config.student
-    for process, host, names in _places("student", student, student.replicas, inherited, where):
-        length = student_limit(config)
-        terms, share, used = engine_memory(student, student.dtype, student.flags(), length, names)
-        yield Use(process, "student.devices", host, used, terms, share)
-    for name, teacher in config.teachers.items():
-        if (teacher.urls or where is not None) and not _readable(teacher):
-            log.warning("memory of teacher %s is not computed: its path is not readable here", name)
+    """Every process with GPUs whose memory is computed; `inherited`: those of a process on this machine
+    without `devices`. `where`: as for `check_devices`."""
+    for process in processes(config):
+        if process.section == TRAINER:
+            host, names = _of_trainer(config, process, inherited)
+        else:
+            inherits = process.devices is None and process.host == HERE and process.gpus
+            host, names = process.host, inherited if inherits else process.devices or ()
+        if where is not None and process.url is None:
+            host, names = where.get(process.name, (HERE, ()))
+        if not names:
             continue
-        label = f"teacher-{name}"
-        here = [] if teacher.device == "cpu" else inherited
-        places = _places(label, teacher, teacher.replicas, here, where)
-        for process, host, names in places:
-            if runs_vllm(teacher):
-                flags = {key.replace("_", "-"): value for key, value in teacher.engine_args.items()}
-                length = teacher.max_length or int(text_config(teacher).max_position_embeddings)
-                terms, share, used = engine_memory(teacher, teacher.dtype, flags, length, names)
-                yield Use(process, f"teachers.{name}.devices", host, used, terms, share)
-            elif teacher.engine_url is None:
-                idle = teacher.idle_unload_seconds is not None
-                terms = _forward(teacher, len(names))
-                yield Use(process, f"teachers.{name}.devices", host, tuple(names), terms, unloads=idle)
-    evaluation = config.evaluation
-    if evaluation is not None and evaluation.device != "cpu":
-        for process, host, names in _places("evaluator", evaluation.placement, 1, inherited, where):
-            terms = {"student in float32": 4.0 * count_parameters(student), "work space": float(WORKSPACE)}
-            yield Use(process, "evaluation.placement.devices", host, tuple(names[:1]), terms)
-    if evaluation is not None and evaluation.replica is not None:
-        for process, host, names in _places("evaluation-replica", evaluation.replica, 1, inherited, where):
-            terms, share, used = engine_memory(
-                student, student.dtype, student.flags(), student_limit(config), names
-            )
-            yield Use(process, "evaluation.replica.devices", host, used, terms, share)
+        teacher, idle = process.place, False
+        if isinstance(teacher, TeacherConfig):
+            idle = teacher.engine != "vllm" and teacher.idle_unload_seconds is not None
+            if (teacher.urls or where is not None) and not _readable(teacher):
+                if process.index == 0:
+                    subject = process.subject
+                    log.warning(
+                        "memory of teacher %s is not computed: its path is not readable here", subject
+                    )
+                continue
+        if (memory := _memory(config, process, tuple(names))) is not None:
+            terms, share, used = memory
+            yield Use(process.name, f"{process.section}.devices", host, used, terms, share, idle)
+
+
+def _of_trainer(config: RunConfig, process: Process, inherited: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Machine and GPUs of the ranks; on other machines, only what `devices` names, or as many as ranks."""
     trainer = config.trainer
     elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None or trainer.nodes > 1
     host = EACH_NODE if elsewhere else HERE
-    if where is not None:
-        host, names = _there("trainer", where)
-    elif trainer.devices is not None:
-        names = named(trainer.devices)
-    elif elsewhere:
-        names = [str(rank) for rank in range(trainer.ranks)] if config.preflight.gpu_gib else []
-    else:
-        names = [*inherited]
-    if names:
-        yield Use("trainer", "trainer.devices", host, tuple(names[: trainer.ranks]), _rank(config))
+    if process.devices is not None:
+        return host, process.devices
+    if not elsewhere:
+        return host, inherited
+    return host, [str(rank) for rank in range(trainer.ranks)] if config.preflight.gpu_gib else ()
+
+
+def _memory(
+    config: RunConfig, process: Process, names: tuple[str, ...]
+) -> tuple[dict[str, float], float, tuple[str, ...]] | None:
+    """(terms, share, GPUs) of a process that has `names`; None: it computes nothing there."""
+    student = config.student
+    teacher, role = process.place, process.role
+    if process.section == TRAINER:
+        return _rank(config), 0.0, names[: config.trainer.ranks]
+    if role == Role.STUDENT:
+        return engine_memory(student, student.dtype, student.engine_args, student_limit(config), names)
+    if role == Role.EVALUATOR and config.evaluation and config.evaluation.device != "cpu":
+        terms = {"student in float32": 4.0 * count_parameters(student), "work space": float(WORKSPACE)}
+        return terms, 0.0, names[:1]
+    if not isinstance(teacher, TeacherConfig) or teacher.engine_url is not None:
+        return None
+    if teacher.engine == "vllm":
+        length = teacher.max_length or int(text_config(teacher).max_position_embeddings)
+        return engine_memory(teacher, teacher.dtype, teacher.engine_args, length, names)
+    return _forward(teacher, len(names)), 0.0, names
 
 
 def _readable(source: ModelSource) -> bool:
@@ -260,34 +263,14 @@ def _readable(source: ModelSource) -> bool:
     return True
 
 
-def _places(
-    label: str, place: Placement, replicas: int, inherited: Sequence[str], where: Where | None
-) -> Iterator[tuple[str, str, list[str]]]:
-    """(name, host, GPUs) of each process that has any; of those elsewhere, only what `devices` names."""
-    hosts = [str(urlsplit(url).hostname) for url in place.urls] or [HERE] * replicas
-    for index, host in enumerate(hosts):
-        process = label if len(hosts) == 1 and label != "student" else f"{label}-{index}"
-        devices = place.devices[index % len(place.devices)] if place.devices else None
-        names = named(devices) if devices is not None else [*inherited] if host == HERE else []
-        if where is not None and host == HERE:
-            host, names = _there(process, where)
-        if names:
-            yield process, host, names
-
-
-def _there(process: str, where: Where) -> tuple[str, list[str]]:
-    host, names = where.get(process, (HERE, ()))
-    return host, [*names]
-
-
 # --- what is in their memory
 
 
 def engine_memory(
-    source: ModelSource, dtype: str, flags: Mapping[str, Any], length: int, names: list[str]
+    source: ModelSource, dtype: str, arguments: Mapping[str, Any], length: int, names: Sequence[str]
 ) -> tuple[dict[str, float], float, tuple[str, ...]]:
     """(terms, share, GPUs) of a vLLM engine. Raises ConfigError when it has fewer GPUs than it needs."""
-    tensor, pipeline = (int(flags.get(f"{kind}-parallel-size", 1)) for kind in ("tensor", "pipeline"))
+    tensor, pipeline = parallel(arguments)
     if tensor * pipeline > len(names):
         raise ConfigError(
             f"{source.path}: tensor-parallel-size {tensor} x pipeline-parallel-size {pipeline} need "
@@ -299,24 +282,8 @@ def engine_memory(
         f"KV cache of {length:,} tokens": length * kv_bytes(model, tensor) / pipeline,
         "work space": float(WORKSPACE),
     }
-    return terms, float(flags.get("gpu-memory-utilization", VLLM_SHARE)), tuple(names[: tensor * pipeline])
-
-
-def kv_bytes(model: Any, tensor: int = 1) -> float:
-    """Bytes of KV cache per token, in 16 bits, on each of `tensor` GPUs; `model`: its transformers config."""
-    layers = int(model.num_hidden_layers)
-    if rank := getattr(model, "kv_lora_rank", None):  # latent attention is not split
-        return 2.0 * layers * (rank + model.qk_rope_head_dim)
-    heads = int(getattr(model, "num_key_value_heads", None) or model.num_attention_heads)
-    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    return 2.0 * 2 * layers * max(1, heads // tensor) * width
-
-
-def _inner(model: Any) -> int:
-    """Width of the feed-forward layer that a token goes through."""
-    experts = getattr(model, "num_experts_per_tok", None) or 0
-    routed = experts * (getattr(model, "moe_intermediate_size", None) or model.intermediate_size)
-    return int(routed or model.intermediate_size)
+    share = float(flags_of(arguments).get("gpu-memory-utilization", VLLM_SHARE))
+    return terms, share, tuple(names[: tensor * pipeline])
 
 
 def _forward(teacher: TeacherConfig, gpu_count: int) -> dict[str, float]:
@@ -326,7 +293,7 @@ def _forward(teacher: TeacherConfig, gpu_count: int) -> dict[str, float]:
         "weights": weight_bytes(teacher, teacher.dtype) / gpu_count,
         f"pass of {teacher.batch_tokens:,} tokens": item
         * teacher.batch_tokens
-        * (6.0 * model.hidden_size + 3 * _inner(model)),
+        * (6.0 * model.hidden_size + 3 * inner_width(model)),
         "logits": 8.0 * teacher.head_chunk * model.vocab_size,
     }
 
@@ -341,7 +308,7 @@ def _rank(config: RunConfig) -> dict[str, float]:
     on_gpu = {name: not offloads(json, name) for name in ("param", "optimizer")}
     trained = parameters if trainer.lora is None else 0
     ranks = trainer.ranks * machines(trainer)
-    width, inner, layers = model.hidden_size, _inner(model), model.num_hidden_layers
+    width, inner, layers = model.hidden_size, inner_width(model), model.num_hidden_layers
     layer = 16.0 * width + 4 * inner  # numbers that a layer keeps of a token for its backward pass
     kept = layers * width + layer if trainer.activation_checkpointing else layers * layer
     teachers = config.teachers.values() if needs(config.objective).hidden else []

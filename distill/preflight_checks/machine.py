@@ -12,20 +12,20 @@ import math
 import platform
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from distill.config import RunConfig
-from distill.prompts.sources import model_config, text_config
+from distill.model_facts import count_parameters, on_meta, routing
+from distill.prompts.sources import text_config
+from distill.topology import servers
 from student_trainer.config import LoRAConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.objectives.config import needs, student_topk
 from sync.base.errors import ConfigError
 from sync.base.settings import DirectoryStoreConfig, ModelSource, XetStoreConfig
-from sync.weights.snapshots import checkpoint
 from sync.wire import Routing
 from teacher_service.config import TeacherConfig
 
@@ -42,24 +42,6 @@ KEPT_SECONDS: Final = 3600 + 600
 """Age of the oldest replaced version in a store: the grace period of `sync.weights.snapshots.admin.gc` and
 the time between two collections (`student_trainer.transports`)."""
 DAY: Final = 86400
-CAST: Final = frozenset(("bf16", "f2", "f4", "f8"))
-"""Kinds of stored tensors, in `checkpoint.BITS`' names, that an engine casts to its dtype."""
-COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields of transformers' configurations that count the experts of a layer."""
-FAMILIES: Final = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_moe",
-)
-"""transformers' `model_type` of those that can be replayed."""
-NOT_UPDATED: Final = ("gpt_oss",)
-"""Of those, students whose experts a replica would keep as they were; `sync.vllm.vllm_weights.load_weights`
-refuses all that are like them."""
 
 
 # --- processor
@@ -154,12 +136,7 @@ def _versions_kept(config: RunConfig) -> float:
 
 def _subscribers(config: RunConfig) -> int:
     """Processes started by the run that follow its versions, each in a mirror of its own."""
-    following = [
-        f"teachers.{name}" for name, teacher in config.teachers.items() if teacher.follow_student_every
-    ]
-    names = config.processes()
-    sections = ("student", "evaluation.placement", "evaluation.replica", *following)
-    return sum(len(names.get(section, ())) for section in sections)
+    return sum(process.follows for process in servers(config))
 
 
 def published_item(trainer: TrainerSettings) -> int:
@@ -178,7 +155,7 @@ def _adapter_parameters(student: ModelSource, lora: LoRAConfig) -> int:
     """rank x (in + out) of every linear layer with an adapter; the head has none."""
     import torch
 
-    model, targets = _on_meta(student), lora.target_modules
+    model, targets = on_meta(student), lora.target_modules
     return sum(
         lora.rank * (layer.in_features + layer.out_features)
         for name, layer in model.named_modules()
@@ -267,115 +244,6 @@ def _there(folder: Path) -> Path:
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.2f} GiB" if count < 100 * GIB else f"{count / GIB:,.0f} GiB"
-
-
-# --- models
-
-
-def precision(model: Any, dtype: str) -> str:
-    """Name of the weights' precision, where "auto" stands for that of transformers' config."""
-    stored = str(getattr(model, "dtype", None) or "float32").removeprefix("torch.")
-    return stored if dtype == "auto" else dtype
-
-
-def count_parameters(source: ModelSource) -> int:
-    """Parameters of a folder's tensors; of a Hub id or a quantized model, those of a model made from its
-    config."""
-    if (tensors := _tensors(source)) and not _quantization(source):
-        return sum(map(_elements, tensors))
-    return sum(parameter.numel() for parameter in _on_meta(source).parameters())
-
-
-def item_bytes(model: Any, dtype: str) -> int:
-    """Bytes of a number in `dtype`, where "auto" stands for that of `model`, a transformers config."""
-    return int(re.findall(r"\d+", precision(model, dtype))[0]) // 8
-
-
-def weight_bytes(source: ModelSource, dtype: str) -> float:
-    """Bytes of a model's weights in an engine that casts to `dtype` what is not quantized.
-
-    Of a folder, tensors of other kinds than CAST are as large as they are stored. Of a Hub id, all weights
-    but embedding and head have the bits that its config tells.
-    """
-    model = text_config(source)
-    item = item_bytes(model, dtype)
-    if tensors := _tensors(source):
-        return sum(item * _elements(tensor) if tensor.kind in CAST else tensor.nbytes for tensor in tensors)
-    parameters, bits = count_parameters(source), _quantized_bits(source)
-    if bits is None:
-        return item * parameters
-    looked_up = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    return item * looked_up + bits / 8 * (parameters - looked_up)
-
-
-def _tensors(source: ModelSource) -> list[checkpoint.TensorAt]:
-    """Tensors of a folder; none of a Hub id."""
-    folder = Path(source.path)
-    return [*checkpoint.tensors(folder).values()] if any(folder.glob("*.safetensors")) else []
-
-
-def _elements(place: checkpoint.TensorAt) -> int:
-    return place.nbytes // checkpoint.BITS[place.kind].itemsize
-
-
-def _quantization(source: ModelSource) -> Mapping[str, Any]:
-    """Empty without; it stands outside of a multimodal model's text part."""
-    return getattr(model_config(source), "quantization_config", None) or {}
-
-
-def _quantized_bits(source: ModelSource) -> int | None:
-    """Bits of a quantized weight; None: there are none, or the model's config does not tell."""
-    quantization = _quantization(source)
-    groups = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
-    told = [quantization.get("bits"), *(group.get("num_bits") for group in groups)]
-    told += [bits for bits in (4, 8) if quantization.get(f"load_in_{bits}bit")]
-    told += map(int, re.findall(r"\d+", quantization.get("quant_method") or ""))  # such as "fp8"
-    return max(filter(None, told), default=None)
-
-
-def _on_meta(source: ModelSource) -> Any:
-    """The model of a config, without its weights. Raises ConfigError for an unreadable one."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(text_config(source))
-
-
-def has_experts(model: Any) -> bool:
-    """Whether transformers' config is of a mixture of experts."""
-    return experts_of(model) > 1
-
-
-def experts_of(model: Any) -> int:
-    """Experts of a layer; 0: it has none."""
-    return next((count for name in COUNTS if (count := getattr(model, name, None))), 0)
-
-
-def routing(model: Any) -> Routing | None:
-    """How transformers' config routes; None: it is of no family in FAMILIES."""
-    if model.model_type not in FAMILIES:
-        return None
-    return Routing(layers_of_experts(model), model.num_experts_per_tok, experts_of(model))
-
-
-def layers_of_experts(model: Any) -> int:
-    """Layers of transformers' config that have experts; 0: it has none."""
-    dense = getattr(model, "first_k_dense_replace", None) or 0
-    every = getattr(model, "decoder_sparse_step", None) or 1
-    without = getattr(model, "mlp_only_layers", None) or ()
-    layers = [
-        layer
-        for layer in range(model.num_hidden_layers)
-        if layer >= dense and layer not in without and (layer + 1) % every == 0
-    ]
-    return len(layers) if has_experts(model) else 0
-
-
-def expert_parameters(model: Any) -> int:
-    """Parameters of all experts of one layer, without shared ones; 0: it has none."""
-    inner = getattr(model, "moe_intermediate_size", None) or model.intermediate_size
-    return 3 * experts_of(model) * inner * model.hidden_size if has_experts(model) else 0
 
 
 def routing_of(config: RunConfig) -> Routing | None:

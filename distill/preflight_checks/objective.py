@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from distill.config import RunConfig
-from distill.preflight_checks.machine import has_experts, precision
+from distill.model_facts import has_experts, precision
 from distill.prompts.sources import text_config
 from student_trainer.objectives.config import (
     Auto,
@@ -53,8 +53,7 @@ def resolve(config: RunConfig) -> Resolved:
     if chosen.preflight.mismatch_tolerance is None:
         routed = has_experts(text_config(chosen.student))
         tolerance = MISMATCH_EXPERTS if routed else MISMATCH
-        settings = chosen.preflight.model_copy(update={"mismatch_tolerance": tolerance})
-        chosen = chosen.model_copy(update={"preflight": settings})
+        chosen = chosen.with_(preflight={"mismatch_tolerance": tolerance})
         if routed:
             lines.append(f"preflight.mismatch_tolerance = {tolerance:g}: the student has experts")
     if chosen.weights.kv_on_swap == "auto":
@@ -86,7 +85,7 @@ def with_objective(config: RunConfig) -> Resolved:
     else:
         chosen, reason = full, f"{step / GB:.2f} GB a step is at most {FULL_STEP_BYTES / GB:g} GB"
     line = f"objective: {_costs(config, chosen)} (objective.type is not set, and {reason})"
-    return Resolved(config.model_copy(update={"objective": chosen}), [line])
+    return Resolved(config.with_(objective=chosen), [line])
 
 
 # --- bytes

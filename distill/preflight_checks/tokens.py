@@ -77,11 +77,8 @@ def resolve(config: RunConfig, templated: dict[str, bool]) -> tuple[RunConfig, A
     _check_needed(tokenizer, known, any(templated.values()))
     config, more = _with_ends(config, readable, tokenizer, known)
     if known < largest:
-        teachers = {
-            name: teacher.model_copy(update={"known_ids": known}) for name, teacher in config.teachers.items()
-        }
-        student = config.student.model_copy(update={"known_ids": known})
-        config = config.model_copy(update={"student": student, "teachers": teachers})
+        same = {"known_ids": known}
+        config = config.with_(student=same, teachers=dict.fromkeys(config.teachers, same))
     return config, tokenizer, [*lines, *more]
 
 
@@ -102,15 +99,7 @@ def _with_ends(
                     "learnt (rollout.stop_token_ids)"
                 )
             lines.append(f"{_OF.format(name)}the teacher ends at {_names(theirs, [end])}, {done}")
-    return _with_stops(config, stops), lines
-
-
-def _with_stops(config: RunConfig, stops: list[int]) -> RunConfig:
-    """The configuration with these `rollout.stop_token_ids`; itself where they are the same."""
-    if stops == config.rollout.stop_token_ids:
-        return config
-    rollout = config.rollout.model_copy(update={"stop_token_ids": stops})
-    return config.model_copy(update={"rollout": rollout})
+    return config.with_(rollout={"stop_token_ids": stops}), lines
 
 
 def check_rows(source: ModelSource, tokenizer: Any, section: str) -> None:
@@ -150,9 +139,8 @@ def _template(config: RunConfig, name: str, tokenizer: Any, theirs: Any) -> tupl
     if not tokenizer.chat_template and theirs.chat_template:
         tokenizer.chat_template = theirs.chat_template
         path = teacher.chat_template or teacher.path
-        student = config.student.model_copy(update={"chat_template": path})
         line = f"the student has no chat template: prompts are rendered by the teacher's ({path})"
-        return config.model_copy(update={"student": student}), line
+        return config.with_(student={"chat_template": path}), line
     kinds = _variables(config)
     mine, other = ([tokenizers.rendered(side, kind) for kind in kinds] for side in (tokenizer, theirs))
     if mine != other:
@@ -207,8 +195,7 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
             if (moment := config.student.template_time) is None:
                 moment = _start_of_run(config)
                 at_time(tokenizer, moment)
-                student = config.student.model_copy(update={"template_time": moment})
-                config = config.model_copy(update={"student": student})
+                config = config.with_(student={"template_time": moment})
             lines.append(
                 f"the chat template reads the clock, which stays at {moment} (student.template_time)"
             )
@@ -216,7 +203,8 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
         end = end_of_turn(tokenizer, variables)
         ends = {*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids}
         if end is not None and end not in ends:
-            config = _with_stops(config, stops := [*config.rollout.stop_token_ids, end])
+            stops = [*config.rollout.stop_token_ids, end]
+            config = config.with_(rollout={"stop_token_ids": stops})
             lines.append(
                 f"the chat template ends a turn with {_names(tokenizer, [end])}, at which the model does not "
                 f"stop: rollout.stop_token_ids = {stops}"

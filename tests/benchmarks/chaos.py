@@ -37,9 +37,8 @@ from kill_target import CONTROLLER, DEEPSPEED, ENGINE_OF, KillTarget, kind_of
 
 from distill import quickstart
 from distill.config.loading import load
-from distill.launch.placement import TRAINER
-from distill.launch.roles import EVALUATOR
 from distill.record.audit import VIOLATIONS, audit
+from distill.topology import EVALUATOR, TRAINER
 from sync.base.errors import ConfigError, DistillError
 from sync.base.jsonl import JsonLines
 from tests.benchmarks.figures import ConfigFile, Figures, chosen, command, markdown

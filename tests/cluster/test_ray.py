@@ -24,9 +24,10 @@ import ray_hosts
 from ray_hosts import RayHosts
 
 from distill.config.cluster import RayCluster
-from distill.launch.placement import Need, Node
+from distill.launch.placement import Node
 from distill.launch.ray_cluster import Ray
 from distill.launch.supervise import ChildSpec, Supervisor
+from distill.topology import Process
 
 log = logging.getLogger(__name__)
 REASON = ray_hosts.missing()
@@ -61,7 +62,7 @@ def line(
 ) -> list[str]:
     """The client of a role called "role-0", as it is run on the head."""
     nodes = [Node(cluster.hosts[index].address, 0, 1) for index in places]
-    need = Need("role-0", gpus, len(nodes))
+    need = Process("role-0", gpus, len(nodes))
     client = Ray(RayCluster(type="ray", address=cluster.address)).client(
         need, nodes, argv, dict.fromkeys(env, "")
     )
@@ -293,7 +294,7 @@ def test_a_head_of_its_own_is_on_loopback_and_leaves_nothing(tmp_path: Path) -> 
     with Ray(RayCluster(type="ray")) as own:
         (node,) = own.nodes()
         assert (own.host, node.name) == ("127.0.0.1", "127.0.0.1")
-        words = own.client(Need("role-0"), [node], [sys.executable, "-c", "raise SystemExit(5)"], {})
+        words = own.client(Process("role-0"), [node], [sys.executable, "-c", "raise SystemExit(5)"], {})
         assert subprocess.run(words, check=False, timeout=120).returncode == 5
         assert listening(others) == {"127.0.0.1"}
     assert not set(psutil.Process().children(recursive=True)) - set(others)

@@ -34,7 +34,8 @@ IN_A_JOB = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from distill.config.cluster import SlurmCluster
-from distill.launch.placement import Need, place
+from distill.launch.placement import place
+from distill.topology import Process
 from distill.launch.slurm.allocation import Slurm
 engine = Slurm(SlurmCluster(type="slurm", nodes={nodes}, gpus_per_node={gpus}, cpus_per_node={cpus}))
 def client(need, nodes, *role):
@@ -97,7 +98,7 @@ def wait(condition: Callable[[], object], seconds: float, cluster: LocalSlurm, j
 def test_processes_are_where_they_were_placed_and_share_no_gpu(in_a_job) -> None:
     told = in_a_job(
         """
-wanted = [Need("trainer", 2, 2), *(Need(f"student-{i}", 1) for i in range(3)), Need("evaluator")]
+wanted = [Process("trainer", 2, 2), *(Process(f"student-{i}", 1) for i in range(3)), Process("evaluator")]
 placed = place(wanted, engine.nodes())
 role = '''
 import json, os, sys, time
@@ -143,7 +144,7 @@ def test_a_step_ends_with_its_client_however_that_ends(in_a_job, tmp_path: Path)
         f"""
 import psutil
 pids, node, endless = str(told) + ".pids", engine.nodes()[1], {ENDLESS}
-def started(need=Need("student-0", 2), nodes=(node,)):
+def started(need=Process("student-0", 2), nodes=(node,)):
     Path(pids).unlink(missing_ok=True)
     began, running = time.monotonic(), client(need, nodes, endless, pids)
     while not Path(pids).exists() or not Path(pids).read_text():
@@ -188,7 +189,7 @@ sys.exit(int(sys.argv[2]))
 statuses, seconds = [], []
 for status in (3, 0):
     began = time.monotonic()
-    statuses.append(client(Need("trainer", 1, 2), engine.nodes()[1:3], role, "1", str(status)).wait())
+    statuses.append(client(Process("trainer", 1, 2), engine.nodes()[1:3], role, "1", str(status)).wait())
     seconds.append(time.monotonic() - began)
 told.write_text(json.dumps({"statuses": statuses, "seconds": seconds}))
 """

@@ -16,10 +16,10 @@ from kill_target import DEEPSPEED, ENGINE_OF
 from run_on_letters import BATCH, CHECKPOINT_EVERY, NAME, command
 from stopped_run import KillTarget
 
-from distill.launch.roles import EVALUATOR
 from distill.record.audit import AuditReport, audit
 from distill.run_log.journal import read_all
 from distill.run_log.records import LineageOpened
+from distill.topology import EVALUATOR
 
 pytestmark = [
     pytest.mark.engine,

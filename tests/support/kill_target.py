@@ -22,9 +22,8 @@ import psutil
 from faults import FAULTS, fill, free
 
 from distill.guardian import guarded_role
-from distill.launch.placement import TRAINER
-from distill.launch.roles import EVALUATOR
 from distill.launch.supervise import last_lines
+from distill.topology import EVALUATOR, TRAINER
 from student_trainer.launch import ranks_of
 from sync.base.errors import DistillError
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from distill.config.cluster import SlurmCluster
-from distill.launch.placement import Need, Node
+from distill.launch.placement import Node
 from distill.launch.slurm import step
+from distill.topology import Process
 from sync.base.address import own_address
 from sync.base.errors import ConfigError
 
@@ -54,13 +55,13 @@ class Slurm:
         return self._nodes
 
     def client(
-        self, need: Need, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
+        self, need: Process, nodes: Sequence[Node], argv: Sequence[str], env: Mapping[str, str]
     ) -> list[str]:
         """A step of the job. Its environment is this command's, by srun: `env` is there already."""
         ours = [sys.executable, "-P", "-m", step.MODULE]
         return [*ours, step.LAUNCH, *self._srun(need, nodes), *ours, step.GUARD, *argv]
 
-    def _srun(self, need: Need, nodes: Sequence[Node]) -> list[str]:
+    def _srun(self, need: Process, nodes: Sequence[Node]) -> list[str]:
         """A step with GPUs has them, and its share of the CPUs, alone; one without shares all CPUs."""
         of_each = self._settings.gpus_per_node
         cpus = min(node.cpus for node in nodes)

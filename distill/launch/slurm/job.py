@@ -33,10 +33,11 @@ from typing import Final, NamedTuple
 
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
-from distill.launch.placement import Need, Node, lines, needs, place
+from distill.launch.placement import Node, lines, needs, place
 from distill.launch.run_folder import TOKEN_FILE, holds_run
 from distill.metrics.trackers import FINISH_SECONDS
 from distill.registry import CONTROLLER_FILE, EXIT_REPLACED
+from distill.topology import Process
 from sync.base import durable
 from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError, RemoteError
@@ -209,14 +210,14 @@ def _of_both(cluster: SlurmCluster, warning: int) -> Iterator[str]:
     yield "--open-mode=append"
 
 
-def _replica_need(config: RunConfig, cluster: SlurmCluster) -> Need:
+def _replica_need(config: RunConfig, cluster: SlurmCluster) -> Process:
     """One of the array. Raises ConfigError when a machine of the partition does not hold it."""
     if config.student.urls:
         raise ConfigError(
             f"cluster.replica_partition = {cluster.replica_partition!r}, and student.urls names replicas "
             "that run already: leave one out"
         )
-    here = config.model_copy(update={"cluster": cluster.model_copy(update={"replica_partition": None})})
+    here = config.with_(cluster={"replica_partition": None})
     need = next(
         candidate for candidate in needs(here, cluster.gpus_per_node > 0) if candidate.name == "student-0"
     )

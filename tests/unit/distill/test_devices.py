@@ -12,8 +12,9 @@ from safetensors.numpy import save_file
 from small_config import make_config
 
 from distill.config import RunConfig
+from distill.model_facts import count_parameters, kv_bytes, weight_bytes
 from distill.preflight_checks import devices
-from distill.preflight_checks.machine import GIB, count_parameters, weight_bytes
+from distill.preflight_checks.machine import GIB
 from sync.base.errors import ConfigError
 from sync.base.settings import ModelSource
 
@@ -223,7 +224,7 @@ def test_tensor_parallel_engines_take_as_many_gpus_as_they_ask_for(model: str) -
     assert used["student-1"].terms["weights"] == 2 * PARAMETERS / 2
     assert used["teacher-t"].gpus == ("0", "1", "2", "3")
     heads_are_not_split_further = 2 * LAYERS * 1 * 16 * 2
-    assert devices.kv_bytes(devices.text_config(config.student), 4) == heads_are_not_split_further
+    assert kv_bytes(devices.text_config(config.student), 4) == heads_are_not_split_further
     with pytest.raises(ConfigError, match="need 2 GPUs, and devices names 0: name as many"):
         terms(apart(model, student={**student, "devices": ["0"], "replicas": 1}))
 

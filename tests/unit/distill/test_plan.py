@@ -15,8 +15,9 @@ from distill.config import RunConfig
 from distill.config.loading import load
 from distill.config.prompts import EnvironmentPrompts
 from distill.launch import placement
+from distill.model_facts import Shape, shape_of
 from distill.planning import estimate, forecast
-from distill.planning.estimate import Generation, Shape, delta_share, find_roles, shape_of, train_factor
+from distill.planning.estimate import Generation, delta_share, find_roles, train_factor
 from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
 from distill.preflight_checks import devices

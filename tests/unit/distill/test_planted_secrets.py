@@ -17,6 +17,7 @@ from distill.launch import roles, single_role
 from distill.launch.run_folder import RunFolder
 from distill.metrics.trackers import Wandb
 from distill.preflight_checks.checks import check_secrets
+from distill.topology import processes
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.objectives.config import Own
@@ -155,7 +156,7 @@ def test_a_role_of_a_run_folder_inherits_variables_that_are_hidden_there(config:
         folder.keep(config, {})
     kept = load(config.run_dir)
     with roles.Ports() as ports:
-        child = roles.student_child(kept, 0, ports)
+        child = roles.server(kept, processes(kept)[0], ports)
     assert "WANDB_API_KEY" not in child.env
     assert kept.student.engine_args == config.student.engine_args
     assert kept.trainer.env == kept.teachers["here"].env == {}
@@ -187,11 +188,17 @@ def test_only_variables_of_roles_are_left_out_where_they_are_hidden() -> None:
 @pytest.mark.parametrize(
     ("serve", "key"),
     [
-        (lambda config: single_role.serve_teacher(config, "served", 0), "teachers.served.engine_url"),
+        (lambda config: single_role.serving(config, "teachers.served"), "teachers.served.engine_url"),
         (lambda config: single_role.train(config, "http://127.0.0.1:9"), "trainer.overrides.comet.api_key"),
         (lambda config: single_role.train(own_objective(config), ""), "objective.options.api_key"),
-        (lambda config: single_role.serve_evaluator(config, lambda: ""), "teachers.there.urls.0"),
-        (lambda config: single_role.serve_evaluator(config, lambda: ""), "prompts.options.nested.api_token"),
+        (
+            lambda config: single_role.serving(config, "evaluation.placement", controller=lambda: ""),
+            "teachers.there.urls.0",
+        ),
+        (
+            lambda config: single_role.serving(config, "evaluation.placement", controller=lambda: ""),
+            "prompts.options.nested.api_token",
+        ),
     ],
 )
 def test_a_role_that_needs_a_value_which_a_run_folder_hides_is_refused(

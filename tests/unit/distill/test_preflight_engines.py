@@ -402,7 +402,7 @@ def test_a_teacher_that_follows_the_student_needs_a_store_and_no_head(models: Pa
     sections["objective"] = {"type": "topk", "k": 4}
     assert preflight.check(configure(models, **sections)).split.held_out
     adapters = {**sections, "trainer": {"deepspeed": str(DEEPSPEED), "lora": {}}}
-    for check in (preflight.check, lambda config: single_role.serve_teacher(config, "t", 0)):
+    for check in (preflight.check, lambda config: single_role.serving(config, "teachers.t")):
         with pytest.raises(ConfigError, match=r"trainer.lora is set, and adapters alone are no model"):
             check(configure(models, **adapters))
     off = {"evaluation": None, "weights": {"transport": "broadcast"}}

@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from distill.config.cluster import RayCluster
-from distill.launch.placement import Need, Node
+from distill.launch.placement import Node
 from distill.launch.ray_cluster import Ray
 from distill.launch.ray_role import parse
+from distill.topology import Process
 from sync.base.errors import ConfigError
 
 CLUSTER = RayCluster(type="ray", address="10.0.0.1:6379", env=["OWN"])
@@ -41,7 +42,9 @@ def test_a_client_names_variables_and_finds_their_values_in_its_environment(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     nodes = [Node("10.0.0.2", 8, 64), Node("10.0.0.3", 8, 64)]
-    line = Ray(CLUSTER).client(Need("trainer", 4, 2), nodes, ["distill", "train", "-x"], {"OTHER": "value 4"})
+    line = Ray(CLUSTER).client(
+        Process("trainer", 4, 2), nodes, ["distill", "train", "-x"], {"OTHER": "value 4"}
+    )
     assert not any("value" in word for word in line)
     order = parse(line[line.index("distill.launch.ray_role") + 1 :])
     assert (order.command.name, order.address, order.gpus) == ("trainer", "10.0.0.1:6379", 4)

@@ -21,10 +21,11 @@ from small_config import make_config
 
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
-from distill.launch.placement import Need, Node
+from distill.launch.placement import Node
 from distill.launch.slurm import job, step
 from distill.launch.slurm.allocation import GANG_WAIT_SECONDS, Slurm, cpus_of
 from distill.registry import CONTROLLER_FILE
+from distill.topology import Process
 from sync.base.errors import ConfigError, RemoteError
 
 ROOT = Path(__file__).parents[3]
@@ -102,7 +103,9 @@ def srun_of(line: list[str]) -> list[str]:
 def test_a_role_with_gpus_has_them_and_its_share_of_the_cpus_alone(slurm) -> None:
     engine = Slurm(FOUR, JOB)
     node = engine.nodes()[2]
-    line = engine.client(Need("student-0", 2), [node], ["distill", "student"], {"DISTILL_HIDDEN": "s3cret"})
+    line = engine.client(
+        Process("student-0", 2), [node], ["distill", "student"], {"DISTILL_HIDDEN": "s3cret"}
+    )
     assert line[-2:] == ["distill", "student"]
     assert srun_of(line) == [
         *("srun", "--job-name=student-0", "--nodelist=gpu3", "--nodes=1", "--ntasks=1"),
@@ -114,18 +117,18 @@ def test_a_role_with_gpus_has_them_and_its_share_of_the_cpus_alone(slurm) -> Non
 
 def test_a_role_without_gpus_shares_the_cpus_and_sees_no_gpu(slurm) -> None:
     engine = Slurm(FOUR, JOB)
-    words = srun_of(engine.client(Need("evaluator"), [engine.nodes()[0]], ["x"], {}))
+    words = srun_of(engine.client(Process("evaluator"), [engine.nodes()[0]], ["x"], {}))
     assert [word for word in words if word.startswith(("--exact", "--overlap", "--gres", "--cpus"))] == [
         *("--overlap", "--cpus-per-task=64", "--gres=none"),
     ]
     without = Slurm(FOUR.model_copy(update={"gpus_per_node": 0}), JOB)
-    words = srun_of(without.client(Need("evaluator"), [engine.nodes()[0]], ["x"], {}))
+    words = srun_of(without.client(Process("evaluator"), [engine.nodes()[0]], ["x"], {}))
     assert not [word for word in words if word.startswith("--gres")]  # a cluster may know no gres at all
 
 
 def test_a_trainer_on_several_machines_is_one_step(slurm) -> None:
     engine = Slurm(FOUR, JOB)
-    words = srun_of(engine.client(Need("trainer", 8, 2), engine.nodes()[1:3], ["x"], {}))
+    words = srun_of(engine.client(Process("trainer", 8, 2), engine.nodes()[1:3], ["x"], {}))
     assert {"--nodelist=gpu2,gpu3", "--nodes=2", "--ntasks=2", "--gres=gpu:8", "--cpus-per-task=64"} <= {
         *words
     }
@@ -174,7 +177,7 @@ time.sleep(600)
 
 def launched(engine: Slurm, role: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
     """A step that runs `role`, and the processes below it, as its first line says."""
-    line = engine.client(Need("student-0", 1), [engine.nodes()[0]], role, {})
+    line = engine.client(Process("student-0", 1), [engine.nodes()[0]], role, {})
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment)
     assert running.stdout is not None

@@ -1,0 +1,79 @@
+"""The processes of a run: their names, GPUs, addresses and commands."""
+
+from __future__ import annotations
+
+from small_config import make_config
+
+from distill.config import RunConfig
+from distill.topology import command, parallel, places, process_of, processes, servers
+
+ENGINE = {"tensor-parallel-size": 2, "--pipeline_parallel_size": "3"}
+
+
+def everything() -> RunConfig:
+    return make_config(
+        student={"replicas": 2, "engine_args": ENGINE},
+        teachers={
+            "t": {"path": "x", "replicas": 2, "devices": ["0,1", "5"], "route": ["a"]},
+            "b": {"path": "x", "urls": ["http://h:1"], "follow_student_every": 1, "route": ["b"]},
+            "c": {"path": "x", "device": "cpu", "route": ["c"]},
+        },
+        environments={"game": {"environment": "m:f", "processes": 2, "gpus": 1}},
+        evaluation={"replica": {"gpus": 4}},
+        trainer={"ranks": 8, "nodes": 2},
+    )
+
+
+def test_every_process_has_its_name_gpus_and_address() -> None:
+    found = processes(everything())
+    assert {process.name: (process.gpus, process.nodes, process.url) for process in found} == {
+        "student-0": (6, 1, None),
+        "student-1": (6, 1, None),
+        "teacher-t-0": (2, 1, None),
+        "teacher-t-1": (1, 1, None),
+        "teacher-b": (1, 1, "http://h:1"),
+        "teacher-c": (0, 1, None),
+        "environment-game-0": (1, 1, None),
+        "environment-game-1": (1, 1, None),
+        "evaluation-replica": (4, 1, None),
+        "evaluator": (1, 1, None),
+        "trainer": (8, 2, None),
+    }
+    followers = ["student-0", "student-1", "teacher-b", "evaluation-replica", "evaluator"]
+    assert [process.name for process in found if process.follows] == followers
+
+
+def test_on_machines_without_gpus_a_process_has_those_that_its_section_asks_for() -> None:
+    config = make_config(student={"gpus": 3}, teachers={"t": {"path": "x", "devices": ["1,2"]}})
+    found = {process.name: process.gpus for process in processes(config, gpus=False)}
+    assert found == {"student-0": 3, "teacher-t": 2, "evaluator": 0, "trainer": 0}
+
+
+def test_servers_are_at_their_urls_or_where_they_registered() -> None:
+    config = make_config(student={"urls": ["http://h:1", "http://h:2"]}, teachers={"t": {"path": "x"}})
+    assert [process.name for process in servers(config)] == ["teacher-t", "evaluator"]
+    assert places(config, {"teacher-t": "http://t:1"}) == {
+        "student": ["http://h:1", "http://h:2"],
+        "teachers.t": ["http://t:1"],
+        "evaluation.placement": [],
+    }
+
+
+def test_an_index_beyond_the_last_is_a_further_replica() -> None:
+    further = process_of(make_config(student={"devices": ["0"]}), "student", 3)
+    assert (further.name, further.index, further.devices) == ("student-3", 3, None)
+
+
+def test_a_process_is_started_by_the_command_of_its_section() -> None:
+    found = processes(everything())
+    assert {process.section: " ".join(command(process.section, process.index)) for process in found} == {
+        "student": "student --index 1",
+        "teachers.t": "teacher --name t --index 1",
+        "teachers.b": "teacher --name b --index 0",
+        "teachers.c": "teacher --name c --index 0",
+        "environments.game": "environment --name game --index 1",
+        "evaluation.replica": "student --evaluation",
+        "evaluation.placement": "evaluator",
+        "trainer": "train",
+    }
+    assert parallel(ENGINE) == (2, 3)
