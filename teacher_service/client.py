@@ -23,8 +23,8 @@ from sync.base.errors import DistillError, Overloaded, TooLarge, Unreachable, Wi
 from sync.base.retry import Backoff, isolate
 from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
 from sync.wire.claims import Claim
-from sync.wire.client import MAX_SMALL, Peer, Processes
-from sync.wire.peers import Role
+from sync.wire.client import MAX_SMALL, Peer
+from sync.wire.peers import Processes, Role
 
 log = logging.getLogger(__name__)
 W = TypeVar("W", ScoreSequence, TeacherPrompt)

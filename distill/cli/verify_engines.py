@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import numpy as np
 
 from distill.config import StudentConfig
@@ -28,7 +27,7 @@ from distill.launch.preflight import serving
 from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec
 from sync.base.address import token_from_environment
-from sync.base.errors import DataError, RemoteError, Unreachable
+from sync.base.errors import DataError
 from sync.base.settings import ReplicaConfig
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
@@ -178,21 +177,15 @@ async def _digests(peer: Peer) -> dict[str, str] | None:
 
 
 async def prompt_scores(url: str, token: str | None, prompts: list[list[int]]) -> list[Any]:
-    """vLLM's own prompt log-probabilities, one sequence at a time. Raises Unreachable, RemoteError."""
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+    """vLLM's own prompt log-probabilities, one sequence at a time. Raises as `Peer` does."""
     scores = []
-    try:
-        async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=120.0) as client:
-            name = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-            for ids in prompts:
-                body = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 3, "seed": 0}
-                answer = (await client.post("/v1/completions", json=body)).raise_for_status()
-                scores.append(answer.json()["choices"][0]["prompt_logprobs"])
-    except httpx.HTTPStatusError as error:
-        answer = error.response
-        raise RemoteError(f"{answer.url} answered {answer.status_code}: {answer.text[:500]}") from None
-    except httpx.HTTPError as error:
-        raise Unreachable(f"{url}: {type(error).__name__}: {error}; is a replica running there?") from None
+    async with Peer(url, token, timeout=120.0, content_type="application/json") as peer:
+        listing = await peer.once("/v1/models", None, peer.timeout)
+        name = json.loads(bytes(listing))["data"][0]["id"]
+        for ids in prompts:
+            body = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 3, "seed": 0}
+            answer = await peer.once("/v1/completions", json.dumps(body).encode(), peer.timeout)
+            scores.append(json.loads(bytes(answer))["choices"][0]["prompt_logprobs"])
     return scores
 
 

@@ -20,8 +20,8 @@ from sync.base.address import Place
 from sync.base.errors import DistillError, Overloaded, Unreachable, WireError
 from sync.base.retry import Backoff
 from sync.wire.claims import Claim
-from sync.wire.client import MAX_SMALL, Peer, Processes
-from sync.wire.peers import Role
+from sync.wire.client import MAX_SMALL, Peer
+from sync.wire.peers import Processes, Role
 
 log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 10.0

@@ -15,10 +15,10 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import cache, partial
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import httpx
@@ -37,7 +37,6 @@ from sync.base.errors import (
 from sync.base.retry import pause_told, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
 from sync.wire.claims import MISDIRECTED, MODEL_HEADER, Claim
-from sync.wire.peers import Role, refuse_wrong
 
 GONE: Final = 410
 """Status of a refusal: another process has registered in the place of the one that asks."""
@@ -170,9 +169,15 @@ class Peer:
     """
 
     def __init__(
-        self, place: Place, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
+        self,
+        place: Place,
+        token: str | None = None,
+        timeout: float = 60.0,
+        claim: Claim | None = None,
+        content_type: str = CONTENT_TYPE,
     ) -> None:
-        """`claim`: the run that requests are made for; None: they name none."""
+        """`claim`: the run that requests are made for; None: they name none. `content_type`: of a body of
+        `once`, for a server that is not of this project."""
         self._address = place if isinstance(place, Address) else Address(place, place)
         self.timeout = timeout
         self.model: str | None = None
@@ -184,7 +189,7 @@ class Peer:
                 "both, so leave the name and its password out"
             )
         bearer = {"authorization": f"Bearer {token}"} if token else {}
-        self._headers = {"accept-encoding": "identity", "content-type": CONTENT_TYPE, **bearer}
+        self._headers = {"accept-encoding": "identity", "content-type": content_type, **bearer}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -239,11 +244,16 @@ class Peer:
             ) as response:
                 yield response, limit
 
+    async def health(self, timeout: float) -> tuple[int, Mapping[str, str], bool]:
+        """Status and headers of the answer to GET /health, and whether it has content. Raises Unreachable
+        when closed, aiohttp.ClientError, TimeoutError."""
+        async with self._open("/health", None, {}, timeout) as (response, _):
+            return response.status, response.headers, await response.content.read(1) != b""
+
     async def alive(self) -> bool:
         """Whether /health answers 200 within two seconds."""
         try:
-            async with self._open("/health", None, {}, timeout=2.0) as (response, _):
-                return response.status == 200
+            return (await self.health(2.0))[0] == 200
         except (Unreachable, *_FAILED):
             return False
 
@@ -323,65 +333,18 @@ class Peer:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
 
-class Processes:
-    """Clients of all processes of one server. Use inside `async with`, or call `aclose()`."""
-
-    def __init__(
-        self,
-        what: str,
-        role: Role,
-        places: Sequence[Place],
-        token: str | None,
-        timeout: float,
-        claim: Claim | None,
-    ) -> None:
-        """`what`: the server in words. Raises ConfigError when it has no process."""
-        if not places:
-            raise ConfigError(f"{what} has no urls: give at least one")
-        self._what, self._role = what, role
-        self._peers = [Peer(place, token, timeout, claim) for place in places]
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        await asyncio.gather(*(peer.aclose() for peer in self._peers))
-
-    async def agreed(self, path: str, kind: type[M], timeout: float | None = None) -> M:
-        """What all of them answer. Raises ConfigError when they differ."""
-        return self._same(await self._answers(path, kind, timeout))
-
-    async def _answers(self, path: str, kind: type[M], timeout: float | None) -> list[M]:
-        """What each of them says of itself. Raises WrongServer for a process of another role."""
-        try:
-            return await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
-        except (RemoteError, WireError):
-            for peer in self._peers:
-                if peer.placed:
-                    await asyncio.to_thread(refuse_wrong, peer.url, self._role)
-            raise
-
-    def _same(self, answers: Sequence[M]) -> M:
-        """Their one answer. Raises ConfigError when they differ."""
-        for peer, answer in zip(self._peers, answers, strict=True):
-            if answer != answers[0]:
-                raise ConfigError(
-                    f"processes of {self._what} differ: {peer.url} serves {answer}, {self._peers[0].url} "
-                    f"serves {answers[0]}: start them from the same configuration"
-                )
-        return answers[0]
-
-
 class BlockingPeer:
     """`Peer` for threads without an event loop: every call has a loop and a connection of its own."""
 
     def __init__(
-        self, url: str, token: str | None = None, timeout: float = 60.0, claim: Claim | None = None
+        self,
+        url: str,
+        token: str | None = None,
+        timeout: float = 60.0,
+        claim: Claim | None = None,
+        content_type: str = CONTENT_TYPE,
     ) -> None:
-        self._connect = partial(Peer, url, token, timeout, claim)
+        self._connect = partial(Peer, url, token, timeout, claim, content_type)
         self.url, self.timeout = self._connect().url, timeout
 
     def call(

@@ -7,16 +7,24 @@ of its address. The bearer token of the run is not sent: the server may be a str
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
+import aiohttp
 import httpx
 
-from sync.base.errors import WrongServer
+from sync.base.address import Place
+from sync.base.errors import ConfigError, RemoteError, Unreachable, WireError, WrongServer
 from sync.base.secrets import redact
+from sync.wire import Message
+from sync.wire.claims import Claim
+from sync.wire.client import Peer
+
+M = TypeVar("M", bound=Message)
 
 ROLE_HEADER: Final = "x-distill-role"
 """Header of an answer: the `Role` of the process that gives it."""
@@ -67,75 +75,115 @@ class Answerer(NamedTuple):
     what: str
 
 
-def identify(url: str) -> Answerer | None:
+async def identify(url: str) -> Answerer | None:
     """What answers at `url`; None: nothing that could be told yet. None stands for no connection, no answer
     within SECONDS, and a gateway's 502-504: who expects a server there goes on waiting for it."""
-    with httpx.Client(trust_env=False, timeout=SECONDS) as http:
+    async with Peer(url, timeout=SECONDS) as peer:
         try:
-            health = http.get(url.rstrip("/") + "/health")
-        except httpx.RemoteProtocolError as error:
-            no_http = f"something that speaks no HTTP ({error})"
-            return None if "disconnected" in str(error) else Answerer(None, no_http)
-        except httpx.RequestError:
+            status, headers, content = await peer.health(SECONDS)
+        except aiohttp.ClientResponseError as error:
+            return Answerer(None, f"something that speaks no HTTP ({error.message})")
+        except (aiohttp.ClientError, TimeoutError):
             return None
-        root = str(httpx.URL(url).copy_with(path="/", query=None))
-        role = Role(name) if (name := health.headers.get(ROLE_HEADER)) in [*Role] else None
-        if role is not None and health.status_code == 404:
-            return Answerer(None, f"a path of {_NAMES[role]}: write {root.rstrip('/')} for it")
-        if role is not None:
-            return Answerer(role, _NAMES[role])
-        if health.status_code in (502, 503, 504):
-            return None
-        return _stranger(http, root, health)
+    root = str(httpx.URL(url).copy_with(path="/", query=None)).rstrip("/")
+    role = Role(name) if (name := headers.get(ROLE_HEADER, "")) in [*Role] else None
+    if role is not None and status == 404:
+        return Answerer(None, f"a path of {_NAMES[role]}: write {root} for it")
+    if role is not None:
+        return Answerer(role, _NAMES[role])
+    if status in (502, 503, 504):
+        return None
+    async with Peer(root, timeout=SECONDS) as peer:
+        version, listing = await _json(peer, "/version"), (await _json(peer, "/v1/models")).get("data")
+    models = [model for model in listing if isinstance(model, dict)] if isinstance(listing, list) else []
+    serves = f" that serves {str(models[0].get('id'))[:200]!r}" if models else ""
+    silent = "version" in version and status == 200 and not content  # models need a key
+    if silent or any(model.get("owned_by") == "vllm" for model in models):
+        return Answerer(Role.VLLM, f"a plain vLLM server{serves}")
+    if isinstance(listing, list):
+        return Answerer(None, f"a server of the OpenAI protocol{serves}")
+    server = headers.get("server", "without a name")[:60]
+    return Answerer(None, f"an HTTP server ({server}) that answers {status} at /health")
 
 
-def wrong(url: str, expected: Role) -> str | None:
+async def _json(peer: Peer, path: str) -> dict[str, Any]:
+    """The JSON object at a path; empty: there is none."""
+    try:
+        parsed = json.loads(bytes(await peer.once(path, None, SECONDS, _MOST)))
+    except (RemoteError, Unreachable, WireError, ValueError, RecursionError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+async def wrong(url: str, expected: Role) -> str | None:
     """Why the server at `url` is not the one `expected` there: what it is, and the remedy. None: it is that
     server, or nothing can be told yet (see `identify`)."""
-    answerer = identify(url)
+    answerer = await identify(url)
     if answerer is None or answerer.role is expected:
         return None
     return f"{redact(url)} is {answerer.what}, and {_NAMES[expected]} was expected: {_REMEDIES[expected]}"
 
 
-def refuse_wrong(url: str, expected: Role) -> None:
-    """Raise WrongServer with what `wrong` says; nothing when it says nothing."""
-    if problem := wrong(url, expected):
-        raise WrongServer(problem)
-
-
 def wrong_among(places: Iterable[tuple[str, str, Role]]) -> list[str]:
-    """A line for each (key, URL, expected role) that leads to another server; all are asked at once."""
+    """A line for each (key, URL, expected role) that leads to another server; all are asked at once. Blocks,
+    and has an event loop of its own."""
     asked = [*places]
-    with ThreadPoolExecutor(max(1, min(32, len(asked)))) as threads:
-        problems = threads.map(lambda place: wrong(*place[1:]), asked)
-        return [f"{key}: {problem}" for (key, _, _), problem in zip(asked, problems, strict=True) if problem]
+
+    async def ask() -> list[str | None]:
+        return await asyncio.gather(*(wrong(url, role) for _, url, role in asked))
+
+    with ThreadPoolExecutor(1) as thread:
+        problems = thread.submit(asyncio.run, ask()).result()
+    return [f"{key}: {problem}" for (key, _, _), problem in zip(asked, problems, strict=True) if problem]
 
 
-def _stranger(http: httpx.Client, root: str, health: httpx.Response) -> Answerer:
-    """A server without a role of ours, by its own words."""
-    version, listing = _json(http, root + "version"), _json(http, root + "v1/models").get("data")
-    models = [model for model in listing if isinstance(model, dict)] if isinstance(listing, list) else []
-    serves = f" that serves {str(models[0].get('id'))[:200]!r}" if models else ""
-    silent = "version" in version and health.status_code == 200 and not health.content  # models need a key
-    if silent or any(model.get("owned_by") == "vllm" for model in models):
-        return Answerer(Role.VLLM, f"a plain vLLM server{serves}")
-    if isinstance(listing, list):
-        return Answerer(None, f"a server of the OpenAI protocol{serves}")
-    server = health.headers.get("server", "without a name")[:60]
-    return Answerer(None, f"an HTTP server ({server}) that answers {health.status_code} at /health")
+class Processes:
+    """Clients of all processes of one server. Use inside `async with`, or call `aclose()`."""
 
+    def __init__(
+        self,
+        what: str,
+        role: Role,
+        places: Sequence[Place],
+        token: str | None,
+        timeout: float,
+        claim: Claim | None,
+    ) -> None:
+        """`what`: the server in words. Raises ConfigError when it has no process."""
+        if not places:
+            raise ConfigError(f"{what} has no urls: give at least one")
+        self._what, self._role = what, role
+        self._peers = [Peer(place, token, timeout, claim) for place in places]
 
-def _json(http: httpx.Client, url: str) -> dict[str, Any]:
-    """The JSON object at a URL; empty: there is none."""
-    content = bytearray()
-    try:
-        with http.stream("GET", url) as answer:
-            for part in answer.iter_raw() if answer.status_code == 200 else ():
-                content += part
-                if len(content) > _MOST:
-                    return {}
-        parsed = json.loads(content or b"{}")
-    except (httpx.RequestError, ValueError, RecursionError):
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(peer.aclose() for peer in self._peers))
+
+    async def agreed(self, path: str, kind: type[M], timeout: float | None = None) -> M:
+        """What all of them answer. Raises ConfigError when they differ."""
+        return self._same(await self._answers(path, kind, timeout))
+
+    async def _answers(self, path: str, kind: type[M], timeout: float | None) -> list[M]:
+        """What each of them says of itself. Raises WrongServer for a process of another role."""
+        try:
+            return await asyncio.gather(*(peer.call(path, None, kind, timeout) for peer in self._peers))
+        except (RemoteError, WireError):
+            for peer in self._peers:
+                if peer.placed and (problem := await wrong(peer.url, self._role)):
+                    raise WrongServer(problem) from None
+            raise
+
+    def _same(self, answers: Sequence[M]) -> M:
+        """Their one answer. Raises ConfigError when they differ."""
+        for peer, answer in zip(self._peers, answers, strict=True):
+            if answer != answers[0]:
+                raise ConfigError(
+                    f"processes of {self._what} differ: {peer.url} serves {answer}, {self._peers[0].url} "
+                    f"serves {answers[0]}: start them from the same configuration"
+                )
+        return answers[0]

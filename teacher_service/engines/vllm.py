@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import threading
 from collections.abc import Sequence
@@ -22,16 +21,16 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import PurePath
 from typing import Any, Final, Protocol
 
-import httpx
 import msgspec
 import numpy as np
 import torch
 
-from sync.base.errors import ConfigError, DataError, Unreachable
+from sync.base.errors import ConfigError, DataError, Overloaded, RemoteError, Unreachable
 from sync.base.retry import retrying
 from sync.vllm.plugin import PLUGIN
 from sync.weights.snapshots.checkpoint import vllm_formats
 from sync.wire import Head
+from sync.wire.client import BlockingPeer
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, GenerationParams, Item
@@ -145,8 +144,6 @@ class VllmEngine(base.Engine):
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._states.close()
-        if self._completions is not None:
-            self._completions.close()
 
 
 def load(config: TeacherConfig, vocab_size: int) -> VllmEngine:
@@ -283,21 +280,15 @@ def on_cpu(arguments: dict[str, Any], threads: int | None) -> dict[str, Any]:
 class VllmServer:
     """Requests to one server that serves the teacher's model."""
 
-    def __init__(self, url: str, config: TeacherConfig, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, url: str, config: TeacherConfig) -> None:
         """Raises ConfigError when it serves another model, Unreachable after START_SECONDS without it."""
-        key = os.environ.get(KEY_VARIABLE)
-        self._url = url.rstrip("/")
-        self._http = httpx.Client(
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-            transport=transport,
-        )
+        self._peer = BlockingPeer(url, os.environ.get(KEY_VARIABLE), content_type="application/json")
+        self._url = self._peer.url
         try:
-            card = json.loads(retrying(Unreachable, within=START_SECONDS)(self.call, "GET", "/v1/models"))
-            card = card["data"][0]
+            listing = retrying(Unreachable, within=START_SECONDS)(self.call, "/v1/models")
+            card = msgspec.json.decode(listing)["data"][0]
             self.model, self.max_length = str(card["id"]), int(card["max_model_len"])
-        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, IndexError, TypeError, msgspec.DecodeError) as error:
             raise ConfigError(f"{self._url}/v1/models lists no model of vLLM: correct the URL") from error
         served = {PurePath(str(card.get(name))).name for name in ("id", "root")}
         if PurePath(config.path).name not in served:
@@ -313,24 +304,18 @@ class VllmServer:
         self.max_length = config.max_length or self.max_length
 
     def call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS
-    ) -> bytes:
-        """The answer's bytes. Raises DataError when the server refuses (4xx), Unreachable when it fails."""
-        content = None if body is None else msgspec.json.encode(body)
-        headers = {"content-type": "application/json"}
+        self, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS
+    ) -> memoryview:
+        """The answer. Raises DataError for a refusal (4xx), Unreachable when the server fails or is full."""
         try:
-            response = self._http.request(
-                method, self._url + path, content=content, headers=headers, timeout=timeout
-            )
-        except httpx.TransportError as error:
-            raise Unreachable(f"{self._url}{path}: {type(error).__name__}: {error}") from None
-        if (status := response.status_code) != 200:
-            kind = Unreachable if status >= 500 or status == 429 else DataError
-            raise kind(f"{self._url}{path} answered {status}: {response.text[:500]}")
-        return response.content
+            return self._peer.once(path, None if body is None else msgspec.json.encode(body), timeout)
+        except Overloaded as error:
+            raise Unreachable(str(error)) from None
+        except RemoteError as error:
+            raise DataError(str(error)) from None
 
     def close(self) -> None:
-        self._http.close()
+        """Nothing is held between two requests."""
 
 
 class ServedStates(VllmServer):
@@ -342,10 +327,9 @@ class ServedStates(VllmServer):
         config: TeacherConfig,
         dtype: torch.dtype,
         hidden_size: int,
-        transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Raises ConfigError when the server gives no hidden states, and what VllmServer raises."""
-        super().__init__(url, config, transport)
+        super().__init__(url, config)
         self._dtype, self._hidden_size = dtype, hidden_size
         try:
             self.read([Item(np.zeros(2, np.int32), 1)])
@@ -364,7 +348,7 @@ class ServedStates(VllmServer):
             "embed_dtype": str(self._dtype).removeprefix("torch."),
             "endianness": "little",
         }
-        answer = self.call("POST", "/pooling", body)
+        answer = self.call("/pooling", body)
         lengths = [len(item.token_ids_L) for item in items]
         row = self._hidden_size * self._dtype.itemsize
         if len(answer) != sum(lengths) * row:
@@ -372,7 +356,7 @@ class ServedStates(VllmServer):
                 f"{sum(lengths)} tokens of {row} bytes were expected, {len(answer)} bytes came back: the "
                 "server computes another model, or leaves tokens out"
             )
-        states = torch.frombuffer(bytearray(answer), dtype=self._dtype).view(-1, self._hidden_size)
+        states = torch.frombuffer(answer, dtype=self._dtype).view(-1, self._hidden_size)
         parts = [
             part_LH[item.first - 1 : -1] for item, part_LH in zip(items, states.split(lengths), strict=True)
         ]
@@ -387,10 +371,9 @@ class ServedCompletions(VllmServer):
         url: str,
         config: TeacherConfig,
         without_token: Sequence[int] = (),
-        transport: httpx.BaseTransport | None = None,
     ) -> None:
         """`without_token`: rows of the model that are never sampled. Raises what VllmServer raises."""
-        super().__init__(url, config, transport)
+        super().__init__(url, config)
         self._bias = {str(row): -100 for row in without_token}
 
     def complete(self, prompt: EnginePrompt, params: GenerationParams) -> tuple[np.ndarray, bool]:
@@ -413,7 +396,7 @@ class ServedCompletions(VllmServer):
             "return_token_ids": True,
         }
         seconds = TIMEOUT_SECONDS + params.max_tokens
-        choice = json.loads(self.call("POST", "/v1/completions", body, seconds))["choices"][0]
+        choice = msgspec.json.decode(self.call("/v1/completions", body, seconds))["choices"][0]
         if not (ids := choice.get("token_ids")):
             raise DataError("the server returns no token_ids: vLLM >= 0.11 does")
         return np.array(ids, np.int32), choice["finish_reason"] == "stop"

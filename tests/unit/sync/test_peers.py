@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import json
 import socket
@@ -44,17 +43,17 @@ def plain_server(answers: Mapping[str, Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("role", [role for role in Role if role is not Role.VLLM])
-def test_every_role_names_itself_at_health_without_a_token(role: Role) -> None:
+async def test_every_role_names_itself_at_health_without_a_token(role: Role) -> None:
     with answering(application(role, [], CollectorRegistry(), "secret", None)) as url:
-        found = identify(url)
+        found = await identify(url)
         assert found is not None
         assert found.role is role
-        assert wrong(url, role) is None
+        assert await wrong(url, role) is None
 
 
-def test_a_role_in_the_place_of_another_is_refused_with_both_names() -> None:
+async def test_a_role_in_the_place_of_another_is_refused_with_both_names() -> None:
     with answering(application(Role.EVALUATOR, [], CollectorRegistry(), "", None)) as url:
-        problem = wrong(url, Role.TEACHER)
+        problem = await wrong(url, Role.TEACHER)
         assert problem is not None
         assert (
             "is an evaluator of this project, and a teacher service of this project was expected" in problem
@@ -62,30 +61,30 @@ def test_a_role_in_the_place_of_another_is_refused_with_both_names() -> None:
         assert "distill teacher" in problem
 
 
-def test_a_plain_vllm_server_and_one_of_the_openai_protocol_are_told_apart() -> None:
+async def test_a_plain_vllm_server_and_one_of_the_openai_protocol_are_told_apart() -> None:
     with plain_server(VLLM) as url:
-        assert identify(url) == Answerer(Role.VLLM, "a plain vLLM server that serves 'm'")
-        assert wrong(url, Role.VLLM) is None
+        assert await identify(url) == Answerer(Role.VLLM, "a plain vLLM server that serves 'm'")
+        assert await wrong(url, Role.VLLM) is None
     with plain_server(OPENAI) as url:
-        assert identify(url) == Answerer(None, "a server of the OpenAI protocol that serves 'm'")
-        assert identify(f"{url}/v1") == identify(url)
+        assert await identify(url) == Answerer(None, "a server of the OpenAI protocol that serves 'm'")
+        assert await identify(f"{url}/v1") == await identify(url)
 
 
-def test_a_path_behind_a_role_is_named_with_the_url_to_write() -> None:
+async def test_a_path_behind_a_role_is_named_with_the_url_to_write() -> None:
     with answering(application(Role.TEACHER, [], CollectorRegistry(), "", None)) as url:
-        problem = wrong(f"{url}/v1", Role.TEACHER)
+        problem = await wrong(f"{url}/v1", Role.TEACHER)
         assert problem is not None
         assert f"a path of a teacher service of this project: write {url} for it" in problem
 
 
-def test_another_web_server_is_named_by_what_it_answers() -> None:
+async def test_another_web_server_is_named_by_what_it_answers() -> None:
     with plain_server({}) as url:
-        found = identify(url)
+        found = await identify(url)
         assert found is not None
         assert "answers 404 at /health" in found.what
 
 
-def test_what_speaks_no_http_is_said_to() -> None:
+async def test_what_speaks_no_http_is_said_to() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def greet() -> None:
@@ -96,26 +95,21 @@ def test_what_speaks_no_http_is_said_to() -> None:
 
         thread = threading.Thread(target=greet)
         thread.start()
-        found = identify(f"http://127.0.0.1:{server.getsockname()[1]}")
+        found = await identify(f"http://127.0.0.1:{server.getsockname()[1]}")
         thread.join()
     assert found is not None
     assert "speaks no HTTP" in found.what
 
 
-def test_nothing_is_said_of_a_port_where_nobody_listens_or_of_a_gateway() -> None:
+async def test_nothing_is_said_of_a_port_where_nobody_listens_or_of_a_gateway() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"http://127.0.0.1:{server.getsockname()[1]}"
-    assert identify(closed) is None
+    assert await identify(closed) is None
     assert wrong_among([("teachers.t.urls", closed, Role.TEACHER)]) == []
 
 
-def test_the_teachers_client_says_at_once_what_it_met() -> None:
-    async def ask(url: str) -> None:
+async def test_the_teachers_client_says_at_once_what_it_met() -> None:
+    with plain_server(OPENAI) as url:
         async with TeacherClient("t", [url]) as client:
-            await client.info()
-
-    with (
-        plain_server(OPENAI) as url,
-        pytest.raises(WrongServer, match="OpenAI protocol that serves 'm', and a"),
-    ):
-        asyncio.run(ask(url))
+            with pytest.raises(WrongServer, match="OpenAI protocol that serves 'm', and a"):
+                await client.info()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
+from ports import answering
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from table_engine import TableEngine, random_table
 
 from sync.base.errors import ConfigError, DataError, Unreachable
@@ -40,30 +44,45 @@ class Server:
         self.completion: dict[str, Any] = {"token_ids": [3, 5, 0], "finish_reason": "stop"}
         self.bodies: list[dict[str, Any]] = []
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    async def answer(self, request: Request) -> Response:
         if self.fail:
             self.fail -= 1
-            return httpx.Response(503, text="loading")
+            return Response("loading", 503)
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [self.card]})
-        body = json.loads(request.content)
+            return JSONResponse({"data": [self.card] if self.card else []})
+        assert request.headers["content-type"] == "application/json"
+        body = await request.json()
         self.bodies.append(body)
         if request.url.path == "/v1/completions":
-            return httpx.Response(200, json={"choices": [self.completion]})
+            return JSONResponse({"choices": [self.completion]})
         if request.url.path != "/pooling" or not self.pools:
-            return httpx.Response(404, json={"detail": "Not Found"})
+            return JSONResponse({"detail": "Not Found"}, 404)
         tokens = torch.tensor([token for ids in body["input"] for token in ids])
         states = torch.eye(V)[tokens[self.dropped :]]
         states = states.to(getattr(torch, body["embed_dtype"]))
-        return httpx.Response(200, content=bytes(states.flatten().view(torch.uint8).numpy()))
+        return Response(bytes(states.flatten().view(torch.uint8).numpy()))
 
 
-def states(server: Callable[..., Any], config: TeacherConfig = CONFIG, width: int = V) -> ServedStates:
-    return ServedStates("http://teacher", config, torch.float32, width, httpx.MockTransport(server))
+SERVING = ExitStack()
 
 
-def completions(server: Callable[..., Any]) -> ServedCompletions:
-    return ServedCompletions("http://generator", CONFIG, range(V, V + 2), httpx.MockTransport(server))
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    SERVING.close()
+
+
+def url_of(server: Server) -> str:
+    routes = [Route("/{path:path}", server.answer, methods=["GET", "POST"])]
+    return SERVING.enter_context(answering(Starlette(routes=routes)))
+
+
+def states(server: Server, config: TeacherConfig = CONFIG, width: int = V) -> ServedStates:
+    return ServedStates(url_of(server), config, torch.float32, width)
+
+
+def completions(server: Server) -> ServedCompletions:
+    return ServedCompletions(url_of(server), CONFIG, range(V, V + 2))
 
 
 def connected(server: Server, generator: Server | None = None) -> VllmEngine:
@@ -107,7 +126,7 @@ def test_states_are_asked_for_as_token_ids_without_normalisation() -> None:
 
 
 def test_bfloat16_states_arrive_as_their_bits() -> None:
-    served = ServedStates("http://teacher", CONFIG, torch.bfloat16, V, httpx.MockTransport(Server()))
+    served = ServedStates(url_of(Server()), CONFIG, torch.bfloat16, V)
     assert torch.equal(served.read(ITEMS), torch.eye(V, dtype=torch.bfloat16)[[2, 3, 10]])
 
 
@@ -136,7 +155,7 @@ def test_a_server_that_is_still_starting_is_waited_for() -> None:
 def test_a_server_that_cannot_serve_this_teacher_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"serves 'other', not 'org/m'.*--served-model-name org/m"):
         states(Server("other"))
-    with pytest.raises(ConfigError, match="max_length = 33, but the server at http://teacher takes 32"):
+    with pytest.raises(ConfigError, match=r"max_length = 33, but the server at http://127.0.0.1:.* takes 32"):
         states(Server(), CONFIG.model_copy(update={"max_length": 33}))
     generates = Server()
     generates.pools = False
@@ -145,7 +164,9 @@ def test_a_server_that_cannot_serve_this_teacher_is_refused_with_the_remedy() ->
     with pytest.raises(ConfigError, match="2 tokens of 28 bytes were expected, 88 bytes came back"):
         states(Server(), width=7)
     with pytest.raises(ConfigError, match="lists no model of vLLM"):
-        states(lambda _: httpx.Response(200, json={"data": []}))
+        empty = Server()
+        empty.card = {}
+        states(empty)
 
 
 def test_states_of_fewer_tokens_are_not_taken_for_those_of_all() -> None:
@@ -197,15 +218,17 @@ def test_a_completion_of_the_generating_server_has_the_log_probabilities_of_scor
     engine.close()
 
 
-def test_a_completion_has_a_time_limit_that_grows_with_its_length() -> None:
-    generator, seconds = Server(), []
+def test_a_completion_has_a_time_limit_that_grows_with_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, seconds = completions(Server()), list[float]()
+    once = asked._peer.once
 
-    def timed(request: httpx.Request) -> httpx.Response:
-        seconds.append(request.extensions["timeout"]["read"])
-        return generator(request)
+    def timed(path: str, body: bytes | None, timeout: float) -> memoryview:
+        seconds.append(timeout)
+        return once(path, body, timeout)
 
-    completions(timed).complete(PROMPTS[0], base.GenerationParams(16384, 1.0, ()))
-    assert seconds == [600, 600 + 16384]
+    monkeypatch.setattr(asked._peer, "once", timed)
+    asked.complete(PROMPTS[0], base.GenerationParams(16384, 1.0, ()))
+    assert seconds == [600 + 16384]
 
 
 def test_a_generated_id_without_a_token_is_refused_before_it_is_scored() -> None:
