@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
 from student_trainer.objectives.config import Full, ObjectiveConfig
 from sync.base.address import Url
-from sync.base.settings import ModelSource, Settings, WeightsConfig
+from sync.base.settings import Content, Fixed, Holds, Live, ModelSource, Settings, WeightsConfig
 
 ATTENTION_LAYERS: Final = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers, in transformers' words, that see other tokens by plain attention alone."""
@@ -30,70 +30,70 @@ class LoRAConfig(Settings):
 class TrainerSettings(Settings):
     """What a user sets in [trainer]."""
 
-    ranks: int = Field(2, ge=1)
+    ranks: Live[int] = Field(2, ge=1)
     """Processes on this machine; with `nodes` or `hostfile`, processes on each machine."""
-    nodes: int = Field(1, ge=1)
+    nodes: Live[int] = Field(1, ge=1)
     """Machines with ranks, which meet through the controller; for machines that it starts by ssh see
     `hostfile`."""
-    hostfile: Path | None = None
+    hostfile: Live[Path | None] = None
     """DeepSpeed hostfile, one `NAME slots=N` a line; None: this machine alone."""
-    launcher_args: list[str] = []
+    launcher_args: Live[list[str]] = []
     """Further arguments of the deepspeed launcher: of its `runner` with `hostfile`, else of its `launch`."""
-    devices: str | None = None
+    devices: Live[str | None] = None
     """CUDA_VISIBLE_DEVICES of the trainer; None: inherited."""
-    env: dict[str, str] = {}
+    env: Live[dict[str, str]] = {}
     """Environment variables of the ranks; no secrets with `hostfile`."""
-    lr: float = Field(3e-6, gt=0)
+    lr: Live[float] = Field(3e-6, gt=0)
     """Learning rate after the warm-up. The only place for it: DeepSpeed's JSON holds no other, and a resume
     takes this one, whatever the checkpoint was trained with."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Live[int] = Field(0, ge=0)
     """Steps in which the rate grows linearly from 0 to `lr`."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Live[Literal["constant", "linear", "cosine"]] = "constant"
     """After the warm-up: `lr`, or down to 0 at run.steps in a line or half a cosine."""
-    deepspeed: Path
+    deepspeed: Annotated[Content[Path], Holds.FILE]
     """DeepSpeed's JSON: optimizer, ZeRO-3, precision, offload and the rest. A field that it would ignore
     is refused."""
-    overrides: dict[str, Any] = {}
+    overrides: Content[dict[str, Any]] = {}
     """Fields put over the JSON, table by table: "optimizer.params.eps" = 1e-6 leaves all other params."""
-    attention: str = "sdpa"
+    attention: Live[str] = "sdpa"
     """transformers' attn_implementation."""
-    packing: Literal["varlen", "padded"] = "varlen"
+    packing: Live[Literal["varlen", "padded"]] = "varlen"
     """How the rows of a micro-batch lie: "varlen" end to end in one sequence, each attending to itself alone;
     "padded" as a rectangle, padded to the longest. Loss and gradients are the same. Models with layers other
     than attention need "padded": the trainer refuses "varlen" for them, and compares packed rows with single
     ones before the first step."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Live[bool] = False
     """Recompute activations in the backward pass."""
-    head_chunk: int = Field(512, ge=1)
+    head_chunk: Live[int] = Field(512, ge=1)
     """Positions whose full-vocabulary logits are in memory at once."""
-    micro_batch_tokens: int = Field(16384, ge=1)
+    micro_batch_tokens: Live[int] = Field(16384, ge=1)
     """Tokens of one forward pass of one rank, prompts included, and padding with packing = "padded"; a longer
     row gets a pass of its own. Ranks that share rows have as many each, and their rows may be longer by as
     much."""
-    checkpoint_every: int = Field(0, ge=0)
+    checkpoint_every: Live[int] = Field(0, ge=0)
     """Optimizer steps between checkpoints; 0: `checkpoint_minutes` alone decides."""
-    checkpoint_minutes: float = Field(15.0, ge=0)
+    checkpoint_minutes: Live[float] = Field(15.0, ge=0)
     """Minutes after which a step ends with a checkpoint, whatever `checkpoint_every` says; 0: never for that
     reason. Another is saved when the run ends or is stopped. What was trained on since the oldest kept
     checkpoint stays in the journal whole."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: Live[int] = Field(2, ge=1)
     """Newest checkpoints that are kept."""
-    lora: LoRAConfig | None = None
+    lora: Fixed[LoRAConfig | None] = None
     """None: full fine-tuning."""
-    expert_parallel: int = Field(1, ge=1)
+    expert_parallel: Fixed[int] = Field(1, ge=1)
     """Ranks that share the experts of a layer, each holding its part whole: tokens travel to their experts,
     and no rank gathers all of them. Divides the ranks and the experts. For students of the families
     qwen3_moe, qwen2_moe, mixtral, olmoe and deepseek_v3, without `lora` and offload; the trainer compares
     every layer with the original before it trains. 1: ZeRO-3 gathers experts like all other weights."""
-    sequence_parallel: int = Field(1, ge=1)
+    sequence_parallel: Live[int] = Field(1, ge=1)
     """Neighbouring ranks that train on the same rows, each computing its part of every row's positions, and
     attention for its part of the heads (DeepSpeed's Ulysses): for rows that are too long for one rank.
     Divides the ranks and the student's attention heads. For attention "sdpa" and "eager", and students that
     see other positions by attention alone; the trainer compares split rows with whole ones before it trains.
     1: every rank has whole rows."""
-    threads: int | None = Field(None, ge=1)
+    threads: Live[int | None] = Field(None, ge=1)
     """torch's threads per rank; None: its default."""
-    init_timeout_seconds: float = Field(600.0, gt=0)
+    init_timeout_seconds: Live[float] = Field(600.0, gt=0)
     """Time the ranks have to find each other, and rank 0 the controller; later the longest that ranks wait
     for one another."""
 

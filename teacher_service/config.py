@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, ValidationInfo
 
 from sync.base.address import Url
 from sync.base.own_code import OWN, is_own, registered
-from sync.base.settings import EngineArgs, ModelSource, Placement, check_vllm
+from sync.base.settings import EngineArgs, Fixed, Live, ModelSource, Placement, check_vllm
 
 
 def _known_engine(name: str) -> str:
@@ -28,56 +28,56 @@ def _of_engine(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any
 class TeacherConfig(ModelSource, Placement):
     """One teacher; several replicas when `replicas` > 1 or several urls are given."""
 
-    engine: Annotated[str, AfterValidator(_known_engine)] = "transformers"
+    engine: Live[Annotated[str, AfterValidator(_known_engine)]] = "transformers"
     """transformers: everything, one layer after the other on its devices. vllm: every score, at full speed on
     one or many GPUs; completions by another server, at `generate_url`. "package.module:name": one of your
     own, or the name that an installed package registers for it (docs/extending.md)."""
-    engine_url: Url | None = None
+    engine_url: Live[Url | None] = None
     """A vLLM server with the pooling runner, for engine "vllm"; None: vLLM is started with the teacher."""
-    generate_url: Url | None = None
+    generate_url: Live[Url | None] = None
     """A vLLM server of the same model that generates, for engine "vllm" with objective.on_policy < 1."""
-    replicas: int = Field(1, ge=1)
+    replicas: Live[int] = Field(1, ge=1)
     """Processes started on this machine."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Live[Literal["auto", "bfloat16", "float16", "float32"]] = "auto"
     """Precision of the weights; auto: as they are stored."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Live[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: the GPUs that the process sees, if any; engine "transformers" spreads its layers over all."""
-    attention: str = "sdpa"
+    attention: Live[str] = "sdpa"
     """transformers' attn_implementation."""
-    max_length: int | None = Field(None, ge=2)
+    max_length: Live[int | None] = Field(None, ge=2)
     """Longest sequence, in tokens; None: the model's own limit, or what memory takes when that is less."""
-    batch_tokens: int = Field(16384, ge=1)
+    batch_tokens: Live[int] = Field(16384, ge=1)
     """Padded tokens of one forward pass."""
-    head_chunk: int = Field(1024, ge=1)
+    head_chunk: Live[int] = Field(1024, ge=1)
     """Positions whose full-vocabulary logits are in memory at once."""
-    queue_tokens: int | None = Field(None, ge=1)
+    queue_tokens: Live[int | None] = Field(None, ge=1)
     """Tokens queued or not yet answered. A request that passes it with those of others is refused with 429
     and Retry-After; several sequences that pass it by themselves with 413, and clients send them in halves.
     None: as many as a quarter of this machine's free memory holds the scores of."""
-    keep_memory_gib: float = Field(4.0, ge=0)
+    keep_memory_gib: Live[float] = Field(4.0, ge=0)
     """Memory for scores that trainers fetch (`buffer.scores`); the oldest beyond it go to disk."""
-    keep_disk_gib: float = Field(64.0, ge=0)
+    keep_disk_gib: Live[float] = Field(64.0, ge=0)
     """Disk for them, as far as 2 GiB stay free; the oldest beyond it are dropped, and computed again when a
     trainer needs them."""
-    keep_folder: Path | None = None
+    keep_folder: Live[Path | None] = None
     """Folder for them, emptied at the start; None: `scores/` in the run's folder."""
-    wire_dtype: Literal["float16", "float32"] = "float16"
+    wire_dtype: Live[Literal["float16", "float32"]] = "float16"
     """Precision of top-k and gathered log-probabilities on the wire."""
-    engine_args: Annotated[EngineArgs, AfterValidator(_of_engine)] = {}
+    engine_args: Live[Annotated[EngineArgs, AfterValidator(_of_engine)]] = {}
     """Any argument of vLLM's engine, for engine "vllm": {tensor_parallel_size = 4}. An engine of your own
     reads what it likes; the parallel sizes are its GPUs on a cluster."""
-    threads: int | None = Field(None, ge=1)
+    threads: Live[int | None] = Field(None, ge=1)
     """Threads that compute on a CPU; None: torch's default."""
-    idle_unload_seconds: float | None = Field(None, gt=0)
+    idle_unload_seconds: Live[float | None] = Field(None, gt=0)
     """Time without work after which engine "transformers" unloads its model, until work comes; for teachers
     that share a machine. None: never."""
-    follow_student_every: int | None = Field(None, ge=1)
+    follow_student_every: Fixed[int | None] = Field(None, ge=1)
     """Published steps after which this teacher loads the student's weights (self-distillation; engine
     "transformers", objectives without hidden states); it begins with those of `path`. None: never."""
-    route: list[str] = []
+    route: Fixed[list[str]] = []
     """Data sources whose samples go to this teacher; with no `route_by` either: every source that no other
     teacher takes."""
-    route_by: str | None = None
+    route_by: Fixed[str | None] = None
     """A "module:function" from a data source to whether this teacher takes it; None: `route` alone."""
-    prompt_transform: str | None = None
+    prompt_transform: Fixed[str | None] = None
     """A "module:function" from a Prompt to the token ids the teacher sees instead; None: the same ids."""

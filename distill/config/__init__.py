@@ -15,64 +15,77 @@ from pydantic import Field
 
 from distill.config.cluster import ClusterConfig, LocalCluster
 from distill.config.evaluation import EvaluationConfig, Metric
+from distill.config.laws import check_laws
 from distill.config.prompts import PromptsConfig
 from distill.environments.config import EnvironmentConfig
 from student_trainer.config import TrainerSettings
 from student_trainer.objectives.config import Auto, ObjectiveConfig
 from sync.base.address import Host, Url
-from sync.base.settings import ModelSource, Name, Placement, ReplicaConfig, Settings, VllmArgs, WeightsConfig
+from sync.base.settings import (
+    Content,
+    Fixed,
+    Live,
+    ModelSource,
+    Name,
+    Placement,
+    Reason,
+    ReplicaConfig,
+    Settings,
+    VllmArgs,
+    WeightsConfig,
+)
 from teacher_service.config import TeacherConfig
 
 
 class RunConfigSection(Settings):
     """[run]: name, length and supervision of the run."""
 
-    name: Name
+    name: Fixed[Name]
     """Name of the run and of its folder."""
-    folder: Path = Path("runs")
+    folder: Live[Path] = Path("runs")
     """Folder in which the run's folder is created."""
-    code_folder: Path | None = None
+    code_folder: Live[Path | None] = None
     """Folder in which the run's processes look for modules of your own, those that a key names as
     "package.module:name" (docs/extending.md), after all that is installed. None: the folder of the
     configuration file."""
-    steps: int = Field(ge=1)
+    steps: Live[int] = Field(ge=1)
     """Optimizer steps."""
-    seed: int = Field(0, ge=0, lt=1 << 32)
+    seed: Fixed[int] = Field(0, ge=0, lt=1 << 32)
     """Seed of prompt order, evaluation, teachers' completions and training; replica I samples with seed I."""
-    grace_seconds: float = Field(60.0, gt=0)
+    grace_seconds: Live[float] = Field(60.0, gt=0)
     """Time from a stop signal to the end of the last role; in it the trainer finishes its step and saves a
     checkpoint. What wandb has not taken by then may last 5 minutes more; the run's folder is complete."""
-    start_seconds: float = Field(900.0, gt=0)
+    start_seconds: Live[float] = Field(900.0, gt=0)
     """Time for every process to become healthy after its start."""
-    max_loaded_teachers: int | None = Field(None, ge=1)
+    max_loaded_teachers: Live[int | None] = Field(None, ge=1)
     """Most teachers with `idle_unload_seconds`, started on this machine, in memory at once; loading one more
     unloads the least recently used. None: no limit."""
-    health_timeout_seconds: float = Field(120.0, ge=0)
+    health_timeout_seconds: Live[float] = Field(120.0, ge=0)
     """Liveness: a server that has answered /health and then does not for so long, or a trainer rank without a
     heartbeat for so long, is killed and, when it was started here, restarted (one of `restarts`). Keep it
     above the longest call that holds Python's interpreter lock. 0: never."""
-    restarts: int = Field(10, ge=0)
+    restarts: Live[int] = Field(10, ge=0)
     """Restarts of processes that died, all roles together; one more death ends the run."""
-    share_gpus: bool = False
+    share_gpus: Live[bool] = False
     """Let several processes use one GPU, where their computed memory fits; false: refuse it."""
-    min_free_disk_gib: float = Field(0.5, ge=0)
+    min_free_disk_gib: Live[float] = Field(0.5, ge=0)
     """Free disk space below which a run does not start, and a running one starts no rollouts."""
 
 
 class StudentConfig(ModelSource, Placement):
     """[student]: the model that is trained, and the replicas that generate with it."""
 
-    replicas: int = Field(1, ge=1)
+    replicas: Live[int] = Field(1, ge=1)
     """Replicas started on this machine; ignored with `urls`."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Live[Literal["auto", "bfloat16", "float16", "float32"]] = "bfloat16"
     """Precision of the weights in the replicas."""
-    engine_args: VllmArgs = {}
+    engine_args: Live[VllmArgs] = {}
     """Any argument of vLLM's server: {"tensor-parallel-size" = 2, "enforce-eager" = true}. Logits are fp32
     unless "hf-overrides" is {head_dtype = "model"} (docs/objectives.md)."""
-    mirror_folder: Path | None = None
+    mirror_folder: Live[Path | None] = None
     """Folder on each host, on no network file system, for the checkpoints of all that follow the weights: two
     each. None: `mirrors/` in the run's folder."""
-    staging_bytes: int | None = Field(None, ge=0)
+    staging_bytes: Live[int | None] = Field(None, ge=0)
     """Most host memory in which each worker of a replica stages a version while it generates, as much as its
     share of the model takes; a worker that needs more loads inside the pause. None: no limit."""
 
@@ -99,44 +112,44 @@ KEEP_CACHE_LR: Final = 1e-5
 class RolloutConfig(Settings):
     """[rollout]: how completions are sampled."""
 
-    batch: int = Field(256, ge=1)
+    batch: Fixed[int] = Field(256, ge=1)
     """Rollouts per optimizer step."""
-    per_prompt: int = Field(1, ge=1)
+    per_prompt: Fixed[int] = Field(1, ge=1)
     """Completions per prompt."""
-    max_tokens: int = Field(ge=1)
+    max_tokens: Fixed[int] = Field(ge=1)
     """Most tokens of a completion."""
-    temperature: float = Field(1.0, ge=0.001, le=2)
+    temperature: Fixed[float] = Field(1.0, ge=0.001, le=2)
     """Sampling temperature, at most what vLLM takes; the trainer's log-probabilities are at the same."""
-    top_k: int = Field(0, ge=0)
+    top_k: Fixed[int] = Field(0, ge=0)
     """Sample among the so many most likely tokens; 0: all. Every token then carries the ids that it was
     sampled from, and is corrected within them (docs/objectives.md)."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Fixed[float] = Field(1.0, gt=0, le=1)
     """Sample among the most likely tokens with this share of the probability mass together; below 1 it needs
     `top_k`, which bounds their number."""
-    min_p: float = Field(0.0, ge=0, lt=1)
+    min_p: Fixed[float] = Field(0.0, ge=0, lt=1)
     """Sample among the tokens with at least this share of the most likely one's probability; above 0 it needs
     `top_k`."""
-    routing_replay: bool = False
+    routing_replay: Fixed[bool] = False
     """For a student with experts: replicas record the experts of every token, and the trainer's routers take
     them (docs/objectives.md). Replicas on CPUs, or with kv_on_swap = "keep", are then not compiled."""
-    stop_token_ids: list[int] = []
+    stop_token_ids: Fixed[list[int]] = []
     """Token ids that end a completion besides the model's own."""
-    request_size: int = Field(16, ge=1)
+    request_size: Live[int] = Field(16, ge=1)
     """Prompts per request to a replica."""
-    max_in_flight: int = Field(1024, ge=1)
+    max_in_flight: Live[int] = Field(1024, ge=1)
     """Most completions in flight per replica."""
-    completion_timeout_seconds: float | None = Field(None, gt=0)
+    completion_timeout_seconds: Live[float | None] = Field(None, gt=0)
     """Time limit of a completion from the dispatch of its prompt; None: no limit."""
-    stall_timeout_seconds: float = Field(240.0, ge=0)
+    stall_timeout_seconds: Live[float] = Field(240.0, ge=0)
     """Progress: a replica with work that answers /health and produces no token for so long is killed and,
     when it was started here, restarted (one of `run.restarts`). Loading weights is work too. Keep it
     below `weights.timeout_seconds`. 0: never."""
-    on_timeout: AtLimit = "requeue"
+    on_timeout: Live[AtLimit] = "requeue"
     """Completion cut off by `completion_timeout_seconds`. keep: train on the tokens so far, as truncated;
     drop: quarantine it; requeue: generate its prompt again."""
-    on_max_tokens: AtLimit = "keep"
+    on_max_tokens: Live[AtLimit] = "keep"
     """Completion cut off by `max_tokens`: as for `on_timeout`."""
-    max_attempts: int = Field(5, ge=1)
+    max_attempts: Live[int] = Field(5, ge=1)
     """Completions of one prompt, cut off or broken off, before it is dropped."""
 
 
@@ -305,22 +318,31 @@ def _changed(value: Any, change: Any) -> Any:
 class RunConfig(Settings):
     """A whole run."""
 
-    run: RunConfigSection
-    student: StudentConfig
-    teachers: dict[Name, TeacherConfig] = Field(min_length=1)
-    prompts: PromptsConfig
-    environments: dict[Name, EnvironmentConfig] = {}
-    rollout: RolloutConfig
-    buffer: BufferConfig = BufferConfig()
-    objective: ObjectiveConfig = Auto()
-    guard: GuardConfig = GuardConfig()
-    trainer: TrainerSettings
-    weights: WeightsConfig = WeightsConfig()
-    evaluation: EvaluationConfig | None = EvaluationConfig()
-    preflight: PreflightConfig = PreflightConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    controller: ControllerConfig = ControllerConfig()
-    cluster: ClusterConfig = LocalCluster()
+    run: Annotated[
+        RunConfigSection, Reason("the journal's rollouts and the order of the prompts depend on it")
+    ]
+    student: Annotated[StudentConfig, Reason("the checkpoint was trained from it")]
+    teachers: Annotated[
+        dict[Name, TeacherConfig], Reason("rollouts in the journal were scored by it"), Field(min_length=1)
+    ]
+    prompts: Annotated[PromptsConfig, Reason("rewards in the journal were given by it")]
+    environments: Annotated[
+        dict[Name, EnvironmentConfig], Reason("rollouts in the journal were played against it")
+    ] = {}
+    rollout: Annotated[
+        RolloutConfig,
+        Reason("rollouts in the journal were sampled by it, and evaluations are compared at it"),
+    ]
+    buffer: Live[BufferConfig] = BufferConfig()
+    objective: Annotated[Fixed[ObjectiveConfig], Reason("the weights so far were optimised for it")] = Auto()
+    guard: Live[GuardConfig] = GuardConfig()
+    trainer: Annotated[TrainerSettings, Reason("weights and optimizer in the checkpoint have that form")]
+    weights: Live[WeightsConfig] = WeightsConfig()
+    evaluation: Content[EvaluationConfig | None] = EvaluationConfig()
+    preflight: Live[PreflightConfig] = PreflightConfig()
+    tracking: Live[TrackingConfig] = TrackingConfig()
+    controller: Live[ControllerConfig] = ControllerConfig()
+    cluster: Live[ClusterConfig] = LocalCluster()
 
     @property
     def run_dir(self) -> Path:
@@ -397,3 +419,6 @@ class RunConfig(Settings):
             timeout_seconds=self.weights.timeout_seconds,
             known_ids=self.student.known_ids,
         )
+
+
+check_laws(RunConfig)

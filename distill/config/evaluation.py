@@ -7,7 +7,7 @@ from typing import Final, Literal, Self
 from pydantic import Field, model_validator
 
 from distill.config.prompts import SinglePrompts
-from sync.base.settings import Name, Placement, Settings
+from sync.base.settings import Content, Live, Name, Placement, Settings
 
 Metric = Literal["reverse_kl", "pass_rate", "reward"]
 HELD_OUT: Final = "held_out"
@@ -44,27 +44,27 @@ class EvaluationConfig(Settings):
     At most a tenth of a file's or dataset's rows is held out. `evaluation = false` above all sections: none.
     """
 
-    every: int = Field(0, ge=0)
+    every: Live[int] = Field(0, ge=0)
     """Optimizer steps between evaluations; 0: only before and after the run."""
-    prompts: int = Field(512, ge=1)
+    prompts: Content[int] = Field(512, ge=1)
     """Held-out prompts, never trained on."""
-    sets: dict[Name, EvaluationSet] = {}
+    sets: Live[dict[Name, EvaluationSet]] = {}
     """Named sets beside the held-out prompts, such as [evaluation.sets.gsm8k]."""
-    batch_tokens: int = Field(16384, ge=1)
+    batch_tokens: Live[int] = Field(16384, ge=1)
     """Padded tokens of one forward pass of the student."""
-    metric: Literal["auto", "reverse_kl", "pass_rate", "reward"] = "auto"
+    metric: Live[Literal["auto", "reverse_kl", "pass_rate", "reward"]] = "auto"
     """Metric on the held-out prompts that decides which version is the best; reward: its mean. auto: reward
     where the divergence from the teacher weighs next to nothing against a task's, else reverse_kl."""
-    patience: int | None = Field(None, ge=1)
+    patience: Live[int | None] = Field(None, ge=1)
     """Early stopping: consecutive evaluations without a new best version; None: never stop early."""
-    replica: Placement | None = None
+    replica: Live[Placement | None] = None
     """Where a replica that generates for evaluations alone runs; None: one of the student's is held at the
     version until it has generated the completions."""
-    placement: Placement = Placement()
+    placement: Live[Placement] = Placement()
     """Where the evaluator runs."""
-    threads: int | None = Field(None, ge=1)
+    threads: Live[int | None] = Field(None, ge=1)
     """torch's CPU threads; None: its default."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Live[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: a GPU where there is one."""
 
     @model_validator(mode="after")

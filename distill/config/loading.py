@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from distill.config import RunConfig
+from distill.config.laws import sections
 from sync.base import secrets
 from sync.base.errors import ConfigError
 from sync.base.own_code import OWN, typed
@@ -185,13 +186,6 @@ def _of_type(table: Mapping[str, Any], kinds: Sequence[type[Settings]]) -> list[
     """The class that a section's `type` names; none when it has no type, or an unknown one."""
     name = typed(kinds, dict(table)).get("type")
     return [kind for kind in kinds if name in get_args(kind.model_fields["type"].annotation)]
-
-
-def sections(annotation: Any) -> list[type[Settings]]:
-    """The sections that an annotation admits: several for a union, none for a plain value."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in sections(part)]
 
 
 def _explain(detail: ErrorDetails) -> str:

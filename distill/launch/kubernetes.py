@@ -23,14 +23,13 @@ import tomli_w
 
 from distill.config import RunConfig
 from distill.config.loading import located, merge, read, validate
-from distill.config.prompts import DatasetPrompts, JsonlPrompts
 from distill.environments.config import EnvironmentConfig
 from distill.launch.manifest import CONFIG_FOLDER, PORT, REMOTE, Manifest, Role, Target, reads_volume
 from distill.launch.placement import needs
 from distill.topology import CONTROLLER, TRAINER, Process, command
 from sync.base import secrets
 from sync.base.errors import ConfigError
-from sync.base.settings import ModelSource, Settings
+from sync.base.settings import Holds, Settings
 from sync.wire.peers import Role as PeerRole
 from teacher_service.config import TeacherConfig
 
@@ -237,7 +236,7 @@ def carried(
 
 def _named(settings: Settings, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
     """Place of every path in a configuration, and what is there: file, model, store or folder."""
-    for name in type(settings).model_fields:
+    for name, field in type(settings).model_fields.items():
         here, value = (*place, name), getattr(settings, name)
         if here in (("run",), ("cluster",), ("trainer", "hostfile")):
             continue
@@ -247,12 +246,8 @@ def _named(settings: Settings, place: tuple[str, ...] = ()) -> Iterator[tuple[tu
             for key, item in value.items():
                 if isinstance(item, Settings):
                     yield from _named(item, (*here, key))
-        elif name in ("deepspeed", "chat_template") or (
-            isinstance(settings, JsonlPrompts) and name == "path"
-        ):
-            yield here, "file"
-        elif isinstance(settings, ModelSource | DatasetPrompts) and name == "path":
-            yield here, "model"
+        elif kind := next((item for item in field.metadata if isinstance(item, Holds)), None):
+            yield here, kind
         elif isinstance(value, Path):
             yield here, "store" if here == ("weights", "store", "path") else "folder"
 

@@ -19,6 +19,7 @@ import msgspec
 from blake3 import blake3
 
 from distill.config import ControllerConfig, RunConfig
+from distill.config.laws import decide
 from distill.config.loading import PUT_BACK, recorded, validate
 from distill.preflight_checks.machine import check_disk
 from distill.prompts.sources import PromptSplit, sample_prompts
@@ -29,7 +30,7 @@ from student_trainer.deepspeed_json import deepspeed_config
 from sync.base import durable, secrets
 from sync.base.address import TOKEN_FILE_VARIABLE, WILDCARDS
 from sync.base.errors import ConfigError
-from sync.base.settings import Settings
+from sync.base.settings import LIVE, Settings
 from sync.wire import Version
 
 TOKEN_FILE: Final = "token"
@@ -195,59 +196,13 @@ def _take_lock(path: Path) -> IO[str]:
 
 # --- resume
 
-_TAKES_EFFECT: Final = {
-    "run": "folder code_folder steps grace_seconds start_seconds health_timeout_seconds max_loaded_teachers "
-    "restarts share_gpus min_free_disk_gib",
-    "student": "trust_remote_code urls host port devices gpus env replicas dtype engine_args "
-    "mirror_folder staging_bytes",
-    "teachers.*": "trust_remote_code urls host port devices gpus env engine engine_url generate_url replicas "
-    "dtype device attention max_length batch_tokens head_chunk queue_tokens keep_memory_gib keep_disk_gib "
-    "keep_folder wire_dtype engine_args threads idle_unload_seconds",
-    "environments.*": "urls host port devices gpus env python processes max_episodes call_timeout_seconds "
-    "episode_timeout_seconds threads",
-    "rollout": "request_size max_in_flight completion_timeout_seconds stall_timeout_seconds on_timeout "
-    "on_max_tokens max_attempts",
-    "trainer": "ranks nodes hostfile launcher_args devices env lr warmup_steps lr_schedule attention "
-    "packing activation_checkpointing head_chunk micro_batch_tokens sequence_parallel checkpoint_every "
-    "checkpoint_minutes keep_checkpoints threads init_timeout_seconds",
-    "evaluation": "every sets batch_tokens metric patience replica threads device placement",
-    "prompts": "pass_threshold reward_timeout_seconds",
-    "content": "deepspeed",
+_FORM: Final = "refused: weights and optimizer in the checkpoint have that form"
+_OF_CONTENT: Final = {
+    **dict.fromkeys(("deepspeed.optimizer.type", "deepspeed.bf16", "deepspeed.fp16"), _FORM),
+    "prompts": "refused: other prompts would be trained on, some of them held out or trained on before",
+    "held_out": "refused: evaluations before and after would use different prompts",
 }
-_SAME_CONTENT: Final = {
-    "student": "chat_template",
-    "prompts": "type environment tasks path field source_field answer_field template name split revision "
-    "chat_template_kwargs system_prompt prompt_suffix drop_answer min_prompt_tokens max_prompt_tokens",
-    "trainer": "deepspeed overrides",
-    "evaluation": "prompts",
-}
-_FORM: Final = "weights and optimizer in the checkpoint have that form"
-_REFUSED: Final = {
-    "run": "the journal's rollouts and the order of the prompts depend on it",
-    "student": "the checkpoint was trained from it",
-    "teachers": "rollouts in the journal were scored by it",
-    "environments": "rollouts in the journal were played against it",
-    "prompts": "rewards in the journal were given by it",
-    "rollout": "rollouts in the journal were sampled by it, and evaluations are compared at it",
-    "objective": "the weights so far were optimised for it",
-    "trainer": _FORM,
-    **{f"content.deepspeed.{key}": _FORM for key in ("optimizer.type", "bf16", "fp16")},
-    "content.prompts": "other prompts would be trained on, some of them held out or trained on before",
-    "content.held_out": "evaluations before and after would use different prompts",
-}
-DECISIONS: Final = {
-    **{f"{part}.{name}": "takes effect" for part, names in _TAKES_EFFECT.items() for name in names.split()},
-    **{f"{part}.{name}": "same content" for part, names in _SAME_CONTENT.items() for name in names.split()},
-    **{key: f"refused: {reason}" for key, reason in _REFUSED.items()},
-    **dict.fromkeys(
-        ("buffer", "guard", "weights", "preflight", "tracking", "controller", "cluster"), "takes effect"
-    ),
-    "evaluation": "same content",
-}
-"""Key, or section, → what a resume does with a change of it. The nearest key decides, so that a key which is
-not listed is refused with its section. `*`: the name of a teacher or an environment."""
-
-
+"""Key below `content` → what a resume does with a change of it, and of all below it; else it takes effect."""
 _OPTIONAL: Final = ("prompts", "held_out")
 """Parts of `content` that a run may not have."""
 
@@ -289,7 +244,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for path, old, new in _differences(before, now):
         if path in [("content", name) for name in _OPTIONAL] and None in (old, new):
             continue
-        decision = decide(path)
+        decision = _decide(path)
         line = f"{'.'.join(path).removeprefix('content.')}: {old!s:.80} -> {new!s:.80} ({decision})"
         (refused if decision.startswith("refused") else lines).append(line)
     if refused:
@@ -300,14 +255,11 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def decide(path: tuple[str, ...]) -> str:
-    """What a resume does with a change of the key at `path`: one of DECISIONS."""
-    path = ("prompts", *path[3:]) if path[:2] == ("prompts", "parts") else path  # a part is a source too
-    parts = [*path[:1], "*", *path[2:]] if path[0] in ("teachers", "environments") else [*path]
-    keys = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next(
-        (DECISIONS[key] for key in keys if key in DECISIONS), "refused: the run's records depend on it"
-    )
+def _decide(path: tuple[str, ...]) -> str:
+    if path[0] != "content":
+        return decide(RunConfig, path)
+    key = ".".join((*path[1:], ""))
+    return next((words for part, words in _OF_CONTENT.items() if key.startswith(f"{part}.")), LIVE.words)
 
 
 def _differences(

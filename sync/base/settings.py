@@ -6,7 +6,9 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
@@ -26,6 +28,35 @@ from sync.base.address import Host, Url
 from sync.base.errors import ConfigError
 from sync.base.own_code import typed
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Law:
+    """What a resume does with a change of a key."""
+
+    words: str
+
+
+LIVE, CONTENT, FIXED = Law("takes effect"), Law("same content"), Law("refused")
+"""A change takes effect; is judged by the content that follows from the key; is refused, for the reason that
+the section gives. LIVE and FIXED hold for all keys of a section under them."""
+Live = Annotated[T, LIVE]
+Content = Annotated[T, CONTENT]
+Fixed = Annotated[T, FIXED]
+
+
+class Reason(str):
+    """Why a section's keys that are FIXED cannot change."""
+
+
+class Holds(StrEnum):
+    """What the path in a key leads to; of a path without it, a folder."""
+
+    FILE = "file"
+    MODEL = "model"
+
+
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 """A name that becomes part of file names, process names and labels."""
 
@@ -41,19 +72,19 @@ class Settings(BaseModel):
 class ModelSource(Settings):
     """Where a model comes from: anything `from_pretrained` takes."""
 
-    path: str
+    path: Annotated[Fixed[str], Holds.MODEL]
     """A local folder, or a Hugging Face Hub id."""
-    revision: str | None = None
+    revision: Fixed[str | None] = None
     """Commit, tag or branch on the Hub; None: its main branch."""
-    trust_remote_code: bool = False
+    trust_remote_code: Live[bool] = False
     """Run code that comes with the model."""
-    chat_template: str | None = None
+    chat_template: Annotated[Content[str | None], Holds.FILE] = None
     """Path of a Jinja file that replaces the tokenizer's chat template, or the folder or Hub id of a model
     whose template does. None: the tokenizer's own; of a student that has none, its teacher's."""
-    template_time: datetime | None = None
+    template_time: Fixed[datetime | None] = None
     """What the clock of the chat template (`strftime_now`) says. None: for a student whose template reads it,
     the start of the run; a resume keeps it."""
-    known_ids: int | None = Field(None, ge=2)
+    known_ids: Fixed[int | None] = Field(None, ge=2)
     """Token ids below it are used, and rows of the model beyond it are padding. None: those that the
     tokenizers of the student and its teachers share."""
 
@@ -61,19 +92,19 @@ class ModelSource(Settings):
 class Placement(Settings):
     """Where a role's processes run."""
 
-    urls: list[Url] = []
+    urls: Live[list[Url]] = []
     """Processes that run already; when given, none is started here."""
-    host: Host = "127.0.0.1"
+    host: Live[Host] = "127.0.0.1"
     """Address to listen on; anything but loopback needs a token."""
-    port: int = Field(0, ge=0, le=65535)
+    port: Live[int] = Field(0, ge=0, le=65535)
     """First port to listen on (replica i takes port + i); 0: any free one."""
-    devices: list[str] = []
+    devices: Live[list[str]] = []
     """CUDA_VISIBLE_DEVICES of each process, such as ["0,1", "2,3"]; empty: inherited."""
-    gpus: int | None = Field(None, ge=0)
+    gpus: Live[int | None] = Field(None, ge=0)
     """GPUs of each process on a cluster. None: tensor x pipeline parallel size for a replica or a teacher, 1
     for the evaluator; none for an environment, for a teacher with `engine_url`, with
     `teachers.NAME.device` or `evaluation.device` = "cpu", and where no machine of the cluster has any."""
-    env: dict[str, str] = {}
+    env: Live[dict[str, str]] = {}
     """Environment variables to add, such as OMP_NUM_THREADS."""
 
 

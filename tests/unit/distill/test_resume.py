@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import pytest
 from rich.console import Console
 
 from distill.config import RunConfig
+from distill.config.laws import check_laws
 from distill.config.loading import load_run_dir, merge, validate
 from distill.launch.run import run
-from distill.launch.run_folder import DECISIONS, RunFolder, compare, content, decide
+from distill.launch.run_folder import RunFolder, _decide, compare, content
 from distill.metrics.results import read_summary
 from distill.prompts.sources import TableSource, split_table
 from distill.prompts.stream import Prompt
+from student_trainer.config import LoRAConfig
 from sync.base.errors import ConfigError
-from sync.base.settings import Settings
+from sync.base.settings import Fixed, Reason, Settings
 
 ROOT = Path(__file__).parents[3]
 JSON = str(ROOT / "configs/deepspeed/zero3_cpu.json")
@@ -42,33 +43,16 @@ def table(word: str = "row", rows: int = 40) -> TableSource:
     return TableSource(Prompt(str(i), [i], "default", None, f"{word} {i}") for i in range(rows))
 
 
-def fields(annotation: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Dotted paths of all fields below a type that are no sections themselves; `*` for a table's keys."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        for name, field in annotation.model_fields.items():
-            yield from fields(field.annotation, (*path, name))
-        return
-    sections = [one for one in get_args(annotation) if any(fields(one, path)) and "Settings" in str(mro(one))]
-    if not sections:
-        yield ".".join(path)
-    for one in sections:
-        yield from fields(one, (*path, "*") if str(annotation).startswith("dict") else path)
+def test_a_key_without_a_law_makes_the_import_fail() -> None:
+    class Later(LoRAConfig):
+        rate: float = 1.0
 
+    class Sections(Settings):
+        fixed: Fixed[Later] = Later()
+        later: Annotated[Later, Reason("it is new")] = Later()
 
-def mro(annotation: Any) -> Any:
-    """The classes of a type and of what it is made of."""
-    if isinstance(annotation, type):
-        return [base.__name__ for base in annotation.__mro__]
-    return [mro(one) for one in get_args(annotation)]
-
-
-def test_the_decisions_are_about_keys_of_the_configuration() -> None:
-    declared = set(fields(RunConfig))
-    assert {"trainer.lr", "teachers.*.path", "buffer.late.half_life", "objective.k"} <= declared
-    keys = {key for key in DECISIONS if "." in key and not key.startswith("content.")}
-    assert keys - declared == {f"evaluation.{name}" for name in ("placement", "replica", "sets")}
-    sections = {key.partition(".")[0] for key in DECISIONS}
-    assert sections - {"content"} == set(RunConfig.model_fields), "every section has a decision"
+    with pytest.raises(TypeError, match=r"^later\.rank has no law: write Live\[…\], "):
+        check_laws(Sections)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +69,9 @@ def test_the_decisions_are_about_keys_of_the_configuration() -> None:
         (("run", "new_key"), "refused: the journal's rollouts"),
         (("guard", "max_grad_norm"), "takes effect"),
         (("teachers", "big", "generate_url"), "takes effect"),
+        (("teachers", "big", "chat_template"), "same content"),
+        (("evaluation", "sets", "s", "source", "path"), "takes effect"),
+        (("evaluation", "prompts"), "same content"),
         (("prompts", "parts", "maths", "path"), "same content"),
         (("prompts", "parts", "maths", "pass_threshold"), "takes effect"),
         (("prompts", "parts", "maths", "reward_fn"), "refused: rewards in the journal"),
@@ -92,10 +79,10 @@ def test_the_decisions_are_about_keys_of_the_configuration() -> None:
         (("prompts", "weights", "maths"), "refused: rewards in the journal"),
     ],
 )
-def test_the_nearest_key_decides_and_a_key_that_is_not_listed_is_refused(
+def test_the_innermost_law_decides_and_a_key_that_is_not_known_is_refused(
     path: tuple[str, ...], decision: str
 ) -> None:
-    assert decide(path).startswith(decision)
+    assert _decide(path).startswith(decision)
 
 
 def record(tmp_path: Path, **more: Any) -> dict[str, Any]:
