@@ -1,4 +1,5 @@
-"""Deltas are exact for every bit pattern, short, and refuse bytes that were tampered with."""
+"""Deltas are exact for every bit pattern, short, and refuse bytes that were tampered with. Torch's operations
+on a shard give the very bytes of the compiled loops."""
 
 from __future__ import annotations
 
@@ -6,26 +7,56 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryStore
+from safetensors.torch import save_file
 
 from sync.base.errors import SnapshotError
+from sync.base.settings import WeightsConfig
 from sync.weights.delta import codec, kernels
 from sync.weights.delta import file as delta_file
 from sync.weights.delta.codec import Effort, Mode
-from sync.wire import Version
+from sync.weights.publish import Publisher
+from sync.weights.snapshots import checkpoint
+from sync.weights.snapshots.manifest import version_key
+from sync.wire import RunIdentity, Version
 
 KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "i8": "u8", "u1": "u1"}
 EFFORTS: tuple[Effort, ...] = ("fast", "small")
 
 
-def round_trip(old: np.ndarray, new: np.ndarray, kind: str, effort: Effort) -> bytes:
-    """The blob, after checking that it turns old into new and is not longer than new and 22 bytes."""
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def on(device: str, bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1")).to(device)
+
+
+def round_trip(old: np.ndarray, new: np.ndarray, kind: str, effort: Effort, device: str = "cpu") -> bytes:
+    """The blob, after checking that it turns old into new, is not longer than new and 22 bytes, and comes of
+    torch tensors too."""
     blob = codec.encode(old, new, kind, effort)
+    assert codec.encode(on(device, old), on(device, new), kind, effort) == blob
     bits = old.copy()
     codec.apply(bits, blob, kind)
     np.testing.assert_array_equal(bits, new)
@@ -53,46 +84,47 @@ def nudged(random: np.random.Generator, old: np.ndarray, share: float) -> np.nda
 
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("kind", ["bf16", "f2"])
-def test_every_pattern_becomes_every_other_class_of_pattern(kind: str, effort: Effort) -> None:
+def test_every_pattern_becomes_every_other_class_of_pattern(kind: str, effort: Effort, device: str) -> None:
     every = np.arange(65536, dtype="u2")
     for new in (every[::-1].copy(), np.roll(every, 1), every ^ 0x8000, np.roll(every, 12345), every * 0):
-        round_trip(every, new, kind, effort)
+        round_trip(every, new, kind, effort, device)
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_all_pairs_of_special_values_survive(effort: Effort) -> None:
+def test_all_pairs_of_special_values_survive(effort: Effort, device: str) -> None:
     """±0, the smallest and largest subnormals, ±1, ±max, ±inf and NaNs of both signs with payloads."""
     positive = [0, 1, 0x7F, 0x80, 0x3F80, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF]
     special = np.array([p | sign for p in positive for sign in (0, 0x8000)], "u2")
-    old, new = (grid.ravel().copy() for grid in np.meshgrid(special, special))
-    round_trip(old, new, "bf16", effort)
-    wide = [special.astype("u4") << 16 | low for low in (0, 1, 0xFFFF)]
-    old, new = (grid.ravel().copy() for grid in np.meshgrid(np.concatenate(wide), np.concatenate(wide)))
-    round_trip(old, new, "f4", effort)
+    wide = np.concatenate([special.astype("u4") << 16 | low for low in (0, 1, 0xFFFF)])
+    for kind, values in (("bf16", special), ("f4", wide)):
+        old, new = (grid.ravel().copy() for grid in np.meshgrid(values, values))
+        round_trip(old, new, kind, effort, device)
+    zeros = np.zeros(64, "u2")
+    assert codec.mode_of(round_trip(zeros, zeros | 0x8000, "bf16", effort, device)) != Mode.SAME
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("density", [0.0, 1e-4, 0.01, 0.1, 0.3, 0.8, 1.0])
-def test_random_bits_at_any_density_survive(kind: str, density: float, effort: Effort) -> None:
+def test_random_bits_at_any_density_survive(kind: str, density: float, effort: Effort, device: str) -> None:
     random = np.random.default_rng(3)
     old = noise(random, 20_011, kind)
     new = np.where(random.random(old.size) < density, noise(random, old.size, kind), old)
-    blob = round_trip(old, new, kind, effort)
+    blob = round_trip(old, new, kind, effort, device)
     if density == 0:
         assert blob == bytes([Mode.SAME])
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 7, 8, 9, 63, 65, 255, 256, 257, 4099])
-def test_any_length_and_alignment_survives(size: int, effort: Effort) -> None:
+def test_any_length_and_alignment_survives(size: int, effort: Effort, device: str) -> None:
     random = np.random.default_rng(size)
     for kind in ("bf16", "f4"):
         base = weights(random, size + 3, kind)
         for shift in range(3):
             old = base[shift : shift + size]
             for new in (nudged(random, old, 1.0), nudged(random, old, 0.1), old.copy()):
-                blob = codec.encode(old, new, kind, effort)
+                blob = round_trip(old, new, kind, effort, device)
                 room = np.zeros(size + 3, old.dtype)
                 room[shift : shift + size] = old
                 codec.apply(room[shift : shift + size], blob, kind)
@@ -102,39 +134,28 @@ def test_any_length_and_alignment_survives(size: int, effort: Effort) -> None:
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_distances_and_steps_on_both_sides_of_the_escape_survive(effort: Effort) -> None:
+def test_distances_and_steps_on_both_sides_of_the_escape_survive(effort: Effort, device: str) -> None:
     positions = np.cumsum([0, 1, 2, 254, 255, 256, 257, 65535, 65536, 65537])
     old = np.full(200_000, 0x3C00, "u2")
     for step in (1, 126, 127, 128, 129, 130, 0x4000):
         for sign in (1, -1):
             new = old.copy()
             new[positions] += np.array(sign * step).astype("u2")
-            round_trip(old, new, "bf16", effort)
+            round_trip(old, new, "bf16", effort, device)
 
 
-def test_zigzag_is_a_bijection_that_orders_by_distance() -> None:
-    assert [kernels.zigzag(0x3F80, 0x3F80 + d, 16) for d in (0, -1, 1, -2, 2)] == [0, 1, 2, 3, 4]
-    assert kernels.zigzag(0x0000, 0x8000, 16) == 1  # +0 → -0 is one step down
-    assert kernels.zigzag(0x8000, 0x0000, 16) == 2
-    assert kernels.zigzag(0x80000000, 0x00000001, 32) == 4
-    codes = {kernels.zigzag(0xBF80, new, 16) for new in range(65536)}
-    assert codes == set(range(65536))
-    assert all(kernels.moved(0xBF80, kernels.zigzag(0xBF80, new, 16), 16) == new for new in range(65536))
-
-
+@pytest.mark.parametrize("kind", ["bf16", "f2", "f4"])
 @pytest.mark.parametrize(
     ("share", "effort", "mode"),
-    [
-        (0.01, "fast", Mode.GAPS),
-        (0.5, "fast", Mode.BITMAP),
-        (0.01, "small", Mode.CLASSES),
-        (0.5, "small", Mode.CLASSES),
-    ],
+    [(0.01, "fast", Mode.GAPS), (0.1, "fast", Mode.GAPS), (0.5, "fast", Mode.BITMAP)]
+    + [(share, "small", Mode.CLASSES) for share in (0.01, 0.1, 0.5)],
 )
-def test_the_cheapest_mode_is_chosen(share: float, effort: Effort, mode: Mode) -> None:
+def test_the_cheapest_mode_is_chosen(
+    share: float, effort: Effort, mode: Mode, kind: str, device: str
+) -> None:
     random = np.random.default_rng(5)
-    old = weights(random, 50_000, "bf16")
-    assert codec.mode_of(round_trip(old, nudged(random, old, share), "bf16", effort)) == mode
+    old = weights(random, 30_005, kind)
+    assert codec.mode_of(round_trip(old, nudged(random, old, share), kind, effort, device)) == mode
 
 
 def test_full_precision_weights_that_all_move_take_half_of_their_bytes_and_noise_goes_whole() -> None:
@@ -184,6 +205,69 @@ def test_offsets_beyond_two_to_the_31_are_computed_without_overflow(tmp_path: Pa
     beyond = np.array([2**31 + 100], "<u8")
     for gap in (beyond, np.array([2**63], "<u8"), np.array([2**64 - 1], "<u8")):
         assert kernels.apply_gaps(bits, 16, streams[0][:1], gap, streams[2][:1], np.empty(0, "u2")) == -1
+
+
+# --- shards on a device -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_chunks_leave_no_trace(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(7)
+    size = (3 << 20) + 77
+    old = weights(random, size, "bf16")
+    monkeypatch.setattr(codec, "_CHUNK", 1 << 20)
+    for share in (0.0001, 0.5):
+        new = np.where(random.random(size) < share, old + 1, old).astype("u2")
+        round_trip(old, new, "bf16", effort)
+    round_trip(old, noise(random, size, "bf16"), "bf16", "fast")
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_a_publisher_of_device_shards_writes_what_one_of_arrays_writes(effort: Effort, device: str) -> None:
+    """Files, digests and bases included, over three deltas of one element kind each."""
+    random = np.random.default_rng(8)
+    slices = [delta_file.Slice("a", (40, 50), "bf16", 0, 2000), delta_file.Slice("b", (900,), "f4", 100, 300)]
+    shards: dict[str, Any] = {"a": noise(random, 2000, "bf16"), "b": noise(random, 300, "f4")}
+    stores = MemoryStore(), MemoryStore()
+    publishers = [
+        Publisher(
+            s,
+            RunIdentity("run", model="f"),
+            slices,
+            rank=1,
+            world_size=2,
+            weights=WeightsConfig(codec=effort),
+        )
+        for s in stores
+    ]
+    for step in range(4):
+        tensors = {name: on(device, bits) for name, bits in shards.items()}
+        for publisher, held in zip(publishers, (shards, tensors), strict=True):
+            if step == 0:
+                publisher.anchor(Version(0, 0), None, None, held)
+            else:
+                publisher.delta(Version(0, step), held)
+        keys = [version_key("run", Version(0, step), f"{kind}-00001.{end}") for kind, end in PARTS if step]
+        assert all(stores[0].read(key) == stores[1].read(key) for key in keys)
+        for name, bits in shards.items():
+            moved = random.random(bits.size) < (0.02, 0.5, 1.0, 0.0)[step]
+            shards[name] = np.where(moved, bits + 1, bits).astype(bits.dtype)
+
+
+PARTS = (("delta", "bin"), ("part", "json"))
+
+
+def test_an_anchor_of_device_shards_is_compared_with_its_folder(tmp_path: Path) -> None:
+    tensor = torch.arange(64, dtype=torch.bfloat16)
+    save_file({"w": tensor}, tmp_path / "model.safetensors")
+    slices = [delta_file.Slice("w", (64,), "bf16", 0, 64)]
+    publisher = Publisher(MemoryStore(), RunIdentity("run", model=checkpoint.fingerprint(tmp_path)), slices)
+    report = publisher.anchor(Version(0, 0), None, tmp_path, {"w": tensor.view(torch.int16)})
+    assert report.kind == "full"
+    with pytest.raises(SnapshotError, match="other bits"):
+        publisher.anchor(Version(0, 1), None, tmp_path, {"w": (tensor + 1).view(torch.int16)})
+    with pytest.raises(SnapshotError, match="pass flat"):
+        publisher.anchor(Version(0, 2), None, tmp_path, {"w": tensor})
 
 
 # --- damage -----------------------------------------------------------------------------------------------
