@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeVar
 
 from msgspec.structs import replace
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from sync import wire
 from sync.base.address import Place
 from sync.base.errors import DistillError, Overloaded, TooLarge, Unreachable, WireError, WrongServer
-from sync.base.retry import Backoff, isolate
+from sync.base.retry import isolate
 from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
 from sync.wire.claims import Claim
 from sync.wire.client import MAX_SMALL, Peer
@@ -54,28 +54,6 @@ class Counters:
     received_bytes: int = 0
 
 
-@dataclass(eq=False)
-class _Replica:
-    peer: Peer
-    outstanding: int = 0
-    """Tokens of requests under way."""
-    back_at: float = 0.0
-    """time.monotonic() before which it is left alone."""
-    backoff: Backoff = field(default_factory=lambda: Backoff(0.05, 2.0))
-    excluded: bool = False
-    """It gets no more requests, while there is another."""
-    wrong: bool = False
-    """It last answered for another run, or with another model."""
-
-    def failed(self, seconds: float = 0.0) -> None:
-        """Leave it alone for `seconds`, or for its backoff when that is longer."""
-        self.back_at = time.monotonic() + self.backoff.next(seconds)
-
-    def answered(self) -> None:
-        self.back_at, self.wrong = 0.0, False
-        self.backoff.reset()
-
-
 class TeacherClient(Processes):
     """One teacher; one instance serves all tasks of a loop.
 
@@ -94,7 +72,6 @@ class TeacherClient(Processes):
     ) -> None:
         super().__init__(f"teacher {name!r}", Role.TEACHER, urls, token, TIMEOUT_SECONDS, claim)
         self.name, self.counters = name, Counters()
-        self._replicas = [_Replica(peer) for peer in self._peers]
         self._request_tokens = request_tokens
         self._answered: dict[str, str] = {}
 
@@ -164,7 +141,7 @@ class TeacherClient(Processes):
 
     async def release(self, kept: Sequence[Kept]) -> None:
         """Have the replicas forget these scores; one that cannot be told evicts them in time."""
-        for replica in self._replicas:
+        for replica in self._processes:
             peer = replica.peer
             if keys := [reference.key for reference in kept if reference.url == peer.url]:
                 body = wire.encode(wire.ScoresRelease(keys=keys))
@@ -175,13 +152,13 @@ class TeacherClient(Processes):
 
     def servers(self) -> wire.TeacherServers:
         """Where the replicas in use are, and which model was checked."""
-        used = [replica.peer for replica in self._replicas if not replica.excluded] or [
-            self._replicas[0].peer
+        used = [replica.peer for replica in self._processes if not replica.excluded] or [
+            self._processes[0].peer
         ]
         urls = [peer.url for peer in used if peer.placed]
         if not urls:
             raise Unreachable(f"no process of teacher {self.name!r} has registered with the controller")
-        return wire.TeacherServers(urls=urls, fingerprint=self._replicas[0].peer.model)
+        return wire.TeacherServers(urls=urls, fingerprint=self._processes[0].peer.model)
 
     def answered_by(self, id: str) -> str:
         """URL of the replica that answered last for this id; the teacher's name where none has."""
@@ -189,9 +166,9 @@ class TeacherClient(Processes):
 
     def leave_out(self, server: str) -> bool:
         """Send the replica at this URL no more requests; whether another is left."""
-        for replica in self._replicas:
+        for replica in self._processes:
             replica.excluded |= replica.peer.url == server
-        return not all(replica.excluded for replica in self._replicas)
+        return not all(replica.excluded for replica in self._processes)
 
     async def _get(self, path: str) -> memoryview:
         return (await self._exchange(path, None, 0, time.monotonic() + TIMEOUT_SECONDS))[0]
@@ -245,11 +222,11 @@ class TeacherClient(Processes):
         refusal, WrongServer when all serve another run or model.
         """
         while True:
-            used = [replica for replica in self._replicas if not replica.excluded] or self._replicas
-            replica = min(used, key=lambda r: (max(0.0, r.back_at - time.monotonic()), r.outstanding))
-            if (pause := replica.back_at - time.monotonic()) > 0:
+            used = [replica for replica in self._processes if not replica.excluded] or self._processes
+            replica = min(used, key=lambda process: (process.pause, process.load))
+            if pause := replica.pause:
                 await asyncio.sleep(min(pause, max(0.0, expires - time.monotonic())))
-            replica.outstanding += tokens
+            replica.load += tokens
             url = replica.peer.url  # of the process that is asked; it may move meanwhile
             try:
                 left = None if expires == math.inf else max(0.05, expires - time.monotonic())
@@ -268,7 +245,7 @@ class TeacherClient(Processes):
                     raise
                 log.warning("%s; retrying", error)
             finally:
-                replica.outstanding -= tokens
+                replica.load -= tokens
 
 
 async def _attempt(peer: Peer, path: str, body: bytes | None, timeout: float | None) -> memoryview:

@@ -11,36 +11,20 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from distill.environments.episode import ANSWER, EnvironmentAnswer, FinishReason
 from sync import wire
 from sync.base.address import Place
 from sync.base.errors import DistillError, Overloaded, Unreachable, WireError
-from sync.base.retry import Backoff
 from sync.wire.claims import Claim
-from sync.wire.client import MAX_SMALL, Peer
-from sync.wire.peers import Processes, Role
+from sync.wire.client import MAX_SMALL
+from sync.wire.peers import Process, Processes, Role
 
 log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 10.0
 """Beyond the environment's own limit of a call: for the way there and back, or a restart."""
 END_SECONDS: Final = 2.0
-
-
-@dataclass(eq=False)
-class _Process:
-    peer: Peer
-    episodes: int = 0
-    """Episodes under way there."""
-    back_at: float = 0.0
-    """time.monotonic() before which no episode begins there."""
-    backoff: Backoff = field(default_factory=lambda: Backoff(0.05, 2.0))
-
-    @property
-    def pause(self) -> float:
-        return max(0.0, self.back_at - time.monotonic())
 
 
 class EnvironmentClient(Processes):
@@ -59,8 +43,7 @@ class EnvironmentClient(Processes):
     ) -> None:
         self.name, self._limit = name, timeout + MARGIN_SECONDS
         super().__init__(f"environment {name!r}", Role.ENVIRONMENT, urls, token, self._limit, claim)
-        self._processes = [_Process(peer) for peer in self._peers]
-        self._places: dict[str, _Process] = {}
+        self._places: dict[str, Process] = {}
         """Episode → its process, until it is over or `end` is called."""
 
     async def info(self, timeout: float | None = None) -> wire.EnvironmentInfo:
@@ -72,7 +55,7 @@ class EnvironmentClient(Processes):
         body, expires = wire.encode(wire.EpisodeBegin(id=id, task=task)), time.monotonic() + self._limit
         try:
             while True:
-                process = min(self._processes, key=lambda server: (server.pause, server.episodes))
+                process = min(self._processes, key=lambda server: (server.pause, server.load))
                 await asyncio.sleep(process.pause)
                 self._place(id, process)
                 try:
@@ -86,7 +69,7 @@ class EnvironmentClient(Processes):
                     if time.monotonic() >= expires:
                         raise
                     if not process.pause:  # of the episodes that it was to begin, the first to notice
-                        process.back_at = time.monotonic() + process.backoff.next()
+                        process.failed()
                         log.warning("%s; retrying", error)
         except (DistillError, asyncio.CancelledError):
             self._place(id, None)
@@ -103,7 +86,7 @@ class EnvironmentClient(Processes):
 
     async def end(self, ids: list[str]) -> None:
         """Give these up. A process that cannot be reached frees their places once it needs them."""
-        told: dict[_Process, list[str]] = {}
+        told: dict[Process, list[str]] = {}
         for id in ids:
             if (process := self._places.get(id)) is not None:
                 told.setdefault(process, []).append(id)
@@ -114,12 +97,12 @@ class EnvironmentClient(Processes):
                 answer = await process.peer.once("/v1/end", body, END_SECONDS, MAX_SMALL)
                 wire.decode(answer, wire.Ok)
 
-    def _place(self, id: str, process: _Process | None) -> None:
+    def _place(self, id: str, process: Process | None) -> None:
         if (before := self._places.pop(id, None)) is not None:
-            before.episodes -= 1
+            before.load -= 1
         if process is not None:
             self._places[id] = process
-            process.episodes += 1
+            process.load += 1
 
     def _checked(self, id: str, said: EnvironmentAnswer) -> EnvironmentAnswer:
         if said.id != id:

@@ -241,8 +241,10 @@ def agree(student: Any, teacher: Any) -> Agreement:
                 f"{len(more)} ids from {more[0]} on are the {side}'s alone, such as {names}: they are never "
                 "sampled and left out of both sides' probabilities"
             )
-    if names := _differing_names(student, teacher):
-        lines.append(f"{names}: names alone, the teacher is given the student's ids")
+    of_names = {name: [getattr(t, f"{name}_token", None) for t in (student, teacher)] for name in _NAMES}
+    words = {name: [repr(token) if token else "none" for token in pair] for name, pair in of_names.items()}
+    if renamed := [f"{name} is {mine} and {other}" for name, (mine, other) in words.items() if mine != other]:
+        lines.append(f"{', '.join(renamed)}: names alone, the teacher is given the student's ids")
     if _rules(student) != _rules(teacher):
         lines.append(
             "merges, normalizer or pre-tokenizer differ: prompts are cut as the student cuts them, which the "
@@ -259,16 +261,8 @@ def _texts(tokenizer: Any) -> dict[int, str]:
     return {id_: token for token, id_ in tokenizer.get_vocab().items()}
 
 
-def _differing_names(student: Any, teacher: Any) -> str:
-    """What names differ, such as "bos is none and '<s>'"; the ends have a line of their own."""
-    names = {name: [getattr(t, f"{name}_token", None) for t in (student, teacher)] for name in _NAMES}
-    words = {name: [repr(token) if token else "none" for token in pair] for name, pair in names.items()}
-    return ", ".join(
-        f"{name} is {mine} and {other}" for name, (mine, other) in words.items() if mine != other
-    )
-
-
 _NAMES: Final = ("bos", "pad", "unk")
+"""Special tokens whose names are compared; the ends have a line of their own."""
 
 
 def differing_parts(ours: str, other: str) -> list[str]:

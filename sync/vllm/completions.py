@@ -119,14 +119,16 @@ def generated(
     mask = _mask(completion) if sampling.mask else None
     if isinstance(mask, str):
         return GenerateFailed(id=id, error=mask, unusable=True)
-    student_topk = sampling.student_topk
+    topk_TK = np.full((length, sampling.student_topk), -1, np.int32)
+    ids, logprob = (of[:, 1 : 1 + sampling.student_topk] for of in (completion.ids, completion.logprob))
+    topk_TK[:, : ids.shape[1]] = np.where(np.isneginf(logprob), -1, ids)  # a vocabulary may have fewer than K
     return Generated(
         id=id,
         token_ids=pack(completion.token_ids),
         logprob=pack(completion.logprob[:, 0]),
         spans=parse_spans(completion.versions, length),
         finish_reason=reason,  # type: ignore[arg-type]
-        topk_ids=pack(_topk_TK(completion, student_topk)) if student_topk else None,
+        topk_ids=pack(topk_TK) if sampling.student_topk else None,
         mask=mask,
         routes=None if routes is None else pack(routes),
     )
@@ -144,11 +146,3 @@ def _mask(completion: Completion) -> SamplingMask | str:
             "log-probabilities of what it sampled from (--logprobs-mode processed_logprobs)"
         )
     return SamplingMask(pack(left_TK.sum(1).astype("i4")), pack(ids_TK[left_TK]))
-
-
-def _topk_TK(completion: Completion, k: int) -> np.ndarray:
-    """i4 [T, k]: columns beyond the engine's, and ids outside the support, are -1."""
-    topk_TK = np.full((len(completion.token_ids), k), -1, np.int32)
-    ids, logprob = completion.ids[:, 1 : 1 + k], completion.logprob[:, 1 : 1 + k]
-    topk_TK[:, : ids.shape[1]] = np.where(np.isneginf(logprob), -1, ids)
-    return topk_TK

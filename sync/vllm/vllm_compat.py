@@ -199,7 +199,13 @@ async def complete(
     sampled token never displaces one of the k, so k are asked for and not k + 1.
     """
     output, late = None, asyncio.Event()
-    timer = None if seconds is None else asyncio.create_task(_end_after(engine, request_id, seconds, late))
+
+    async def end() -> None:
+        await asyncio.sleep(seconds or 0.0)
+        late.set()
+        await engine.abort(request_id)
+
+    timer = None if seconds is None else asyncio.create_task(end())
     try:
         async for result in engine.generate(
             tokens_input(token_ids), params, request_id, lora_request=adapter
@@ -220,12 +226,6 @@ async def complete(
         finish_reason=TIMED_OUT if timed_out else output.finish_reason,
         routes=output.routed_experts,
     )
-
-
-async def _end_after(engine: Any, request_id: str, seconds: float, late: asyncio.Event) -> None:
-    await asyncio.sleep(seconds)
-    late.set()
-    await engine.abort(request_id)
 
 
 # --- API process: updates ---------------------------------------------------------------------------------

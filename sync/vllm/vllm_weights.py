@@ -124,9 +124,7 @@ def load_weights(model: Any, model_config: ModelConfig, tensors: NamedTensors) -
         missing = _fill(model, names, tensors)
         finalize_layerwise_reload(model, model_config)
     except BaseException:
-        for (
-            layer
-        ) in model.modules():  # the live tensors again in place of placeholders: a new reload can start
+        for layer in model.modules():  # the live tensors again, not placeholders: a new reload can start
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
                 _place_kernel_tensors(layer, info)
@@ -195,13 +193,13 @@ def stage_adapter(model: Any, config: VllmConfig, settings: str | None, tensors:
         raise ValueError(f"the engine takes no adapter of {stray[:3]}: train other target_modules")
     manager._validate_moe_lora_format(adapter)
     manager._create_merged_loras_inplace(adapter)
-    return partial(_place_adapter, manager, adapter)
 
+    def place() -> None:
+        manager.remove_adapter(adapter.id)
+        manager._registered_adapters[adapter.id] = adapter
+        manager.activate_adapter(adapter.id)
 
-def _place_adapter(manager: Any, adapter: LoRAModel) -> None:
-    manager.remove_adapter(adapter.id)
-    manager._registered_adapters[adapter.id] = adapter
-    manager.activate_adapter(adapter.id)
+    return place
 
 
 # --- staging ----------------------------------------------------------------------------------------------

@@ -82,16 +82,12 @@ def joined(arrays: Sequence[Array]) -> Array:
             f"arrays of shapes {', '.join(shapes[:4])} cannot be joined: only the first size may vary"
         )
     if len({array.dtype for array in arrays}) > 1:
-        arrays = [pack(_float32(array)) for array in arrays]
+        arrays = [
+            pack((unpack(a).astype("<u4") << 16).view(DTYPES["f4"]) if a.dtype == "bf16" else unpack(a), "f4")
+            for a in arrays
+        ]
     like, count = arrays[0], sum(array.shape[0] for array in arrays)
     return Array(like.dtype, (count, *like.shape[1:]), b"".join(array.data for array in arrays))
-
-
-def _float32(array: Array) -> np.ndarray:
-    values = unpack(array)
-    if array.dtype == "bf16":
-        return (values.astype("<u4") << 16).view(DTYPES["f4"])
-    return values.astype("f4")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
@@ -19,6 +21,7 @@ import httpx
 
 from sync.base.address import Place
 from sync.base.errors import ConfigError, RemoteError, Unreachable, WireError, WrongServer
+from sync.base.retry import Backoff
 from sync.base.secrets import redact
 from sync.wire import Message
 from sync.wire.claims import Claim
@@ -137,6 +140,34 @@ def wrong_among(places: Iterable[tuple[str, str, Role]]) -> list[str]:
     return [f"{key}: {problem}" for (key, _, _), problem in zip(asked, problems, strict=True) if problem]
 
 
+@dataclass(eq=False)
+class Process:
+    """One process of a server, as its client uses it."""
+
+    peer: Peer
+    load: int = 0
+    """What it works on for this client: tokens, or episodes."""
+    excluded: bool = False
+    """It gets no more requests, while there is another."""
+    wrong: bool = False
+    """It last answered for another run, or with another model."""
+    back_at: float = 0.0
+    """time.monotonic() before which it is left alone."""
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.05, 2.0))
+
+    @property
+    def pause(self) -> float:
+        return max(0.0, self.back_at - time.monotonic())
+
+    def failed(self, seconds: float = 0.0) -> None:
+        """Leave it alone for `seconds`, or for its backoff when that is longer."""
+        self.back_at = time.monotonic() + self.backoff.next(seconds)
+
+    def answered(self) -> None:
+        self.back_at, self.wrong = 0.0, False
+        self.backoff.reset()
+
+
 class Processes:
     """Clients of all processes of one server. Use inside `async with`, or call `aclose()`."""
 
@@ -154,6 +185,7 @@ class Processes:
             raise ConfigError(f"{what} has no urls: give at least one")
         self._what, self._role = what, role
         self._peers = [Peer(place, token, timeout, claim) for place in places]
+        self._processes = [Process(peer) for peer in self._peers]
 
     async def __aenter__(self) -> Self:
         return self
