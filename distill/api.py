@@ -79,22 +79,16 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
     for each finding as it is made. Raises ConfigError, DataError or StoreError for what would keep the run
     from starting.
     """
-    from distill.launch.placement import planned
-    from distill.launch.preflight import check_arguments, check_machine, run_preflight
-    from distill.preflight_checks import checks, machine
-    from distill.published import check_store
+    from distill.launch.preflight import check_arguments, check_machine, prepare, run_preflight
+    from distill.preflight_checks import machine
     from sync.base.secrets import redact
 
     tell = say or (lambda line: None)
     with _alone("preflight"):
-        where, placed = planned(config)
-        settings, split, lines = checks.check(config, where)
-        needed = machine.estimate(settings)
-        for line in [*placed, *lines, *machine.lines(settings, needed)]:
+        settings, split, disk, machines = prepare(config, tell)
+        for line in [*machines, *machine.lines(settings, disk)]:
             tell(line)
         check_machine(settings)
-        machine.check_room(settings, needed)
-        check_store(settings)
         check_arguments(settings)
         if engines:
             asyncio.run(run_preflight(settings, split, lambda finding: tell(redact(finding.line))))
@@ -122,7 +116,6 @@ def plan(
     GPUs, a probe of roles elsewhere and speeds of a run whose student generates nothing, DataError for a
     folder without a run's files, DistillError when a probe fails.
     """
-    from distill.launch.placement import planned
     from distill.planning.forecast import forecast
     from distill.planning.measured import check_student_generates
 
@@ -134,7 +127,7 @@ def plan(
             check_student_generates(config, "--probe")
             stack.enter_context(_alone("plan"))
             run_dir = stack.enter_context(_probed(config, say or (lambda line: None)))
-        return forecast(config, device, prompt_tokens, completion_tokens, run_dir, planned)
+        return forecast(config, device, prompt_tokens, completion_tokens, run_dir)
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from typing import Protocol
 
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
-from distill.launch.placement import Node, lines, needs, place
 from distill.launch.ray_cluster import Ray
 from distill.launch.roles import Plan, plan_of
 from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
+from distill.preflight_checks.placement import Node, lines, needs, place
 from distill.registry import expected_servers
 from distill.topology import TRAINER, Process, command, processes
 from sync.base import secrets

@@ -25,7 +25,7 @@ from distill.config import RunConfig
 from distill.config.loading import located, merge, read, validate
 from distill.environments.config import EnvironmentConfig
 from distill.launch.manifest import CONFIG_FOLDER, PORT, REMOTE, Manifest, Role, Target, reads_volume
-from distill.launch.placement import needs
+from distill.preflight_checks.placement import needs
 from distill.topology import CONTROLLER, TRAINER, Process, command
 from sync.base import secrets
 from sync.base.errors import ConfigError

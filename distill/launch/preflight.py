@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,17 +10,22 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from distill.config import RunConfig
+from distill.environments.client import EnvironmentClient
+from distill.evaluation.schedule import HttpEvaluator
 from distill.launch import replica_command
 from distill.launch.roles import Plan, Ports, plan_servers, temporary, token_of
-from distill.launch.run import connect, disconnect
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.preflight_checks import engines as live
 from distill.preflight_checks import machine
-from distill.preflight_checks.checks import refuse
+from distill.preflight_checks.checks import check, refuse
+from distill.preflight_checks.placement import planned
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit
+from distill.published import check_store
+from distill.rollout.replica_client import HttpReplica, ReplicaEngine
 from distill.run_log.journal import read_all
 from distill.run_log.records import Opened
 from distill.topology import servers
@@ -28,17 +34,45 @@ from sync.base.errors import ConfigError
 from sync.weights.subscribe import check_local
 from sync.wire import RunIdentity
 from sync.wire.claims import Claim
+from teacher_service.client import TeacherClient
+from teacher_service.router import load_transforms
 
 GRACE_SECONDS = 10.0
 
 
+class Ready(NamedTuple):
+    """A configuration that can run, which nothing changes from here on, and what was found out on the way."""
+
+    config: RunConfig
+    split: PromptSplit
+    disk: machine.DiskNeeds
+    machines: list[str]
+    """Of a cluster: a line for each, with its processes."""
+
+
+def prepare(config: RunConfig, say: Callable[[str], None]) -> Ready:
+    """Every check of a run that starts nothing, in order; `say` gets what was chosen and computed.
+
+    Raises ConfigError, DataError or StoreError.
+    """
+    where, machines = planned(config)
+    config, split, lines = check(config, where)
+    for line in lines:
+        say(line)
+    disk = machine.estimate(config)
+    machine.check_room(config, disk)
+    if config.cluster.type != "external":  # else all that follow are elsewhere, and look for themselves
+        check_local(config.mirrors)
+    check_store(config)
+    return Ready(config, split, disk, machines)
+
+
 def check_machine(config: RunConfig) -> None:
-    """Check ports, devices and tokens of what is started here, and the disks of the run and of mirrors.
+    """Check ports, devices and tokens of what is started here, and the run's disk.
 
     Raises ConfigError with what `distill run` would say.
     """
     machine.check_disk(config.run_dir, config.run.min_free_disk_gib)
-    check_local(config.mirrors)
     with temporary(config) as moved, Ports() as ports:
         if config.cluster.type == "local":
             plan_servers(moved, token_from_environment(), ports)
@@ -100,6 +134,27 @@ async def run_preflight(config: RunConfig, split: PromptSplit, say: Callable[[Fi
         plan = plan_servers(moved, token, ports)
         async with connected(moved, plan, token, claim_of(config)) as engines:
             await live.check_engines(moved, split, engines, say)
+
+
+def connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> live.Engines:
+    """Clients of the servers of a plan."""
+    return live.Engines(
+        {name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()},
+        HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None,
+        {name: HttpReplica(url, token, claim=claim) for name, url in plan.replicas.items()},
+        load_transforms(config.teachers),
+        {
+            name: EnvironmentClient(name, urls, token, claim, config.environments[name].call_timeout_seconds)
+            for name, urls in plan.environments.items()
+        },
+    )
+
+
+async def disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
+    """Close them, and `others`."""
+    several = (clients.teachers, clients.replicas, clients.environments)
+    closing = [*(client for named in several for client in named.values()), clients.evaluator, *others]
+    await asyncio.gather(*(client.aclose() for client in closing if client), return_exceptions=True)
 
 
 @asynccontextmanager

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from distill.config.cluster import RayCluster
 from distill.guardian import MODULE
-from distill.launch.placement import Node
 from distill.launch.ray_nodes import AUTH_MODE, AUTH_TOKEN_PATH
+from distill.preflight_checks.placement import Node
 from distill.topology import Process
 from sync.base.address import TOKEN_FILE_VARIABLE
 from sync.base.errors import ConfigError

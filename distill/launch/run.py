@@ -28,12 +28,10 @@ from rich.console import Console
 from distill.aio import cancel, in_daemon
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.environments.client import EnvironmentClient
-from distill.evaluation.schedule import HttpEvaluator
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
 from distill.launch import cluster, roles
-from distill.launch.placement import planned
+from distill.launch.preflight import connect, disconnect, prepare
 from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, checkpoint_line, content
 from distill.launch.supervise import ChildSpec, Supervisor
@@ -44,15 +42,14 @@ from distill.metrics.results import earlier_seconds, read_summary
 from distill.metrics.samples import QUARANTINE, SAMPLES, Quarantine, SampleFile
 from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
-from distill.preflight_checks import checks, machine
 from distill.preflight_checks import engines as live
+from distill.preflight_checks import machine
 from distill.preflight_checks.machine import routing_of
 from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
 from distill.prompts.stream import PromptStream
-from distill.published import check_store
-from distill.rollout.replica_client import HttpReplica, ReplicaEngine
+from distill.rollout.replica_client import HttpReplica
 from distill.run_log.journal import Journal
 from distill.topology import CONTROLLER, TRAINER
 from student_trainer.checkpoint_files import CHECKPOINTS, choose
@@ -60,12 +57,10 @@ from student_trainer.objectives.config import needs, student_topk
 from sync.base.durable import write_json
 from sync.base.errors import DataError, DistillError, Interrupted, RemoteError
 from sync.base.jsonl import JsonLines
-from sync.weights.subscribe import check_local
 from sync.wire import EvalReport, Version
 from sync.wire.checks import ANY_ID
 from sync.wire.claims import Claim
-from teacher_service.client import TeacherClient
-from teacher_service.router import Router, load_transforms
+from teacher_service.router import Router
 
 log = logging.getLogger(__name__)
 
@@ -99,14 +94,8 @@ async def run(
     if line := checkpoint_line(config.run_dir):
         say(line)
     with contextlib.ExitStack() as opened:
-        config, split, lines = checks.check(config, planned(config)[0])
-        for line in lines:
-            say(line)
-        machine.check_room(config, machine.estimate(config))
-        if config.cluster.type != "external":  # else all that follow are elsewhere, and look for themselves
-            check_local(config.mirrors)
-        await asyncio.to_thread(check_store, config)
-        token = token_of(config)
+        ready = prepare(config, say)
+        config, split, token = ready.config, ready.split, token_of(ready.config)
         engine = opened.enter_context(cluster.opened(config))
         folder = opened.enter_context(RunFolder.open(config, resume))
         ports = opened.enter_context(Ports())
@@ -132,27 +121,6 @@ async def run(
             await launcher.close()
     check_end(config, summary, launcher.stopped_by)
     return summary
-
-
-def connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> live.Engines:
-    """Clients of the servers of a plan."""
-    return live.Engines(
-        {name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()},
-        HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None,
-        {name: HttpReplica(url, token, claim=claim) for name, url in plan.replicas.items()},
-        load_transforms(config.teachers),
-        {
-            name: EnvironmentClient(name, urls, token, claim, config.environments[name].call_timeout_seconds)
-            for name, urls in plan.environments.items()
-        },
-    )
-
-
-async def disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
-    """Close them, and `others`."""
-    several = (clients.teachers, clients.replicas, clients.environments)
-    closing = [*(client for named in several for client in named.values()), clients.evaluator, *others]
-    await asyncio.gather(*(client.aclose() for client in closing if client), return_exceptions=True)
 
 
 class _Launcher:

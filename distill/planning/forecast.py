@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +16,12 @@ from distill.planning.measured import Measured, calibrate, check_student_generat
 from distill.preflight_checks.devices import Use, Where, check_devices, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
+from distill.preflight_checks.placement import planned
 from sync.base.errors import ConfigError
 
 SLOWER = 2.0
 """Times the next stage's seconds from which a better split is suggested."""
 FLOPS = {"generate": "FLOPs of generation", "score": "FLOPs of scoring", "train": "FLOPs of training"}
-Planned = Callable[[RunConfig], tuple[Where | None, Sequence[str]]]
-"""The GPUs of processes on a cluster, None: this machine's; and a line for each of its machines."""
 
 
 class Forecast(NamedTuple):
@@ -62,17 +61,12 @@ class Forecast(NamedTuple):
 
 
 def forecast(
-    config: RunConfig,
-    device: str,
-    prompt: float | None,
-    completion: float | None,
-    measured: Path | None,
-    planned: Planned,
+    config: RunConfig, device: str, prompt: float | None, completion: float | None, measured: Path | None
 ) -> Forecast:
-    """As `distill.plan`; `planned`: `launch.placement.planned`."""
+    """As `distill.plan`."""
     where, machines = planned(config)
     config, row, roles = _place(config, device, where)
-    run, theirs, calibration = _calibration(measured, device, planned) if measured else (None, None, None)
+    run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
     lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
     plan = estimate.plan(config, row, roles, lengths, calibration)
     before = (run, theirs) if run is not None and theirs is not None else None
@@ -109,7 +103,7 @@ def _place(config: RunConfig, name: str, where: Where | None) -> tuple[RunConfig
     return config, device or DEVICES[CPU], gpu_uses
 
 
-def _calibration(run_dir: Path, device: str, planned: Planned) -> tuple[Measured, Plan, Calibration]:
+def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibration]:
     """What a run measured, the plan of its own configuration, and what turns one into the other."""
     config = load_run_dir(run_dir)
     check_student_generates(config, f"--measured {run_dir}")

@@ -24,9 +24,9 @@ import ray_hosts
 from ray_hosts import RayHosts
 
 from distill.config.cluster import RayCluster
-from distill.launch.placement import Node
 from distill.launch.ray_cluster import Ray
 from distill.launch.supervise import ChildSpec, Supervisor
+from distill.preflight_checks.placement import Node
 from distill.topology import Process
 
 log = logging.getLogger(__name__)

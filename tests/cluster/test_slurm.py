@@ -34,7 +34,7 @@ IN_A_JOB = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from distill.config.cluster import SlurmCluster
-from distill.launch.placement import place
+from distill.preflight_checks.placement import place
 from distill.topology import Process
 from distill.launch.slurm.allocation import Slurm
 engine = Slurm(SlurmCluster(type="slurm", nodes={nodes}, gpus_per_node={gpus}, cpus_per_node={cpus}))

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from distill.config.cluster import SlurmCluster
-from distill.launch.placement import Node
 from distill.launch.slurm import step
+from distill.preflight_checks.placement import Node
 from distill.topology import Process
 from sync.base.address import own_address
 from sync.base.errors import ConfigError

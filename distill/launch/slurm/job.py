@@ -33,9 +33,9 @@ from typing import Final, NamedTuple
 
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
-from distill.launch.placement import Node, lines, needs, place
 from distill.launch.run_folder import TOKEN_FILE, holds_run
 from distill.metrics.trackers import FINISH_SECONDS
+from distill.preflight_checks.placement import Node, lines, needs, place
 from distill.registry import CONTROLLER_FILE, EXIT_REPLACED
 from distill.topology import Process
 from sync.base import durable

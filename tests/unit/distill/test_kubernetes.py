@@ -22,8 +22,8 @@ from distill.config.loading import load, validate
 from distill.launch import single_role
 from distill.launch.kubernetes import render
 from distill.launch.manifest import Target
-from distill.launch.placement import needs
 from distill.launch.roles import Ports
+from distill.preflight_checks.placement import needs
 from distill.topology import processes
 from sync.base.errors import ConfigError
 

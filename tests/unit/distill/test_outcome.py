@@ -118,12 +118,10 @@ async def test_a_run_whose_wandb_hangs_has_its_figures(
             return {"steps": 1, "error": None}
 
     monkeypatch.setattr(launched, "_Launcher", Launcher)
-    monkeypatch.setattr(launched.checks, "check", lambda *_: (config, SimpleNamespace(train=None), []))
+    ready = SimpleNamespace(config=config, split=SimpleNamespace(train=None))
+    monkeypatch.setattr(launched, "prepare", lambda *_: ready)
     monkeypatch.setattr(launched, "content", lambda *_: {})
-    for module, name in ((launched.machine, "check_room"), (launched.machine, "estimate")):
-        monkeypatch.setattr(module, name, lambda *_: None)
-    for name in ("planned", "keep_position"):
-        monkeypatch.setattr(launched, name, lambda *_: [None])
+    monkeypatch.setattr(launched, "keep_position", lambda *_: None)
     monkeypatch.setattr(launched, "describe", lambda *_: None)
     running = asyncio.create_task(launched.run(config, console=Console(quiet=True)))
     try:

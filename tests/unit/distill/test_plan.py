@@ -14,13 +14,12 @@ from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.config.prompts import EnvironmentPrompts
-from distill.launch import placement
 from distill.model_facts import Shape, shape_of
 from distill.planning import estimate, forecast
 from distill.planning.estimate import Generation, delta_share, find_roles, train_factor
 from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
-from distill.preflight_checks import devices
+from distill.preflight_checks import devices, placement
 from distill.preflight_checks.machine import GIB
 from sync.base.errors import ConfigError, DataError
 from sync.base.settings import ModelSource

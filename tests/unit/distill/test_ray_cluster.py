@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from distill.config.cluster import RayCluster
-from distill.launch.placement import Node
 from distill.launch.ray_cluster import Ray
 from distill.launch.ray_role import parse
+from distill.preflight_checks.placement import Node
 from distill.topology import Process
 from sync.base.errors import ConfigError
 

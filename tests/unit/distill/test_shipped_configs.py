@@ -16,10 +16,9 @@ import distill
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
-from distill.launch import placement
 from distill.launch.preflight import check_machine
 from distill.model_facts import count_parameters
-from distill.preflight_checks import checks, devices, machine
+from distill.preflight_checks import checks, devices, machine, placement
 from distill.preflight_checks.machine import GIB
 from distill.tasks import calculate, guess, sort_letters
 from distill.tasks.teaching import Recipe

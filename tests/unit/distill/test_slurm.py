@@ -21,9 +21,9 @@ from small_config import make_config
 
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
-from distill.launch.placement import Node
 from distill.launch.slurm import job, step
 from distill.launch.slurm.allocation import GANG_WAIT_SECONDS, Slurm, cpus_of
+from distill.preflight_checks.placement import Node
 from distill.registry import CONTROLLER_FILE
 from distill.topology import Process
 from sync.base.errors import ConfigError, RemoteError
