@@ -106,7 +106,7 @@ def plan(
     probe: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Forecast:
-    """Compute memory, seconds of each stage, bottleneck, weight sync, journal and hours.
+    """Compute memory, seconds of each stage, bottleneck, weight sync, record and hours.
 
     `device`: h200, h100, a100, l4, rtx4090 or cpu; "": this machine's. `prompt_tokens`, `completion_tokens`:
     mean lengths; None: upper bounds, or those of `measured`, the folder of a run whose speeds replace the

@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 
 from distill.config import RunConfig, WeighLate
 from distill.prompts.stream import group_of
-from distill.run_log.records import Rollout
+from distill.record.rollout import Rollout
 from sync.base.errors import ConfigError
 from sync.wire import Version
 

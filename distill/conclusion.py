@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 
 from distill.evaluation.schedule import Evaluations
+from distill.record.records import Concluded
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
-from distill.run_log.records import Concluded
 from sync.base.errors import DistillError
 from sync.wire import FinalDigests, Version
 

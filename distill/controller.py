@@ -31,15 +31,15 @@ from distill.events import ErrorBudget, Events
 from distill.interfaces import Components, Hooks
 from distill.metrics.summary import Advice, digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
+from distill.record.record import RunLog
+from distill.record.records import Checkpointed, Concluded, VersionApplied
+from distill.record.validation import Validator
 from distill.registry import Gangs, Registry
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.episodes import Episodes
 from distill.rollout.replica_pool import ReplicaPool
 from distill.rollout.rewarding import Rewarding
-from distill.run_log.records import Checkpointed, Concluded, VersionApplied
-from distill.run_log.run_log import RunLog
-from distill.run_log.validation import Validator
 from distill.scoring import ScoreReleases, Scoring, TeacherGeneration, TeacherQueue
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """Controls one run. If the journal is not empty, the run continues from its last record.
+    """Controls one run. If its record is not empty, the run continues from it.
 
-    Construct (reads the journal, binds the port), then `await run()` once. `url` is where the trainer finds
+    Construct (reads the record, binds the port), then `await run()` once. `url` is where the trainer finds
     it. `request_stop` and `trainer_left` may be called at any time.
     """
 
@@ -65,7 +65,7 @@ class Controller:
         budget = ErrorBudget(config.guard.bad_answers, bus)
         checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size, parts.routing)
         self.run_log = run_log = RunLog(
-            parts.journal,
+            parts.store,
             parts.prompts,
             run=run.name,
             seed=run.seed,
@@ -183,8 +183,8 @@ class Controller:
                     await cancel(tasks)
                     await self.broadcasts.close()
         finally:
-            await self.run_log.journal.commit(durable=True)
-            self.run_log.journal.close()
+            await self.run_log.store.commit(durable=True)
+            self.run_log.store.close()
         return self.summary()
 
     async def _trainer_done(self) -> None:
@@ -240,9 +240,9 @@ class Controller:
         self.events.changed.wake()
 
     def close(self) -> None:
-        """Release port and journal; for a controller that is not run."""
+        """Release port and record; for a controller that is not run."""
         self._socket.close()
-        self.run_log.journal.close()
+        self.run_log.store.close()
 
     # --- handlers -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from distill.aio import Signal
 from distill.prompts.stream import Prompt, group_of
-from distill.run_log.records import DropReason, Rollout
+from distill.record.rollout import DropReason, Rollout
 from sync.base.errors import DistillError
 from sync.wire import Generated
 
@@ -105,7 +105,7 @@ class RolloutRejected(NamedTuple):
 class Quarantined(NamedTuple):
     """Dispatcher, RunLog: a line of quarantine.jsonl; a drop or requeue is recorded with it."""
 
-    prompt: Prompt  # only its id, for a rollout of the journal
+    prompt: Prompt  # only its id, for a rollout on record
     reason: DropReason
     detail: str
     tokens: list[int]  # of the completion; empty: they cannot be read

@@ -12,8 +12,8 @@ from distill.events import Quarantined
 from distill.metrics.timeline import Span
 from distill.prompts.rewards import Reward
 from distill.prompts.stream import Prompt, PromptStream
+from distill.record.store import Store
 from distill.rollout.replica_client import ReplicaEngine
-from distill.run_log.journal import Journal
 from sync import wire
 from sync.base.address import Address
 from sync.wire import (
@@ -128,7 +128,7 @@ class Components:
     teachers: dict[str, Teacher]  # in the order of their index in Rows.teacher
     route: Callable[[str], str]  # data source → teacher
     prompts: PromptStream
-    journal: Journal
+    store: Store
     want: Want  # what the objective needs from the teacher
     connect: Callable[[Address], ReplicaEngine] | None = None
     """A replica by its address; None: none can join while the run goes on."""

@@ -28,8 +28,8 @@ from distill.events import (
 )
 from distill.interfaces import Components
 from distill.metrics.timeline import REPLICAS, Timeline
-from distill.run_log.records import Rollout
-from distill.run_log.validation import Validator
+from distill.record.rollout import Rollout
+from distill.record.validation import Validator
 from sync import wire
 from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.base.retry import Backoff, isolate

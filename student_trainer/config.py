@@ -75,7 +75,7 @@ class TrainerSettings(Settings):
     checkpoint_minutes: Live[float] = Field(15.0, ge=0)
     """Minutes after which a step ends with a checkpoint, whatever `checkpoint_every` says; 0: never for that
     reason. Another is saved when the run ends or is stopped. What was trained on since the oldest kept
-    checkpoint stays in the journal whole."""
+    checkpoint stays on record whole."""
     keep_checkpoints: Live[int] = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     lora: Fixed[LoRAConfig | None] = None

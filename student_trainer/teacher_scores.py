@@ -3,7 +3,7 @@
     reference ─▶ GET at the teacher ─▶ digest ─▶ checks ─▶ cut to the trained tokens ─▶ the arrays of Rows
                         └── gone, or not what was kept ─▶ POST /v1/score with the tokens ──┘
 
-Nothing is lost with a teacher: what it kept can be computed again from the tokens, which are in the journal.
+Nothing is lost with a teacher: what it kept can be computed again from the tokens, which are on record.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from distill.config import RunConfig, WaitForLate
 from distill.events import Events
 from distill.metrics.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
-from distill.run_log.run_log import RunLog
+from distill.record.record import RunLog
 from distill.scoring import TeacherQueue
 from distill.trainer_api.session import TrainerSession
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from distill.batching.filling import end_to_end, rectangles
 from distill.buffer import Batch, StepOf
 from distill.prompts.stream import group_of
-from distill.run_log.records import Rollout
+from distill.record.rollout import Rollout
 from sync.base.errors import DataError
 from sync.wire import Array, Rows, SamplingMask, Scored, TrainBatch, VersionSpan, cut, joined, pack
 

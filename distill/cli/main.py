@@ -68,7 +68,8 @@ MADE: Final = {
     "lock": "held while the run goes on",
     "store": "published versions of the weights: distill sync ls RUN",
     "checkpoints": "to go on from: distill run CONFIG --resume",
-    "journal": "every rollout, with versions and scores: distill audit RUN",
+    "run.db": "every rollout, with versions and scores: distill sql RUN, distill audit RUN",
+    "arrays": "tokens, log-probabilities and scores of rollouts that a resume needs",
     "ledger": "what each rank trained on",
     "mirrors": "local copies of the weights",
     "anchors": "versions on their way to the store",
@@ -127,7 +128,10 @@ def run(
     overrides: Overrides,
     resume: Resume = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print configuration and commands; start nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print configuration, commands, what --resume goes on from; start nothing."
+        ),
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -141,6 +145,11 @@ def run(
 
         settled = dry.dry_run(settings)
         typer.echo("\n".join(dry.lines(settled)))
+        if resume:
+            from distill.buffer import rules
+            from distill.record import resume as record
+
+            typer.echo("\n".join(["", *record.lines(record.resume_of(settings.run_dir, rules(settings)))]))
         write_figures(json_file, settled)
         return
     _run(settings, resume, json_file)
@@ -532,7 +541,7 @@ def sql(
 
 @app.command(rich_help_panel=RESULTS)
 def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
-    """Check a run's guarantees against its journal, the trainer's ledger and the checkpoints."""
+    """Check a run's guarantees against its record, the trainer's ledger and the checkpoints."""
     from dataclasses import asdict
 
     from distill.record.audit import VIOLATIONS

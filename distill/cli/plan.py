@@ -36,7 +36,7 @@ def plan(
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Compute memory, seconds of each stage, bottleneck, weight sync, journal and hours.
+    """Compute memory, seconds of each stage, bottleneck, weight sync, record and hours.
 
     Example: distill plan configs/recipes/single_node.toml --device h100 --completion-tokens 900
     """

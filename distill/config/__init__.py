@@ -199,10 +199,10 @@ class BufferConfig(Settings):
     """Rollouts per request to a teacher."""
     scores: Literal["auto", "inline", "reference"] = "auto"
     """How top-k, gathered log-probabilities and hidden states reach the trainer. reference: the teacher keeps
-    them and the trainer's ranks fetch them there. inline: through the controller and its journal. auto: by
+    them and the trainer's ranks fetch them there. inline: through the controller and its record. auto: by
     reference from 320 bytes a token on, such as a top-64 or hidden states of width 160."""
     fsync: Literal["always", "batch", "never"] = "batch"
-    """When the journal is forced to disk. always: after each record; batch: before each batch is handed out;
+    """When the record is forced to disk. always: after each record; batch: before each batch is handed out;
     never: when the system does."""
 
     def by_reference(self, bulk_bytes: int) -> bool:
@@ -318,20 +318,18 @@ def _changed(value: Any, change: Any) -> Any:
 class RunConfig(Settings):
     """A whole run."""
 
-    run: Annotated[
-        RunConfigSection, Reason("the journal's rollouts and the order of the prompts depend on it")
-    ]
+    run: Annotated[RunConfigSection, Reason("rollouts on record and the order of the prompts depend on it")]
     student: Annotated[StudentConfig, Reason("the checkpoint was trained from it")]
     teachers: Annotated[
-        dict[Name, TeacherConfig], Reason("rollouts in the journal were scored by it"), Field(min_length=1)
+        dict[Name, TeacherConfig], Reason("rollouts on record were scored by it"), Field(min_length=1)
     ]
-    prompts: Annotated[PromptsConfig, Reason("rewards in the journal were given by it")]
+    prompts: Annotated[PromptsConfig, Reason("rewards on record were given by it")]
     environments: Annotated[
-        dict[Name, EnvironmentConfig], Reason("rollouts in the journal were played against it")
+        dict[Name, EnvironmentConfig], Reason("rollouts on record were played against it")
     ] = {}
     rollout: Annotated[
         RolloutConfig,
-        Reason("rollouts in the journal were sampled by it, and evaluations are compared at it"),
+        Reason("rollouts on record were sampled by it, and evaluations are compared at it"),
     ]
     buffer: Live[BufferConfig] = BufferConfig()
     objective: Annotated[Fixed[ObjectiveConfig], Reason("the weights so far were optimised for it")] = Auto()

@@ -23,10 +23,10 @@ from distill.config.evaluation import EvaluationConfig, Metric
 from distill.events import ErrorBudget
 from distill.interfaces import Evaluator
 from distill.metrics.timeline import Timeline
+from distill.record.record import RunLog
+from distill.record.records import Evaluated
 from distill.rollout.hold import hold
 from distill.rollout.replica_pool import ReplicaPool
-from distill.run_log.records import Evaluated
-from distill.run_log.run_log import RunLog
 from sync import wire
 from sync.base.errors import RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import checks
@@ -160,7 +160,7 @@ class Evaluations:
             self._timeline.level("evaluator", "evaluate", 0)
         self._answered = True
         self._run_log.write(Evaluated(report))
-        await self._run_log.journal.commit()
+        await self._run_log.store.commit()
         self._done(report, best(state.evaluations, metric) is report)
         if exhausted(reports := self._of_lineage(), metric, self._config.patience):
             self._stop(

@@ -33,7 +33,7 @@ REMOTE: Final = ("bucket", "object")
 _RUN_ENDED: Final = [1, 2, 130]
 """Exit statuses of the controller that are its own word: no other pod goes on after it."""
 _RESUMED: Final = """\
-if ls {run_dir}/journal/* >/dev/null 2>&1; then set -- "$@" --resume; fi
+if [ -e {run_dir}/run.db ]; then set -- "$@" --resume; fi
 exec "$@"
 """
 """Shell: run a command, and go on with the run if it has begun."""
@@ -124,7 +124,7 @@ class Manifest:
 
         A trainer's machine that is lost ends the ranks of the others, which count too.
         """
-        lost = role.name == CONTROLLER and not self.target.keeps  # its journal, with its pod
+        lost = role.name == CONTROLLER and not self.target.keeps  # its record, with its pod
         deaths = self.config.run.restarts * (role.pods if role.name == TRAINER else 1)
         evicted = [{"type": "DisruptionTarget", "status": "True"}]
         rules: list[dict[str, Any]] = [{"action": "Ignore", "onPodConditions": evicted}]

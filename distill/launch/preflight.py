@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +25,8 @@ from distill.preflight_checks.placement import planned
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.published import check_store
+from distill.record.store import RECORD, open_read_only
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
-from distill.run_log.journal import read_all
-from distill.run_log.records import Opened
 from distill.topology import servers
 from sync.base.address import token_from_environment
 from sync.base.errors import ConfigError
@@ -184,6 +183,8 @@ async def serving(children: Sequence[ChildSpec], logs: Path, seconds: float) -> 
 
 def claim_of(config: RunConfig) -> Claim:
     """The run as its servers know it; one that has not begun has no id and claims no server."""
-    journal = config.run_dir / "journal"
-    _, first = next(read_all(journal), (None, None)) if journal.is_dir() else (None, None)
-    return Claim(RunIdentity(config.run.name, first.id if isinstance(first, Opened) else None))
+    path, run_id = config.run_dir / RECORD, None
+    if path.is_file():
+        with closing(open_read_only(path)) as connection:
+            run_id = connection.execute("SELECT max(id) FROM opening").fetchone()[0]
+    return Claim(RunIdentity(config.run.name, run_id))

@@ -49,8 +49,8 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
 from distill.prompts.stream import PromptStream
+from distill.record.store import Store
 from distill.rollout.replica_client import HttpReplica
-from distill.run_log.journal import Journal
 from distill.topology import CONTROLLER, TRAINER
 from student_trainer.checkpoint_files import CHECKPOINTS, choose
 from student_trainer.objectives.config import needs, student_topk
@@ -323,7 +323,7 @@ class _Launcher:
             teachers=dict(clients.teachers),
             route=Router(config.teachers).route,
             prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
-            journal=Journal(self._folder.path / "journal", config.buffer.fsync),
+            store=Store(self._folder.path, config.buffer.fsync),
             want=needs(config.objective, config.rollout.temperature),
             connect=lambda address: HttpReplica(address, self._token, claim=self._claim),
             expected=self._expected,

@@ -24,12 +24,13 @@ from distill.config.loading import PUT_BACK, recorded, validate
 from distill.preflight_checks.machine import check_disk
 from distill.prompts.sources import PromptSplit, sample_prompts
 from distill.prompts.stream import Mixture, PromptSource
+from distill.record.store import RECORD
 from distill.registry import CONTROLLER_FILE
 from student_trainer.checkpoint_files import CHECKPOINTS, choose, saved
 from student_trainer.deepspeed_json import deepspeed_config
 from sync.base import durable, secrets
 from sync.base.address import TOKEN_FILE_VARIABLE, WILDCARDS
-from sync.base.errors import ConfigError
+from sync.base.errors import ConfigError, DataError
 from sync.base.settings import LIVE, Settings
 from sync.wire import Version
 
@@ -118,7 +119,7 @@ class RunFolder:
 
     def fullest(self) -> tuple[Path, int]:
         """The part of the folder on the fullest disk, and the free bytes there."""
-        parts = [self.path, *(self.path / name for name in ("journal", CHECKPOINTS, "store"))]
+        parts = [self.path, *(self.path / name for name in ("arrays", CHECKPOINTS, "store"))]
         free = {part: shutil.disk_usage(part).free for part in parts if part.is_dir()}
         return min(free.items(), key=lambda item: item[1])
 
@@ -148,8 +149,12 @@ class RunFolder:
 
 def holds_run(run_dir: Path) -> bool:
     """Whether there is something to resume."""
-    journal = run_dir / "journal"
-    return journal.is_dir() and any(journal.iterdir())
+    if (run_dir / "journal").is_dir():
+        raise DataError(
+            f"{run_dir} holds the journal of an older release, and this one keeps {RECORD}: go on with the "
+            "release that began the run, or start a new one from its newest checkpoint (student.model)"
+        )
+    return (run_dir / RECORD).is_file()
 
 
 def checkpoint_line(run_dir: Path) -> str:

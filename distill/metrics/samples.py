@@ -84,7 +84,7 @@ class Quarantine(msgspec.Struct, frozen=True):
 
     id: str
     prompt: list[int]
-    """Empty for a rollout that the journal alone knew."""
+    """Empty for a rollout that the record alone knew."""
     tokens: list[int]
     """Empty: they could not be read."""
     reason: str

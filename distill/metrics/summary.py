@@ -30,8 +30,8 @@ from distill.config.evaluation import Metric
 from distill.evaluation.schedule import best
 from distill.interfaces import Teacher
 from distill.metrics.timeline import REPLICAS, TEACHERS, TRAINER, Timeline
+from distill.record.state import RunState
 from distill.rollout.replica_pool import ReplicaPool
-from distill.run_log.state import RunState
 from sync.wire import EvalReport, StepReport
 
 LONG_IDLE = 0.25
@@ -383,7 +383,7 @@ class Advice:
         for name in self._config.teachers:
             work = _share(figures, f"teacher {name}", "busy")
             if name not in self._worked:  # its own counts have the preflight's sequences in them
-                if not enough:  # a resumed trainer makes steps anew, from the journal
+                if not enough:  # a resumed trainer makes steps anew, from the record
                     continue
                 yield (
                     name,

@@ -1,4 +1,4 @@
-"""From a configuration to what a step takes: roles, stages, step, age, weight sync, journal, hours.
+"""From a configuration to what a step takes: roles, stages, step, age, weight sync, record, hours.
 
 n: tokens of a sequence, p of its prompt, c of its completion. N: parameters that multiply a token. L: layers.
 A: heads x head width. F: FLOP/s and M: bytes/s of one device, with the assumed or measured share in them.
@@ -243,7 +243,7 @@ class Plan:
     """Of a version: anchors, or every version of a broadcast."""
     delta_bytes: float | None
     """None: every version is sent whole."""
-    journal_bytes_a_day: float
+    record_bytes_a_day: float
     hours: float
     gpus: int
 

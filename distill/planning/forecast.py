@@ -163,7 +163,7 @@ def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
             "delta", _size(plan.delta_bytes), f"{part:.1%} of it, {'measured' if measured else 'assumed'}"
         )
     yield _row(
-        "journal a day", _size(plan.journal_bytes_a_day), "without prompts; archived as checkpoints cover it"
+        "record a day", _size(plan.record_bytes_a_day), "without prompts; arrays go as checkpoints cover them"
     )
     yield _row("hours to the end", f"{plan.hours:,.3g}", "without start-up, evaluations and restarts")
     if plan.gpus:

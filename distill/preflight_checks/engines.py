@@ -28,8 +28,8 @@ from distill.preflight_checks.checks import must_differ, shares_template
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
 from distill.prompts.stream import Prompt
+from distill.record.validation import sampling_of
 from distill.rollout.replica_client import ReplicaEngine
-from distill.run_log.validation import sampling_of
 from sync import wire
 from sync.base import tokenizers
 from sync.base.errors import ConfigError

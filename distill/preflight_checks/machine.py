@@ -2,7 +2,7 @@
 
 at once        checkpoints, mirrors, what training leaves, published versions: `fixed`, on the disk of the
                run's folder, and `store`, versions on a disk of their own
-               journal since the oldest kept checkpoint
+               arrays of the record since the oldest kept checkpoint
 with time      stubs of rollouts, ledger, metrics: SLOPE bytes per rollout, and nothing else
 """
 
@@ -94,11 +94,11 @@ class DiskNeeds:
     checkpoint: int
     """Bytes of one checkpoint."""
     fixed: int
-    """At once on the disk of the run's folder, without the journal."""
+    """At once on the disk of the run's folder, without the record."""
     store: int
     """At once on the disk of a local store, where that is another."""
     token: int
-    """Bytes of a journaled token."""
+    """Bytes of a token on record."""
 
 
 def estimate(config: RunConfig) -> DiskNeeds:
@@ -178,7 +178,7 @@ def bulk_bytes(config: RunConfig) -> int:
 
 
 def bytes_per_token(config: RunConfig) -> int:
-    """Journal bytes of a completion token; prompts, which come once per rollout, are left out."""
+    """Bytes on record of a completion token; prompts, which come once per rollout, are left out."""
     want, bulk, id_logprob_score = needs(config.objective), bulk_bytes(config), 4 + 4 + 4
     mask, routed = 4 + 4 * config.rollout.top_k if config.rollout.top_k else 0, routing_of(config)
     sampled = id_logprob_score + mask + (routed.bytes_per_token if routed else 0)
@@ -191,11 +191,11 @@ def lines(config: RunConfig, needs: DiskNeeds) -> list[str]:
     versions = f"published versions at {ASSUMED_STEP:g} s a step"
     return [
         f"disk at once: {_gib(needs.fixed)} for {kept} + 1 checkpoints of {_gib(needs.checkpoint)}, "
-        f"{'' if needs.store else versions + ', '}mirrors, and the journal",
+        f"{'' if needs.store else versions + ', '}mirrors, and the record",
         *([f"disk of the store: {_gib(needs.store)} for {versions}"] if needs.store else []),
-        f"journal: {needs.token:,} bytes a token, {_gib(needs.token * 1e6)} a million tokens, archived to "
-        f"{SLOPE} bytes a rollout once {kept} checkpoints cover it",
-        f"a day at {ASSUMED_RATE:,.0f} tokens/s: {_gib(needs.token * day)} written to the journal, "
+        f"record: {needs.token:,} bytes a token, {_gib(needs.token * 1e6)} a million tokens, of which "
+        f"{SLOPE} bytes a rollout stay once {kept} checkpoints cover it",
+        f"a day at {ASSUMED_RATE:,.0f} tokens/s: {_gib(needs.token * day)} written to the record, "
         f"{_gib(SLOPE * day / tokens)} or more stay ({tokens} tokens a rollout or less)",
     ]
 

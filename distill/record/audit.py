@@ -8,23 +8,26 @@ CPUs; on GPUs it takes deterministic kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from distill.record.facts import Facts, Ledger, Records
-from distill.run_log.journal import read_all
+from distill.record.facts import Facts, Ledger
+from distill.record.store import RECORD, open_read_only, read_bytes
 from student_trainer.checkpoint_files import CHECKPOINTS, choose, index, latest
 from student_trainer.ledger import read, repeated
 from sync.base.errors import DataError
 from sync.wire import Version
 
 VIOLATIONS: Final = {
-    "journal_damaged": "the journal is missing or damaged, or a record contradicts those before it",
+    "record_damaged": "the record is missing or damaged, or rows are gone from it that others count or name",
     "ledger_damaged": "a ledger file was altered: a line is changed, missing, repeated or from elsewhere",
     "missing_in_ledger": "steps that the run reached, and that the ledger of a rank does not show",
-    "unknown_version": "versions in the ledger or the journal that no start of the trainer on record made",
+    "unknown_version": "versions in the ledger or on record that no start of the trainer on record made",
     "checkpoint_missing": "`latest` names no whole checkpoint of this run, or an older one than is on record",
     "issued_twice": "prompts that were issued twice",
     "lost": "scored rollouts that are in no batch, not buffered, and not dropped",
@@ -32,7 +35,7 @@ VIOLATIONS: Final = {
     "not_as_batched": (
         "steps that were trained on other rollouts than the batch on record, or on other tokens of them"
     ),
-    "not_in_journal": "trained rollouts that are not on record, or without the versions of their tokens",
+    "not_on_record": "trained rollouts that are not on record, or without the versions of their tokens",
     "too_old": "rollouts that were older than the bound when they were trained",
     "wrong_weight": "rollouts whose loss weight on record is not the one of their age",
     "impossible_version": "rollouts with tokens of a version that the run had not published then",
@@ -90,7 +93,7 @@ _QUESTIONS: Final = {
         WHERE (made.lineage, made.step) IN added
         OR (made.lineage, made.step) IN left_out AND made.step <= coalesce(reached.step, 0)
         OR made.tokens <> coalesce(counted.tokens, 0) ORDER BY made.lineage, made.step""",
-    "not_in_journal": "SELECT rollout FROM aged WHERE age IS NULL",
+    "not_on_record": "SELECT rollout FROM aged WHERE age IS NULL",
     "too_old": "SELECT rollout FROM aged WHERE age > bound",
     "wrong_weight": """
         SELECT DISTINCT rollout FROM member JOIN batch USING (lineage, step)
@@ -109,6 +112,29 @@ _QUESTIONS: Final = {
     "wrong_generator": "SELECT id FROM rollout WHERE scored AND by_teacher <> for_teacher ORDER BY number",
 }
 """What is asked for a violation, where it is one question: a row for each."""
+_GONE: Final = """
+    SELECT 'no start of a controller' WHERE NOT EXISTS (SELECT 1 FROM opening) UNION ALL
+    SELECT printf('rollouts %d to %d', before + 1, number - 1) FROM (
+        SELECT number, lag(number, 1, -1) OVER (ORDER BY number) AS before FROM rollout WHERE issues)
+    WHERE number > before + 1 UNION ALL
+    SELECT printf('rollout %s of the batch of %s', rollout, version_name(lineage, step)) FROM member
+    WHERE rollout NOT IN (SELECT id FROM rollout) UNION ALL
+    SELECT printf('rollouts of the batch of %s', version_name(lineage, step)) FROM batch
+    WHERE (lineage, step) NOT IN (SELECT lineage, step FROM member)"""
+"""Rows that others count or name, and that are gone from the record."""
+_CONTRADICTORY: Final = f"""
+    SELECT printf('lineage %d begins from lineage %d', number, from_lineage) FROM lineage
+        WHERE from_lineage >= number UNION ALL
+    SELECT printf('lineage %d takes over batches of lineage %d', number, origin) FROM lineage
+        WHERE origin >= number UNION ALL
+    SELECT printf('lineage %d has %d ranks', number, ranks) FROM lineage
+        WHERE ranks NOT BETWEEN 1 AND {1 << 20} UNION ALL
+    SELECT printf('half-life of the batch of %s: %g', version_name(lineage, step), half_life) FROM batch
+        WHERE half_life <= 0"""
+"""Rows that nothing else can be asked of."""
+_BLOCKS: Final = """
+    SELECT DISTINCT file, start, size, crc FROM rollout WHERE id IN (SELECT id FROM needed) ORDER BY 1, 2"""
+"""Of arrays: those that a restart reads."""
 _LEDGER_ELSEWHERE: Final = """
     SELECT printf('ledger of lineage %d begins at step %d from %s; on record is step %d from %s', lineage,
         ledger.start, coalesce(version_name(ledger.from_lineage, ledger.from_step), 'the model folder'),
@@ -154,21 +180,50 @@ class AuditReport:
 def audit(run_dir: Path) -> AuditReport:
     """Audit a run's folder; the run may be going on. Raises DataError when it is no run's folder at all.
 
-    The ledger is read before the journal and after it: what it shows before must be on record, and what is on
+    The ledger is read before the record and after it: what it shows before must be on record, and what is on
     record must be in it after.
     """
-    if not (run_dir / "journal").is_dir() and not (run_dir / "ledger").is_dir():
-        raise DataError(f"{run_dir} holds neither journal nor ledger: name the folder of a run")
-    before, records = read(run_dir / "ledger"), read_all(run_dir / "journal")
-    return audit_of(records, before, lambda: read(run_dir / "ledger"), run_dir / CHECKPOINTS)
+    if not (run_dir / RECORD).is_file() and not (run_dir / "ledger").is_dir():
+        raise DataError(f"{run_dir} holds neither {RECORD} nor ledger: name the folder of a run")
+    before = read(run_dir / "ledger")
+    try:
+        facts = Facts.of(run_dir)
+        facts.tables.execute("BEGIN")  # one moment of a run that goes on
+        damage = [line for (line,) in facts.tables.execute("PRAGMA integrity_check") if line != "ok"]
+    except (DataError, sqlite3.DatabaseError) as error:
+        facts, damage = None, [str(error)]
+    after, checkpoints = partial(read, run_dir / "ledger"), run_dir / CHECKPOINTS
+    try:
+        unreadable = [] if facts is None or damage else _unreadable(run_dir, facts.tables)
+        return audit_of(facts, before, after, checkpoints, damage, unreadable)
+    except sqlite3.DatabaseError as error:  # a value that no question can be asked of
+        return audit_of(None, before, after, checkpoints, [str(error)])
+    finally:
+        if facts is not None:
+            facts.tables.close()
 
 
 def audit_of(
-    records: Records, before: Ledger, after: Callable[[], Ledger], checkpoints: Path | None = None
+    facts: Facts | None,
+    before: Ledger,
+    after: Callable[[], Ledger],
+    checkpoints: Path | None = None,
+    damage: Sequence[str] = (),
+    unreadable: Sequence[str] = (),
 ) -> AuditReport:
-    """Audit records, and ledgers that were read `before` them and are `after` them."""
-    facts, report = Facts(records), AuditReport()
-    late = after()
+    """Audit a record, and ledgers that were read `before` it and are `after` it.
+
+    `facts`: None, or with `damage`, where the record cannot be asked. `unreadable`: its arrays that are
+    not what was written.
+    """
+    report, late = AuditReport(), after()
+    entries = {"record_damaged": list(damage)}
+    entries["ledger_damaged"] = [line for lineage in late.values() for line in lineage.damage]
+    if facts is not None and not damage:
+        entries["record_damaged"] += [line for (line,) in facts.tables.execute(_CONTRADICTORY)]
+    if facts is None or entries["record_damaged"]:
+        report.violations = {name: lines for name, lines in entries.items() if lines}
+        return report
     facts.add_ledgers(before, late)
 
     def rows(question: str) -> list[Any]:
@@ -177,20 +232,14 @@ def audit_of(
     def number(question: str) -> int:
         return rows(question)[0] or 0
 
-    entries = {"journal_damaged": facts.damage}
-    entries["ledger_damaged"] = [line for lineage in late.values() for line in lineage.damage]
-    if not facts.damage:
-        facts.tables.execute("CREATE TEMP TABLE aged AS SELECT * FROM trained_age")
-        entries["ledger_damaged"] += rows(_LEDGER_ELSEWHERE)
-        run_id = rows("SELECT id FROM opening ORDER BY at DESC LIMIT 1")[0]
-        saved = [Version(*version) for version in rows(_NEWEST_CHECKPOINT) if version[0] is not None]
-        entries["checkpoint_missing"] = (
-            [*_checkpoint_missing(checkpoints, run_id, *saved)] if checkpoints else []
-        )
-        entries |= {name: rows(question) for name, question in _QUESTIONS.items()}
+    facts.tables.execute("CREATE TEMP TABLE aged AS SELECT * FROM trained_age")
+    entries["record_damaged"] += [*unreadable, *rows(_GONE)]
+    entries["ledger_damaged"] += rows(_LEDGER_ELSEWHERE)
+    run_id = next(iter(rows("SELECT id FROM opening ORDER BY at DESC LIMIT 1")), None)
+    saved = [Version(*version) for version in rows(_NEWEST_CHECKPOINT) if version[0] is not None]
+    entries["checkpoint_missing"] = [*_checkpoint_missing(checkpoints, run_id, *saved)] if checkpoints else []
+    entries |= {name: rows(question) for name, question in _QUESTIONS.items()}
     report.violations = {name: entries[name] for name in VIOLATIONS if entries.get(name)}
-    if facts.damage:
-        return report
     report.prompts = number("SELECT count(*) FROM rollout WHERE issues")
     report.scored = number("SELECT count(*) FROM rollout WHERE scored")
     report.tokens = number("SELECT sum(own_tokens) FROM rollout")
@@ -208,6 +257,23 @@ def audit_of(
     same, other = repeated(dict(before))
     report.again, report.differing = len(same) + len(other), [str(version) for version in other]
     return report
+
+
+def _unreadable(run_dir: Path, tables: sqlite3.Connection) -> list[str]:
+    """What is wrong with arrays that a restart reads; the run may free some meanwhile."""
+    problems = dict(_problems(run_dir, tables))
+    if problems:
+        with closing(open_read_only(run_dir / RECORD)) as now:
+            problems = {place: problem for place, problem in _problems(run_dir, now) if place in problems}
+    return list(problems.values())
+
+
+def _problems(run_dir: Path, tables: sqlite3.Connection) -> Iterator[tuple[tuple[int, ...], str]]:
+    for place in tables.execute(_BLOCKS):
+        try:
+            read_bytes(run_dir, *place)
+        except (DataError, ValueError, OverflowError, MemoryError) as error:
+            yield place, str(error)
 
 
 def _checkpoint_missing(folder: Path, run_id: str | None, saved: Version | None = None) -> Iterator[str]:

@@ -12,7 +12,6 @@ from distill.metrics.results import read_run
 from distill.metrics.samples import read_samples
 from distill.metrics.timeline import Span
 from distill.record.facts import Facts
-from distill.run_log.journal import read_all
 from student_trainer.ledger import read
 from sync.base.errors import DataError
 from sync.base.jsonl import read_lines
@@ -26,23 +25,19 @@ _READS: Final = (
 )
 _TABLES: Final = """
     SELECT part.type AS kind, part.name, group_concat(field.name, ', ') AS columns
-    FROM sqlite_schema AS part JOIN pragma_table_info(part.name) AS field
+    FROM (SELECT type, name FROM sqlite_schema UNION ALL SELECT type, name FROM sqlite_temp_schema) AS part
+    JOIN pragma_table_info(part.name) AS field
     WHERE part.type IN ('table', 'view') GROUP BY part.type, part.name
 """
 
 
 def tables(run_dir: Path) -> sqlite3.Connection:
-    """Everything that a run's folder shows, as tables in memory. Raises DataError where it is damaged."""
-    if not (run_dir / "journal").is_dir():
-        raise DataError(f"{run_dir} holds no journal: name the folder of a run")
-    ledger, facts = read(run_dir / "ledger"), Facts(read_all(run_dir / "journal"))
-    if facts.damage:
-        raise DataError(facts.damage[0])
+    """A run's record, and beside it what its ledgers and files show. Raises DataError without a record."""
+    ledger, facts = read(run_dir / "ledger"), Facts.of(run_dir)
     facts.add_ledgers(ledger, ledger)
     if (run_dir / "metrics.jsonl").is_file():
         for row in read_run(run_dir).metrics:
-            axes = row.get("lineage", 0), row["step"], row["time"]
-            facts.add("metrics", (*axes, json.dumps(row)))
+            facts.add("metrics", (row.get("lineage", 0), row["step"], row["time"], json.dumps(row)))
     facts.add("span", *(tuple(span.values()) for span in read_lines(run_dir / "timeline.jsonl", Span)))
     for sample in read_samples(run_dir):
         figures = sample.age, sample.teacher, sample.own_length, sample.reverse_kl, sample.reward

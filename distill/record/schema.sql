@@ -1,54 +1,85 @@
--- What a run knows, as tables. Versions are two columns, lineage and step; seconds are those since the epoch.
--- `at` counts records in the order in which they were written.
+-- What a run knows, as rows. The controller alone writes them; a version is two columns, lineage and step; times are
+-- seconds since the epoch, lengths are tokens. `at` counts what was written, in its order, over the whole run.
 
-CREATE TABLE opening (at INTEGER PRIMARY KEY, run TEXT, id TEXT, seed INTEGER, batch INTEGER, max_staleness INTEGER,
-    hard_limit INTEGER, half_life REAL, completions INTEGER, supervised INTEGER);
+-- Small facts as JSON by name: cursor, bisection, counters, target (what replicas follow), at.
+CREATE TABLE fact (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
 
--- A rollout, from the issue of its prompt on. status: pending, buffered, batched or dropped (then: reason, detail).
--- reverse_kl: mean of log mu - log q over its own tokens, nats; NULL where its arrays are gone or with a teacher.
-CREATE TABLE rollout (id TEXT PRIMARY KEY, number INTEGER, source TEXT, environment TEXT, for_teacher INTEGER,
-    issues INTEGER, status TEXT, reason TEXT, detail TEXT, scored INTEGER, teacher TEXT, by_teacher INTEGER,
-    tokens INTEGER, own_tokens INTEGER, truncated INTEGER, reward REAL, reverse_kl REAL);
--- Which version sampled which of its tokens; none of a teacher's completion.
-CREATE TABLE sampled (rollout TEXT, lineage INTEGER, step INTEGER, first INTEGER, past INTEGER);
-CREATE INDEX sampled_by_rollout ON sampled (rollout);
-CREATE TABLE requeue (at INTEGER, rollout TEXT, reason TEXT);
+-- A start of the controller. prompts: of an epoch, NULL: endless. supervised: tokens of a completion that are trained
+-- on, NULL: all.
+CREATE TABLE opening (at INTEGER PRIMARY KEY, run TEXT NOT NULL, id TEXT, seed INTEGER NOT NULL,
+    batch INTEGER NOT NULL, max_staleness INTEGER NOT NULL, hard_limit INTEGER NOT NULL, half_life REAL NOT NULL,
+    completions INTEGER NOT NULL, supervised INTEGER, per_prompt INTEGER NOT NULL, prompts INTEGER) STRICT;
+
+-- A rollout, from the issue of its prompt on.
+--   issues       how often its prompt was issued; 0: what an episode said behind a context that was rewritten
+--   attempts     completions that were broken off or reached a limit
+--   scored       `at` of its admission, NULL: not scored
+--   admitted     place in the order of the buffer
+--   spans        JSON of [[[lineage, step], first, past], ...]: which version sampled which tokens; NULL: not scored
+--   own          JSON of [[first, past], ...]: the student's tokens in an episode; NULL: all
+--   kept         where its teacher keeps its scores, JSON; NULL: nowhere
+--   reverse_kl   mean of log mu - log q over its own tokens, nats; NULL: the teacher keeps the scores
+--   file … place where its arrays are, before it is scored its prompt: arrays/<file>.bin, bytes from `start` on, `size`
+--                of them with this crc32, record `place` of the block; gone with the file once nothing needs it
+CREATE TABLE rollout (id TEXT PRIMARY KEY, number INTEGER NOT NULL, source TEXT, environment TEXT,
+    for_teacher INTEGER NOT NULL DEFAULT 0, issues INTEGER NOT NULL DEFAULT 1, attempts INTEGER NOT NULL DEFAULT 0,
+    status TEXT NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'buffered', 'batched', 'dropped')),
+    reason TEXT, detail TEXT, scored INTEGER, admitted INTEGER, teacher TEXT,
+    by_teacher INTEGER, tokens INTEGER, own_tokens INTEGER, truncated INTEGER, reward REAL, reverse_kl REAL,
+    spans TEXT, own TEXT, kept TEXT,
+    file INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL, crc INTEGER NOT NULL, place INTEGER NOT NULL,
+    CHECK ((status = 'dropped') = (reason IS NOT NULL)),
+    CHECK (status NOT IN ('buffered', 'batched') OR scored IS NOT NULL),
+    CHECK (status <> 'pending' OR scored IS NULL)) STRICT;
+CREATE INDEX waiting ON rollout (status) WHERE status IN ('pending', 'buffered');
+CREATE TABLE requeue (at INTEGER NOT NULL, rollout TEXT NOT NULL, reason TEXT NOT NULL) STRICT;
 
 -- A start of the trainer, from a checkpoint (NULL: the model folder). It takes over the batches of `origin` up to
 -- `branch`, the first step whose batch is its own.
-CREATE TABLE lineage (number INTEGER PRIMARY KEY, at INTEGER, from_lineage INTEGER, from_step INTEGER,
-    start INTEGER, origin INTEGER, branch INTEGER, ranks INTEGER, fingerprint TEXT);
--- The batch that is trained on top of a version, and the bound of ages when it was formed.
-CREATE TABLE batch (lineage INTEGER, step INTEGER, max_staleness INTEGER, hard_limit INTEGER, half_life REAL,
-    PRIMARY KEY (lineage, step));
-CREATE TABLE member (lineage INTEGER, step INTEGER, place INTEGER, rollout TEXT, age INTEGER, weight REAL,
-    PRIMARY KEY (lineage, step, place));
+CREATE TABLE lineage (number INTEGER PRIMARY KEY, at INTEGER NOT NULL, from_lineage INTEGER, from_step INTEGER,
+    start INTEGER NOT NULL, origin INTEGER, branch INTEGER NOT NULL, ranks INTEGER NOT NULL,
+    fingerprint TEXT NOT NULL) STRICT;
+-- The batch that is trained on top of a version, and the bound of ages when it was formed. status: held while a
+-- trainer may still request it; covered by the oldest kept checkpoint; left, when a later start of the trainer
+-- forms another one and its rollouts wait again.
+CREATE TABLE batch (lineage INTEGER NOT NULL, step INTEGER NOT NULL, max_staleness INTEGER NOT NULL,
+    hard_limit INTEGER NOT NULL, half_life REAL NOT NULL, is_part INTEGER NOT NULL, trained INTEGER NOT NULL DEFAULT 0,
+    status TEXT NOT NULL DEFAULT 'held' CHECK (status IN ('held', 'covered', 'left')),
+    PRIMARY KEY (lineage, step)) STRICT;
+CREATE INDEX held ON batch (status) WHERE status = 'held';
+CREATE TABLE member (lineage INTEGER NOT NULL, step INTEGER NOT NULL, place INTEGER NOT NULL, rollout TEXT NOT NULL,
+    age INTEGER NOT NULL, weight REAL NOT NULL, PRIMARY KEY (lineage, step, place)) STRICT, WITHOUT ROWID;
 
-CREATE TABLE step (lineage INTEGER, step INTEGER);
-CREATE TABLE version (at INTEGER, lineage INTEGER, step INTEGER, kind TEXT, bytes INTEGER, seconds REAL);
+-- A version that the trainer reached. tokens of its batch, and those of them that teachers generated; NULL: the batch is
+-- covered. undone: a later start of the trainer began before it.
+CREATE TABLE step (lineage INTEGER NOT NULL, step INTEGER NOT NULL, tokens INTEGER, tokens_by_teacher INTEGER,
+    undone INTEGER NOT NULL DEFAULT 0) STRICT;
+CREATE TABLE version (at INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, step INTEGER NOT NULL, kind TEXT NOT NULL,
+    bytes INTEGER NOT NULL, full_bytes INTEGER NOT NULL, seconds REAL NOT NULL) STRICT;
 CREATE INDEX version_by_step ON version (lineage, step);
-CREATE TABLE applied (replica TEXT, lineage INTEGER, step INTEGER, bytes INTEGER, stage_seconds REAL,
-    pause_seconds REAL, apply_seconds REAL, seconds REAL);
-CREATE TABLE checkpoint (at INTEGER, lineage INTEGER, step INTEGER);
-CREATE TABLE rolled_back (at INTEGER, lineage INTEGER, step INTEGER, problem TEXT);
-CREATE TABLE evaluation (lineage INTEGER, step INTEGER, reverse_kl REAL, pass_rate REAL, reward REAL, report TEXT);
+CREATE TABLE applied (at INTEGER PRIMARY KEY, replica TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,
+    bytes INTEGER NOT NULL, stage_seconds REAL NOT NULL, pause_seconds REAL NOT NULL, apply_seconds REAL NOT NULL,
+    seconds REAL NOT NULL) STRICT;
+-- gone: the trainer began from an older one later, so that it is removed or damaged.
+CREATE TABLE checkpoint (at INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, step INTEGER NOT NULL, path TEXT NOT NULL,
+    gone INTEGER NOT NULL DEFAULT 0) STRICT;
+-- Back to a checkpoint (NULL: the model folder), never to train on these rollouts (JSON list) again.
+CREATE TABLE rolled_back (at INTEGER PRIMARY KEY, lineage INTEGER, step INTEGER, problem TEXT NOT NULL,
+    without TEXT NOT NULL) STRICT;
+CREATE TABLE evaluation (at INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, step INTEGER NOT NULL,
+    reverse_kl REAL NOT NULL, pass_rate REAL, reward REAL, report TEXT NOT NULL) STRICT;
 -- An end of the run: replica → whether it held the trainer's weights, and what was not shown, as JSON.
-CREATE TABLE conclusion (at INTEGER PRIMARY KEY, lineage INTEGER, step INTEGER, weights TEXT, problems TEXT);
+CREATE TABLE conclusion (at INTEGER PRIMARY KEY, lineage INTEGER, step INTEGER, weights TEXT NOT NULL,
+    problems TEXT NOT NULL) STRICT;
 
--- What the run's files show: figures as JSON by their names, of the newest row of each step and of each evaluation;
--- work and waiting of roles; rollouts of some batches, reverse_kl as above.
-CREATE TABLE metrics (lineage INTEGER, step INTEGER, time REAL, figures TEXT);
-CREATE TABLE span (role TEXT, what TEXT, start REAL, past REAL);
-CREATE TABLE sample (lineage INTEGER, step INTEGER, rollout TEXT, age INTEGER, teacher TEXT, own_tokens INTEGER,
-    reverse_kl REAL, reward REAL, truncated INTEGER, by_teacher INTEGER, prompt TEXT, tokens TEXT);
-
--- The ranks' own files: which rollouts made a version of a lineage, and how many of their tokens are in the loss
--- (NULL: not said). `line` is read after the tables above, the others before them.
-CREATE TABLE ledger (lineage INTEGER PRIMARY KEY, from_lineage INTEGER, from_step INTEGER, start INTEGER);
-CREATE TABLE trained_step (lineage INTEGER, step INTEGER, tokens INTEGER, PRIMARY KEY (lineage, step));
-CREATE TABLE trained (lineage INTEGER, step INTEGER, rank INTEGER, rollout TEXT);
-CREATE TABLE line (lineage INTEGER, step INTEGER, rank INTEGER);
-
+-- Which version sampled which tokens of a rollout; none of a teacher's completion.
+CREATE VIEW sampled AS SELECT rollout.id AS rollout, json_extract(span.value, '$[0][0]') AS lineage,
+    json_extract(span.value, '$[0][1]') AS step, json_extract(span.value, '$[1]') AS first,
+    json_extract(span.value, '$[2]') AS past FROM rollout, json_each(rollout.spans) AS span;
+-- The rollouts whose arrays or prompts a restart reads.
+CREATE VIEW needed AS SELECT id, file FROM rollout WHERE status IN ('pending', 'buffered') UNION ALL
+    SELECT rollout.id, rollout.file FROM batch JOIN member USING (lineage, step) JOIN rollout ON id = member.rollout
+    WHERE batch.status = 'held';
 -- The newest step of each lineage that any table shows.
 CREATE VIEW shown AS SELECT lineage, max(step) AS step FROM (
     SELECT lineage, step FROM step UNION ALL SELECT lineage, step FROM version UNION ALL
@@ -78,13 +109,3 @@ CREATE VIEW common AS WITH RECURSIVE shared (lineage, ancestor, until) AS (
     FROM lineage AS child JOIN shared ON shared.lineage = child.origin)
     SELECT ours.lineage, theirs.lineage AS other, max(min(ours.until, theirs.until)) AS until
     FROM shared AS ours JOIN shared AS theirs USING (ancestor) GROUP BY 1, 2;
--- The age of each rollout when it was trained on, in versions (NULL: not on record), and the bound of its batch.
-CREATE VIEW trained_age AS SELECT trained.lineage, trained.step, trained.rollout, coalesce(batch.hard_limit, 0) AS bound,
-    iif(rollout.by_teacher, 0, trained.step - 1 - min(min(sampled.step, coalesce(common.until, 0)))) AS age
-    FROM trained JOIN lineage ON lineage.number = trained.lineage
-    LEFT JOIN rollout ON rollout.id = trained.rollout AND rollout.scored
-    LEFT JOIN sampled ON sampled.rollout = rollout.id
-    LEFT JOIN common ON common.lineage = trained.lineage AND common.other = sampled.lineage
-    LEFT JOIN chain ON chain.lineage = trained.lineage AND trained.step > chain.first AND trained.step <= chain.past
-    LEFT JOIN batch ON batch.lineage = chain.owner AND batch.step = trained.step - 1
-    GROUP BY trained.rowid;

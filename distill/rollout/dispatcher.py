@@ -27,11 +27,11 @@ from distill.events import (
     TurnGenerated,
 )
 from distill.metrics.timeline import TRAINER, Timeline
+from distill.record.record import GROUP_BROKEN, RunLog
+from distill.record.rollout import DropReason, RequeueReason, Rollout
+from distill.record.validation import Validator, repetitive
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
-from distill.run_log.records import DropReason, RequeueReason, Rollout
-from distill.run_log.run_log import GROUP_BROKEN, RunLog
-from distill.run_log.validation import Validator, repetitive
 from sync.base.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
 from sync.wire.checks import Problem
@@ -227,7 +227,7 @@ class Dispatcher:
         ]
         message = GenerateRequest(sampling=self._validator.sampling, prompts=prompts)
         try:
-            await self._run_log.journal.commit()
+            await self._run_log.store.commit()
             limit = self._config.completion_timeout_seconds
             async with asyncio.timeout(None if limit is None else PATIENCE * limit):
                 async with aclosing(replica.engine.generate(message)) as answers:

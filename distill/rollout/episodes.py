@@ -4,7 +4,7 @@
                                 └──────────── again, turn by turn ────────┘
 
 The controller holds the tokens of every turn: an environment that is gone costs what is under way, which
-begins again from its task. Nothing of an episode is journaled before it is scored.
+begins again from its task. Nothing of an episode is on record before it is scored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from distill.environments.episode import (
 from distill.events import EpisodeLost, EpisodePlayed, EpisodeTooOld, ErrorBudget, Events, TurnReady
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
-from distill.run_log.records import Rollout
+from distill.record.rollout import Rollout
 from sync.base.errors import DistillError, Unreachable, WireError
 from sync.base.retry import Backoff
 from sync.wire import Array, Generated, Version

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from distill.aio import Signal, cancel, unless, until_stalled
 from distill.events import ErrorBudget, Events, Membership, Stalled, Stranded
+from distill.record.records import VersionApplied
+from distill.record.state import RunState
 from distill.rollout.replica_client import ReplicaEngine
-from distill.run_log.records import VersionApplied
-from distill.run_log.state import RunState
 from sync.base.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
 from sync.base.retry import Backoff
 from sync.base.settings import WeightsConfig

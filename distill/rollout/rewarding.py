@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from distill.events import CompletionRewarded, ErrorBudget, Events
 from distill.interfaces import Rewards
-from distill.run_log.records import Rollout
+from distill.record.rollout import Rollout
 from sync.base.errors import DistillError
 from sync.wire import unpack
 

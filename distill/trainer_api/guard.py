@@ -14,8 +14,8 @@ from distill.aio import look_seconds
 from distill.config import GuardConfig
 from distill.events import Events, Stalled
 from distill.metrics.timeline import TRAINER
-from distill.run_log.records import RolledBack
-from distill.run_log.state import RunState
+from distill.record.records import RolledBack
+from distill.record.state import RunState
 from sync.wire import Heartbeat
 
 logger = logging.getLogger(__name__)

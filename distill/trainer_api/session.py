@@ -15,9 +15,9 @@ from functools import partial
 from distill.aio import Signal
 from distill.batching.packing import Shape, pack_batch
 from distill.events import Events
+from distill.record.record import RunLog
+from distill.record.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
 from distill.rollout.broadcasts import Broadcasts
-from distill.run_log.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
-from distill.run_log.run_log import RunLog
 from sync import wire
 from sync.base.errors import RemoteError, WireError
 from sync.wire import CheckpointSaved, FinalDigests, Heartbeat, Published, StepReport, Stop, Version, checks
@@ -120,8 +120,8 @@ class TrainerSession:
             )
         if at is not None and (at.lineage not in state.lineages or at.step > state.bisection.furthest):
             raise RemoteError(
-                f"checkpoint {at} belongs to no lineage in this run's journal: remove the checkpoints, "
-                "or restore the journal they belong to"
+                f"checkpoint {at} belongs to no lineage in this run's record: remove the checkpoints, "
+                "or restore the record they belong to"
             )
         to = at if self._retreat is None else self._retreat.to
         if to != at and (to is None or at is None or at > to):  # an older one where that is damaged
@@ -161,7 +161,7 @@ class TrainerSession:
                 if step > self._handed_out:
                     self._handed_out = step
                     self._run_log.write(HandedOut(request.version))
-                    await self._run_log.journal.commit()
+                    await self._run_log.store.commit()
                 return share
             if self.broadcasts.wanted():
                 return wire.encode(wire.Wait(publish=True))
@@ -244,7 +244,7 @@ class TrainerSession:
                 self._events.emit(saved)
         else:
             self.final = event
-        await self._run_log.journal.commit()
+        await self._run_log.store.commit()
         self.wake()
         return answer or wire.Ok()
 

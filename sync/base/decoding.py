@@ -18,11 +18,13 @@ _json: dict[Any, msgspec.json.Decoder[Any]] = {}
 _msgpack: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
-def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """A decoder of JSON; `kind` may be a union."""
+def json_decoder(
+    kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None
+) -> msgspec.json.Decoder[T]:
+    """A decoder of JSON; `kind` may be a union, `dec_hook` is msgspec's and one for a kind."""
     if kind not in _json:
         with _building:
-            _json[kind] = msgspec.json.Decoder(kind)
+            _json[kind] = msgspec.json.Decoder(kind, dec_hook=dec_hook)
     return _json[kind]
 
 

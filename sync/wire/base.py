@@ -122,7 +122,7 @@ class RunIdentity(msgspec.Struct, frozen=True):
 
     name: str
     id: str | None = None
-    """Random, made when the run's journal is begun, the same after every resume. None: of a request, the run
+    """Random, made when the run's record is begun, the same after every resume. None: of a request, the run
     has not begun; of a server, no run has claimed it."""
     model: str | None = None
     """Fingerprint of the student (`sync.weights.snapshots.checkpoint`); None: not yet reported."""

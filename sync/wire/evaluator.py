@@ -86,7 +86,7 @@ class Behaviour(msgspec.Struct, frozen=True):
 
 
 class EvalReport(Message, frozen=True):
-    """Evaluator → controller: the figures of one version; they go into the journal and metrics."""
+    """Evaluator → controller: the figures of one version; they go into the record and metrics."""
 
     version: Version
     reverse_kl: Number

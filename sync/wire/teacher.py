@@ -73,7 +73,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     size: Count
     """Bytes of the body."""
     digest: bytes
-    """BLAKE3 of the body, DIGEST_BYTES of it: the journal holds one for every rollout."""
+    """BLAKE3 of the body, DIGEST_BYTES of it: the record holds one for every rollout."""
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):

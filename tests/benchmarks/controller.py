@@ -1,12 +1,12 @@
-"""What a controller spends on a token: processor time, and bytes of its journal.
+"""What a controller spends on a token: processor time, and bytes of its record.
 
     objectives   every kind of objective, inline and by reference
     load         512 replicas, 8 teachers and 64 ranks, by default an hour's tokens at one million a second
     long, wide   memory, disk, the longest blocks of the event loop and the restart of a long run
 
-Controller and journal are the real ones. Prompts, replicas, teachers and trainer are in memory, and what they
+Controller and record are the real ones. Prompts, replicas, teachers and trainer are in memory, and what they
 spend themselves is taken off; what a teacher sends is decoded from its bytes, as it is behind HTTP. Their
-numbers are noise: what repeats itself would cost nothing in a compressed journal.
+numbers are noise: what repeats itself would cost nothing in a compressed record.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from distill.interfaces import Components, Hooks
 from distill.metrics.trackers import MetricsFile
 from distill.prompts.stream import PromptStream
 from distill.record.audit import audit
-from distill.run_log.journal import Journal
-from distill.run_log.run_log import RunLog
+from distill.record.record import RunLog
+from distill.record.store import Store
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, student_topk
 from sync.base.errors import ConfigError
@@ -207,7 +207,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
         teachers=dict(teachers),
         route=lambda source: source,
         prompts=PromptStream(MemoryPrompts(names), config.run.seed),
-        journal=Journal(folder / "journal", config.buffer.fsync, write=write),
+        store=Store(folder, config.buffer.fsync, write=write),
         want=needs(config.objective),
         student_topk=student_topk(config.objective),
         evaluator=MemoryEvaluator(),
@@ -245,7 +245,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
     spans.close()
     figures |= {
         "ns": 1e9 * spent / tokens,
-        "journal_bytes": written / tokens,
+        "record_bytes": written / tokens,
         "tokens_per_cpu_second": tokens / spent,
         "tokens_per_second": tokens / (time.monotonic() - by_clock),
         "usage": usage,
@@ -302,8 +302,8 @@ def used(folder: Path) -> Figures:
     others = [*folder.glob("ledger/*"), folder / "metrics.jsonl", folder / "timeline.jsonl"]
     return {
         "rss": psutil.Process().memory_info().rss / MIB,
-        "journal": _mib(folder.glob("journal/journal-*")),
-        "archive": _mib(folder.glob("journal/archive-*")),
+        "rows": _mib(folder.glob("run.db*")),
+        "arrays": _mib(folder.glob("arrays/*")),
         "others": _mib(others),
     }
 
@@ -324,9 +324,9 @@ def measured(folder: Path, part: Part, objective: str = "", scores: str = "inlin
     drawn()
     asyncio.run(train(folder, part, config, figures))
     began = time.monotonic()
-    journal, prompts = Journal(folder / "journal"), PromptStream(MemoryPrompts(), config.run.seed)
-    RunLog(journal, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
-    journal.close()
+    store, prompts = Store(folder), PromptStream(MemoryPrompts(), config.run.seed)
+    RunLog(store, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
+    store.close()
     figures["restart_seconds"], began = time.monotonic() - began, time.monotonic()
     figures |= {"audit_ok": audit(folder).ok, "audit_seconds": time.monotonic() - began}
     return figures
@@ -365,7 +365,7 @@ def run(
             runs = {way: partial(measured, folder / "run", shape, objective, way) for way in ways}
             trials = [{way: run() for way, run in runs.items()} for _ in range(rounds)]
             for way in ways:
-                costs = {key: median(trial[way][key] for trial in trials) for key in ("ns", "journal_bytes")}
+                costs = {key: median(trial[way][key] for trial in trials) for key in ("ns", "record_bytes")}
                 rows.append({"shape": name, "objective": objective, "scores": way, **costs})
     gc.freeze()  # as in a run
     soaks = {name: measured(folder / name, part) for name, part in parts.items() if part.rollouts}
@@ -376,10 +376,10 @@ def table(figures: Figures) -> str:
     """The figures as Markdown."""
     rows = [
         [row["shape"], f"`{row['objective']}`", row["scores"]]
-        + [f"{row['ns'] / 1000:.2f}", f"{row['journal_bytes']:,.1f}"]
+        + [f"{row['ns'] / 1000:.2f}", f"{row['record_bytes']:,.1f}"]
         for row in figures["rows"]
     ]
-    head = ["shape", "objective", "scores", "controller, µs a token", "journal, bytes a token"]
+    head = ["shape", "objective", "scores", "controller, µs a token", "record, bytes a token"]
     lines = markdown(head, rows) if rows else []
     for name, part in figures["soaks"].items():
         fast, who = part["tokens_per_cpu_second"], ("replicas", "teachers", "ranks")
@@ -387,7 +387,7 @@ def table(figures: Figures) -> str:
         lines += [
             f"{name}: {part['rollouts']:,} rollouts of {part['tokens']} tokens, width {part['width']}; "
             + ", ".join(f"{part[role]} {role}" for role in who),
-            *markdown(["rollouts", "RSS, MiB", "journal", "archive", "ledger, metrics, timeline"], usage),
+            *markdown(["rollouts", "RSS, MiB", "rows", "arrays", "ledger, metrics, timeline"], usage),
             f"{fast:,.0f} tokens a second of CPU time, {1e8 / fast:.0f} % of a core at 1 M tokens/s; "
             f"{part['tokens_per_second']:,.0f} tokens/s by the clock, the roles in the same process",
             f"restart {part['restart_seconds']:.2f} s; "

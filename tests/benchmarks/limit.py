@@ -37,7 +37,7 @@ from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import load_model
 from distill.launch import replica_command
 from distill.prompts.sources import open_prompts
-from distill.run_log.records import Rollout
+from distill.record.rollout import Rollout
 from distill.tasks.sort_letters import letter_tokenizer, untaught
 from distill.tasks.teaching import Recipe, made_once, recipe_hash, save_pair
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16

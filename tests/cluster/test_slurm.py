@@ -218,9 +218,8 @@ def leave(*_):
     note("stopped")
     sys.exit(130)
 signal.signal(signal.SIGTERM, leave)
-(folder / "journal").mkdir(exist_ok=True)
 note("started")
-(folder / "journal/1").touch()
+(folder / "run.db").touch()
 (folder / "controller.json").write_text("{{}}")
 while not (folder / "enough").exists():
     time.sleep(.1)

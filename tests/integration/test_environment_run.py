@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import recorded_run
+from recorded import records_of
 from recorded_run import generated
 from run_on_letters import BATCH, NAME, command
 from stopped_run import KillTarget
 
 from distill.record.audit import AuditReport, audit
-from distill.run_log.journal import read_all
-from distill.run_log.records import Requeued, Rollout
+from distill.record.records import Requeued
+from distill.record.rollout import Rollout
 from distill.tasks.sort_letters import ASK, ASK_ID, EOS
 from sync.wire import Array, VersionSpan, unpack
 
@@ -62,7 +63,7 @@ class Played:
     report: AuditReport
     summary: dict[str, Any]
     rollouts: list[Rollout]
-    """Of the journal when the launcher was killed, those that it had not archived."""
+    """On record when the launcher was killed, those whose arrays were not freed."""
     requeued: list[Requeued]
     notes: list[tuple[int, list[list[int]]]]
     """Task and the student's turns of every episode that the environment saw to its end."""
@@ -97,10 +98,10 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
             target.kill(role, rng)
             target.wait_at_work([role])
         target.kill_launcher()
-        killed = [record for *_, record in read_all(target.run_dir / "journal")]
+        killed = records_of(target.run_dir)
         target.resume(STEPS)
         target.end()
-        records = [record for *_, record in read_all(target.run_dir / "journal")]
+        records = records_of(target.run_dir)
         notes = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
         yield Played(
             audit(target.run_dir),

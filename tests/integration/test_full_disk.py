@@ -1,7 +1,7 @@
 """One real run whose disks fill up one after the other: small file systems in memory, if they may be mounted.
 
-The journal's, the checkpoints', the store's, and the run folder's own. Each is filled, looked at, and freed;
-before the first two are freed the next one is full, so that the run does not end between them.
+That of the record's arrays, the checkpoints', the store's, and the run folder's own. Each is filled, looked
+at, and freed; before the first two are freed the next one is full, so that the run does not end between them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 STEPS = 80
 ALONE = Ranks(0, 1, torch.device("cpu"))
-SIZES = {"": 192, "journal": 24, "checkpoints": 48, "store": 48}
+SIZES = {"": 192, "arrays": 24, "checkpoints": 48, "store": 48}
 """MiB of each file system."""
 REST_SECONDS = 4.0
 """Several times as long as a step takes."""
@@ -58,7 +58,7 @@ def test_every_full_disk_pauses_the_run_which_then_completes(tmp_path: Path) -> 
         stack.enter_context(mounted(tmp_path / "disk", SIZES[""] << 10))
         run_dir = tmp_path / "disk" / NAME
         disks = {name: run_dir / name for name in SIZES}
-        for name in ("journal", "checkpoints", "store"):
+        for name in ("arrays", "checkpoints", "store"):
             stack.enter_context(mounted(disks[name], SIZES[name] << 10))
         words = command(tmp_path / "disk", STEPS, "run.min_free_disk_gib=0")
         kill_target = stack.enter_context(KillTarget(words, run_dir))
@@ -85,11 +85,11 @@ def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     """Start the run, fill each disk once, and audit what came of it."""
     kill_target.start()
     kill_target.wait(lambda: kill_target.step() >= 2, "step 2")
-    fill(disks["journal"])
-    says(kill_target, "launcher.log", "disk full: the journal in")
+    fill(disks["arrays"])
+    says(kill_target, "launcher.log", "disk full: the record in")
     comes_to_rest(kill_target)
     fill(disks["checkpoints"])
-    free(disks["journal"])
+    free(disks["arrays"])
     says(kill_target, "launcher.log", "has space again, the run continues")
 
     says(kill_target, "trainer.log", "disk full: checkpoint")

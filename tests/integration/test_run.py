@@ -33,6 +33,7 @@ import pytest
 import torch
 from open_ports import Listeners
 from ports import free_port
+from recorded import records_of
 from trace_processor import Trace
 
 from distill.cli.verify_engines import prove
@@ -42,9 +43,9 @@ from distill.metrics.summary import digest_of_all
 from distill.metrics.trace import write_trace
 from distill.prompts.stream import group_of
 from distill.record.audit import audit
+from distill.record.records import BatchFormed, Opened, VersionApplied
+from distill.record.rollout import Rollout
 from distill.registry import EXIT_REPLACED
-from distill.run_log.journal import read_all
-from distill.run_log.records import BatchFormed, Opened, Rollout, VersionApplied
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from student_trainer.launch import ranks_of
 from sync.base.address import TOKEN_VARIABLE
@@ -466,7 +467,7 @@ def check_policies(run: Run) -> None:
     report = audit(run.run_dir)
     assert report.ok, report
     assert report.oldest <= 9
-    records = [record for _, record in read_all(run.run_dir / "journal")]
+    records = records_of(run.run_dir)
     (opened,) = [record for record in records if isinstance(record, Opened)]
     assert (opened.max_staleness, opened.hard_limit, opened.half_life, opened.group) == (4, 9, 2.0, 2)
     batches = [record.ids for record in records if isinstance(record, BatchFormed)]
@@ -563,7 +564,7 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
     assert summary["after"] is None
     assert audit(run.run_dir).violations["unproven"] == summary["problems"]
     assert len(summary["problems"]) == 1
-    rollouts = [one for _, one in read_all(run.run_dir / "journal") if isinstance(one, Rollout)]
+    rollouts = [one for one in records_of(run.run_dir) if isinstance(one, Rollout)]
     assert len({span.version for one in rollouts for span in one.spans}) > 1
     for one in (one for one in rollouts if not one.is_released):
         assert one.routes is not None

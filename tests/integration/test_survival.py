@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from kill_target import DEEPSPEED, ENGINE_OF
+from recorded import records_of
 from run_on_letters import BATCH, CHECKPOINT_EVERY, NAME, command
 from stopped_run import KillTarget
 
 from distill.record.audit import AuditReport, audit
-from distill.run_log.journal import read_all
-from distill.run_log.records import LineageOpened
+from distill.record.records import LineageOpened
 from distill.topology import EVALUATOR
 
 pytestmark = [
@@ -74,7 +74,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
         kill_target.kill_launcher()
         kill_target.resume(STEPS)
         kill_target.end()
-        records = [record for *_, record in read_all(kill_target.run_dir / "journal")]
+        records = records_of(kill_target.run_dir)
         lineages = [record for record in records if isinstance(record, LineageOpened)]
         said = (kill_target.run_dir / "logs" / "launcher.log").read_text()
         yield Survivor(

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from recorded import records_of
 from run_on_words import over, prepare
 from stopped_run import KillTarget
 
 from distill.record.audit import audit
-from distill.run_log.journal import read_all
-from distill.run_log.records import BatchFormed, Rollout
+from distill.record.records import BatchFormed
+from distill.record.rollout import Rollout
 
 pytestmark = [
     pytest.mark.engine,
@@ -40,7 +41,7 @@ SETTINGS = (
 
 def open_references(run_dir: Path) -> int:
     """Rollouts whose scores the teacher keeps and that are in no batch yet, so that no rank has them."""
-    records = [record for _, record in read_all(run_dir / "journal")]
+    records = records_of(run_dir)
     batched = {one for record in records if isinstance(record, BatchFormed) for one in record.ids}
     kept = (record for record in records if isinstance(record, Rollout) and record.kept is not None)
     return sum(rollout.id not in batched for rollout in kept)

@@ -1,20 +1,25 @@
-"""The audit of records in memory."""
+"""The audit of a record, with what a trainer in memory trained on."""
 
 from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
 
 from distill.record.audit import AuditReport, audit_of
-from distill.record.facts import Records
-from distill.run_log.records import LineageOpened
+from distill.record.facts import Facts
 from student_trainer.ledger import Lineage
 
 
-def check(records: Records, lines: Mapping[int, Mapping[int, list[str]]]) -> AuditReport:
-    """Audit records against what all ranks trained on: lineage → step after it → ids."""
-    records = list(records)
-    ranks = max((one.ranks for _, one in records if isinstance(one, LineageOpened)), default=1)
+def check(folder: Path, lines: Mapping[int, Mapping[int, list[str]]]) -> AuditReport:
+    """Audit a run's record against what all ranks trained on: lineage → step after it → ids."""
+    facts = Facts.of(folder)
+    with closing(facts.tables):
+        ranks = dict(facts.tables.execute("SELECT number, ranks FROM lineage"))
 
-    def shown(ids: list[str]) -> dict[int, tuple[tuple[str, ...], str]]:
-        return {rank: (tuple(ids) if rank == 0 else (), "") for rank in range(ranks)}
+        def shown(lineage: int, ids: list[str]) -> dict[int, tuple[tuple[str, ...], str]]:
+            return {rank: (tuple(ids) if rank == 0 else (), "") for rank in range(ranks.get(lineage, 1))}
 
-    ledger = {n: Lineage(shown={step: shown(ids) for step, ids in one.items()}) for n, one in lines.items()}
-    return audit_of(records, ledger, lambda: ledger)
+        ledger = {
+            number: Lineage(shown={step: shown(number, ids) for step, ids in steps.items()})
+            for number, steps in lines.items()
+        }
+        return audit_of(facts, ledger, lambda: ledger)

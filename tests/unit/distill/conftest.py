@@ -14,7 +14,7 @@ from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components, Hooks
 from distill.prompts.stream import PromptStream
-from distill.run_log.journal import Journal
+from distill.record.store import Store
 from sync.wire import Want
 
 
@@ -26,7 +26,7 @@ def config() -> Callable[..., RunConfig]:
 
 @pytest.fixture
 def controller(tmp_path: Path) -> Callable[..., Controller]:
-    """Builds a Controller over in-memory parts and the journal in tmp_path (again: resumes)."""
+    """Builds a Controller over in-memory parts and the record in tmp_path (again: resumes)."""
 
     def build(
         config: RunConfig | None = None, hooks: Hooks | None = None, token: str | None = None, **parts: Any
@@ -39,7 +39,7 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
             "teachers": {"t": MemoryTeacher()},
             "route": lambda source: "t",
             "prompts": PromptStream(MemoryPrompts(), seed=0),
-            "journal": Journal(tmp_path / "journal", "never", segment_bytes=4000, retry_seconds=0.01),
+            "store": Store(tmp_path, "never", file_bytes=4000, retry_seconds=0.01),
             "want": Want(entropy=True),
         }
         return Controller(config, Components(**{**given, **parts}), hooks or Hooks(), token)

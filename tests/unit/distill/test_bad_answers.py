@@ -35,8 +35,8 @@ from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components
 from distill.prompts.stream import PromptStream
+from distill.record.store import Store
 from distill.rollout.replica_client import Answer
-from distill.run_log.journal import Journal, read_all
 from sync.wire import (
     Array,
     BatchRequest,
@@ -134,7 +134,7 @@ async def spoiled_run(
             teachers={"t": teacher},
             route=lambda source: "t",
             prompts=PromptStream(MemoryPrompts(), seed=0),
-            journal=Journal(folder, "never"),
+            store=Store(folder, "never"),
             want=want,
             student_topk=own,
             routing=ROUTING if config.rollout.routing_replay else None,
@@ -233,8 +233,7 @@ def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
     assert spoiler.hits.total() >= OF_A_RUN
     assert summary["completed"]
     assert summary["error"] is None
-    records = read_all(folder)
-    report = check(records, trainer.ledger)
+    report = check(folder, trainer.ledger)
     report.violations.pop("unproven", None)  # a lie in the proof itself is told as what it is
     assert report.ok, report
     rollouts = summary["rollout"]

@@ -57,7 +57,7 @@ def distill(
         captured = capsys.readouterr()
         assert leaving.value.code == status, captured
         assert "Traceback" not in captured.err
-        assert writes or not list(tmp_path.glob("runs/*/journal/*"))
+        assert writes or not list(tmp_path.glob("runs/*/run.db"))
         return captured.err if status else captured.out
 
     return command

@@ -19,9 +19,10 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.stream import PromptStream
 from distill.record.audit import AuditReport
-from distill.run_log.journal import Journal, read_all
-from distill.run_log.records import HandedOut, Rollout
-from distill.run_log.run_log import RunLog
+from distill.record.record import RunLog
+from distill.record.records import HandedOut
+from distill.record.rollout import Rollout
+from distill.record.store import Store
 from sync.wire import (
     Array,
     BatchRequest,
@@ -70,8 +71,7 @@ async def until_done(run: Controller, trainer: Dying, deaths: int = 100) -> dict
 
 
 def audited(folder: Path, trainer: MemoryTrainer) -> AuditReport:
-    records = read_all(folder / "journal")
-    return check(records, trainer.ledger)
+    return check(folder, trainer.ledger)
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ async def test_groups_of_completions_are_tried_and_quarantined_whole(
     assert report.ok, report.violations
 
 
-# --- journals of a release that recorded what it should not have ------------------------------------------
+# --- records of a release that recorded what it should not have -------------------------------------------
 
 
 def rollout_of(name: str, number: int, **changes: Any) -> Rollout:
@@ -266,20 +266,20 @@ NAN = pack(np.array([-1.0, np.nan, -1.0], "f4"))
     ],
 )
 @pytest.mark.parametrize("formed", [False, True])
-async def test_a_run_with_a_bad_answer_in_its_journal_goes_on_without_it(
+async def test_a_run_with_a_bad_answer_on_its_record_goes_on_without_it(
     controller, config, tmp_path: Path, changes: dict[str, Any], why: str, formed: bool
 ) -> None:
     settings = config()
-    journal, prompts = Journal(tmp_path / "journal", "never"), PromptStream(MemoryPrompts(), 0)
-    run_log = RunLog(journal, prompts, run="test", seed=0, rules=rules(settings))
+    store, prompts = Store(tmp_path, "never"), PromptStream(MemoryPrompts(), 0)
+    run_log = RunLog(store, prompts, run="test", seed=0, rules=rules(settings))
     await run_log.open_lineage(None, "model")
     issued = run_log.issue(8)
     run_log.admit([rollout_of(one.id, one.number, **(changes if one.number == 3 else {})) for one in issued])
     if formed:
         assert await run_log.form_batch() is not None
         run_log.write(HandedOut(Version(0, 0)))
-    await journal.commit()
-    journal.close()
+    await store.commit()
+    store.close()
 
     quarantine: list[Quarantined] = []
     run = controller(settings, hooks=Hooks(quarantined=quarantine.append), vocab_size=50)

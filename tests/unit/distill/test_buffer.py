@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.buffer import Bound, Pick, Rules, capacity, pick
-from distill.run_log.records import Rollout
+from distill.record.rollout import Rollout
 from sync.wire import Array, Version, VersionSpan
 
 

@@ -21,6 +21,7 @@ from in_memory import (
     MemoryTrainer,
     fetching,
 )
+from recorded import records_of
 
 from distill import events
 from distill.controller import Controller
@@ -30,8 +31,9 @@ from distill.metrics.results import Summary
 from distill.metrics.summary import complete as completed
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from distill.record.audit import AuditReport
-from distill.run_log.journal import Journal, read_all
-from distill.run_log.records import Rollout
+from distill.record.reader import ask
+from distill.record.rollout import Rollout
+from distill.record.store import Store
 from distill.scoring import seed_of
 from sync.base.errors import DataError
 from sync.wire import (
@@ -123,7 +125,7 @@ async def test_an_adaptive_depth_gives_younger_rollouts_at_the_speed_of_a_full_o
         run = controller(
             config(run={"steps": steps}, buffer={"max_staleness": 4, "depth": depth}),
             replicas={f"r{n}": MemoryReplica(seed=n, longest=12, token_seconds=0.04) for n in range(4)},
-            journal=Journal(tmp_path / depth, "never"),
+            store=Store(tmp_path / depth, "never"),
         )
         trainer, ends = MemoryTrainer(run.session, step_seconds=step_seconds), list[float]()
         trainer.record = lambda version, shares, ends=ends: ends.append(time.monotonic())  # type: ignore[misc]
@@ -257,7 +259,7 @@ async def test_a_restarted_trainer_gets_the_same_batches_again(controller, confi
     assert summary["buffer"]["age_max"] <= 2
 
 
-async def test_a_restarted_controller_goes_on_from_the_journal(controller, config) -> None:
+async def test_a_restarted_controller_goes_on_from_its_record(controller, config) -> None:
     settings = config(run={"steps": 12})
     run = controller(settings)
     trainer = MemoryTrainer(run.session, ranks=2, checkpoint_every=4, step_seconds=0.005)
@@ -356,8 +358,7 @@ def after_five_steps(_: Controller, trainer: MemoryTrainer) -> bool:
 
 
 def audited(run: Controller, trainer: MemoryTrainer) -> AuditReport:
-    records = list(read_all(run.run_log.journal.folder))
-    return check(records, trainer.ledger)
+    return check(run.run_log.store.folder, trainer.ledger)
 
 
 async def test_a_batch_waits_for_a_late_rollout_that_is_trained_within_the_bound(controller, config) -> None:
@@ -488,14 +489,13 @@ async def test_half_of_a_run_is_generated_by_the_teacher_and_all_of_it_is_accoun
     assert {i for ids, flag in flags for i, by in zip(ids, flag, strict=True) if by} == written
     assert summary["buffer"]["age_max"] == 0
 
-    records = list(read_all(tmp_path / "journal"))
-    report = check(records, trainer.ledger)
+    report = check(tmp_path, trainer.ledger)
     assert report.ok, report
     assert report.tokens_by_teacher == summary["rollout"]["tokens_total_by_teacher"]
     assert 0 < summary["train"]["tokens_total_by_teacher"] < summary["train"]["tokens_total"] == report.tokens
-    rollouts = [record for _, record in records if isinstance(record, Rollout)]
-    assert {one.id for one in rollouts if one.by_teacher} == written
-    assert all(bool(one.spans) != one.by_teacher for one in rollouts)
+    _, rows = ask(tmp_path, "SELECT id, by_teacher, spans IS NULL FROM rollout WHERE scored")
+    assert {id for id, by_teacher, _ in rows if by_teacher} == written
+    assert all(by_teacher == spanless for _, by_teacher, spanless in rows)
 
 
 async def test_with_on_policy_1_no_teacher_generates(controller) -> None:
@@ -550,9 +550,9 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_
         return trainer
 
     async def rewritten() -> int:
-        """How many texts of the teacher the journal holds; each is what the teacher writes for its number."""
+        """How many texts of the teacher the record holds; each is what the teacher writes for its number."""
         texts = 0
-        for _, record in read_all(tmp_path / "journal"):
+        for record in records_of(tmp_path):
             if isinstance(record, Rollout) and record.by_teacher and not record.is_released:
                 prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
                 (written,) = await MemoryTeacher().generate([prompt], 8, [])
@@ -587,7 +587,7 @@ async def test_a_trainer_gets_the_same_rows_whether_scores_are_kept_or_inline(
 ) -> None:
     trainer, _, summary = await by_reference(controller, config)
     assert summary["completed"]
-    assert check(read_all(tmp_path / "journal"), trainer.ledger).ok
+    assert check(tmp_path, trainer.ledger).ok
     count = 0
     for shares in trainer.batches.values():
         for rows in (rows for share in shares for rows in share.micro_batches if rows.ids):
@@ -598,7 +598,7 @@ async def test_a_trainer_gets_the_same_rows_whether_scores_are_kept_or_inline(
             assert all(rows.kept)
             count += len(rows.ids)
     assert count == 6 * 8
-    records = [record for _, record in read_all(tmp_path / "journal") if isinstance(record, Rollout)]
+    records = [record for record in records_of(tmp_path) if isinstance(record, Rollout)]
     assert all(one.scored.topk_ids is one.scored.hidden is None for one in records if one.scored)
 
 

@@ -42,7 +42,7 @@ def configured(model: Path, config: Any, **sections: dict[str, Any]) -> RunConfi
     return config(**fixed | sections, trainer=trainer)
 
 
-def test_the_journal_of_full_inline_is_mostly_hidden_states(model: Path, config: Any) -> None:
+def test_the_record_of_full_inline_is_mostly_hidden_states(model: Path, config: Any) -> None:
     full = disk.estimate(configured(model, config, buffer={"scores": "inline"}))
     assert full.token == 4 + 4 + 4 + 2 * WIDTH
     assert disk.estimate(configured(model, config)).token == 4 + 4 + 4, "hidden states stay at the teacher"
@@ -143,4 +143,4 @@ def test_the_estimate_is_told_per_million_tokens_and_per_day(model: Path, config
     settings = configured(model, config, buffer={"scores": "inline"})
     text = "\n".join(disk.lines(settings, disk.estimate(settings)))
     assert "8,204 bytes a token, 7.64 GiB a million tokens" in text
-    assert "a day at 1,000 tokens/s: 660 GiB written to the journal" in text
+    assert "a day at 1,000 tokens/s: 660 GiB written to the record" in text

@@ -20,13 +20,13 @@ from distill.buffer import Bound, Rules
 from distill.events import CompletionReady, ErrorBudget, Events, RolloutRejected
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptSource, PromptStream
+from distill.record.record import RunLog
+from distill.record.rollout import Rollout
+from distill.record.store import Store
+from distill.record.validation import Validator
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import ReplicaPool
-from distill.run_log.journal import Journal
-from distill.run_log.records import Rollout
-from distill.run_log.run_log import RunLog
-from distill.run_log.validation import Validator
 from sync.base.errors import Overloaded, RemoteError
 from sync.base.settings import WeightsConfig
 from sync.wire import (
@@ -55,7 +55,7 @@ class Bench:
         **config: Any,
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(source or MemoryPrompts(), 0, group)
-        self.run_log = RunLog(Journal(folder, "never"), prompts, run="r", seed=0, rules=rules)
+        self.run_log = RunLog(Store(folder, "never"), prompts, run="r", seed=0, rules=rules)
         self.events = events = Events()
         self.pool = ReplicaPool(
             self.run_log.state, WeightsConfig(), 0.0, ErrorBudget(1 << 30, events), events
@@ -84,7 +84,7 @@ class Bench:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.run_log.journal.close()
+        self.run_log.store.close()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(600):

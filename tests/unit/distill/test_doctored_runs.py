@@ -8,46 +8,33 @@ import math
 import random
 import re
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
-import zstandard
 from blake3 import blake3
 from in_memory import MemoryPrompts
 
-from distill.buffer import Bound, Rules
+from distill.buffer import Batch, Bound, Rules
 from distill.cli.main import app
 from distill.prompts.stream import PromptStream
 from distill.record.audit import VIOLATIONS, audit
-from distill.run_log import entries
-from distill.run_log.entries import BLOCK, encode_entry
-from distill.run_log.journal import Journal, read_all, segment_numbers, segment_path
-from distill.run_log.records import (
-    BatchFormed,
-    Checkpointed,
-    Concluded,
-    Evaluated,
-    Issued,
-    LineageOpened,
-    Opened,
-    Record,
-    Rollout,
-    Stepped,
-    VersionPublished,
-    compacted,
-)
-from distill.run_log.run_log import RunLog, is_teacher_turn
-from distill.run_log.state import Batch
+from distill.record.record import RunLog
+from distill.record.records import Checkpointed, Stepped, VersionPublished
+from distill.record.rollout import Rollout
+from distill.record.store import RECORD, Store
 from student_trainer.ledger import Ledger, read
 from sync.base.errors import DataError, DistillError
-from sync.wire import Array, EvalReport, Scored, Version, VersionSpan, pack
+from sync.wire import Scored, Version, VersionSpan, pack
 
 RULES = Rules(6, Bound(1, 3, 2.0), on_policy=0.8)
-SEGMENT = 1000
+ARRAYS = 1000
+"""Bytes of a file of them."""
 
 
 class Run:
@@ -55,16 +42,16 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        journal = Journal(folder / "journal", "batch", SEGMENT)
+        store = Store(folder, "batch", ARRAYS)
         prompts = PromptStream(MemoryPrompts(), seed=0)
-        self.run_log = RunLog(journal, prompts, run="r", seed=0, rules=RULES)
+        self.run_log = RunLog(store, prompts, run="r", seed=0, rules=RULES)
 
     async def live(self) -> None:
         await self.train(ranks=2, checkpoint=None, steps=5)
         await self.train(ranks=3, checkpoint=Version(0, 4), steps=4)
         self.run_log.issue(2)
-        await self.run_log.journal.commit()
-        self.run_log.journal.close()
+        await self.run_log.store.commit()
+        self.run_log.store.close()
 
     async def train(self, ranks: int, checkpoint: Version | None, steps: int) -> None:
         opened = await self.run_log.open_lineage(checkpoint, "model", None, ranks)
@@ -102,7 +89,7 @@ class Run:
             (path.parent / "latest").write_text(f"{version}\n")
             self.run_log.write(Checkpointed(version, str(path)))
         self.run_log.write(Stepped(version))
-        await self.run_log.journal.commit()
+        await self.run_log.store.commit()
 
 
 def generated(asked: Rollout, version: Version) -> Rollout:
@@ -128,158 +115,43 @@ def run(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "run"))
 
 
-# --- what a liar does to a journal ------------------------------------------------------------------------
+# --- what a liar does to a record -------------------------------------------------------------------------
+
+LAST = "lineage = 1 AND step = 7"  # the last batch that was trained
+TRAINED = f"(SELECT rollout FROM member WHERE {LAST})"
+STUDENTS = f"id = (SELECT id FROM rollout WHERE NOT by_teacher AND own IS NULL AND id IN {TRAINED} LIMIT 1)"
 
 
-def segment(run: Path, place: int) -> Path:
-    return segment_path(run / "journal", segment_numbers(run / "journal")[place])
+def sql(statements: str) -> Callable[[Path], None]:
+    """Rows are other ones, in a database that is sound page by page."""
 
-
-def records(run: Path) -> list[Record]:
-    return [record for _, record in read_all(run / "journal")]
-
-
-def rewritten(run: Path, found: list[Record]) -> None:
-    """A journal of these records, sound byte by byte."""
-    shutil.rmtree(run / "journal")
-
-    async def write() -> None:
-        journal = Journal(run / "journal", "batch", SEGMENT)
-        for record in found:
-            journal.append(record)
-        await journal.commit(durable=True)
-        journal.close()
-
-    asyncio.run(write())
-
-
-def entries_of(path: Path) -> list[bytes]:
-    """A segment's magic and its entries, as bytes."""
-    data, found, offset = path.read_bytes(), [path.read_bytes()[:4]], 4
-    while offset < len(data):
-        size = 10 + int.from_bytes(data[offset + 2 : offset + 6], "little")
-        found.append(data[offset : offset + size])
-        offset += size
-    return found
-
-
-def with_bytes(place: int, change: Callable[[bytearray], object]) -> Callable[[Path], None]:
     def doctor(run: Path) -> None:
-        data = bytearray(segment(run, place).read_bytes())
+        with closing(sqlite3.connect(run / RECORD, isolation_level=None)) as tables:
+            tables.executescript(f"PRAGMA ignore_check_constraints = ON; {statements}")
+
+    return doctor
+
+
+def arrays(run: Path) -> Path:
+    return max((run / "arrays").iterdir())
+
+
+def with_bytes(path: Callable[[Path], Path], change: Callable[[bytearray], object]) -> Callable[[Path], None]:
+    def doctor(run: Path) -> None:
+        data = bytearray(path(run).read_bytes())
         change(data)
-        segment(run, place).write_bytes(data)
+        path(run).write_bytes(data)
 
     return doctor
 
 
-def with_entries(place: int, change: Callable[[list[bytes]], list[bytes]]) -> Callable[[Path], None]:
-    return lambda run: segment(run, place).write_bytes(b"".join(change(entries_of(segment(run, place)))))  # type: ignore[func-returns-value, return-value]
-
-
-def with_records(change: Callable[[list[Record]], list[Record]]) -> Callable[[Path], None]:
-    return lambda run: rewritten(run, change(records(run)))
-
-
-def changed(kind: type, change: Callable[[Any], Any], which: int = -1) -> Callable[[Path], None]:
-    """The first or last record of a kind is another one."""
-
-    def doctor(found: list[Record]) -> list[Record]:
-        place = [n for n, record in enumerate(found) if isinstance(record, kind)][which]
-        return [*found[:place], *change(found[place]), *found[place + 1 :]]
-
-    return with_records(doctor)
-
-
-def replaced(record: Any, **fields: Any) -> list[Any]:
-    return [msgspec.structs.replace(record, **fields)]
-
-
-def swapped_segments(run: Path) -> None:
-    one, two = segment(run, 0), segment(run, 1)
-    content = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(content)
-
-
-def other_rollout(found: list[Record]) -> list[Record]:
-    """The last batch on record names a buffered rollout in the place of one that was trained."""
-    formed = [record for record in found if isinstance(record, BatchFormed)]
-    batched = {i for record in formed for i in record.ids}
-    spare = next(r.id for r in found if isinstance(r, Rollout) and r.id not in batched)
-    ids = [spare, *formed[-2].ids[1:]]
-    return [msgspec.structs.replace(r, ids=ids) if r is formed[-2] else r for r in found]
-
-
-def generated_by(version: Version) -> Callable[[list[Record]], list[Record]]:
-    """A rollout of the last trained batch was generated by other weights."""
-
-    def doctor(found: list[Record]) -> list[Record]:
-        batch = [record for record in found if isinstance(record, BatchFormed)][-2]
-        spans = [VersionSpan(version, 0, 2)]
-        student = next(
-            i for i in batch.ids if not is_teacher_turn(int(i.split(":")[1]), 0, RULES.batch, RULES.on_policy)
-        )
-        return [
-            msgspec.structs.replace(r, spans=spans) if getattr(r, "id", "") == student else r for r in found
-        ]
-
-    return doctor
-
-
-def longer_turns(found: list[Record]) -> list[Record]:
-    """An episode of the last trained batch has its environment's tokens as the student's."""
-    ids = [record for record in found if isinstance(record, BatchFormed)][-2].ids
-    episode = next(r for r in found if isinstance(r, Rollout) and r.own and r.id in ids)
-    return [msgspec.structs.replace(r, own=((0, 3),)) if r is episode else r for r in found]
-
-
-def abandoned(found: list[Record]) -> list[Record]:
-    """All arrays were given up, and then a trainer began anew that takes no batch over."""
-    return [*map(compacted, found), LineageOpened(2, None, 0, 1, 0, "model", ranks=1)]
-
-
-def unreadable(run: Path) -> None:
-    path = segment(run, -1)
-    begin, other = path.read_bytes()[:4], zstandard.compress(b"\x92\x91\x91\xa5Other\x80")
-    path.write_bytes(begin + encode_entry(BLOCK, other, int(path.stem[-8:]), 4))
+def database(run: Path) -> Path:
+    return run / RECORD
 
 
 def linked_to_itself(run: Path) -> None:
-    path = segment(run, 1)
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def with_block(change: Callable[[Any], object]) -> Callable[[Path], None]:
-    """The last block with arrays of the last segment but one is another one."""
-
-    def doctor(run: Path) -> None:
-        path = segment(run, -2)
-        found = entries_of(path)
-        for place in reversed(range(1, len(found))):
-            if found[place][10:14] != zstandard.FRAME_HEADER:
-                continue
-            block = entries._decoder.decode(zstandard.decompress(found[place][10:]))
-            if block.columns:
-                break
-        change(block)
-        other = zstandard.compress(msgspec.msgpack.encode(block))
-        begin = b"".join(found[:place])
-        path.write_bytes(begin + encode_entry(BLOCK, other, int(path.stem[-8:]), len(begin)))
-
-    return doctor
-
-
-def cut_column(block: Any) -> None:
-    column = next(iter(block.columns.values()))
-    column.planes = column.planes[:-4]
-
-
-def a_bomb(run: Path) -> None:
-    """Its frame states a petabyte."""
-    path = segment(run, -1)
-    frame = zstandard.FRAME_HEADER + b"\xe0" + (1 << 50).to_bytes(8, "little") + bytes(9)
-    path.write_bytes(path.read_bytes()[:4] + encode_entry(BLOCK, frame, int(path.stem[-8:]), 4))
+    (run / RECORD).unlink()
+    (run / RECORD).symlink_to(RECORD)
 
 
 # --- and to a ledger --------------------------------------------------------------------------------------
@@ -371,122 +243,122 @@ AS_BATCHED = "every step trained its batch, completely and exclusively"
 RESUMABLE = "`latest` names an existing checkpoint"
 
 LIES = [
-    Lie(WHOLE, "a segment is a folder", as_folder(lambda run: segment(run, 1)), "journal_damaged"),
-    Lie(WHOLE, "a segment is a link to itself", linked_to_itself, "journal_damaged"),
+    Lie(WHOLE, "the record is a folder", as_folder(database), "record_damaged"),
+    Lie(WHOLE, "the record is a link to itself", linked_to_itself, "record_damaged"),
+    Lie(WHOLE, "the record is gone", lambda run: (run / RECORD).unlink(), "record_damaged"),
+    Lie(WHOLE, "the record is empty", with_bytes(database, bytearray.clear), "record_damaged"),
     Lie(
         WHOLE,
-        "a segment is far ahead",
-        lambda run: segment_path(run / "journal", 99_999_999).write_bytes(b""),
-        "journal_damaged",
-    ),
-    Lie(
-        WHOLE,
-        "a trainer of too many ranks",
-        changed(LineageOpened, lambda r: replaced(r, ranks=10**9)),
-        "journal_damaged",
+        "the record is cut short",
+        with_bytes(database, lambda d: d.__delitem__(slice(len(d) // 2, None))),
+        "record_damaged",
     ),
     Lie(
         WHOLE,
-        "a half-life of zero",
-        changed(Opened, lambda r: replaced(r, half_life=0.0), 0),
-        "journal_damaged",
+        "a page of the record is blank",
+        with_bytes(database, lambda d: d.__setitem__(slice(4096, 8192), bytes(4096))),
+        "record_damaged",
     ),
-    Lie(WHOLE, "a column is missing", with_block(lambda block: block.columns.popitem()), "journal_damaged"),
-    Lie(WHOLE, "a column is cut", with_block(cut_column), "journal_damaged"),
-    Lie(WHOLE, "a block of more bytes than there is memory", a_bomb, "journal_damaged"),
-    Lie(WHOLE, "the journal is gone", lambda run: shutil.rmtree(run / "journal"), "journal_damaged"),
-    Lie(WHOLE, "a segment is missing", lambda run: segment(run, 1).unlink(), "journal_damaged"),
-    Lie(WHOLE, "the first segment is missing", lambda run: segment(run, 0).unlink(), "journal_damaged"),
+    Lie(WHOLE, "arrays are gone", lambda run: arrays(run).unlink(), "record_damaged"),
+    Lie(WHOLE, "arrays are a folder", as_folder(arrays), "record_damaged"),
     Lie(
         WHOLE,
-        "a segment is cut short",
-        with_bytes(1, lambda d: d.__delitem__(slice(-40, None))),
-        "journal_damaged",
-    ),
-    Lie(WHOLE, "a segment is empty", with_bytes(1, bytearray.clear), "journal_damaged"),
-    Lie(
-        WHOLE, "a bit is flipped", with_bytes(1, lambda d: d.__setitem__(300, d[300] ^ 4)), "journal_damaged"
+        "arrays are cut",
+        with_bytes(arrays, bytearray.pop),
+        "record_damaged",
     ),
     Lie(
         WHOLE,
-        "a bit of the last segment is flipped",
-        with_bytes(-1, lambda d: d.__setitem__(40, d[40] ^ 4)),
-        "journal_damaged",
+        "a bit of arrays is flipped",
+        with_bytes(arrays, lambda d: d.__setitem__(40, d[40] ^ 4)),
+        "record_damaged",
     ),
-    Lie(
-        WHOLE,
-        "a page of the last segment is blank",
-        with_bytes(-1, lambda d: d.__setitem__(slice(0, 99), bytes(99))),
-        "journal_damaged",
-    ),
-    Lie(
-        WHOLE,
-        "two entries changed places",
-        with_entries(1, lambda e: [*e[:3], e[4], e[3], *e[5:]]),
-        "journal_damaged",
-    ),
-    Lie(WHOLE, "an entry stands twice", with_entries(0, lambda e: [*e[:3], *e[2:]]), "journal_damaged"),
-    Lie(WHOLE, "an entry was taken out", with_entries(-1, lambda e: [*e[:2], *e[3:]]), "journal_damaged"),
-    Lie(WHOLE, "two segments changed places", swapped_segments, "journal_damaged"),
-    Lie(WHOLE, "a record is of no known kind", unreadable, "journal_damaged"),
-    Lie(WHOLE, "records changed places", with_records(lambda r: [r[0], *r[:0:-1]]), "journal_damaged"),
-    Lie(WHOLE, "the opening is missing", with_records(lambda r: r[1:]), "journal_damaged"),
-    Lie(WHOLE, "a rollout is on record twice", changed(Rollout, lambda r: [r, r], 0), "journal_damaged"),
-    Lie(
-        WHOLE,
-        "a batch names what was never scored",
-        changed(BatchFormed, lambda r: replaced(r, ids=["?", *r.ids[1:]])),
-        "journal_damaged",
-    ),
-    Lie(WHOLE, "a batch is missing before others", changed(BatchFormed, lambda r: [], 0), "journal_damaged"),
+    Lie(WHOLE, "a trainer of too many ranks", sql("UPDATE lineage SET ranks = 1 << 40"), "record_damaged"),
+    Lie(WHOLE, "a half-life of zero", sql("UPDATE batch SET half_life = 0.0"), "record_damaged"),
     Lie(
         WHOLE,
         "a lineage begins with itself",
-        changed(LineageOpened, lambda r: replaced(r, checkpoint=Version(1, 4))),
-        "journal_damaged",
+        sql("UPDATE lineage SET from_lineage = number WHERE number = 1"),
+        "record_damaged",
     ),
-    Lie(ANSWERED, "prompts were issued twice", changed(Issued, lambda r: [r, r]), "issued_twice"),
+    Lie(
+        WHOLE,
+        "a lineage takes over its own batches",
+        sql("UPDATE lineage SET origin = number WHERE number = 1"),
+        "record_damaged",
+    ),
+    Lie(
+        WHOLE, "a column is no JSON", sql("UPDATE rollout SET spans = '[' WHERE number = 3"), "record_damaged"
+    ),
+    Lie(WHOLE, "the opening is missing", sql("DELETE FROM opening"), "record_damaged"),
+    Lie(WHOLE, "a rollout is missing", sql("DELETE FROM rollout WHERE number = 3"), "record_damaged"),
+    Lie(
+        WHOLE,
+        "a batch names what was never scored",
+        sql(f"UPDATE member SET rollout = '?' WHERE {LAST} AND place = 0"),
+        "record_damaged",
+    ),
+    Lie(WHOLE, "a batch is empty", sql("DELETE FROM member WHERE step = 0"), "record_damaged"),
+    Lie(ANSWERED, "prompts were issued twice", sql("UPDATE rollout SET issues = 2"), "issued_twice"),
     Lie(
         ANSWERED,
         "the teacher generated what the student was to",
-        changed(Issued, lambda r: replaced(r, by_teacher=[]), 0),
+        sql("UPDATE rollout SET for_teacher = 0"),
         "wrong_generator",
     ),
-    Lie(KEPT, "a left batch is forgotten", with_records(abandoned), "lost"),
-    Lie(FRESH, "the tokens are older", with_records(generated_by(Version(0, 0))), "too_old"),
+    Lie(
+        KEPT,
+        "a batch is missing",
+        sql("DELETE FROM batch WHERE step = 0; DELETE FROM member WHERE step = 0"),
+        "lost",
+    ),
+    Lie(
+        KEPT,
+        "a left batch is forgotten",
+        sql("INSERT INTO lineage VALUES (2, 999, NULL, NULL, 0, 1, 0, 1, 'model')"),
+        "lost",
+    ),
+    Lie(
+        FRESH,
+        "the tokens are older",
+        sql(f"UPDATE rollout SET spans = '[[[0, 0], 0, 2]]' WHERE {STUDENTS}"),
+        "too_old",
+    ),
     Lie(
         OWN_RUN,
         "the tokens are of a version of another run",
-        with_records(generated_by(Version(0, 999))),
+        sql(f"UPDATE rollout SET spans = '[[[0, 999], 0, 2]]' WHERE {STUDENTS}"),
         "impossible_version",
     ),
     Lie(
         CONCLUDED,
         "a replica ended with other weights",
-        with_records(lambda r: [*r, Concluded(Version(1, 8), {"student-0": False}, ["student-0 differs"])]),
+        sql("""INSERT INTO conclusion VALUES (999, 1, 8, '{"student-0": false}', '["student-0 differs"]')"""),
         "unproven",
     ),
+    Lie(WEIGHED, "a late rollout counts in full", sql("UPDATE member SET weight = 1.0"), "wrong_weight"),
+    Lie(WEIGHED, "a weight is another", sql("UPDATE member SET weight = 0.25"), "wrong_weight"),
     Lie(
-        WEIGHED,
-        "a late rollout counts in full",
-        changed(BatchFormed, lambda r: replaced(r, weights=[])),
-        "wrong_weight",
-    ),
-    Lie(
-        WEIGHED,
-        "a weight is another",
-        changed(BatchFormed, lambda r: replaced(r, weights=[0.25] * 6)),
-        "wrong_weight",
+        AS_BATCHED,
+        "the record ends early",
+        sql(f"DELETE FROM batch WHERE {LAST}; DELETE FROM member WHERE {LAST}"),
+        "not_as_batched",
     ),
     Lie(
         AS_BATCHED,
-        "the last segments are blank",
-        with_bytes(-1, lambda d: d.__setitem__(slice(0, None), bytes(len(d)))),
+        "the batch was another",
+        sql(
+            "UPDATE member SET rollout = (SELECT id FROM rollout WHERE status = 'buffered' LIMIT 1) "
+            f"WHERE {LAST} AND place = 0"
+        ),
         "not_as_batched",
     ),
-    Lie(AS_BATCHED, "the journal ends early", lambda run: segment(run, -1).unlink(), "not_as_batched"),
-    Lie(AS_BATCHED, "the batch was another", with_records(other_rollout), "not_as_batched"),
-    Lie(AS_BATCHED, "an environment's tokens count", with_records(longer_turns), "not_as_batched"),
+    Lie(
+        AS_BATCHED,
+        "an environment's tokens count",
+        sql(f"UPDATE rollout SET own_tokens = tokens WHERE own IS NOT NULL AND id IN {TRAINED}"),
+        "not_as_batched",
+    ),
     Lie(
         AS_BATCHED,
         "the ledger counts another number of tokens",
@@ -501,7 +373,7 @@ LIES = [
     ),
     Lie(AS_BATCHED, "the ledger leaves a rollout out", forged(with_ids(lambda x: x[1:])), "not_as_batched"),
     Lie(AS_BATCHED, "the ledger has one more", forged(with_ids(lambda x: [*x, "9:9:9"])), "not_as_batched"),
-    Lie(AS_BATCHED, "a rollout that is not on record", forged(trained_on("9:9:9")), "not_in_journal"),
+    Lie(AS_BATCHED, "a rollout that is not on record", forged(trained_on("9:9:9")), "not_on_record"),
     Lie(ONCE, "a rollout of an earlier step again", forged(trained_on("0:0:0")), "trained_twice"),
     Lie(SHOWN, "the ledger is gone", lambda run: shutil.rmtree(run / "ledger"), "missing_in_ledger"),
     Lie(SHOWN, "a rank's file is gone", lambda run: ledger(run, rank=2).unlink(), "missing_in_ledger"),
@@ -518,40 +390,25 @@ LIES = [
     Lie(
         SHOWN,
         "a version was published without a step",
-        with_records(lambda r: [*r, VersionPublished(Version(1, 30), "delta", 1, 2, 0.1)]),
+        sql("INSERT INTO version VALUES (999, 1, 30, 'delta', 1, 2, 0.1)"),
         "missing_in_ledger",
     ),
     Lie(
         SHOWN,
         "a step was reported and not trained",
-        with_records(lambda r: [*r, Stepped(Version(1, 10**12))]),
+        sql("INSERT INTO step (lineage, step) VALUES (1, 1000000000000)"),
         "missing_in_ledger",
     ),
     Lie(
         SHOWN,
         "a version of no lineage was published",
-        with_records(lambda r: [*r, VersionPublished(Version(7, 3), "full", 2, 2, 0.1)]),
+        sql("INSERT INTO version VALUES (999, 7, 3, 'full', 1, 2, 0.1)"),
         "unknown_version",
     ),
     Lie(
         SHOWN,
         "a version of no lineage was evaluated",
-        with_records(
-            lambda r: [
-                *r,
-                Evaluated(
-                    EvalReport(
-                        version=Version(5, 1),
-                        reverse_kl=0.1,
-                        pass_rate=None,
-                        completions=1,
-                        tokens=1,
-                        truncated=0.0,
-                        seconds=1.0,
-                    )
-                ),
-            ]
-        ),
+        sql("INSERT INTO evaluation VALUES (999, 5, 1, 0.1, NULL, NULL, '{}')"),
         "unknown_version",
     ),
     Lie(SHOWN, "a lineage that nobody opened was trained", forged(lambda x: x, lineage=7), "unknown_version"),
@@ -648,7 +505,7 @@ def test_a_run_that_was_resumed_on_other_ranks_and_killed_twice_passes(sound: Pa
     assert report.late > 0
     assert report.tokens_by_teacher > 0
     assert report.tokens == 2 * report.scored, "of an episode, two of its three tokens"
-    assert len(segment_numbers(sound / "journal")) > 3
+    assert len(list((sound / "arrays").iterdir())) > 3
 
 
 async def test_a_trainer_may_begin_from_an_older_checkpoint_and_gets_its_batches_again(
@@ -657,12 +514,12 @@ async def test_a_trainer_may_begin_from_an_older_checkpoint_and_gets_its_batches
     first = Run(tmp_path)
     await first.train(ranks=2, checkpoint=None, steps=5)
     await first.run_log.tidy(2)
-    first.run_log.journal.close()
+    first.run_log.store.close()
     shutil.rmtree(newest(tmp_path))
     latest_names(str(Version(0, 2)))(tmp_path)
     second = Run(tmp_path)
     opened = await second.run_log.open_lineage(Version(0, 2), "model", None, 2)
-    second.run_log.journal.close()
+    second.run_log.store.close()
     assert (opened.start, opened.branch) == (2, 6)
     assert audit(tmp_path).ok
 
@@ -676,13 +533,17 @@ def test_a_doctored_run_is_refused_by_name(lie: Lie, run: Path) -> None:
 
 
 def test_what_is_damaged_is_named_with_file_and_place(run: Path) -> None:
-    with_bytes(1, lambda data: data.__setitem__(300, data[300] ^ 4))(run)
+    with_bytes(arrays, lambda data: data.__setitem__(40, data[40] ^ 4))(run)
     with_lines(lambda lines: [lines[0], *lines[2:]])(run)
-    ledger(run, rank=2).unlink()
     found = audit(run).violations
-    assert re.search(r"journal-00000001.log is damaged at byte \d+", *found["journal_damaged"])
+    assert re.search(r"arrays/\d{8}\.bin is damaged in the \d+ bytes from 0 on", *found["record_damaged"])
     assert re.search(r"L001-rank0.jsonl line 2 is not what was written", *found["ledger_damaged"])
-    assert "missing_in_ledger" not in found, "without the journal nothing else is claimed"
+
+
+def test_where_the_record_cannot_be_asked_nothing_else_is_claimed(run: Path) -> None:
+    (run / RECORD).write_bytes(bytes(8192))
+    ledger(run, rank=2).unlink()
+    assert audit(run).violations.keys() == {"record_damaged"}
 
 
 def test_missing_steps_are_named_as_ranges_with_their_rank(run: Path) -> None:
@@ -713,7 +574,7 @@ def test_the_command_says_what_a_violation_means_and_where_it_is(
 
 
 def files_of(run: Path) -> Iterator[Path]:
-    return (path for path in sorted(run.rglob("*")) if path.is_file())
+    return (path for path in sorted(run.rglob("*")) if path.is_file() and path.stat().st_size)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -744,53 +605,47 @@ def test_whatever_becomes_of_any_file_the_audit_ends_with_a_report(
         shutil.rmtree(run)
 
 
-INTEGERS = [-(2**63), -1, 0, 1, 7, 2**31, 2**62]
-TEXTS = ["", "x", "0:0:0", "9:9:9", "+", "a" * 1000]
-REALS = [math.nan, math.inf, -1.0, 0.0]
-
-
-def altered(value: Any, rng: random.Random) -> Any:
-    """Another value of the same type, at one place below it."""
-    if isinstance(value, Array):
-        return msgspec.structs.replace(value, shape=rng.choice([(), (7,), (1 << 40, 2), (-1,)]))
-    if isinstance(value, msgspec.Struct):
-        name = rng.choice(value.__struct_fields__)
-        return msgspec.structs.replace(value, **{name: altered(getattr(value, name), rng)})
-    if isinstance(value, list) and value:
-        place = rng.randrange(len(value))
-        made = [*value[:place], *value[place + 1 :]], [*value, value[place]], value[::-1]
-        inside = [*value[:place], altered(value[place], rng), *value[place + 1 :]]
-        return rng.choice([*made, inside, inside])
-    if isinstance(value, Version):
-        return rng.choice([Version(0, 0), Version(0, 4), Version(99, 3), Version(value.lineage, 2**62)])
-    made_of: dict[type, Any] = {
-        bool: [not value],
-        int: INTEGERS,
-        float: REALS,
-        str: TEXTS,
-        bytes: [b"", b"x"],
-    }
-    return rng.choice(made_of.get(type(value), [value]))
+VALUES = {
+    "INTEGER": [-(2**63), -1, 0, 1, 7, 2**31, 2**62],
+    "TEXT": ["", "x", "[]", "{}", "7", "null", "0:0:0", "a" * 1000, "[[[99, 3], 0, 2]]"],
+    "REAL": [math.inf, -1.0, 0.0],
+}
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_a_record_says_the_audit_ends_with_a_report(sound: Path, tmp_path: Path, seed: int) -> None:
-    """Records whose bytes are whole; the run log that would resume refuses them with a message or goes on."""
-    rng, found, refused = random.Random(seed), records(sound), 0
-    run = Path(shutil.copytree(sound, tmp_path / "run"))
-    for _ in range(60):
-        place = rng.randrange(len(found))
-        rewritten(run, [*found[:place], altered(found[place], rng), *found[place + 1 :]])
+def test_whatever_a_row_says_the_audit_ends_with_a_report(sound: Path, tmp_path: Path, seed: int) -> None:
+    """One value of one row is another of its type; a resume refuses it with a message or goes on."""
+    rng, refused = random.Random(seed), 0
+    with closing(sqlite3.connect(sound / RECORD)) as tables:
+        columns = [
+            (table, column, kind)
+            for (table,) in tables.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
+            for _, column, kind, *_ in tables.execute(f"PRAGMA table_info({table})").fetchall()
+        ]
+    for number in range(60):
+        run = Path(shutil.copytree(sound, tmp_path / str(number)))
+        table, column, kind = rng.choice(columns)
+        with closing(sqlite3.connect(run / RECORD, isolation_level=None)) as tables:
+            tables.execute("PRAGMA ignore_check_constraints = ON")
+            with suppress(sqlite3.IntegrityError):
+                key = "key" if table == "fact" else "rowid"
+                if table == "member":
+                    key = "rollout"
+                row = rng.choice(tables.execute(f"SELECT {key} FROM {table}").fetchall() or [(None,)])
+                value = rng.choice(VALUES[kind])
+                tables.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = ?", (value, *row))
         report = audit(run)
         assert report.ok == (not report.violations)
-        refused += "journal_damaged" in report.violations
-        journal = Journal(run / "journal", "batch", SEGMENT)
+        refused += "record_damaged" in report.violations
         try:
-            RunLog(journal, PromptStream(MemoryPrompts(), 0), run="r", seed=0, rules=RULES)
+            store = Store(run, "batch", ARRAYS)
+            try:
+                RunLog(store, PromptStream(MemoryPrompts(), 0), run="r", seed=0, rules=RULES)
+            finally:
+                store.close()
         except DistillError as error:
             assert str(error)  # noqa: PT017
-        finally:
-            journal.close()
+        shutil.rmtree(run)
     assert refused
 
 
@@ -825,7 +680,7 @@ def test_a_run_that_goes_on_has_no_violation(tmp_path: Path) -> None:
 def test_a_run_may_take_steps_while_the_audit_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int, violation: str | None
 ) -> None:
-    """The journal is read at moment 1, the ledger at the moments `before` and `after`."""
+    """The record is read at moment 1, the ledger at the moments `before` and `after`."""
     moments = [tmp_path / str(number) for number in range(3)]
 
     class Copied(Run):
@@ -842,5 +697,5 @@ def test_a_run_may_take_steps_while_the_audit_reads(
 
 
 def test_a_folder_of_something_else_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds neither journal nor ledger: name the folder of a run"):
+    with pytest.raises(DataError, match=r"holds neither run\.db nor ledger: name the folder of a run"):
         audit(tmp_path)

@@ -25,10 +25,10 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.sources import EnvironmentSource
 from distill.prompts.stream import PromptStream
+from distill.record.record import RunLog
+from distill.record.rollout import Rollout
+from distill.record.store import Store
 from distill.rollout.replica_client import Answer
-from distill.run_log.journal import Journal
-from distill.run_log.records import Rollout
-from distill.run_log.run_log import RunLog
 from student_trainer.objectives.config import Sampled
 from sync.wire import EpisodeOver, GenerateFailed, GenerateRequest, SamplingMask, Version, unpack
 
@@ -306,7 +306,7 @@ async def test_a_hundredfold_straggler_changes_no_step_time(play, tmp_path: Path
         )
         run, _ = play(
             environment, config, replicas={"r0": Recorder(longest=2, token_seconds=0.01)},
-            journal=Journal(tmp_path / str(slow), "never"),
+            store=Store(tmp_path / str(slow), "never"),
         )  # fmt: skip
         trainer = MemoryTrainer(run.session, step_seconds=0.2)
         ended: list[float] = []
@@ -333,8 +333,8 @@ async def test_an_episode_that_grows_too_old_in_its_environment_makes_room_at_on
         found.asleep = asleep
         config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 60})})
         replicas = {"r0": Recorder(longest=2, token_seconds=0.01)}
-        journal = Journal(tmp_path / str(asleep), "never")
-        run, trained = play(found, config, replicas=replicas, journal=journal)
+        store = Store(tmp_path / str(asleep), "never")
+        run, trained = play(found, config, replicas=replicas, store=store)
         trainer = MemoryTrainer(run.session, step_seconds=0.1)
         ended: list[float] = []
         trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())  # type: ignore[misc]
@@ -413,7 +413,7 @@ async def test_a_rollout_behind_a_rewritten_context_is_on_record_after_the_first
     first = next(one for one in trained if one.id == more.id.partition("+")[0])
 
     log = RunLog(
-        Journal(tmp_path / "other", "never"),
+        Store(tmp_path / "other", "never"),
         PromptStream(EnvironmentSource("guess", 0), seed=0),
         run="r",
         seed=0,
@@ -429,7 +429,7 @@ async def test_a_rollout_behind_a_rewritten_context_is_on_record_after_the_first
     log.admit([replace(more, id=f"{other}+1")])
     log.drop([other], "teacher_refused", "too long")
     assert [*log.state.buffer] == [first.id, more.id, f"{other}+1"]
-    log.journal.close()
+    log.store.close()
 
 
 async def test_a_turn_that_is_sent_again_keeps_the_version_of_the_first(play) -> None:

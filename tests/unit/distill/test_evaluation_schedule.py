@@ -22,9 +22,9 @@ from distill.evaluation.schedule import LOST_REPLICAS, Evaluations, best, due_se
 from distill.events import ErrorBudget, Events
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
+from distill.record.record import RunLog
+from distill.record.store import Store
 from distill.rollout.replica_pool import ReplicaPool
-from distill.run_log.journal import Journal
-from distill.run_log.run_log import RunLog
 from sync.base.errors import RemoteError, Unreachable
 from sync.wire import Estimate, EvalReport, SetReport, Version
 
@@ -60,7 +60,7 @@ def test_patience_counts_reports_after_the_best(patience: int | None, over: bool
 
 def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> tuple[Evaluations, RunLog]:
     run_log = RunLog(
-        Journal(folder, "never"),
+        Store(folder, "never"),
         PromptStream(MemoryPrompts(), 0),
         run="r",
         seed=0,
@@ -86,7 +86,7 @@ async def running(
     yield evaluations, run_log
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    run_log.journal.close()
+    run_log.store.close()
 
 
 async def settle(evaluations: Evaluations) -> None:
@@ -152,7 +152,7 @@ async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp
     await run_log.open_lineage(None, "model", without=[])
     for step in (2, 4):
         await evaluations.now(Version(1, step))
-    run_log.journal.close()
+    run_log.store.close()
     assert [one.sets for one in evaluator.completed] == [["fourth"], ["fourth"], [], ["fourth"]]
     assert not stops
 
@@ -206,7 +206,7 @@ async def test_completions_are_requested_again_while_replicas_are_lost_and_not_f
     with pytest.raises(Unreachable, match=r"5 replicas were lost while they generated with .*: killed"):
         await evaluations.now(Version(0, 2))
     assert evaluator.seen == [Version(0, 1)]
-    run_log.journal.close()
+    run_log.store.close()
 
 
 def test_named_sets_are_due_at_their_own_intervals_at_the_start_and_at_the_end() -> None:

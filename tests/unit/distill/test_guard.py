@@ -13,6 +13,7 @@ import pytest
 from audited import check
 from in_memory import MemoryTrainer
 from small_config import make_config
+from small_record import apply
 from virtual_time import LONG
 
 from distill.buffer import Bound, Rules
@@ -21,10 +22,9 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
 from distill.metrics.summary import CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
-from distill.run_log.journal import read_all
-from distill.run_log.records import Checkpointed, LineageOpened, RolledBack
-from distill.run_log.state import RunState
-from distill.run_log.validation import repetitive
+from distill.record.records import Checkpointed, LineageOpened, RolledBack
+from distill.record.state import RunState
+from distill.record.validation import repetitive
 from distill.trainer_api.guard import Guard, retreat, trouble
 from sync.base.errors import RemoteError
 from sync.wire import Heartbeat, StepReport, Version, pack
@@ -140,8 +140,7 @@ async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_r
     assert trainer.welcomes[-1].version == Version(1, 4)
     again = {i for ids in trainer.ledger[1].values() for i in ids}
     assert not again & bad
-    records = list(read_all(tmp_path / "journal"))
-    report = check(records, trainer.ledger)
+    report = check(tmp_path, trainer.ledger)
     assert report.ok, report
     assert report.dropped["rolled_back"] >= len(bad)
     resumed = controller(config(run={"steps": 12}))
@@ -194,15 +193,15 @@ async def test_beats_of_a_trainer_are_refused_once_it_was_sent_away_alone(
 
 def test_a_second_rollback_counts_the_checkpoints_that_the_first_left() -> None:
     state = RunState(Rules(1, Bound(0, 0)))
-    state.apply(LineageOpened(0, None, 0, None, 0, "model"))
+    apply(state, LineageOpened(0, None, 0, None, 0, "model"))
     for version in (Version(0, 10), Version(0, 20)):
-        state.apply(Checkpointed(version, ""))
+        apply(state, Checkpointed(version, ""))
     first = retreat(state, 19, 2, "bad")
     assert first is not None
     assert first.to == Version(0, 10), "which removes L000-v00000020"
-    state.apply(first)
-    state.apply(LineageOpened(1, first.to, 10, 0, 10, "model"))
-    state.apply(Checkpointed(Version(1, 20), ""))
+    apply(state, first)
+    apply(state, LineageOpened(1, first.to, 10, 0, 10, "model"))
+    apply(state, Checkpointed(Version(1, 20), ""))
     second = retreat(state, 19, 2, "bad")
     assert second is not None
     assert second.to == Version(0, 10)
@@ -211,9 +210,9 @@ def test_a_second_rollback_counts_the_checkpoints_that_the_first_left() -> None:
 
 def test_a_lineage_without_checkpoints_goes_back_to_the_model_folder_again() -> None:
     state = RunState(Rules(1, Bound(0, 0)))
-    state.apply(LineageOpened(0, None, 0, None, 0, "model"))
-    state.apply(Checkpointed(Version(0, 10), ""))
-    state.apply(LineageOpened(1, None, 0, None, 0, "model"))
+    apply(state, LineageOpened(0, None, 0, None, 0, "model"))
+    apply(state, Checkpointed(Version(0, 10), ""))
+    apply(state, LineageOpened(1, None, 0, None, 0, "model"))
     assert retreat(state, 5, 2, "bad") == RolledBack(None, [], "bad")
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from audited import check
 from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
+from recorded import records_of
 from rich.console import Console
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -26,9 +27,8 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.preflight import claim_of
 from distill.metrics.summary import complete
+from distill.record.records import Concluded
 from distill.rollout.replica_client import Answer, HttpReplica
-from distill.run_log.journal import read_all
-from distill.run_log.records import Concluded
 from distill.trainer_api.http_api import listen, serving
 from sync.base.errors import RemoteError, WrongServer
 from sync.wire import (
@@ -310,8 +310,7 @@ async def test_a_version_that_was_never_published_costs_its_completion_and_enter
     assert 0 <= summary["buffer"]["age_mean"] <= summary["buffer"]["age_max"] <= 2
     assert {one.reason for one in aside} == {"impossible_version"}
     assert all(re.search(words, one.detail) for one in aside[-3:]), aside[-1].detail
-    records = list(read_all(tmp_path / "journal"))
-    assert check(records, trainer.ledger).ok
+    assert check(tmp_path, trainer.ledger).ok
 
 
 async def test_a_replica_whose_version_is_not_on_record_is_brought_to_the_newest(
@@ -344,10 +343,10 @@ class Failing(MemoryEvaluator):
 
 
 def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[Concluded, list[str]]:
-    """What the journal says of the end, and what the audit does."""
-    records = list(read_all(folder / "journal"))
-    concluded = [record for _, record in records if isinstance(record, Concluded)]
-    report = check(records, trainer.ledger)
+    """What the record says of the end, and what the audit does."""
+    records = records_of(folder)
+    concluded = [record for record in records if isinstance(record, Concluded)]
+    report = check(folder, trainer.ledger)
     assert report.ok is ("unproven" not in report.violations)
     return concluded[-1], report.violations.get("unproven", [])
 
@@ -366,7 +365,7 @@ def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[Concluded, list[str
         ({"evaluator": Failing()}, 'L000-v00000006 could not be evaluated, so "after" is empty: disk full'),
     ],
 )
-async def test_what_is_not_shown_at_the_end_is_in_the_summary_the_journal_and_the_audit(
+async def test_what_is_not_shown_at_the_end_is_in_the_summary_the_record_and_the_audit(
     controller, config, tmp_path, parts: dict[str, Any], words: str
 ) -> None:
     settings = config(weights={"timeout_seconds": 0.3})
@@ -398,8 +397,7 @@ async def test_a_run_that_is_resumed_makes_up_for_what_was_not_shown(controller,
         trainer = MemoryTrainer(run.session)
         assert len((await whole(run, trainer))["problems"]) == problems
         ledger = trainer.ledger if problems else {**ledger, **trainer.ledger}  # noqa: F821
-    records = list(read_all(tmp_path / "journal"))
-    assert "unproven" not in check(records, ledger).violations
+    assert "unproven" not in check(tmp_path, ledger).violations
 
 
 @pytest.mark.parametrize(("engine", "problems"), [(MemoryReplica(), 0), (Altered(), 1)])
@@ -449,10 +447,10 @@ def test_a_preflight_names_the_run_of_its_folder_if_one_has_begun(controller, co
     settings = config(run={"folder": tmp_path, "name": "toy"})
     assert claim_of(settings).run == RunIdentity("toy")
     run = controller()
-    asyncio.run(run.run_log.journal.commit())
+    asyncio.run(run.run_log.store.commit())
     run.close()
     (tmp_path / "toy").mkdir()
-    (tmp_path / "journal").rename(tmp_path / "toy" / "journal")
+    (tmp_path / "run.db").rename(tmp_path / "toy" / "run.db")
     assert claim_of(settings).run == RunIdentity("toy", run.run_log.run.id)
 
 

@@ -271,15 +271,15 @@ def test_a_pod_that_is_told_to_end_is_not_done(tmp_path: Path) -> None:
 
 def test_a_controller_that_has_begun_goes_on(tmp_path: Path) -> None:
     command = rendered(f"run.folder='{tmp_path}/a b'").container("controller")["command"]
-    journal = tmp_path / "a b/Every.Role/journal"
+    folder = tmp_path / "a b/Every.Role"
 
     def told() -> str:
         return subprocess.run([*command, "echo", "x"], capture_output=True, text=True, timeout=30).stdout
 
     assert told() == "x\n"
-    journal.mkdir(parents=True)
+    folder.mkdir(parents=True)
     assert told() == "x\n"
-    (journal / "segment").touch()
+    (folder / "run.db").touch()
     assert told() == "x --resume\n"
 
 
@@ -317,7 +317,7 @@ def test_a_claim_that_exists_is_used_by_every_pod_with_a_volume() -> None:
     assert {volume["persistentVolumeClaim"]["claimName"] for volume in volumes} == {"team"}
 
 
-def test_without_a_volume_nothing_is_claimed_and_a_lost_journal_ends_the_run() -> None:
+def test_without_a_volume_nothing_is_claimed_and_a_lost_record_ends_the_run() -> None:
     target = Target("image", keeps=False)
     store, model = "weights.store={type = 'bucket', bucket = 'a/b'}", "teachers.big_one.path='Qwen/Qwen3-8B'"
     assert "weights.store.type" in refused(model, target=target)

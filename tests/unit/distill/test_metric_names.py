@@ -17,7 +17,7 @@ from distill.interfaces import Hooks
 from distill.metrics.names import FIGURES, SECTIONS, unknown
 from distill.metrics.summary import flat, of_evaluation, totals
 from distill.metrics.timeline import Timeline
-from distill.run_log.state import RunState
+from distill.record.state import RunState
 from student_trainer.objectives.token_statistics import MEANS
 from sync.wire import Behaviour, Estimate, EvalReport, PartReport, SetReport, Version
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.run_log.records import Issued, compacted
-from distill.run_log.run_log import is_teacher_turn
+from distill.record.record import is_teacher_turn
 from distill.scoring import seed_of
 
 
@@ -23,8 +22,3 @@ def test_the_choice_and_the_completions_depend_on_the_seed() -> None:
     one, other = ([is_teacher_turn(number, seed, 64, 0.5) for number in range(640)] for seed in (0, 1))
     assert one != other
     assert len({seed_of(seed, number) for seed in (0, 1) for number in range(500)}) == 1000
-
-
-def test_an_archived_journal_still_says_which_prompts_were_the_teachers() -> None:
-    issued = Issued([], 0, 0, [1, 3])
-    assert compacted(issued).by_teacher == [1, 3]  # type: ignore[union-attr]

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from distill.batching.packing import Shape, group_means, pack_batch, rows_of
 from distill.buffer import Lineage, Lineages
-from distill.run_log.records import Rollout
-from distill.run_log.state import Batch
+from distill.record.rollout import Rollout
+from distill.record.state import Batch
 from sync.base.errors import DataError
 from sync.wire import (
     Array,

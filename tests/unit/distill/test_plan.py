@@ -134,7 +134,7 @@ def test_seconds_flops_and_tokens_of_each_stage(model: str) -> None:
     id_logprob_score_entropy = 4 * 4
     assert (found.tokens, found.gpus) == (64, 6)
     assert found.hours == 6 * found.step_seconds / 3600
-    assert found.journal_bytes_a_day == pytest.approx(
+    assert found.record_bytes_a_day == pytest.approx(
         id_logprob_score_entropy * 64 / found.step_seconds * 86400
     )
 

@@ -137,8 +137,7 @@ def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_el
 ) -> None:
     with RunFolder.open(config, resume=False) as folder:
         folder.keep(config, {})
-        (folder.path / "journal").mkdir()
-        (folder.path / "journal" / "0").write_text("x")
+        (folder.path / "run.db").touch()
     kept = load_run_dir(config.run_dir)
     assert (kept.run, kept.rollout) == (config.run, config.rollout)
     asked: list[dict[str, str]] = []

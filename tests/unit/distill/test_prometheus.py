@@ -24,7 +24,7 @@ from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import app
 from distill.metrics.names import FIGURES
 from distill.metrics.prometheus import Figures, metric
-from distill.run_log.records import Evaluated
+from distill.record.records import Evaluated
 from distill.trainer_api.http_api import listen, serving
 from student_trainer.objectives.token_statistics import MEANS
 from sync.base.errors import DistillError, RemoteError

@@ -11,17 +11,18 @@ import msgspec
 import pytest
 from in_memory import MemoryReplica, weights_of
 from small_config import make_config
+from small_record import apply
 from virtual_time import LONG
 
 from distill.buffer import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
 from distill.events import ErrorBudget, Events, Membership, Stalled
 from distill.metrics.summary import identity
+from distill.record.records import VersionApplied, VersionPublished
+from distill.record.state import RunState
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.hold import hold
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
-from distill.run_log.records import VersionApplied, VersionPublished
-from distill.run_log.state import RunState
 from sync.base.errors import RemoteError, Unreachable
 from sync.base.settings import WeightsConfig
 from sync.wire import Audience, FinalDigests, Published, ReplicaState, UpdateReply, UpdateRequest, Version
@@ -54,7 +55,7 @@ class World:
     def record(self, version: Version, kind: Literal["full", "broadcast"]) -> None:
         for lineage in range(len(self.state.lineages), version.lineage + 1):
             self.state.lineages.add(Lineage(lineage, 0, None, 0))
-        self.state.apply(VersionPublished(version, kind, 1, 1, 0.0))
+        apply(self.state, VersionPublished(version, kind, 1, 1, 0.0))
 
     def broadcast(self, step: int, lineage: int = 0, attempt: str | None = None) -> Audience:
         """Announce and record one, as TrainerSession does."""

@@ -60,13 +60,13 @@ def test_a_key_without_a_law_makes_the_import_fail() -> None:
     [
         (("trainer", "lr"), "takes effect"),
         (("trainer", "lora", "rank"), "refused: weights and optimizer"),
-        (("teachers", "big", "path"), "refused: rollouts in the journal were scored"),
+        (("teachers", "big", "path"), "refused: rollouts on record were scored"),
         (("teachers", "big", "port"), "takes effect"),
-        (("teachers", "big"), "refused: rollouts in the journal were scored"),
+        (("teachers", "big"), "refused: rollouts on record were scored"),
         (("student", "engine_args", "max.model"), "takes effect"),
         (("content", "deepspeed", "optimizer", "params", "eps"), "takes effect"),
         (("content", "deepspeed", "optimizer", "type"), "refused: weights and optimizer"),
-        (("run", "new_key"), "refused: the journal's rollouts"),
+        (("run", "new_key"), "refused: rollouts on record"),
         (("guard", "max_grad_norm"), "takes effect"),
         (("teachers", "big", "generate_url"), "takes effect"),
         (("teachers", "big", "chat_template"), "same content"),
@@ -74,9 +74,9 @@ def test_a_key_without_a_law_makes_the_import_fail() -> None:
         (("evaluation", "prompts"), "same content"),
         (("prompts", "parts", "maths", "path"), "same content"),
         (("prompts", "parts", "maths", "pass_threshold"), "takes effect"),
-        (("prompts", "parts", "maths", "reward_fn"), "refused: rewards in the journal"),
-        (("prompts", "parts", "maths"), "refused: rewards in the journal"),
-        (("prompts", "weights", "maths"), "refused: rewards in the journal"),
+        (("prompts", "parts", "maths", "reward_fn"), "refused: rewards on record"),
+        (("prompts", "parts", "maths"), "refused: rewards on record"),
+        (("prompts", "weights", "maths"), "refused: rewards on record"),
     ],
 )
 def test_the_innermost_law_decides_and_a_key_that_is_not_known_is_refused(
@@ -119,7 +119,7 @@ def test_what_may_change_is_said_and_taken(tmp_path: Path, more: dict[str, Any],
     ("more", "line"),
     [
         ({"student": {"path": "other"}}, "student.path: s -> other (refused: the checkpoint was trained"),
-        ({"teachers": {"t": {"path": "u"}}}, "teachers.t.path: t -> u (refused: rollouts in the journal"),
+        ({"teachers": {"t": {"path": "u"}}}, "teachers.t.path: t -> u (refused: rollouts on record"),
         ({"teachers": {"u": {"path": "u"}}}, "teachers.u: None -> {'urls': []"),
         ({"objective": {"type": "topk", "k": 4}}, "objective.k: None -> 4 (refused: the weights"),
         ({"rollout": {"max_tokens": 8}}, "rollout.max_tokens: 12 -> 8 (refused: rollouts"),
@@ -174,8 +174,7 @@ def test_every_configuration_of_a_run_is_kept(tmp_path: Path) -> None:
     given = {"prompts": "a", "held_out": None, "deepspeed": {}}
     with RunFolder.open(config(tmp_path), resume=False) as folder:
         assert folder.keep(config(tmp_path), given) == []
-        (folder.path / "journal").mkdir()
-        (folder.path / "journal" / "0").write_text("x")
+        (folder.path / "run.db").touch()
     for lr in (1e-5, 1e-5, 1e-4):
         faster = config(tmp_path, trainer={"deepspeed": JSON, "lr": lr})
         with RunFolder.open(faster, resume=True) as folder:

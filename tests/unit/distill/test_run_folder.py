@@ -38,8 +38,7 @@ def config(tmp_path: Path, **more: Any):
 
 
 def begin(folder: RunFolder) -> None:
-    (folder.path / "journal").mkdir()
-    (folder.path / "journal" / "0").write_text("x")
+    (folder.path / "run.db").write_text("x")
 
 
 def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
@@ -69,10 +68,10 @@ def test_a_folder_with_a_run_is_only_entered_to_resume_it(tmp_path: Path) -> Non
 
 def test_an_earlier_quickstart_makes_room_unless_it_never_began(tmp_path: Path) -> None:
     settings = config(tmp_path)
-    (tmp_path / "x" / "journal").mkdir(parents=True)
+    (tmp_path / "x").mkdir(exist_ok=True)
     make_room(settings)
     assert (tmp_path / "x").is_dir()
-    (tmp_path / "x" / "journal" / "0").write_text("x")
+    (tmp_path / "x" / "run.db").write_text("x")
     make_room(settings)
     assert [path.name for path in tmp_path.iterdir()] == ["x.1"]
 

@@ -27,7 +27,7 @@ from distill.metrics.samples import (
     shaded,
     shown,
 )
-from distill.run_log.records import Rollout
+from distill.record.rollout import Rollout
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.base.errors import DataError
 from sync.base.jsonl import JsonLines

@@ -17,9 +17,9 @@ from distill.events import CompletionRewarded, ErrorBudget, Events, RolloutRejec
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptStream
+from distill.record.rollout import Rollout
+from distill.record.validation import Validator
 from distill.rollout.rewarding import Rewarding
-from distill.run_log.records import Rollout
-from distill.run_log.validation import Validator
 from distill.scoring import Scoring, TeacherQueue
 from sync.base.errors import Overloaded, Unreachable
 from sync.wire import (
@@ -70,7 +70,7 @@ class Bench:
         prompts, linger = PromptStream(MemoryPrompts(), 0), more.pop("linger", 0.005)
         scores = more.pop("scores", "auto")
         given = {"route": lambda source: "t", **more}
-        parts = Components({}, teachers, prompts=prompts, journal=None, want=want, **given)  # type: ignore[arg-type]
+        parts = Components({}, teachers, prompts=prompts, store=None, want=want, **given)  # type: ignore[arg-type]
         config = make_config(buffer={"score_batch": batch, "scores": scores})
         scoring = Scoring(parts, config.buffer, validator, events)
         self.scoring = TeacherQueue(scoring, parts, config, Timeline(), budget, events)

@@ -306,8 +306,7 @@ def test_a_run_that_fails_by_itself_is_not_requeued(slurm, started, tmp_path: Pa
 
 def test_a_run_goes_on_where_its_folder_holds_one(slurm, started, tmp_path: Path) -> None:
     assert started(job.RUN, str(tmp_path), "--", "run.toml", seconds=0).wait(60) == 0
-    (tmp_path / "journal").mkdir()
-    (tmp_path / "journal/1").touch()
+    (tmp_path / "run.db").touch()
     assert started(job.RUN, str(tmp_path), "--", "run.toml", "--set", "a=1", seconds=0).wait(60) == 0
     lines = (tmp_path / "started").read_text().splitlines()
     assert lines == ["run run.toml", "run run.toml --set a=1 --resume"]
@@ -477,9 +476,8 @@ def test_what_cannot_work_is_refused(
 def test_another_cluster_and_a_run_that_is_there_are_refused(slurm, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'cluster\.type = "local"'):
         job.write(make_config(), Path("run.toml"), [])
-    journal = tmp_path / "run/journal"
-    journal.mkdir(parents=True)
-    (journal / "1").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.db").touch()
     with pytest.raises(ConfigError, match="holds a run already: go on with --resume"):
         job.write(on_slurm(tmp_path, {}), Path("run.toml"), [])
     assert job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], resume=True).job.is_file()

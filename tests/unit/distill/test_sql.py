@@ -3,56 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
+from small_record import ledgers, record
 
 from distill.cli.main import main
 from distill.metrics.samples import SAMPLES, Sample
 from distill.metrics.timeline import Span
 from distill.metrics.trackers import MetricsFile
-from distill.prompts.stream import Prompt
 from distill.record.reader import ask, lines
-from distill.run_log.journal import Journal
-from distill.run_log.records import BatchFormed, Dropped, Issued, LineageOpened, Opened, Requeued, Rollout
-from student_trainer.ledger import Ledger
 from sync.base.errors import DataError
 from sync.base.jsonl import JsonLines
-from sync.wire import Scored, Version, VersionSpan, pack
-
-START = Version(0, 0)
-
-
-def rollout(id: str, *excess: float) -> Rollout:
-    """One whose tokens the teacher finds unlikely by so many nats."""
-    ids, logprob = pack(np.array(excess, "i4")), pack(np.array(excess, "f4"))
-    scores = pack(np.zeros(len(excess), "f4"))
-    spans = (VersionSpan(START, 0, len(excess)),)
-    return Rollout(id, 0, ids, ids, logprob, spans, False, "t", Scored(id, scores), reward=0.5)
 
 
 @pytest.fixture
-async def journal(tmp_path: Path) -> Iterator[Journal]:
-    """Of a live run: what is committed can be asked."""
-    journal = Journal(tmp_path / "journal", "never")
-    list(journal.replay())
-    for record in (
-        Opened("r", 0, 2, 1),
-        LineageOpened(0, None, 0, None, 0, "m"),
-        Issued(
-            [Prompt(id, [1], source) for id, source in zip("abcd", ("x", "y", "x", "y"), strict=True)], 0, 4
-        ),
-        Requeued(["c"], "replica_lost"),
-        rollout("a", 0.5, 1.5),
-        rollout("b", 4.0),
-        BatchFormed(START, ["a", "b"]),
-        Dropped(["d"], "too_old", 3, "nobody waited"),
-    ):
-        journal.append(record)
-    await journal.commit()
-    Ledger(tmp_path / "ledger", START, None, rank=0).record(1, ["b", "a"], "bits", 3)
+def run(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    """The writer of a live run: its commits are in the log beside the file."""
+    writer = record(tmp_path)
+    writer.execute("PRAGMA journal_mode = WAL")
+    writer.executescript("""
+        UPDATE rollout SET source = iif(id IN ('a', 'c'), 'x', 'y'), reverse_kl = number / 2.0;
+        INSERT INTO requeue VALUES (9, 'c', 'replica_lost');
+    """)
+    ledgers(tmp_path)
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step, kl in ((1, 0.5), (2, 9.0)):
         metrics.log(step, {"lineage": 0, "train/reverse_kl": kl, "buffer/age_max": 3.0 * step})
@@ -60,12 +37,12 @@ async def journal(tmp_path: Path) -> Iterator[Journal]:
     for span in (Span("trainer", "wait for replicas", 5.0, 7.5), Span("trainer", "train", 7.5, 9.0)):
         spans.write(span)
     samples.write(Sample("L000-v00000000", "b", 0, "t", [1], [2], [0.0], [-4.0], None, False, False))
-    yield journal
-    journal.close()
+    yield writer
+    writer.close()
 
 
 QUESTIONS = {
-    "SELECT source, max(reverse_kl) FROM rollout GROUP BY source ORDER BY 2 DESC": [("y", 4.0), ("x", 1.0)],
+    "SELECT source, max(reverse_kl) FROM rollout GROUP BY source ORDER BY 2 DESC": [("y", 3.5), ("x", 1.0)],
     "SELECT step, figures ->> 'buffer/age_max' FROM metrics WHERE figures ->> 'train/reverse_kl' > 2": [
         (2, 6.0)
     ],
@@ -73,41 +50,53 @@ QUESTIONS = {
         ("trainer", "wait for replicas", 2.5)
     ],
     "SELECT status, reason, count(*) FROM rollout GROUP BY 1, 2 ORDER BY 1": [
-        ("batched", None, 2),
+        ("batched", None, 6),
         ("dropped", "too_old", 1),
         ("pending", None, 1),
     ],
     "SELECT reason, count(*) FROM requeue GROUP BY reason": [("replica_lost", 1)],
-    "SELECT rollout, age, bound FROM trained_age ORDER BY rollout": [("a", 0, 1), ("b", 0, 1)],
+    "SELECT max(age), bound FROM trained_age GROUP BY lineage": [(1, 1), (1, 1)],
     "SELECT rollout, reverse_kl FROM sample": [("b", 4.0)],
-    "SELECT step, group_concat(rollout, ' ') FROM member JOIN path USING (lineage, step)": [(0, "a b")],
-    "SELECT version_name(lineage, step) FROM batch": [("L000-v00000000",)],
+    "SELECT step, group_concat(rollout, ' ') FROM member JOIN path USING (lineage, step) GROUP BY step": [
+        (0, "a b"),
+        (1, "c d"),
+        (2, "e f"),
+    ],
+    "SELECT version_name(lineage, step) FROM batch WHERE lineage = 1": [("L001-v00000002",)],
 }
 
 
+def test_the_questions_in_the_documents_have_answers(run: sqlite3.Connection, tmp_path: Path) -> None:
+    run.execute("INSERT INTO applied VALUES (90, 'r0', 0, 1, 1, 0.1, 0.2, 0.3, 0.6)")
+    page = Path(__file__).parents[3] / "docs/running.md"
+    questions = re.findall(r"\| `(SELECT [^`]+)` \|", page.read_text())
+    assert len(questions) == 6
+    assert all(ask(tmp_path, question)[1] for question in questions)
+
+
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_what_people_ask_has_an_answer(question: str, journal: Journal, tmp_path: Path) -> None:
+def test_what_people_ask_has_an_answer(question: str, run: sqlite3.Connection, tmp_path: Path) -> None:
     assert ask(tmp_path, question)[1] == QUESTIONS[question]
 
 
-async def test_a_live_run_shows_what_it_has_committed_as_a_table(
-    journal: Journal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_live_run_shows_what_it_has_committed_as_a_table(
+    run: sqlite3.Connection, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    journal.append(Dropped(["c"], "over_long", 0))
-    await journal.commit()
+    run.execute("UPDATE rollout SET status = 'dropped', reason = 'over_long' WHERE id = 'h'")
     with pytest.raises(SystemExit) as leaving:
-        main(["sql", str(tmp_path), "SELECT id, tokens, reverse_kl, reason FROM rollout ORDER BY number, id"])
+        main(
+            ["sql", str(tmp_path), "SELECT id, own_tokens, reverse_kl, reason FROM rollout WHERE number > 4"]
+        )
     assert leaving.value.code == 0
     assert capsys.readouterr().out.splitlines() == [
-        "id  tokens  reverse_kl  reason",
-        "a        2           1  –",
-        "b        1           4  –",
-        "c        –           –  over_long",
-        "d        –           –  too_old",
+        "id  own_tokens  reverse_kl  reason",
+        "f            2         2.5  –",
+        "g            2           3  too_old",
+        "h            –         3.5  over_long",
     ]
 
 
-def test_without_a_question_tables_and_columns_are_listed(journal: Journal, tmp_path: Path) -> None:
+def test_without_a_question_tables_and_columns_are_listed(run: sqlite3.Connection, tmp_path: Path) -> None:
     columns, rows = ask(tmp_path)
     assert columns == ["kind", "name", "columns"]
     assert ("view", "path", "lineage, step") in rows
@@ -131,7 +120,7 @@ def test_without_a_question_tables_and_columns_are_listed(journal: Journal, tmp_
     ],
 )
 def test_what_does_more_than_read_is_refused_in_one_message(
-    question: str, journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    question: str, run: sqlite3.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(os.listdir(tmp_path))
@@ -142,13 +131,8 @@ def test_what_does_more_than_read_is_refused_in_one_message(
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_question_that_cannot_be_answered_says_why(journal: Journal, tmp_path: Path) -> None:
+def test_a_question_that_cannot_be_answered_says_why(run: sqlite3.Connection, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no such column: kl; `distill sql RUN_DIR` lists"):
         ask(tmp_path, "SELECT kl FROM rollout")
-    with pytest.raises(DataError, match=r"holds no journal"):
+    with pytest.raises(DataError, match=r"run\.db is missing"):
         ask(tmp_path / "none", "SELECT 1")
-    (segment,) = (tmp_path / "journal").glob("journal-*.log")
-    segment.write_bytes(segment.read_bytes()[:-9] + bytes(9))
-    (tmp_path / "journal" / "journal-00000001.log").write_bytes(b"")
-    with pytest.raises(DataError, match=r"journal-00000000\.log is damaged"):
-        ask(tmp_path, "SELECT 1")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distill.batching.packing import Shape, pack_batch
 from distill.buffer import Batch
-from distill.run_log.records import Rollout
+from distill.record.rollout import Rollout
 from student_trainer.engine import Student
 from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.objectives import config as objectives

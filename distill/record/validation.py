@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from distill.config import RolloutConfig
-from distill.run_log.records import Rollout
-from distill.run_log.state import RunState
+from distill.record.rollout import Rollout
+from distill.record.state import RunState
 from sync.wire import (
     Array,
     Generated,
@@ -44,7 +44,7 @@ def sampling_of(config: RolloutConfig) -> Sampling:
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates what engines and the journal return for one run; None: no problem."""
+    """Validates what engines and the record return for one run; None: no problem."""
 
     sampling: Sampling
     want: Want
@@ -86,8 +86,8 @@ class Validator:
         gather, want = self.sampling.student_topk, msgspec.structs.replace(self.want, keep=keep)
         return checks.scored(answer, count, gather, want, self.vocab_size, hidden_size)
 
-    def journaled(self, rollout: Rollout, state: RunState) -> Rollout | Problem:
-        """A rollout read back from the journal as it may be trained on, or why it may not."""
+    def recorded(self, rollout: Rollout, state: RunState) -> Rollout | Problem:
+        """A rollout read back as it may be trained on, or why it may not."""
         if rollout.scored is None:
             return Problem("scores", "missing", "of every completion token")
         count, vocab = rollout.length, self.vocab_size

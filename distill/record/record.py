@@ -1,4 +1,4 @@
-"""The one place that writes: every change goes into the journal and the state together."""
+"""The one place that writes: every change goes into a run's rows and the state, their cache, together."""
 
 from __future__ import annotations
 
@@ -17,20 +17,14 @@ import numpy as np
 from distill.buffer import Batch, Rules, pick
 from distill.events import Events, Quarantined, ScoresUnneeded
 from distill.prompts.stream import Cursor, Prompt, PromptStream
-from distill.run_log import records as r
-from distill.run_log.journal import Journal
-from distill.run_log.records import (
-    DropReason,
-    LineageOpened,
-    Opened,
-    Record,
-    RequeueReason,
-    Rollout,
-    contradictions,
-)
-from distill.run_log.snapshot import base, cover, restore, take
-from distill.run_log.state import RunState
-from distill.run_log.validation import Validator
+from distill.record import records as r
+from distill.record.load import last_at, load
+from distill.record.records import LineageOpened, Opened, Record, facts
+from distill.record.resume import resume
+from distill.record.rollout import DropReason, Location, RequeueReason, Rollout
+from distill.record.state import RunState
+from distill.record.store import Store
+from distill.record.validation import Validator
 from sync.base.errors import ConfigError
 from sync.wire import RunIdentity, Version, unpack
 from sync.wire.checks import Problem
@@ -41,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Journal, state and prompt cursor of a run. `flush()` for the length of the run."""
+    """Record, state and prompt cursor of a run. `flush()` for the length of the run."""
 
     def __init__(
         self,
-        journal: Journal,
+        store: Store,
         prompts: PromptStream,
         *,
         run: str,
@@ -54,12 +48,14 @@ class RunLog:
         validator: Validator | None = None,
         events: Events | None = None,
     ) -> None:
-        """Rebuild the state from the journal (empty: a new run).
+        """Go on from the rows of the run (none: a new run).
 
-        `validator`: of rollouts that are read back from the journal; one that fails is quarantined.
-        Raises DataError when it is damaged, ConfigError when it is another run's or of other prompts.
+        `validator`: of rollouts that are read back; one that fails is quarantined. Raises DataError when
+        something is damaged, ConfigError when it is another run's or of other prompts.
         """
-        self.journal, self.state = journal, RunState(rules)
+        self.store, self.state = store, load(store.connection, rules, store.read)
+        store.at = last_at(store.connection)
+        store.facts = lambda: facts(self.state, store.at)
         self._prompts, self._name, self._validator = prompts, run, validator
         self._events, self._admitted = events or Events(), asyncio.Event()
         self._early: dict[str, list[Rollout]] = {}
@@ -69,18 +65,8 @@ class RunLog:
         now = Opened(
             run, seed, rules.batch, *limits, rules.group, per_prompt, rows, supervised=rules.supervised
         )
-        self._begins = 0
-        """Segment that a restart replays from: those below are archived, or needed for what they hold."""
-        for number, (location, record) in enumerate(journal.replay()):
-            if number == 0:
-                self._begins = location.segment
-            with contradictions(record, location):
-                if isinstance(record, r.Snapshot) and number == 0:
-                    self.state = restore(record, rules, journal.read)
-                self.state.replay(record, location)
         if self.state.opened is not None:
-            _check_same_prompts(journal.folder, self.state.opened, now)
-        self.state.forget_unavailable()
+            _check_same_prompts(store.folder, self.state.opened, now)
         prompts.cursor = Cursor(*self.state.cursor)
         self.write(msgspec.structs.replace(now, id=self.run.id or secrets.token_hex(8)))
         self._drop_broken()
@@ -96,14 +82,15 @@ class RunLog:
         while True:
             await self._admitted.wait()
             self._admitted.clear()
-            await self.journal.commit()
+            await self.store.commit()
 
     def write(self, record: Record) -> None:
-        """Append to the journal and change the state; safe on disk after the next commit."""
+        """Change the state and queue the rows; safe on disk after the next commit."""
         if isinstance(record, r.Dropped):
             buffer = self.state.buffer
             self._unneeded(buffer[i] for i in record.ids if i in buffer)
-        self.state.apply(record, self.journal.append(record))
+        self.store.begin()
+        record.apply(self.state, self.store)
 
     def loading(self, count: int) -> Future[None] | None:
         """What to wait for before `issue(count)` does not wait for prompts to be read; None: it does not."""
@@ -123,7 +110,7 @@ class RunLog:
             for place in range(count)
             if is_teacher_turn(first + place, seed, rules.batch, rules.on_policy)
         ]
-        self.write(r.Issued(prompts, *self._prompts.cursor, by_teacher))
+        self.write(r.Issued(prompts, self._prompts.cursor, by_teacher))
         return [self.state.pending[prompt.id] for prompt in prompts]
 
     def requeue(self, lost: Iterable[Rollout], reason: RequeueReason, tokens: int = 0) -> list[Rollout]:
@@ -157,20 +144,20 @@ class RunLog:
             self.write(r.Dropped(ids, "group_broken", 0, GROUP_BROKEN))
 
     def admit(self, rollouts: Iterable[Rollout]) -> None:
-        """Journal scored rollouts and put them into the buffer."""
+        """Put scored rollouts into the buffer."""
         for rollout in rollouts:
             first = rollout.id.rpartition("+")[0]
             if rollout.continues and first in self.state.pending:
                 self._early.setdefault(first, []).append(rollout)
                 continue
-            self.write(rollout)
+            self.write(r.Admitted(rollout))
             self._write_early([rollout.id])
         self._drop_broken()
         self._admitted.set()
 
     def _write_early(self, ids: Iterable[str]) -> None:
         for rollout in [early for id in ids for early in self._early.pop(id, [])]:
-            self.write(rollout)
+            self.write(r.Admitted(rollout))
 
     async def form_batch(self) -> Batch | None:
         """The next batch of the current lineage, safe on disk; None: too few rollouts. Drops the too old."""
@@ -190,7 +177,7 @@ class RunLog:
             return None
         version = Version(state.lineage, state.next_step)
         self.write(r.BatchFormed(version, chosen, weights if min(weights) < 1 else []))
-        await self.journal.commit(durable=True)
+        await self.store.commit(durable=True)
         return state.batches.get(version)
 
     async def open_lineage(
@@ -211,10 +198,8 @@ class RunLog:
             if checkpoint.step >= reached.step and checkpoint not in state.checkpoints:
                 self.write(r.Checkpointed(checkpoint, str(checkpoint)))
         suspected = state.suspect
-        start = branch = checkpoint.step if checkpoint else 0
-        origin = state.lineages.origin_of(checkpoint)
-        while origin is not None and without is None and self._is_handed_out_again(origin, branch):
-            branch += 1
+        goes_on = resume(state, checkpoint, self._usable, rolled_back=without is not None)
+        start, origin, branch = goes_on.start, goes_on.origin, goes_on.branch
         batched = {id for batch in state.batches.values() for id in batch.ids}
         left, parts = [id for id in without or () if id in batched], _parts_from(state, branch)
         gone, in_batches = (
@@ -228,16 +213,8 @@ class RunLog:
         self._drop_broken()
         if suspected is not None:
             self._bisect(suspected)
-        await self.journal.commit(durable=True)
+        await self.store.commit(durable=True)
         return record
-
-    def _is_handed_out_again(self, origin: int, step: int) -> bool:
-        """Not a batch that is gone, that trainers died on, or that none has trained and that is unusable."""
-        version = Version(self.state.lineages.owner(origin, step), step)
-        if not self.state.available(version):
-            return False
-        batch = self.state.batches[version]
-        return batch is not self.state.suspect and (batch.trained or self._usable(batch))
 
     def _bisect(self, batch: Batch) -> None:
         """Quarantine what a trainer died on, when no part of it is left to be tried by itself."""
@@ -275,20 +252,18 @@ class RunLog:
         """A rollout with its arrays, or what is wrong with it; one that was admitted here was checked."""
         if not rollout.is_released:
             return rollout
-        if rollout.id not in self.state.where:
-            return Problem("the rollout", "in the archive", "in the journal with its arrays")
         record = self._read(rollout.id)
-        return record if self._validator is None else self._validator.journaled(record, self.state)
+        return record if self._validator is None else self._validator.recorded(record, self.state)
 
     async def _usable_in_memory(self, chosen: list[str]) -> bool:
         """Whether all of `chosen` are in memory, as after a restart they are not.
 
         If not, reads them back, one after the other between the loop's other tasks, in the order of the
-        journal, and quarantines those that cannot be used: what is chosen may be another choice afterwards.
+        files, and quarantines those that cannot be used: what is chosen may be another choice afterwards.
         """
         buffer, where = self.state.buffer, self.state.where
         released = [id for id in chosen if buffer[id].is_released]
-        released.sort(key=lambda id: where.get(id, r.Location()))
+        released.sort(key=lambda id: where.get(id, Location()))
         for rollout in released:
             await asyncio.sleep(0)
             if rollout not in buffer:  # dropped meanwhile, or with its group
@@ -302,43 +277,26 @@ class RunLog:
         return not released
 
     def rollouts(self, batch: Batch) -> list[Rollout]:
-        """The rollouts of a batch, in order; released ones are read back from the journal."""
+        """The rollouts of a batch, in order; released ones are read back."""
         checked = ((rollout, self._checked(rollout)) for rollout in batch.rollouts)
         return [rollout if isinstance(rollout, Rollout) else self._read(old.id) for old, rollout in checked]
 
     def _read(self, rollout: str) -> Rollout:
-        record = self.journal.read(self.state.where[rollout])
-        assert isinstance(record, Rollout), f"{rollout} is not where the journal should hold it"
+        record = self.store.read(self.state.where[rollout])
+        assert isinstance(record, Rollout), f"{rollout} is not where its row says"
         return record
 
     async def tidy(self, keep_checkpoints: int) -> None:
-        """After a checkpoint: take a snapshot, and archive the segments that no restart needs."""
+        """After a checkpoint: free what only batches need that the oldest kept checkpoint covers."""
         state, batches = self.state, dict(self.state.batches)
-        covered = cover(state, keep_checkpoints)
-        self._unneeded(
-            rollout
-            for batch in batches.values()
-            if batch.version not in state.batches
-            for rollout in batch.rollouts
-        )
-        replay_base = base(state, covered)
-        begins_here = covered == state.checkpoints[-1]
-        record = take(state, None if begins_here else replay_base.segment if replay_base else self._begins)
-        location = self.journal.append(record)
-        await self.journal.commit(durable=True)
-        state.apply(record, location)
-        self._begins = location.segment if record.base is None else record.base
-        if begins_here:
-            replay_base = state.snapshots[record.checkpoint]
-        if replay_base is None:
+        kept = [version for version in state.checkpoints if state.passed(version)][-keep_checkpoints:]
+        if len(kept) < keep_checkpoints:
             return
-        in_use = {location.segment for location in state.where.values()}
-        await self.journal.archive(
-            replay_base.segment, in_use | replay_base.needed
-        )  # never what `record` begins with
-        state.snapshots = {
-            v: snapshot for v, snapshot in state.snapshots.items() if snapshot.segment >= replay_base.segment
-        }
+        self.write(r.Covered(min(version.step for version in kept)))
+        covered = [batch for version, batch in batches.items() if version not in state.batches]
+        self._unneeded(rollout for batch in covered for rollout in batch.rollouts)
+        await self.store.commit(durable=True)
+        await self.store.free()
 
 
 def is_teacher_turn(number: int, seed: int, batch: int, on_policy: float) -> bool:
@@ -378,12 +336,12 @@ def _check_same_prompts(folder: Path, before: Opened, now: Opened) -> None:
     """Raise ConfigError when the cursor on record would give out ids that were given out before."""
     if (before.run, before.seed) != (now.run, now.seed):
         raise ConfigError(
-            f"the journal in {folder} is of run {before.run!r} with seed {before.seed}, this is {now.run!r} "
+            f"the record in {folder} is of run {before.run!r} with seed {before.seed}, this is {now.run!r} "
             f"with seed {now.seed}: its prompts come in another order; start a new run"
         )
     if (before.per_prompt, before.rows) != (now.per_prompt, now.rows):
         raise ConfigError(
-            f"the journal in {folder} is of {before.rows or 'endless'} prompts, {before.per_prompt} of each, "
+            f"the record in {folder} is of {before.rows or 'endless'} prompts, {before.per_prompt} of each, "
             f"and these are {now.rows or 'endless'} prompts, {now.per_prompt} of each: some would be asked "
             "twice; undo the change of the prompts, rollout.per_prompt, evaluation or evaluation.prompts, or "
             "start a new run"

@@ -1,0 +1,121 @@
+"""Blocks of prompts and rollouts: zstd of msgpack of a Block; without zstd beyond BULK_BYTES.
+
+A block holds its entries without the data of their arrays, and this data by field and dtype: of all entries
+together, first every element's lowest byte, then every next one. Token ids and the exponents of
+log-probabilities are runs then, which compress. One of bulk scores, which hardly do, is its entries alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import zstandard
+
+from distill.record.rollout import Prompts, Rollout
+from sync.base.decoding import msgpack_decoder
+from sync.base.errors import DataError
+from sync.wire import DTYPES, Array
+
+BULK_BYTES: Final = 1 << 20
+"""Of the arrays of a block: with so many a rollout has a teacher's wide scores in it."""
+_encoder = msgspec.msgpack.Encoder()
+_local = threading.local()
+
+
+class _Column(msgspec.Struct, array_like=True):
+    sizes: list[int]  # bytes of each array, in the order of the entries
+    planes: bytes
+
+
+class _Block(msgspec.Struct, array_like=True):
+    entries: list[Prompts | Rollout]  # without the data of their arrays
+    columns: dict[str, _Column]  # by field and dtype; empty: the entries are whole
+
+
+_decoder = msgpack_decoder(_Block)
+
+
+def pack_block(entries: Iterable[Prompts | Rollout], limit: int) -> tuple[bytes, int]:
+    """A block of the first of `entries`, and how many they are: as many as begin within `limit` bytes."""
+    packed, heads, in_heads = list[Prompts | Rollout](), list[msgspec.Raw](), 0
+    fields, in_arrays = dict[str, list[bytes]](), 0
+
+    def take(field: str, array: Array) -> Array:
+        nonlocal in_arrays
+        fields.setdefault(field, []).append(array.data)
+        in_arrays += len(array.data)
+        return Array(array.dtype, array.shape, b"")
+
+    for entry in entries:
+        if packed and in_arrays + in_heads >= limit:
+            break
+        packed.append(entry)
+        heads.append(msgspec.Raw(_encoder.encode(_with_arrays(entry, take))))
+        in_heads += len(heads[-1])
+    if in_arrays > BULK_BYTES:
+        return _encoder.encode((packed, {})), len(packed)
+    columns = {}
+    for field, arrays in fields.items():
+        planes = np.frombuffer(b"".join(arrays), "u1").reshape(-1, _width(field)).T.tobytes()
+        columns[field] = _Column([*map(len, arrays)], planes)
+    return _compressed(_encoder.encode((heads, columns))), len(heads)
+
+
+def unpack_block(payload: bytes | memoryview, where: str) -> list[Prompts | Rollout]:
+    """The entries of the block that stands at `where`. Raises DataError for what this release cannot read."""
+    try:
+        is_zstd = payload[: len(zstandard.FRAME_HEADER)] == zstandard.FRAME_HEADER
+        block = _decoder.decode(zstandard.ZstdDecompressor().decompress(payload) if is_zstd else payload)
+        return _filled(block)
+    except (msgspec.MsgspecError, zstandard.ZstdError, LookupError, ValueError, MemoryError) as error:
+        told = f"{where} holds what this release cannot read ({error})"
+        raise DataError(f"{told}: go on with the release that wrote it") from None
+
+
+def _filled(block: _Block) -> list[Prompts | Rollout]:
+    """Its entries with the data of their arrays."""
+    data = {field: [*_arrays(field, column)] for field, column in block.columns.items()}
+    for arrays in data.values():
+        arrays.reverse()
+
+    def give(field: str, array: Array) -> Array:
+        return Array(array.dtype, array.shape, data[field].pop())
+
+    return [_with_arrays(entry, give) for entry in block.entries] if data else block.entries
+
+
+def _with_arrays(value: Any, change: Callable[[str, Array], Array], name: str = "") -> Any:
+    """`value`, each array in whose fields is `change(field and dtype, array)` now."""
+    if isinstance(value, Array):
+        return change(f"{name}.{value.dtype}", value)
+    inner = [(field, getattr(value, field)) for field in value.__struct_fields__]
+    changed = {
+        field: _with_arrays(inner_value, change, f"{name}.{field}")
+        for field, inner_value in inner
+        if isinstance(inner_value, msgspec.Struct)
+    }
+    return msgspec.structs.replace(value, **changed) if changed else value
+
+
+def _width(field: str) -> int:
+    return DTYPES[field.rpartition(".")[2]].itemsize
+
+
+def _arrays(field: str, column: _Column) -> Iterator[bytes]:
+    if sum(column.sizes) != len(column.planes):
+        raise ValueError(f"{field} of {sum(column.sizes)} bytes holds {len(column.planes)}")
+    data, end = np.frombuffer(column.planes, "u1").reshape(_width(field), -1).T.tobytes(), 0
+    for size in column.sizes:
+        end += size
+        yield data[end - size : end]
+
+
+def _compressed(data: bytes) -> bytes:
+    """With this thread's compressor: making one costs more than compressing a small block."""
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(level=1)
+    return bytes(_local.compressor.compress(data))

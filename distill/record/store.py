@@ -1,0 +1,313 @@
+"""The files of a run's record: facts are rows of `run.db`, arrays blocks in `arrays/`; one thread writes.
+
+    execute, add_arrays ──▶ list of a commit ──▶ blocks to arrays/NNNNNNNN.bin, fdatasync ──▶ BEGIN … COMMIT
+
+Bytes come before the row that names them: what a crash leaves behind the last row is garbage that nothing
+reads, and a row without its bytes cannot be durable. Every start begins a file of its own. A full disk undoes
+the transaction, and the same list is repeated until there is space.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import sqlite3
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.resources import files
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+
+from distill.record.blocks import pack_block, unpack_block
+from distill.record.rollout import Location, Prompts, Rollout
+from sync.base.durable import force, is_full, make_folder
+from sync.base.errors import DataError
+
+RECORD: Final = "run.db"  # in a run's folder
+FORMAT: Final = 1  # user_version of run.db
+_BLOCK_BYTES: Final = 256 << 10  # of a block's records: what is decompressed to read one of them
+_FACT: Final = "INSERT INTO fact VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
+_NO_SPACE: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+logger = logging.getLogger(__name__)
+
+
+class Statement(NamedTuple):
+    """One statement of a transaction."""
+
+    sql: str
+    parameters: tuple[Any, ...]
+    location: Location | None = None  # its five numbers follow the parameters
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
+    """A run's database for questions, while its controller writes it or afterwards.
+
+    `path`: run.db. Raises DataError when it is missing, or of another format.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} is missing: name the folder of a run that this release began")
+    still = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
+    writable = os.access(path.parent, os.W_OK)
+    connection = sqlite3.connect(
+        f"file:{quote(str(path))}?mode=ro{'' if writable else still}", uri=True, isolation_level=None
+    )
+    with _readable(path):
+        _check_format(connection, path)
+    return connection
+
+
+def arrays_path(folder: Path, number: int) -> Path:
+    """File of arrays `number` in a run's folder."""
+    return folder / "arrays" / f"{number:08d}.bin"
+
+
+def reader(folder: Path) -> Callable[[Location], Prompts | Rollout]:
+    """Gives a committed record with its arrays. Raises DataError where the file is missing or damaged."""
+    blocks = lru_cache(maxsize=4)(_read_block)
+
+    def read(location: Location) -> Prompts | Rollout:
+        *block, place = msgspec.structs.astuple(location)
+        return blocks(folder, *block)[place]
+
+    return read
+
+
+class Store:
+    """`run.db` and `arrays/` in `folder`; one writer.
+
+    Nothing is on disk until the `commit()` that follows returns. When the disk is full, `commit()` waits
+    until there is space, and with it everybody who needs it. Raises DataError for a damaged database.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fsync: Literal["always", "batch", "never"] = "batch",
+        file_bytes: int = 64 << 20,
+        retry_seconds: float = 5.0,
+        write: Callable[[int, memoryview], int] = os.write,
+    ) -> None:
+        make_folder(folder / "arrays")
+        self.folder, self._fsync = folder, fsync
+        self._file_bytes, self._retry_seconds, self._write = file_bytes, retry_seconds, write
+        self.facts: Callable[[], dict[str, Any]] = dict
+        """The small facts that a commit writes anew."""
+        self.at = 0  # number of the newest record
+        self._items: list[Statement] = []
+        self._changed = False  # something was added that no commit has taken
+        self._arrays: list[tuple[Prompts | Rollout, Location]] = []
+        self._lists = deque[tuple[list[Statement], list[tuple[Prompts | Rollout, Location]]]]()
+        self._writer = ThreadPoolExecutor(1, "record")
+        self._unsynced = False  # a transaction was committed that a power cut may undo
+        self._unsynced_bytes = False  # in the newest file of arrays
+        self._number = max((int(path.stem) for path in (folder / "arrays").glob("*.bin")), default=-1) + 1
+        self._file, self._size = -1, 0
+        self._reader = reader(folder)
+        path = folder / RECORD
+        self.connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        with _readable(path):
+            self.connection.execute("PRAGMA journal_mode = WAL")
+            if not self.connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+                schema = (files("distill.record") / "schema.sql").read_text()
+                self.connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {FORMAT}; COMMIT")
+            _check_format(self.connection, path)
+
+    def begin(self) -> None:
+        """Begin what changes with the next record; the facts change with it, also where no row does."""
+        self.at += 1
+        self._changed = True
+
+    def execute(self, sql: str, *parameters: Any, location: Location | None = None) -> None:
+        """Queue a statement for the next commit; the five numbers of `location` follow its parameters."""
+        self._items.append(Statement(sql, parameters, location))
+
+    def insert(self, table: str, *values: Any) -> None:
+        """Queue a new row for the next commit."""
+        self.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", *values)
+
+    def add_arrays(self, entry: Prompts | Rollout) -> Location:
+        """Queue arrays for the next commit; returns where they will be."""
+        location = Location()
+        self._arrays.append((entry, location))
+        return location
+
+    async def commit(self, *, durable: bool = False) -> None:
+        """Write what was added. `durable`: a power cut cannot undo it, also under fsync "batch".
+
+        A cancelled commit may still write; the next one writes what it left.
+        """
+        forced = self._fsync == "always" or (durable and self._fsync == "batch")
+        if self._changed or (forced and self._unsynced):
+            for key, value in self.facts().items():
+                self.execute(_FACT, key, msgspec.json.encode(value).decode())
+            self._lists.append((self._items, self._arrays))
+            self._items, self._arrays, self._changed = [], [], False
+        waiting = False
+        while self._lists:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._flush, forced)
+                break
+            except (OSError, sqlite3.OperationalError) as error:
+                if not _is_full(error):
+                    raise
+                if not waiting:
+                    logger.error("disk full: the record in %s waits for space, the run pauses", self.folder)
+                waiting = True
+                await asyncio.sleep(self._retry_seconds)
+        if waiting:
+            logger.warning("the record in %s has space again, the run continues", self.folder)
+
+    async def free(self) -> int:
+        """Remove the files of arrays that no row of `needed` names; how many."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._free)
+
+    def read(self, location: Location) -> Prompts | Rollout:
+        """A committed record with its arrays. Raises DataError where the file is missing or damaged."""
+        return self._reader(location)
+
+    def close(self) -> None:
+        """Release the files; nothing that waits for a commit is written."""
+        self._writer.shutdown()
+        self.connection.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    # --- in the writer's thread ---------------------------------------------------------------------------
+
+    def _flush(self, forced: bool) -> None:
+        lists = list(self._lists)  # more may be added meanwhile
+        if not lists:
+            return
+        self._write_arrays([entry for _, arrays in lists for entry in arrays if entry[1].file < 0])
+        level = "OFF" if self._fsync == "never" else "FULL" if forced else "NORMAL"
+        execute = self.connection.execute
+        execute(f"PRAGMA synchronous = {level}")
+        try:
+            execute("BEGIN IMMEDIATE")
+            statements = itertools.chain.from_iterable(items for items, _ in lists)
+            for sql, same in itertools.groupby(statements, itemgetter(0)):
+                self.connection.executemany(sql, map(_bound, same))
+            execute("COMMIT")
+        except BaseException:
+            if self.connection.in_transaction:
+                execute("ROLLBACK")
+            raise
+        self._unsynced = (self._unsynced and not forced) or level == "NORMAL"
+        for _ in lists:
+            self._lists.popleft()
+
+    def _write_arrays(self, waiting: list[tuple[Prompts | Rollout, Location]]) -> None:
+        """Append the blocks of these and sync them; sets their locations."""
+        done = 0
+        while done < len(waiting):
+            payload, count = pack_block((record for record, _ in waiting[done:]), _BLOCK_BYTES)
+            start = self._append(payload)
+            crc = zlib.crc32(payload)
+            for place in range(count):
+                location = waiting[done + place][1]
+                location.start, location.size, location.crc, location.place = start, len(payload), crc, place
+                location.file = self._number
+            done += count
+        self._sync()
+
+    def _sync(self) -> None:
+        if self._unsynced_bytes and self._fsync != "never":
+            os.fdatasync(self._file)
+        self._unsynced_bytes = False
+
+    def _append(self, payload: bytes) -> int:
+        """First byte of the payload in the newest file; a partial write is truncated again."""
+        if self._file >= 0 and self._size + len(payload) > self._file_bytes and self._size:
+            self._sync()
+            os.close(self._file)
+            self._file, self._size, self._number = -1, 0, self._number + 1
+        if self._file < 0:
+            path = arrays_path(self.folder, self._number)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            force(path.parent)
+        rest, self._unsynced_bytes = memoryview(payload), True
+        try:
+            while rest:
+                rest = rest[self._write(self._file, rest) :]
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(payload)
+        return self._size - len(payload)
+
+    def _free(self) -> int:
+        needed = {file for (file,) in self.connection.execute("SELECT DISTINCT file FROM needed")}
+        unneeded = [
+            path
+            for path in (self.folder / "arrays").glob("*.bin")
+            if int(path.stem) < self._number and int(path.stem) not in needed
+        ]
+        for path in unneeded:
+            path.unlink()
+        return len(unneeded)
+
+
+def _bound(statement: Statement) -> tuple[Any, ...]:
+    if statement.location is None:
+        return statement.parameters
+    return (*statement.parameters, *msgspec.structs.astuple(statement.location))
+
+
+def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
+    if isinstance(error, OSError):
+        return is_full(error)
+    return error.sqlite_errorcode in _NO_SPACE
+
+
+def _check_format(connection: sqlite3.Connection, path: Path) -> None:
+    number = connection.execute("PRAGMA user_version").fetchone()[0]
+    if number != FORMAT:
+        raise DataError(
+            f"{path} has format {number}, this release reads {FORMAT}: go on with the release that wrote it"
+        )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what SQLite says of a damaged database into a DataError."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise DataError(
+            f"{path} cannot be read ({error}): restore the file from a copy, or start a new run"
+        ) from None
+
+
+def _read_block(folder: Path, number: int, start: int, size: int, crc: int) -> list[Prompts | Rollout]:
+    where = f"{arrays_path(folder, number)} at byte {start}"
+    return unpack_block(read_bytes(folder, number, start, size, crc), where)
+
+
+def read_bytes(folder: Path, number: int, start: int, size: int, crc: int) -> bytes:
+    """A block of arrays, packed. Raises DataError where the file is missing or damaged."""
+    path = arrays_path(folder, number)
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            payload = file.read(size)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): restore the file from a copy, or start a new run"
+        ) from None
+    if len(payload) != size or zlib.crc32(payload) != crc:
+        raise DataError(
+            f"{path} is damaged in the {size} bytes from {start} on: restore the file from a copy, or start "
+            "a new run"
+        )
+    return payload

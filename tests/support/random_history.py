@@ -1,0 +1,209 @@
+"""A run whose every event is drawn at random, and what its state is."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from in_memory import MemoryPrompts
+
+from distill.buffer import Bound, Rules
+from distill.prompts.stream import PromptStream
+from distill.record.load import load
+from distill.record.record import RunLog
+from distill.record.records import (
+    Checkpointed,
+    Evaluated,
+    HandedOut,
+    RolledBack,
+    Stepped,
+    VersionApplied,
+    VersionPublished,
+)
+from distill.record.rollout import Rollout
+from distill.record.state import RunState
+from distill.record.store import Store, open_read_only
+from sync.wire import EvalReport, Kept, Scored, Version, VersionSpan, pack
+
+PLAIN = Rules(3, Bound(2, 2))
+FRESHNESS = Rules(3, Bound(1, 4, 1.5))
+GROUPS = Rules(4, Bound(2, 2), group=2)
+BOTH = Rules(4, Bound(1, 3), group=2)
+KINDS = {"plain": PLAIN, "freshness": FRESHNESS, "groups": GROUPS, "both": BOTH}
+
+
+def opened(folder: Path, rules: Rules = PLAIN, store: Store | None = None) -> RunLog:
+    store = store or Store(folder, "never", file_bytes=1500, retry_seconds=0.001)
+    prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
+    return RunLog(store, prompts, run="r", seed=0, rules=rules)
+
+
+def scored(issued: Rollout, *versions: Version, name: str = "", kept: bool = False) -> Rollout:
+    """A token of each version."""
+    spans = tuple(VersionSpan(version, place, place + 1) for place, version in enumerate(versions))
+    values, ids = pack(np.zeros(len(spans), "f4")), pack(np.arange(len(spans), dtype="i4"))
+    name = name or issued.id
+    where = Kept("http://t", "1-2", 3, b"0123") if kept else None
+    scores = Scored(name, pack(np.zeros(0, "f4")) if kept else values, kept=where)
+    return Rollout(
+        name, issued.number, ids, ids, values, spans, False, "t", scores, continues=name != issued.id
+    )
+
+
+def seen(state: RunState) -> dict[str, Any]:
+    """What a state is, without what only memory has: arrays of rollouts, and who was sent what."""
+    fields = {name: getattr(state, name) for name in state.__struct_fields__ if name != "rules"}
+    fields["pending"] = [msgspec.structs.replace(rollout, since=None) for rollout in state.pending.values()]
+    fields["buffer"] = [rollout.released() for rollout in state.buffer.values()]
+    fields["batches"] = [
+        dataclasses.replace(batch, rollouts=[rollout.released() for rollout in batch.rollouts])
+        for _, batch in sorted(state.batches.items())
+    ]
+    fields["lineages"] = state.lineages.nodes
+    return copy.deepcopy(fields)
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (one[name], other[name]) for name in one if one[name] != other[name]}
+
+
+class History:
+    """A run whose every event is drawn at random."""
+
+    def __init__(self, folder: Path, seed: int, rules: Rules, store: Store | None = None) -> None:
+        self.folder, self.rng, self.rules = folder, random.Random(seed), rules
+        self.keep = self.rng.randint(1, 3)
+        self.record = opened(folder, rules, store)
+        self.applied = Version(0, 0)
+        self.trainer: Version | None = None
+        self.saved: list[Version] = []
+        self.trained: dict[Version, list[str]] = {}
+        self.restarts = 0
+
+    @property
+    def state(self) -> RunState:
+        return self.record.state
+
+    async def event(self) -> None:
+        usual = [self.issue, self.issue, self.admit, self.admit, self.step, self.step, self.follow]
+        rare = [self.kill_trainer, self.restart, self.requeue, self.drop, self.save, self.roll_back]
+        rare += [self.evaluate, self.die_on_a_batch, self.spend_attempts]
+        await self.rng.choice(rare if self.rng.random() < 0.15 else usual)()
+
+    async def reloaded(self) -> RunState:
+        """What a controller that starts now would find."""
+        await self.record.store.commit()
+        connection = open_read_only(self.folder / "run.db")
+        try:
+            return load(connection, self.rules, self.record.store.read)
+        finally:
+            connection.close()
+
+    async def issue(self) -> None:
+        if room := self.state.room(self.applied, self.rules.bound.limit):
+            self.record.issue(self.rng.randint(1, room))
+
+    async def admit(self) -> None:
+        pending = list(self.state.pending.values())
+        some = self.rng.sample(pending, min(len(pending), self.rng.randint(0, 4)))
+        done = [scored(rollout, self.applied, kept=self.rng.random() < 0.3) for rollout in some]
+        if done and self.rules.group == 1 and self.rng.random() < 0.1:
+            more = scored(some[0], self.applied, self.applied, name=f"{some[0].id}+1")
+            episode = msgspec.structs.replace(scored(some[0], *[self.applied] * 5), own=((0, 2), (4, 5)))
+            done = [*([more, episode] if self.rng.random() < 0.5 else [episode, more]), *done[1:]]
+        self.record.admit(done)
+
+    async def hello(self) -> None:
+        kept = [version for version in self.saved[-self.keep :] if self.state.passed(version)]
+        back = self.state.rolled_back
+        checkpoint = back.to if back else kept[-1] if kept else None
+        if kept and not back and self.rng.random() < 0.3:
+            checkpoint = self.rng.choice(kept)
+        opening = await self.record.open_lineage(checkpoint, "model", back.without if back else None)
+        self.trainer = Version(opening.lineage, opening.start)
+
+    async def step(self) -> None:
+        if self.trainer is None:
+            await self.hello()
+        assert self.trainer is not None
+        batch = self.state.batch_of(self.trainer.step) or await self.record.form_batch()
+        if batch is None:
+            return
+        rollouts = self.record.rollouts(batch)
+        assert [rollout.id for rollout in rollouts] == batch.ids
+        assert all(rollout.tokens.data for rollout in rollouts)
+        self.record.write(HandedOut(self.trainer))
+        self.trainer = Version(self.trainer.lineage, self.trainer.step + 1)
+        self.trained[self.trainer] = batch.ids
+        self.record.write(Stepped(self.trainer))
+        kind = "delta" if self.rng.random() < 0.8 else "broadcast"
+        self.record.write(VersionPublished(self.trainer, kind, 1, 2, 0.1))
+
+    async def follow(self) -> None:
+        target = self.state.target
+        if target and self.state.step_of(target.version) >= self.state.step_of(self.applied):
+            self.applied = target.version
+            self.record.write(VersionApplied("r0", self.applied, 1, 0.1, 0.2, 0.3, 0.6))
+
+    async def kill_trainer(self) -> None:
+        self.trainer = None
+
+    async def die_on_a_batch(self) -> None:
+        """The trainer takes a batch, and is not heard of again."""
+        if self.trainer is not None and self.state.batch_of(self.trainer.step) is not None:
+            self.record.write(HandedOut(self.trainer))
+        self.trainer = None
+
+    async def restart(self) -> None:
+        """SIGKILL: what was not committed is gone."""
+        await self.record.store.commit()
+        committed = seen(self.state)
+        if self.rng.random() < 0.7:
+            await self.rng.choice(
+                [self.issue, self.admit, self.requeue, self.drop]
+            )()  # and is never committed
+            self.record.store._items.clear()
+        self.record.store.close()
+        self.trainer, self.restarts = None, self.restarts + 1
+        found = load(opening := open_read_only(self.folder / "run.db"), self.rules, self.record.store.read)
+        opening.close()
+        assert not differences(committed, seen(found))
+        self.record = opened(self.folder, self.rules)
+
+    async def requeue(self) -> None:
+        self.record.requeue(list(self.state.pending.values())[:2], "replica_lost")
+
+    async def spend_attempts(self) -> None:
+        for _ in range(self.rng.randint(1, self.rules.max_attempts)):
+            self.record.requeue(list(self.state.pending.values())[:1], "aborted", 7)
+
+    async def drop(self) -> None:
+        self.record.drop(list(self.state.pending)[:1], "empty", "nothing came", 0)
+
+    async def save(self) -> None:
+        if self.trainer is not None and self.trainer not in self.saved:
+            self.saved.append(self.trainer)
+            self.record.write(Checkpointed(self.trainer, "somewhere"))
+            await self.record.tidy(self.keep)
+
+    async def roll_back(self) -> None:
+        if self.trainer is None or self.rng.random() < 0.5:
+            return
+        kept = [version for version in self.state.checkpoints if self.state.passed(version)][-self.keep :]
+        to = kept[-1] if kept else None
+        bad = [
+            batch
+            for batch in self.state.batches.values()
+            if batch.trained and batch.version.step >= (to.step if to else 0)
+        ]
+        self.record.write(RolledBack(to, [id for batch in bad for id in batch.ids], "worse"))
+        self.trainer = None
+
+    async def evaluate(self) -> None:
+        if self.trainer is not None:
+            self.record.write(Evaluated(EvalReport(self.trainer, 0.25, None, 4, 40, 0.5, 1.5)))

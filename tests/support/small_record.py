@@ -1,0 +1,73 @@
+"""A run of two lineages as rows of a record, and the ledger of its one rank."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from importlib.resources import files
+from pathlib import Path
+
+from distill.record.records import Record
+from distill.record.state import RunState
+from distill.record.store import FORMAT, RECORD, Store
+from student_trainer.ledger import Ledger
+from sync.wire import Version
+
+LEDGER = {0: {1: ["a", "b"], 2: ["c", "d"]}, 1: {2: ["c", "d"], 3: ["f", "e"]}}
+"""Lineage 1 resumes at step 1, trains step 2 anew and makes step 3."""
+
+
+def record(folder: Path) -> sqlite3.Connection:
+    """Write a run.db without arrays. Rollouts a to h: a to f are in batches, g is dropped, h is in flight."""
+    (folder / "arrays").mkdir()
+    (folder / "arrays/00000000.bin").touch()
+    db = sqlite3.connect(folder / RECORD, isolation_level=None)
+    db.executescript((files("distill.record") / "schema.sql").read_text())
+    db.executescript(
+        f"""
+        PRAGMA user_version = {FORMAT};
+        INSERT INTO opening (at, run, id, seed, batch, max_staleness, hard_limit, half_life, completions,
+            per_prompt) VALUES (1, 'r', 'x', 0, 2, 1, 1, 1.0, 1, 1);
+        INSERT INTO lineage VALUES (0, 2, NULL, NULL, 0, NULL, 0, 1, 'm'), (1, 30, 0, 1, 1, 0, 2, 1, 'm');
+        INSERT INTO version VALUES (20, 0, 1, 'delta', 1, 1, 0.0);
+        INSERT INTO checkpoint (at, lineage, step, path) VALUES (21, 0, 1, 'x');
+        INSERT INTO batch (lineage, step, max_staleness, hard_limit, half_life, is_part)
+            VALUES (0, 0, 1, 1, 1.0, 0), (0, 1, 1, 1, 1.0, 0), (1, 2, 1, 1, 1.0, 0);
+        INSERT INTO member VALUES (0, 0, 0, 'a', 0, 1.0), (0, 0, 1, 'b', 0, 1.0), (0, 1, 0, 'c', 1, 1.0),
+            (0, 1, 1, 'd', 1, 1.0), (1, 2, 0, 'e', 1, 1.0), (1, 2, 1, 'f', 1, 1.0);
+        INSERT INTO step (lineage, step) VALUES (0, 1), (0, 2), (1, 2), (1, 3);
+        """
+    )
+    for number, id in enumerate("abcdefgh"):
+        scored = None if id == "h" else 10 + number + 20 * (id >= "e")
+        spans = None if id == "h" else json.dumps([[[0, int(id >= "e")], 0, 2]])
+        status = {"g": "dropped", "h": "pending"}.get(id, "batched")
+        db.execute(
+            "INSERT INTO rollout (id, number, status, reason, scored, by_teacher, tokens, own_tokens, spans, "
+            "file, start, size, crc, place) VALUES (?, ?, ?, ?, ?, 0, 2, ?, ?, 0, 0, 0, 0, 0)",
+            (id, number, status, "too_old" if id == "g" else None, scored, scored and 2, spans),
+        )
+    return db
+
+
+def ledgers(folder: Path, trained: dict[int, dict[int, list[str]]] = LEDGER) -> None:
+    """Write what one rank trained on."""
+    for lineage, steps in trained.items():
+        start, parent = (Version(0, 0), None) if lineage == 0 else (Version(1, 1), Version(0, 1))
+        ledger = Ledger(folder / "ledger", start, parent, rank=0)
+        for step, ids in steps.items():
+            ledger.record(step, ids, f"bits {step}", 2 * len(ids))
+
+
+class _Unwritten(Store):
+    def __init__(self) -> None:
+        self.at = 0
+
+    def execute(self, sql: str, *parameters: object, **location: object) -> None:
+        pass
+
+
+def apply(state: RunState, *records: Record) -> None:
+    """Change a state without rows."""
+    for record in records:
+        record.apply(state, _Unwritten())

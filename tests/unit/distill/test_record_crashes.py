@@ -1,0 +1,327 @@
+"""A record under kills, power cuts, damage, full disks and copies."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import fill, free
+from power_cut import PAGE, power_cut
+from random_history import PLAIN, History, differences, opened, scored, seen
+from tmpfs import mounted
+
+from distill.record.audit import audit
+from distill.record.load import last_at, load
+from distill.record.store import RECORD, Store, open_read_only
+from sync.base.errors import DataError
+from sync.wire import Version
+
+HEADER = "run.db-wal"
+TRIALS = 300
+
+
+def loaded(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Number of the last record, and the state, each of whose arrays is read once."""
+    store = Store(folder, "never")
+    try:
+        state = load(store.connection, PLAIN, store.read)
+        for location in state.where.values():
+            store.read(location)
+        return last_at(store.connection), seen(state)
+    finally:
+        store.close()
+
+
+# --- kills ------------------------------------------------------------------------------------------------
+
+LIVING = """
+import asyncio, sys
+from pathlib import Path
+from random_history import PLAIN, History
+
+async def live():
+    history = History(Path(sys.argv[1]), int(sys.argv[2]), PLAIN)
+    while True:
+        await history.event()
+        await history.record.store.commit()
+        print(history.record.store.at, flush=True)
+
+asyncio.run(live())
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_kill_at_any_moment_costs_nothing_that_was_committed(tmp_path: Path, seed: int) -> None:
+    rng, path = random.Random(seed), os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", LIVING, str(tmp_path), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}) as process:
+        assert process.stdout is not None
+        for _ in range(rng.randrange(5, 120)):
+            committed = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        *_, committed = [committed, *map(int, process.stdout.read().splitlines()[:-1])]
+    at, state = loaded(tmp_path)
+    assert at >= committed
+    counters = state["counters"]
+    waiting = len(state["pending"]) + len(state["buffer"]) + counters.dropped.total()
+    with closing(open_read_only(tmp_path / RECORD)) as tables:
+        assert waiting <= tables.execute("SELECT count(*) FROM rollout").fetchone()[0]
+    assert "record_damaged" not in audit(tmp_path).violations
+
+
+# --- power cuts -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Moment:
+    """The record's files at one moment."""
+
+    sizes: dict[str, int]
+    forced: dict[str, int]
+    """How much of each was forced to disk."""
+    promised: int
+    """Number of the last record that a durable commit has answered for."""
+
+
+@dataclass
+class Watched:
+    """Follows what a store asks of the disk. The log of rows only grows: nothing is moved into run.db."""
+
+    folder: Path
+    forced: dict[str, int] = field(default_factory=dict)
+    promised: int = 0
+    moments: list[Moment] = field(default_factory=list)
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Number of the last record → what the state was when it was committed."""
+
+    def sizes(self) -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in (self.folder / HEADER, *self.arrays())}
+
+    def arrays(self) -> list[Path]:
+        return list((self.folder / "arrays").iterdir())
+
+    def note(self) -> None:
+        self.moments.append(Moment(self.sizes(), dict(self.forced), self.promised))
+
+    def write(self, file: int, data: memoryview) -> int:
+        half = os.write(file, data[: -(-len(data) // 2)])
+        self.note()
+        return half
+
+    def fdatasync(self, file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        self.forced[path.name] = path.stat().st_size
+
+    async def live(self, seed: int, events: int) -> None:
+        store = Store(self.folder, "batch", 1500, write=self.write)
+        store.connection.execute("PRAGMA wal_autocheckpoint = 0")
+        self.forced[HEADER] = (self.folder / HEADER).stat().st_size
+        history = History(self.folder, seed, PLAIN, store)
+        commit = store.commit
+
+        async def committing(*, durable: bool = False) -> None:
+            at = history.record.store.at
+            await commit(durable=durable)
+            self.states[at] = seen(history.state)
+            if durable:
+                self.promised, self.forced[HEADER] = at, (self.folder / HEADER).stat().st_size
+            self.note()
+
+        async def nothing() -> None:
+            pass
+
+        store.commit, store.free, history.restart = committing, nothing, nothing  # type: ignore[assignment, method-assign]
+        self.states[0] = seen(load(store.connection, PLAIN, store.read))
+        for _ in range(events):
+            await history.event()
+            await store.commit()
+        shutil.copytree(self.folder, self.folder.with_name("whole"))
+        store.close()
+
+
+def test_a_power_cut_costs_the_unsynced_tail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is a state that was committed, not before the last durable commit, and all its arrays."""
+    rng, beyond, torn = random.Random(1), 0, 0
+    watched = Watched(tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", watched.fdatasync)
+        asyncio.run(watched.live(3, 250))
+    whole = tmp_path / "whole"
+    log = (whole / HEADER).read_bytes()
+    arrays = {path.name: path.read_bytes() for path in (whole / "arrays").iterdir()}
+    assert len({moment.promised for moment in watched.moments}) > 10
+    for _ in range(TRIALS):
+        moment, folder = rng.choice(watched.moments), tmp_path / "cut"
+        (folder / "arrays").mkdir(parents=True)
+        shutil.copy(whole / RECORD, folder)
+        for name, size in moment.sizes.items():
+            data = (log if name == HEADER else arrays[name])[:size]
+            left = power_cut(data, moment.forced.get(name, 0), rng)
+            torn += left != data
+            (folder / ("arrays" if name != HEADER else "") / name).write_bytes(left)
+        at, state = loaded(folder)
+        assert at >= moment.promised
+        assert not differences(watched.states[at], state)
+        beyond += at > moment.promised
+        shutil.rmtree(folder)
+    assert torn > TRIALS / 10
+    assert beyond
+
+
+# --- damage -----------------------------------------------------------------------------------------------
+
+
+def lived(folder: Path) -> dict[str, Any]:
+    async def live() -> dict[str, Any]:
+        history = History(folder, 5, PLAIN)
+        for _ in range(150):
+            await history.event()
+        await history.record.store.commit()
+        history.record.store.close()
+        return seen(history.state)
+
+    return asyncio.run(live())
+
+
+def test_a_blank_page_is_refused_or_changes_nothing_that_a_restart_knows(tmp_path: Path) -> None:
+    state, refused = lived(tmp_path / "run"), 0
+    whole = (tmp_path / "run" / RECORD).read_bytes()
+    pages = range(len(whole) // PAGE)
+    for page in pages:
+        path = tmp_path / "run" / RECORD
+        path.write_bytes(whole[: page * PAGE] + bytes(PAGE) + whole[(page + 1) * PAGE :])
+        try:
+            _, left = loaded(tmp_path / "run")
+        except DataError:
+            refused += 1
+        else:
+            assert not differences(state, left) or "record_damaged" in audit(tmp_path / "run").violations
+        for name in ("run.db-wal", "run.db-shm"):
+            (tmp_path / "run" / name).unlink(missing_ok=True)
+    assert refused > len(pages) / 3
+
+
+async def test_arrays_that_are_damaged_are_named_when_they_are_needed(tmp_path: Path) -> None:
+    record = opened(tmp_path)
+    await record.open_lineage(None, "model")
+    record.admit([scored(issued, Version(0, 0)) for issued in record.issue(3)])
+    await record.store.commit()
+    record.store.close()
+    [path] = (tmp_path / "arrays").iterdir()
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+    again = opened(tmp_path)
+    await again.open_lineage(None, "model")
+    with pytest.raises(DataError, match=rf"{path.name} is damaged in the \d+ bytes from \d+ on"):
+        await again.form_batch()
+    again.store.close()
+
+
+# --- disks ------------------------------------------------------------------------------------------------
+
+
+class FullDisk:
+    """Takes `room` bytes of arrays, and part of what it is given last."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def __call__(self, file: int, data: memoryview) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = os.write(file, data[: self.room])
+        self.room -= count
+        return count
+
+
+async def test_a_full_disk_of_arrays_pauses_and_nothing_is_torn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FullDisk(150)
+    record = opened(tmp_path, store=Store(tmp_path, "batch", retry_seconds=0.005, write=disk))
+    record.issue(3)
+    await record.store.commit()
+    record.issue(20)
+    commit = asyncio.create_task(record.store.commit())
+    await asyncio.sleep(0.1)
+    assert not commit.done()
+    with closing(open_read_only(tmp_path / RECORD)) as tables:
+        assert tables.execute("SELECT count(*) FROM rollout").fetchone()[0] in (0, 3)
+    record.issue(1)
+    disk.room = 1 << 20
+    await commit
+    await record.store.commit()
+    before = seen(record.state)
+    record.store.close()
+    assert not differences(before, loaded(tmp_path)[1])
+    assert caplog.text.count("disk full") == 1
+    assert "has space again" in caplog.text
+
+
+async def test_a_disk_that_is_really_full_pauses_rows_and_freeing(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", 600) as disk:
+        record = opened(disk, store=Store(disk, "batch", 8000, retry_seconds=0.005))
+        record.issue(5)
+        await record.store.commit(durable=True)
+        fill(disk)
+        record.issue(400)
+        commit = asyncio.create_task(record.store.commit(durable=True))
+        await asyncio.sleep(0.2)
+        assert not commit.done()
+        with closing(open_read_only(disk / RECORD)) as tables:
+            assert tables.execute("SELECT count(*) FROM rollout").fetchone() == (5,)
+        free(disk)
+        await commit
+        before = seen(record.state)
+        record.store.close()
+        assert not differences(before, loaded(disk)[1])
+
+
+async def test_another_error_of_the_disk_is_raised(tmp_path: Path) -> None:
+    def broken(_: int, data: memoryview) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    record = opened(tmp_path, store=Store(tmp_path, "never", write=broken))
+    record.issue(1)
+    with pytest.raises(OSError, match="Input/output"):
+        await record.store.commit()
+    record.store.close()
+
+
+# --- copies -----------------------------------------------------------------------------------------------
+
+
+async def test_a_copy_of_a_folder_while_it_is_written_goes_on_from_a_commit(tmp_path: Path) -> None:
+    record = opened(tmp_path / "run")
+    record.issue(5)
+    await record.store.commit()
+    committed = seen(record.state)
+    record.issue(2)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    record.store.close()
+    assert not differences(committed, loaded(tmp_path / "copy")[1])
+    (tmp_path / "copy").rename(tmp_path / "renamed")
+    assert not differences(committed, loaded(tmp_path / "renamed")[1])
+
+
+async def test_a_record_is_read_from_a_disk_that_nothing_may_be_written_to(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", 2000) as disk:
+        record = opened(disk)
+        record.issue(5)
+        await record.store.commit()
+        record.store.close()
+        await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", str(disk)], check=True)
+        with closing(open_read_only(disk / RECORD)) as tables:
+            assert tables.execute("SELECT count(*) FROM rollout").fetchone() == (5,)
