@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import cache, partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import aiohttp
 import httpx
@@ -73,30 +73,13 @@ class Unavailable(RemoteError):
 _RETRIED: Final = (Overloaded, Unavailable, *_FAILED)
 
 
-class Answer:
-    """One answer, whose parts are added as they come, up to a limit."""
+class Answer(NamedTuple):
+    """One answer, read to its end."""
 
-    def __init__(self, url: str, status: int, headers: Mapping[str, str], limit: int) -> None:
-        """`limit`: bytes of a 200. Raises RemoteError for an encoded answer, or one that announces more."""
-        self.url, self.status, self.headers, self.content = url, status, headers, bytearray()
-        self._most = limit if status == 200 else MAX_REFUSAL
-        check_plain(url, headers)
-        length = headers.get("content-length", "0")
-        self._check(int(length) if length.isdecimal() else 0)
-
-    def _check(self, length: int) -> None:
-        if length > self._most:
-            raise RemoteError(f"{self.url} answered with more than {self._most} bytes: ask for fewer at once")
-
-    def add(self, part: bytes) -> None:
-        """Take the next part. Raises RemoteError when the answer is too long."""
-        self.content += part
-        self._check(len(self.content))
-
-    @property
-    def more_seconds(self) -> float:
-        """What its length, so far, adds to its time limit."""
-        return len(self.content) / SLOWEST
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytearray
 
     def body(self, retry: bool) -> memoryview:
         """The content of a 200, no copy. Raises what any other status means. With `retry`, 502-504 raise
@@ -131,12 +114,22 @@ def check_plain(url: str, headers: Mapping[str, str]) -> None:
 
 
 async def _read(response: aiohttp.ClientResponse, limit: asyncio.Timeout, max_bytes: int) -> Answer:
-    """The whole answer, before `limit`, which grows with it (`Answer.more_seconds`)."""
-    answer, ends = Answer(str(response.url), response.status, response.headers, max_bytes), limit.when()
+    """The whole answer, before `limit`, which grows with it (SLOWEST). Raises RemoteError for an encoded one,
+    and for one that announces or has more than `max_bytes`."""
+    answer = Answer(str(response.url), response.status, response.headers, bytearray())
+    check_plain(answer.url, answer.headers)
+    most, ends = max_bytes if answer.status == 200 else MAX_REFUSAL, limit.when()
+
+    def check(length: int) -> None:
+        if length > most:
+            raise RemoteError(f"{answer.url} answered with more than {most} bytes: ask for fewer at once")
+
+    check(response.content_length or 0)
     async for part in response.content.iter_any():
-        answer.add(part)
+        answer.content.extend(part)
+        check(len(answer.content))
         if ends is not None:
-            limit.reschedule(ends + answer.more_seconds)
+            limit.reschedule(ends + len(answer.content) / SLOWEST)
     return answer
 
 
