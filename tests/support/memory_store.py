@@ -11,9 +11,10 @@ from sync.weights.stores import Store, check_key, content
 class MemoryStore(Store):
     """Keys in a dictionary; threads of one process share it, nothing outlives it."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects: dict[str, bytes] | None = None) -> None:
+        """`objects`: those of another store, which changes with this one; None: it begins empty."""
         self._lock = threading.Lock()
-        self._objects: dict[str, bytes] = {}
+        self._objects: dict[str, bytes] = {} if objects is None else objects
 
     def create(self, key: str, data: bytes | Path) -> None:
         new = content(data)

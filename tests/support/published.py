@@ -9,10 +9,20 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sync.weights import Publisher, RunIdentity, Slice, checkpoint
+from sync.weights import Mirror, Publisher, RunIdentity, Slice, Version, checkpoint
 from sync.weights.stores import Store
 
 Weights = Mapping[str, np.ndarray]
+
+
+def v(step: int, lineage: int = 0) -> Version:
+    return Version(lineage, step)
+
+
+def follow(mirror: Mirror, version: Version) -> None:
+    """Bring the mirror to a version."""
+    mirror.promote(mirror.stage(version).version)
+    assert mirror.version == version
 
 
 def saved(folder: Path, weights: Weights) -> Path:

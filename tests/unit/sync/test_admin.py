@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from memory_store import MemoryStore
-from published import bits_of, publisher_of, saved
+from published import bits_of, follow, publisher_of, saved, v
 from safetensors.numpy import load_file
 
 from sync.base.errors import SnapshotError
@@ -31,7 +31,7 @@ def publish(store: MemoryStore, folder: Path, anchors: set[int], steps: int) -> 
     """Versions 0 … steps - 1 of one tensor; version i was created at the Unix time i days."""
     publisher = publisher_of(store, {"w": weights(0)})
     for step in range(steps):
-        version, values = Version(0, step), {"w": weights(step)}
+        version, values = v(step), {"w": weights(step)}
         if step in anchors:
             publisher.anchor(version, None, saved(folder, values), bits_of(values))
         else:
@@ -58,7 +58,7 @@ def test_ls_tells_what_is_there(store: MemoryStore) -> None:
     assert steps([entry.version for entry in listed]) == list(range(9))
     assert [entry.kind for entry in listed] == ["full", "delta", "delta"] * 3
     assert [entry.latest for entry in listed] == [False] * 8 + [True]
-    assert listed[7].base == Version(0, 6)
+    assert listed[7].base == v(6)
     assert listed[6].bytes == listed[7].full_bytes > 2048 > listed[7].bytes
 
 
@@ -91,7 +91,7 @@ def test_gc_spares_what_was_superseded_within_the_grace(store: MemoryStore, hour
 
 
 def test_gc_spares_the_chain_of_a_lease_until_it_expires(store: MemoryStore) -> None:
-    with lease(store, RUN, Version(0, 4)):
+    with lease(store, RUN, v(4)):
         done = admin.gc(store, RUN, keep_anchors=1, now=time.time())
         assert steps(done.kept) == [3, 4, 6, 7, 8]
         done = admin.gc(store, RUN, keep_anchors=1, now=time.time() + LEASE_SECONDS + 1)
@@ -103,23 +103,18 @@ def test_a_mirror_leases_what_it_reads_from_an_anchor(store: MemoryStore, tmp_pa
     """A collector that runs while the anchor is being downloaded takes nothing away."""
 
     class Collecting(MemoryStore):
-        def __init__(self) -> None:
-            super().__init__()
-            self._objects = store._objects
-
         def fetch(self, key: str, path: Path) -> None:
             admin.gc(self, RUN, keep_anchors=1, grace_seconds=0)
             super().fetch(key, path)
 
-    with Mirror(tmp_path / "mirror", Collecting(), RUN) as mirror:
-        mirror.promote(mirror.stage(Version(0, 2)).version)
-        assert mirror.version == Version(0, 2)
+    with Mirror(tmp_path / "mirror", Collecting(store._objects), RUN) as mirror:
+        follow(mirror, v(2))
 
 
 @pytest.mark.parametrize("now", [-DAY, 0, 9 * DAY, 1e6 * DAY])
 def test_what_latest_names_stays_whatever_the_clock_says(store: MemoryStore, now: float) -> None:
     """The newest anchor is there, and LATEST has not moved to it yet."""
-    store.replace(f"{RUN}/LATEST", f"{Version(0, 5)}\n".encode())
+    store.replace(f"{RUN}/LATEST", f"{v(5)}\n".encode())
     done = admin.gc(store, RUN, keep_anchors=1, grace_seconds=0, now=now)
     assert {3, 4, 5} <= set(steps(done.kept))
 
@@ -136,24 +131,20 @@ def test_gc_removes_files_that_never_got_a_manifest_unless_they_may_still_get_on
 
 def test_gc_spares_a_version_whose_manifest_comes_while_it_reads(store: MemoryStore, tmp_path: Path) -> None:
     """Its files are there when they are listed; by the last manifest it is published, and another one too."""
-    manifest, key = store.read(manifest_key(RUN, Version(0, 7))), manifest_key(RUN, Version(0, 7))
-    store.replace(f"{RUN}/LATEST", f"{Version(0, 6)}\n".encode())
+    manifest, key = store.read(manifest_key(RUN, v(7))), manifest_key(RUN, v(7))
+    store.replace(f"{RUN}/LATEST", f"{v(6)}\n".encode())
     newer = {name: store.read(name) for name in store.list(f"{RUN}/L000-v00000008/")}
     for name in [key, *newer]:
         store.delete(name)
 
     class Publishing(MemoryStore):
-        def __init__(self) -> None:
-            super().__init__()
-            self._objects = store._objects
-
         def read(self, name: str) -> bytes:
-            if name == manifest_key(RUN, Version(0, 0)):
+            if name == manifest_key(RUN, v(0)):
                 self._objects |= {key: manifest} | newer
-                self._objects[f"{RUN}/LATEST"] = f"{Version(0, 8)}\n".encode()
+                self._objects[f"{RUN}/LATEST"] = f"{v(8)}\n".encode()
             return super().read(name)
 
-    done = admin.gc(Publishing(), RUN, keep_anchors=1, now=9 * DAY)
+    done = admin.gc(Publishing(store._objects), RUN, keep_anchors=1, now=9 * DAY)
     assert steps(done.removed) == [0, 1, 2, 3, 4, 5]
     assert [result.problem for result in admin.verify(store, RUN, tmp_path)] == [None] * 3
 
@@ -170,9 +161,9 @@ def test_gc_looks_each_base_up_once_however_long_the_chains_are() -> None:
         @property
         def base(self) -> Version | None:
             looked_up.append(self.step)
-            return Version(0, self.step - 1) if self.step else None
+            return v(self.step - 1) if self.step else None
 
-    chain: dict[Version, Any] = {Version(0, step): Link(step) for step in range(300)}
+    chain: dict[Version, Any] = {v(step): Link(step) for step in range(300)}
     held = admin._Holdings([], [], None, chain)
     assert admin._needed(held, keep_anchors=1, since=1.0) == set(chain)
     assert max(map(looked_up.count, range(300))) <= 4
@@ -181,8 +172,8 @@ def test_gc_looks_each_base_up_once_however_long_the_chains_are() -> None:
 def test_export_writes_any_version_as_a_checkpoint_folder(store: MemoryStore, tmp_path: Path) -> None:
     for step in (2, 6, 8):
         folder = tmp_path / "out" / str(step)
-        admin.export(store, RUN, Version(0, step), folder)
+        admin.export(store, RUN, v(step), folder)
         np.testing.assert_array_equal(load_file(folder / "model.safetensors")["w"], weights(step))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["2", "6", "8"]
     with pytest.raises(SnapshotError, match="is not empty"):
-        admin.export(store, RUN, Version(0, 8), tmp_path / "out" / "2")
+        admin.export(store, RUN, v(8), tmp_path / "out" / "2")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flat_tensors import digests
-from published import bits_of, publisher_of, saved
+from published import bits_of, follow, publisher_of, saved, v
 
 from sync.weights.snapshots import checkpoint
 from sync.weights.stores.store import DirectoryStore
@@ -31,7 +31,7 @@ def published(tmp_path: Path) -> tuple[DirectoryStore, dict[Version, dict[str, s
     values = {name: random.standard_normal(SIZE).astype("f2") for name in ("one", "two")}
     publisher, expected = publisher_of(store, values), {}
     for step in range(STEPS):
-        version, bits = Version(0, step), bits_of(values)
+        version, bits = v(step), bits_of(values)
         if step % 6 == 0:
             publisher.anchor(version, None, saved(tmp_path / "saved", values), bits)
         else:
@@ -50,8 +50,7 @@ def follow_until_killed(folder: Path, store: DirectoryStore, seconds: float) -> 
             with Mirror(folder, store, RUN) as mirror:
                 while True:
                     for step in [*range(STEPS), 8, 3]:
-                        if mirror.version != Version(0, step):
-                            mirror.promote(mirror.stage(Version(0, step)).version)
+                        follow(mirror, v(step))
         finally:
             os._exit(1)
     time.sleep(seconds)
@@ -79,6 +78,5 @@ def test_whatever_a_killed_mirror_says_it_holds_it_holds(
             found.add(mirror.version)
     with Mirror(folder, store, RUN) as mirror:
         for step in (11, 10):
-            if mirror.version != Version(0, step):
-                mirror.promote(mirror.stage(Version(0, step)).version)
-        assert digests(mirror.path or folder) == expected[Version(0, 10)]
+            follow(mirror, v(step))
+        assert digests(mirror.path or folder) == expected[v(10)]
