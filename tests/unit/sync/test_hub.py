@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from ports import Handler, served
 
 CHECK = "from sync.base.hub import check_reachable; check_reachable('owner/name', None, 'model')"
 CARD = "from sync.base.hub import optional_file; print(optional_file('owner/name', None, 'README.md'))"
@@ -21,27 +21,16 @@ CARD = "from sync.base.hub import optional_file; print(optional_file('owner/name
 def hub() -> Iterator[ThreadingHTTPServer]:
     """Answers with the statuses in `answers`, each with its Retry-After, then 404; `times` is when."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Asked(Handler):
         def do_HEAD(self) -> None:
             server.times.append(time.monotonic())
             status, told = server.answers.pop(0) if server.answers else (404, None)
-            self.send_response(status)
-            if told is not None:
-                self.send_header("Retry-After", told)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(status, headers={} if told is None else {"Retry-After": told})
 
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Asked)
     server.answers, server.times = [], []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(server):
+        yield server
 
 
 def run(code: str, port: int, cache: Path) -> subprocess.CompletedProcess[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from sync.base.errors import WrongServer
 from sync.wire.peers import Answerer, Role, identify, wrong, wrong_among
 from sync.wire.server import application
 from teacher_service.client import TeacherClient
-from tests.support.ports import answering, served
+from tests.support.ports import Handler, answering, served
 
 OPENAI = {"/health": {}, "/v1/models": {"object": "list", "data": [{"id": "m", "object": "model"}]}}
 VLLM = {"/v1/models": {"data": [{"id": "m", "owned_by": "vllm"}]}, "/version": {"version": "0.32.0"}}
@@ -27,18 +27,12 @@ VLLM = {"/v1/models": {"data": [{"id": "m", "owned_by": "vllm"}]}, "/version": {
 def plain_server(answers: Mapping[str, Any]) -> Iterator[str]:
     """URL of a server with these JSON answers; 404 elsewhere."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Plain(Handler):
         def do_GET(self) -> None:
             content = json.dumps(answers.get(self.path, {"detail": "Not Found"})).encode()
-            self.send_response(200 if self.path in answers else 404)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.answer(200 if self.path in answers else 404, content)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with served(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), Plain)) as server:
         yield f"http://127.0.0.1:{server.server_port}"
 
 
