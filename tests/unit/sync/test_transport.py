@@ -212,7 +212,7 @@ def test_the_blocking_client_retries_and_refuses_alike() -> None:
     assert scripted.calls == 3
 
 
-@pytest.mark.parametrize(("limit", "calls"), [(60.0, 1), (0.3, 3)])
+@pytest.mark.parametrize(("limit", "calls"), [(60.0, 1), (0.3, 2)])
 def test_the_blocking_client_takes_no_longer_than_it_was_given_and_asks_a_silent_peer_again(
     limit: float, calls: int
 ) -> None:
@@ -220,7 +220,7 @@ def test_the_blocking_client_takes_no_longer_than_it_was_given_and_asks_a_silent
     with socket.create_server(("127.0.0.1", 0)) as silent:
         peer = BlockingPeer("http://127.0.0.1:{1}".format(*silent.getsockname()), timeout=limit)
         started = time.monotonic()
-        with pytest.raises(Unreachable, match=r"within 1 s \(TimeoutError"):
+        with pytest.raises(Unreachable, match=r"within 1 s \(\w*TimeoutError"):
             peer.call("/x", REQUEST, Ok, timeout=1.2)
         assert time.monotonic() - started < 30
         silent.settimeout(0.0)
