@@ -118,11 +118,11 @@ async def _read(response: aiohttp.ClientResponse, limit: asyncio.Timeout, max_by
     and for one that announces or has more than `max_bytes`."""
     answer = Answer(str(response.url), response.status, response.headers, bytearray())
     check_plain(answer.url, answer.headers)
-    most, ends = max_bytes if answer.status == 200 else MAX_REFUSAL, limit.when()
+    longest, ends = max_bytes if answer.status == 200 else MAX_REFUSAL, limit.when()
 
     def check(length: int) -> None:
-        if length > most:
-            raise RemoteError(f"{answer.url} answered with more than {most} bytes: ask for fewer at once")
+        if length > longest:
+            raise RemoteError(f"{answer.url} answered with more than {longest} bytes: ask for fewer at once")
 
     check(response.content_length or 0)
     async for part in response.content.iter_any():
@@ -365,7 +365,12 @@ class BlockingPeer:
             async with self._connect() as peer:
                 return await send(peer)
 
-        return asyncio.run(alone())
+        try:
+            return asyncio.run(alone())
+        except RuntimeError as error:  # a name is looked up in a thread, and none begins any more
+            if "shutdown" not in str(error):
+                raise
+            raise Unreachable(f"{self.url} is asked no more: this process ends") from None
 
 
 def _frame_length(buffer: bytearray) -> int:

@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 import socket
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -226,6 +228,27 @@ def test_the_blocking_client_takes_no_longer_than_it_was_given_and_asks_a_silent
         silent.settimeout(0.0)
         for _ in range(calls):
             silent.accept()[0].close()
+
+
+ENDING = """
+import atexit, threading, time
+from sync.base.errors import Unreachable
+from sync.wire import Ok
+from sync.wire.client import BlockingPeer
+def ask():
+    while True:
+        try:
+            BlockingPeer("http://localhost:9").call("/x", None, Ok, 0.1)
+        except Unreachable:
+            time.sleep(0.01)
+threading.Thread(target=ask, daemon=True).start()
+atexit.register(time.sleep, 0.5)
+"""
+
+
+def test_a_thread_that_asks_while_its_process_ends_is_told_so_and_prints_nothing() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
 
 
 async def test_a_connection_without_traffic_is_probed() -> None:
