@@ -264,7 +264,8 @@ class Controller:
         self._step = of_step(self.run_log.state, report)
         figures = self._step | self.metrics()
         self._hooks.step(report.version, figures)
-        for warning in self.advice.look(figures):
+        newest = [of_evaluation(evaluation) for evaluation in self.run_log.state.evaluations[-1:]]
+        for warning in self.advice.look(figures | dict(*newest)):
             logger.warning("%s", warning)
             self._hooks.alert("waste", warning)
         if problem := self.guard.look(report.version.step, report.metrics):

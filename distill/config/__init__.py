@@ -225,6 +225,9 @@ class GuardConfig(Settings):
     """Lowest student entropy, nats per token; None: no limit."""
     max_truncation_rate: float | None = Field(None, ge=0, le=1)
     """Highest share of a step's rollouts cut off at `rollout.max_tokens`; None: no limit."""
+    min_end_share: float | None = Field(None, gt=0, le=1)
+    """Lowest probability of the end of a completion, as a share of the teacher's at the same tokens
+    (`train/student_end`, `train/teacher_end`); None: no limit."""
     patience: int = Field(3, ge=1)
     """Consecutive bad steps before `action`."""
     action: Literal["hold", "rollback"] = "hold"

@@ -11,7 +11,8 @@
                               sampled; more than one where the environment rewrote the context
         metrics               further figures of the environment
 
-A file is there when all of its completions are. The folders of the newest KEPT versions are kept.
+A file is there when all of its completions are. The folders of the first and of the newest KEPT versions are
+kept. evaluations/teacher holds what the teachers made of the held-out prompts, once for the run.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ GONE_SECONDS: Final = 600.0
 """Within which an environment must be back, after a restart too."""
 KEPT: Final = 20
 """Versions."""
+TEACHER: Final = "teacher"
+"""Folder of the teachers' completions, where versions have theirs."""
 LONGEST: Final = 32
 """Tokens of what a loop repeats."""
 LEAST: Final = 12
@@ -251,8 +254,8 @@ class Generation:
 # --- files
 
 
-def file_of(run_dir: Path, version: Version, name: str) -> Path:
-    """File of a set's completions."""
+def file_of(run_dir: Path, version: Version | str, name: str) -> Path:
+    """File of a set's completions; `version`: TEACHER for the teachers'."""
     return run_dir / "evaluations" / str(version) / f"{name}.jsonl"
 
 
@@ -324,12 +327,12 @@ def read_completions(path: Path, prompt_set: PromptSet) -> Iterator[Completion]:
 
 
 def remove_old(run_dir: Path) -> None:
-    """Remove the folders of all but the newest KEPT versions, whenever they were written."""
+    """Remove the folders of all but the first and the newest KEPT versions, whenever they were written."""
     folder = run_dir / "evaluations"
     versions = sorted(
         version for _, version in named(path.name for path in folder.iterdir()) if version is not None
     )
-    for version in versions[:-KEPT]:
+    for version in versions[1:-KEPT]:
         shutil.rmtree(folder / str(version), ignore_errors=True)
 
 

@@ -30,6 +30,7 @@ from distill.config.evaluation import HELD_OUT, EvaluationConfig
 from distill.environments.episode import Environment
 from distill.evaluation import statistics
 from distill.evaluation.completions import (
+    TEACHER,
     Completion,
     Generation,
     Tokens,
@@ -41,7 +42,7 @@ from distill.evaluation.completions import (
 )
 from distill.evaluation.models import load_student
 from distill.evaluation.reverse_kl import ReverseKL, exact, head_of, parts, tensor_of, total
-from distill.evaluation.sets import open_sets
+from distill.evaluation.sets import PromptSet, open_sets
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import VOTING
 from distill.prompts.sources import longest_sequence, open_prompts
@@ -179,6 +180,7 @@ class Evaluator:
             for name in self._sets
             if name != HELD_OUT and file_of(run_dir, version, name).is_file()
         }
+        reference = await self._reference()
         await asyncio.to_thread(remove_old, run_dir)
         generated, ended = self._spent.get(version, 0.0), time.monotonic()
         parts_of = generated, compared - began, ended - compared
@@ -192,6 +194,7 @@ class Evaluator:
             seconds=ended - began + generated,
             sets=sets,
             behaviour=behaviour(completions),
+            reference=reference,
             sources=_by_name(sources, compared_with, completions, passed),
             teachers=_by_name(
                 [self._route(source) for source in sources], compared_with, completions, passed
@@ -249,6 +252,54 @@ class Evaluator:
         finally:
             await cancel(tasks)
         await asyncio.to_thread(write_completions, path, completions, prompt_set, self._tokenizer)
+
+    async def _reference(self) -> wire.Behaviour | None:
+        """How the teachers' own completions of the held-out prompts read, each made once for the run.
+
+        None: a teacher generates none, is no single distribution (it follows the student, or sees a prompt of
+        its own), or the prompts are an environment's.
+        """
+        path, prompt_set = file_of(self._config.run_dir, TEACHER, HELD_OUT), self._sets[HELD_OUT]
+        if path.is_file():
+            return behaviour(await asyncio.to_thread(lambda: list(read_completions(path, prompt_set))))
+        routed: dict[str, list[wire.TeacherPrompt]] = {}
+        for index, prompt in enumerate(prompt_set.prompts):
+            if prompt.environment:
+                return None
+            asked = wire.TeacherPrompt(
+                str(index), wire.pack(np.array(prompt.token_ids, np.int32)), seed=index
+            )
+            routed.setdefault(self._route(prompt.source), []).append(asked)
+        for name in routed:
+            settings, info = self._config.teachers[name], await self._teachers[name].first_info()
+            changes = settings.follow_student_every is not None or settings.prompt_transform is not None
+            if changes or "generate" not in info.can:
+                return None
+        completions = [
+            completion
+            for name, prompts in routed.items()
+            for completion in await self._by_teacher(name, prompts, prompt_set)
+        ]
+        completions.sort(key=lambda completion: completion.index)
+        await asyncio.to_thread(write_completions, path, completions, prompt_set, self._tokenizer)
+        return behaviour(completions)
+
+    async def _by_teacher(
+        self, name: str, prompts: list[wire.TeacherPrompt], prompt_set: PromptSet
+    ) -> list[Completion]:
+        """Its completions, sampled like the student's. Raises RemoteError for a refusal, WireError for one
+        that cannot be used."""
+        limit, stop = prompt_set.sampling.max_tokens, prompt_set.sampling.stop_token_ids
+        completions = []
+        for answer in await self._teachers[name].generate(prompts, limit, stop):
+            if not isinstance(answer, wire.TeacherCompletion):
+                raise RemoteError(f"teacher {name} refuses a prompt of the evaluation: {answer.error}")
+            if problem := checks.teacher_completion(answer, limit, self._vocab):
+                raise WireError(f"a completion of teacher {name} cannot be used: {problem}")
+            index, token_ids = int(answer.id), wire.unpack(answer.token_ids).copy()
+            tokens = Tokens(prompt_set.prompts[index].token_ids, token_ids, [(0, len(token_ids))])
+            completions.append(Completion(index, [tokens], answer.finish_reason))
+        return completions
 
     # --- reverse KL ---------------------------------------------------------------------------------------
 

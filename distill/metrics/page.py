@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING, Any, Final
 
+from distill.config.evaluation import HELD_OUT as EVERY_RUN
+from distill.evaluation.completions import TEACHER, file_of
 from distill.metrics.card import facts
 from distill.metrics.results import Row, Run, read_run
 from distill.metrics.samples import Decoder, figures, read_samples, shaded
@@ -35,12 +37,13 @@ h1, h2 { line-height: 1.2 } h2 { margin-top: 2.5rem } img { width: 100%; min-wid
 td, th { padding: .25rem .75rem; text-align: right }
 td:first-child, th:first-child { text-align: left; padding-left: 0 } tr { border-bottom: 1px solid #e4e7eb }
 .sample { border-left: 3px solid #e4e7eb; padding-left: 1rem; margin: 1rem 0; overflow-wrap: anywhere }
+.texts td, .texts th { text-align: left; vertical-align: top; white-space: pre-wrap; min-width: 14rem }
 .prompt, .figures { color: #7b8794; white-space: pre-wrap } .tokens { white-space: pre-wrap }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem }
 """
 REPORT: Final = "report.html"
 MOST_SAMPLES: Final = 3
-"""Of the first and of the newest batch with samples."""
+"""Of the first and of the newest batch with samples, and of the held-out prompts."""
 ROWS: Final = (
     ("steps", "steps", ","),
     ("reverse KL before, nats per token", "before.reverse_kl", ".3f"),
@@ -78,6 +81,7 @@ BEHAVIOUR: Final = (
     ("distinct runs of four", "behaviour.distinct", ".1%"),
 )
 """The same, of how held-out completions read."""
+SIDES: Final = ("before", "after", "teacher")
 
 
 def write_page(folders: Sequence[Path], target: Path) -> Path:
@@ -137,10 +141,35 @@ def _details(run: Run, named: bool) -> Iterator[str]:
             early, late = ((summary.get(side) or {}).get(kind) or {} for side in ("before", "after"))
             parts = [(name, _cells(HELD_OUT, early.get(name), late.get(name))) for name in late or early]
             yield _table(f"Held out, by {kind[:-1]}", HELD_OUT, parts)
+        yield from _beside_the_teacher(run)
     yield from _samples(run)
     config = run.folder / "config.json"
     yield _fold("Configuration", config.read_text() if config.is_file() else "")
     yield _fold("Versions", json.dumps(summary.get("versions", {}), indent=1))
+
+
+def _beside_the_teacher(run: Run) -> Iterator[str]:
+    """How held-out completions read before and after, and the teacher's; then some of them."""
+    before, after = (run.summary.get(side) or {} for side in ("before", "after"))
+    reference = after.get("reference") or before.get("reference")
+    if before.get("behaviour") is None and after.get("behaviour") is None:
+        return
+    sides = (before, after, {"behaviour": reference})
+    rows = [(title, [_form(_at(side, place), form) for side in sides]) for title, place, form in BEHAVIOUR]
+    yield _table("Held-out completions", SIDES, rows)
+    if reference is None:
+        yield (
+            "<p>Completions of the teacher are not beside them: it generates none (engine vllm without "
+            "generate_url), is another for other steps or prompts, or the prompts are an environment's.</p>"
+        )
+    texts = []
+    for version in (before.get("version"), after.get("version"), TEACHER):
+        lines = read_lines(file_of(run.folder, version, EVERY_RUN), dict[str, Any]) if version else []
+        texts.append({line["index"]: line for line in lines if "completion" in line})
+    shown = list(texts[1] or texts[0])[:MOST_SAMPLES]
+    prompts = [(texts[1] or texts[0])[index]["prompt"] for index in shown]
+    cells = [[of_side.get(index, {}).get("completion", "–") for of_side in texts] for index in shown]
+    yield f"<div class=texts>{_table('Held-out prompt', SIDES, list(zip(prompts, cells, strict=True)))}</div>"
 
 
 def _cells(columns: Sequence[tuple[str, str, str]], *reports: Any) -> list[str]:

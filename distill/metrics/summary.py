@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -42,6 +43,12 @@ END_STEPS: Final = 3
 """Consecutive steps at which the student ends far less often than its teacher would."""
 LITTLE_END: Final = 0.2
 """Share of the teacher's probability of ending a completion that is far less."""
+FEW_ENDED: Final = 0.5
+"""Share of the teacher's share of held-out completions that end, below which a student's is said."""
+END_REMEDY: Final = (
+    "try a lower trainer.lr, rollout.max_tokens up to where the teacher ends, or completions of the teacher "
+    "too (objective.on_policy below 1)"
+)
 FIRST_STEPS: Final = 20
 """Before which nothing is concluded from a teacher's work."""
 LITTLE_WORK: Final = 0.1
@@ -140,6 +147,8 @@ def of_evaluation(report: EvalReport, best: bool | None = None) -> dict[str, flo
         name: getattr(report, name) for name in (*main, "reverse_kl_error", "truncated")
     }
     figures |= {"best": best, **(msgspec.structs.asdict(report.behaviour) if report.behaviour else {})}
+    if report.reference:
+        figures["reference"] = msgspec.structs.asdict(report.reference)
     sets = {
         name: {
             kind: estimate.value
@@ -369,12 +378,19 @@ class Advice:
                 "ends",
                 "the student forgets how to end a completion: the end has a probability of "
                 f"{student} at a token, and for its teacher one of {teacher}; "
-                "a reverse divergence does not bring back what is nearly lost: try a lower trainer.lr, "
-                "rollout.max_tokens up to where the teacher ends, or completions of the teacher too "
-                "(objective.on_policy below 1)",
+                f"a reverse divergence does not bring back what is nearly lost: {END_REMEDY}",
             )
         if self._steps < FIRST_STEPS:
             return
+        ended, reference = (figures.get(f"eval/{name}", 0.0) for name in ("ended", "reference/ended"))
+        prompts = self._config.evaluation.prompts if self._config.evaluation else 1
+        chance = 2 * math.sqrt(2 * reference * (1 - reference) / prompts)
+        if ended < FEW_ENDED * reference and reference - ended > chance:
+            yield (
+                "held-out ends",
+                f"of the held-out completions {ended:.1%} end by themselves, and of the teacher's own "
+                f"{reference:.1%}: {END_REMEDY}",
+            )
         waited = _share(figures, TRAINER, "idle")
         cause = f"perf/waited_seconds/{TRAINER}/"
         replicas, teachers = (figures.get(cause + role, 0.0) for role in (REPLICAS, TEACHERS))

@@ -75,6 +75,12 @@ def trouble(metrics: Mapping[str, float], config: GuardConfig) -> str | None:
     entropy = metrics.get("student_entropy", math.inf)
     if config.min_entropy is not None and entropy < config.min_entropy:
         return f"student_entropy is {entropy:.4g}, below guard.min_entropy = {config.min_entropy:g}"
+    student, teacher = metrics.get("student_end", math.inf), metrics.get("teacher_end", 0.0)
+    if config.min_end_share is not None and student < config.min_end_share * teacher:
+        return (
+            f"student_end is {student:.2g} and teacher_end {teacher:.2g}, its share below "
+            f"guard.min_end_share = {config.min_end_share:g}"
+        )
     return None
 
 

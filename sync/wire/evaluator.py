@@ -115,6 +115,8 @@ class EvalReport(Message, frozen=True):
     """Figures by the teacher that scored them; empty: there is one."""
     behaviour: Behaviour | None = None
     """How the held-out completions read; None: an earlier release did not record it."""
+    reference: Behaviour | None = None
+    """How the teachers' own completions of the same prompts read; None: they make none."""
 
 
 class ProbeRequest(Message, frozen=True):

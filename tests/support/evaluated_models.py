@@ -29,7 +29,9 @@ from sync.wire import (
     Head,
     Scored,
     ScoreSequence,
+    TeacherCompletion,
     TeacherInfo,
+    TeacherPrompt,
     Version,
     VersionSpan,
     Want,
@@ -85,6 +87,7 @@ class Teacher:
     def __init__(self, folder: Path, hidden: bool = True) -> None:
         self.engine = TransformersEngine(Qwen3ForCausalLM.from_pretrained(folder), KNOWN)
         self.hidden, self.requests = hidden, 0
+        self.completed: list[str] = []
 
     async def first_info(self) -> TeacherInfo:
         info = describe("t", self.engine.engine_info, letter_tokenizer())
@@ -105,6 +108,14 @@ class Teacher:
             scored(one.id, self.engine.score([item], options), "f4")
             for one, item in zip(sequences, items, strict=True)
         ]
+
+    async def generate(
+        self, prompts: list[TeacherPrompt], max_tokens: int, stop_token_ids: Sequence[int]
+    ) -> list[TeacherCompletion]:
+        """Two tokens each, the second the end."""
+        self.completed += [prompt.id for prompt in prompts]
+        token_ids, logprob = pack(np.array([3, EOS], np.int32)), pack(np.zeros(2, np.float32))
+        return [TeacherCompletion(prompt.id, token_ids, logprob, "stop") for prompt in prompts]
 
 
 @torch.no_grad()

@@ -357,9 +357,10 @@ class MemoryEvaluator:
     async def evaluate(self, version: Version) -> EvalReport:
         self.seen.append(version)
         await asyncio.sleep(0)
+        read = Behaviour(1.0, 1.0, 1.0, 0.0, 1.0)
         report = EvalReport(
             version=version, reverse_kl=self.kl(version.step), pass_rate=None, completions=1, tokens=1,
-            truncated=0.0, seconds=0.0, behaviour=Behaviour(1.0, 1.0, 1.0, 0.0, 1.0),
+            truncated=0.0, seconds=0.0, behaviour=read, reference=read,
         )  # fmt: skip
         return decode(encode(report), EvalReport)
 

@@ -39,6 +39,7 @@ from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.base.errors import DataError, RemoteError, WireError
 from sync.base.settings import ModelSource
 from sync.wire import (
+    Behaviour,
     Estimate,
     Generated,
     GenerateRequest,
@@ -99,6 +100,23 @@ async def test_reverse_kl_is_the_mean_over_tokens_of_the_full_sum_however_reques
     assert found.reverse_kl_error is None
     assert (found.completions, found.tokens) == (12, sum(one[2] for one in sums))
     assert found.truncated == sum(row["finish_reason"] == "length" for row in lines(models)) / 12
+
+
+async def test_the_teacher_completes_the_held_out_prompts_once_for_all_versions(models: Path) -> None:
+    teacher = Teacher(models / "teacher")
+    first = evaluator(models, teacher, Replica(models / "student"))
+    reports = [await evaluated(first), await evaluated(first)]
+    assert teacher.completed == [str(index) for index in range(12)]
+    assert [report.reference for report in reports] == [Behaviour(1.0, 2.0, 2.0, 0.0, 1.0)] * 2
+    again = evaluator(models, teacher, Replica(models / "student"))
+    assert (await evaluated(again)).reference == reports[0].reference
+    assert len(teacher.completed) == 12, "a restarted evaluator reads the file"
+
+
+async def test_a_teacher_that_generates_nothing_leaves_no_reference(models: Path) -> None:
+    teacher = Teacher(models / "teacher", hidden=False)
+    assert (await evaluated(evaluator(models, teacher, Replica(models / "student")))).reference is None
+    assert teacher.completed == []
 
 
 async def test_without_hidden_states_it_is_estimated_from_the_sampled_tokens(models: Path) -> None:
@@ -241,7 +259,7 @@ async def test_a_replica_of_its_own_is_brought_to_the_version(models: Path) -> N
     assert replica.updates == [Version(0, 2)]
 
 
-def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
+def test_the_first_and_the_newest_versions_are_kept(tmp_path: Path) -> None:
     for step in range(KEPT + 3):
         folder = file_of(tmp_path, Version(0, step), "x").parent
         folder.mkdir(parents=True)
@@ -249,7 +267,7 @@ def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
     (tmp_path / "evaluations" / "notes").mkdir()
     remove_old(tmp_path)
     assert sorted(one.name for one in (tmp_path / "evaluations").iterdir()) == [
-        *(str(Version(0, step)) for step in range(3, KEPT + 3)),
+        *(str(Version(0, step)) for step in (0, *range(3, KEPT + 3))),
         "notes",
     ]
 

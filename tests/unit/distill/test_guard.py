@@ -49,6 +49,11 @@ GOOD = {
         ({"max_grad_norm": 3.0}, {"grad_norm": 4.0}, "above guard.max_grad_norm = 3"),
         ({"max_truncation_rate": 0.5}, {"truncation_rate": 0.6}, "above guard.max_truncation_rate = 0.5"),
         ({"min_entropy": 0.2}, {"student_entropy": 0.1}, "below guard.min_entropy = 0.2"),
+        (
+            {"min_end_share": 0.2},
+            {"student_end": 0.001, "teacher_end": 0.01},
+            "below guard.min_end_share = 0.2",
+        ),
     ],
 )
 def test_every_limit_is_named_when_it_is_passed(limits: Any, metrics: Any, said: str) -> None:
@@ -300,6 +305,17 @@ def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy(
     assert "of 4.5e-05 at a token, and for its teacher one of 3.1e-03" in line
     assert "try a lower trainer.lr" in line
     assert advice.look({"train/student_end": 0.0}) == [], "a teacher that sends no scores for it"
+
+
+def test_a_student_whose_held_out_completions_end_less_often_than_chance_explains_is_told_once() -> None:
+    advice = Advice(make_config(evaluation={"prompts": 64}))
+    by_chance, fewer = (
+        {"eval/ended": e, "eval/reference/ended": r} for e, r in ((0.0625, 0.15), (0.0625, 0.5))
+    )
+    said = [advice.look(figures) for figures in [*[by_chance] * FIRST_STEPS, fewer, fewer]]
+    assert said[:-2] == [[]] * FIRST_STEPS
+    assert "held-out completions 6.2% end by themselves, and of the teacher's own 50.0%" in said[-2][0]
+    assert said[-1] == []
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_figures_of_sets_and_of_the_trainer_are_documented() -> None:
     report = replace(
         plain, reverse_kl_error=0.1, pass_rate=0.5, reward=0.5, sets={"gsm8k": one},
         sources={"open/maths": part}, teachers={"large": part},
-        behaviour=Behaviour(0.5, 2.0, 3.0, 0.0, 1.0),
+        behaviour=Behaviour(0.5, 2.0, 3.0, 0.0, 1.0), reference=Behaviour(0.5, 2.0, 3.0, 0.0, 1.0),
     )  # fmt: skip
     found = of_evaluation(report, True)
     assert (found["eval/gsm8k/majority"], found["eval/best"]) == (0.5, 1.0)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from small_config import make_config
 from trace_processor import Trace
 
+from distill.evaluation.completions import file_of
 from distill.metrics.page import draw, draw_cost, middle_window, write_page
 from distill.metrics.results import read_run
 from distill.metrics.samples import SAMPLES, Sample
@@ -223,6 +224,26 @@ def test_the_page_of_a_run_needs_no_other_file_and_escapes_what_it_shows(tmp_pat
     assert 'src="data:image/png;base64,' in page
     assert "http" not in page
     assert "width=device-width" in page
+
+
+def test_held_out_completions_stand_beside_those_before_and_the_teachers(tmp_path: Path) -> None:
+    read = {"ended": 0.25, "length_mean": 40.0, "length_p90": 48.0, "looping": 0.0, "distinct": 0.5}
+    write_run(tmp_path / "run")
+    sides = {name: {"version": f"L000-v0000000{n}"} for n, name in enumerate(("before", "after"))}
+    for name in (*(side["version"] for side in sides.values()), "teacher"):
+        path = file_of(tmp_path / "run", name, "held_out")
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"index": 7, "prompt": "Say <b>", "completion": f"by {name}"}) + "\n")
+    sides["before"] |= {"behaviour": read}
+    sides["after"] |= {"behaviour": read | {"ended": 0.5}, "reference": read | {"ended": 0.75}}
+    for summary in (sides, sides | {"after": {**sides["after"], "reference": None}}):
+        (tmp_path / "run" / "summary.json").write_text(json.dumps({**SUMMARY, **summary}))
+        page = write_page([tmp_path / "run"], tmp_path / "report.html").read_text()
+        told = "75.0%" if summary is sides else "–"
+        assert f"<tr><td>end</td><td>25.0%</td><td>50.0%</td><td>{told}</td></tr>" in page
+        assert ("it generates none" in page) == (summary is not sides)
+    texts = "".join(f"<td>{text}</td>" for text in ("by L000-v00000000", "by L000-v00000001", "by teacher"))
+    assert f"<tr><td>Say &lt;b&gt;</td>{texts}</tr>" in page
 
 
 def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
