@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,16 +28,8 @@ def list_versions(run_dir: RunDir, json_file: JsonFile = None) -> None:
 
 
 @app.command("verify")
-def verify_versions(
-    run_dir: RunDir,
-    engines: Annotated[bool, typer.Option("--engines", help="Verify through two vLLM replicas.")] = False,
-    versions: Annotated[int, typer.Option(help="Random versions to send with --engines.", min=1)] = 50,
-    json_file: JsonFile = None,
-) -> None:
-    """Read every version back as a replica would, or send random versions to real replicas."""
-    if engines:
-        _prove(run_dir, versions, json_file)
-        return
+def verify_versions(run_dir: RunDir, json_file: JsonFile = None) -> None:
+    """Read every version back as a replica would."""
     from distill.published import verification
 
     checked = []
@@ -51,19 +41,6 @@ def verify_versions(
         raise DistillError(f"{run_dir} has no published version to verify: wait for the first one")
     if broken := [entry for entry in checked if entry["problem"]]:
         raise DistillError(f"{len(broken)} of {len(checked)} versions cannot be read back: see above")
-
-
-def _prove(run_dir: Path, versions: int, json_file: Path | None) -> None:
-    from distill.cli.verify_engines import figures, lines, prove
-    from distill.config.loading import load_run_dir
-
-    student = load_run_dir(run_dir).student
-    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".proof-") as work:
-        proof = asyncio.run(prove(student, Path(work) / "work", versions))
-    typer.echo("\n".join(lines(proof)))
-    write_figures(json_file, figures(proof))
-    if not proof.holds:
-        raise DistillError("the replicas' weights differ from the published ones: see above")
 
 
 @app.command("gc")

@@ -38,8 +38,8 @@ import typer
 import zstandard
 from tiny_models import language_model, save_words
 from transformers import AutoModelForCausalLM
+from weight_proof import RUN, Versions, on_loopback
 
-from distill.cli.verify_engines import RUN, Versions, on_loopback
 from distill.config import StudentConfig
 from distill.launch.preflight import serving
 from distill.launch.roles import Ports

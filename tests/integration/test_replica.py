@@ -28,8 +28,8 @@ from vllm_replica import (
     until,
     update,
 )
+from weight_proof import prompt_scores
 
-from distill.cli.verify_engines import prompt_scores
 from distill.launch.supervise import first_error
 from student_trainer.objectives.divergences import mask_log_mass
 from sync.base.errors import ConfigError, RemoteError

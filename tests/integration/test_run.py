@@ -35,8 +35,8 @@ from open_ports import Listeners
 from ports import free_port
 from recorded import records_of
 from trace_processor import Trace
+from weight_proof import prove
 
-from distill.cli.verify_engines import prove
 from distill.config import StudentConfig
 from distill.metrics.page import ROWS
 from distill.metrics.summary import digest_of_all

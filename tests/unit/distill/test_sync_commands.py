@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import hostile_store
 import pytest
 from memory_store import MemoryStore
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from distill import published
 from distill.cli.main import main
-from distill.cli.verify_engines import prompt_scores
 from distill.config.loading import load
-from distill.trainer_api.http_api import listen, serving
-from sync.base.errors import ConfigError, RemoteError, Unreachable
 from sync.weights.stores.store import DirectoryStore
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.toml"
@@ -123,35 +115,3 @@ def test_a_renamed_folder_reads_its_own_store(tmp_path: Path) -> None:
     published.collection(renamed, grace_seconds=0.0, dry_run=False)
     assert later.list("") == before
     assert str(published.export_version(renamed, "", tmp_path / "out")) == "L000-v00000000"
-
-
-def test_the_proof_needs_a_student_on_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run_folder(tmp_path, '{type="directory"}')
-    config = load(QUICKSTART, ["student.path=nobody/nowhere"])
-    (folder / "config.json").write_text(config.model_dump_json())
-    said = refused(tmp_path, ["sync", "verify", str(folder), "--engines"], capsys)
-    assert "student.path nobody/nowhere is no folder on this machine" in said
-
-
-async def test_a_server_that_is_no_replica_is_named() -> None:
-    async def answer(request: Request) -> Response:
-        return JSONResponse({"error": "go away"}, 403) if "shut" in request.url.path else JSONResponse({})
-
-    app = Starlette(routes=[Route("/{rest:path}", answer, methods=["GET", "POST"])])
-    bound = listen("127.0.0.1", 0, None)
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    async with serving(app, bound):
-        with pytest.raises(RemoteError, match=r"/shut/v1/models answered 403: .*go away"):
-            await prompt_scores(f"{url}/shut", None, [[1]])
-
-
-async def test_a_wrong_address_is_named() -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        with pytest.raises(Unreachable, match=rf"{url}/v1/models: ClientConnectorError: "):
-            await prompt_scores(url, None, [[1]])
-    with pytest.raises(ConfigError, match="URL 'no address at all' is not a server's URL"):
-        await prompt_scores("no address at all", None, [[1]])

@@ -1,4 +1,4 @@
-"""Proof with real engines that weights arrive bit-identical: `distill sync verify RUN_DIR --engines`.
+"""Proof with real engines that weights arrive bit-identical.
 
     publisher   N random versions of the student, as deltas, into a store of its own
     follower    a vLLM replica that applies every one of them
@@ -15,7 +15,7 @@ import asyncio
 import json
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,6 @@ from distill.launch.preflight import serving
 from distill.launch.roles import Ports, url_of
 from distill.launch.supervise import ChildSpec
 from sync.base.address import token_from_environment
-from sync.base.errors import DataError
 from sync.base.settings import ReplicaConfig
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
@@ -118,10 +117,6 @@ async def prove(config: StudentConfig, work: Path, versions: int = 50, sequences
     `sequences`: how many prompts proof (b) compares.
     """
     model = Path(config.path)
-    if not await asyncio.to_thread(model.is_dir):
-        raise DataError(
-            f"student.path {config.path} is no folder on this machine: the proof alters a copy of it"
-        )
     store = work / "store"
     published = await asyncio.to_thread(Versions, model, work, DirectoryStore(store))
     await asyncio.to_thread(published.publish, "full")
@@ -187,23 +182,3 @@ async def prompt_scores(url: str, token: str | None, prompts: list[list[int]]) -
             answer = await peer.once("/v1/completions", json.dumps(body).encode(), peer.timeout)
             scores.append(json.loads(bytes(answer))["choices"][0]["prompt_logprobs"])
     return scores
-
-
-def lines(proof: Proof) -> list[str]:
-    """The proof as text."""
-    results = {
-        "(a) digests equal, all three": proof.digests_equal,
-        f"(b) {proof.sequences} prompts score bit-equally": proof.scores_equal,
-        "(a) fails on a planted difference": proof.planted_digests_differ,
-        "(b) fails on a planted difference": proof.planted_scores_differ,
-    }
-    return [
-        f"{'versions applied':<37} {proof.versions} ({proof.updates_per_second:.1f} a second)",
-        f"{'median pause of an update':<37} {proof.pause_seconds * 1e3:.1f} ms",
-        *(f"{what:<37} {'yes' if holds else 'NO'}" for what, holds in results.items()),
-    ]
-
-
-def figures(proof: Proof) -> dict[str, Any]:
-    """The proof as JSON."""
-    return {**asdict(proof), "holds": proof.holds}
