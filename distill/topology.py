@@ -21,6 +21,7 @@ TRAINER: Final = "trainer"
 EVALUATOR, EVALUATION_REPLICA = "evaluator", "evaluation-replica"
 CONTROLLER: Final = "controller"
 HERE: Final = "here"
+EACH_NODE: Final = "each trainer node"
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,12 @@ class Process:
     """What its URL leads to; None: it serves nothing."""
     url: str | None = None
     """Where it runs already; None: it is started, or registers."""
+    host: str = HERE
+    """Its machine: of its URL, of a cluster, EACH_NODE of the trainer's, else HERE."""
     devices: tuple[str, ...] | None = None
-    """GPUs that its section names; None: it names none."""
+    """GPUs that its section names, or that its cluster gives it; None: it has those of its machine."""
     follows: bool = False
     """Whether it reads published weights."""
-
-    @property
-    def host(self) -> str:
-        """The machine of its URL, else HERE."""
-        return str(urlsplit(self.url).hostname) if self.url else HERE
 
     @property
     def subject(self) -> str:
@@ -103,6 +101,7 @@ def processes(config: RunConfig, gpus: bool = True) -> list[Process]:
         several = section == "student" or (len(place.urls) or number) > 1
         taken = usual * gpus if place.gpus is None else place.gpus
         for index in range(len(place.urls) or number):
+            url = place.urls[index] if place.urls else None
             devices = named(place.devices[index % len(place.devices)]) if place.devices else None
             servers.append(
                 Process(
@@ -113,14 +112,17 @@ def processes(config: RunConfig, gpus: bool = True) -> list[Process]:
                     index=index,
                     place=place,
                     role=role,
-                    url=place.urls[index] if place.urls else None,
+                    url=url,
+                    host=str(urlsplit(url).hostname) if url else HERE,
                     devices=devices,
                     follows=follows,
                 )
             )
     trainer = config.trainer
     devices = None if trainer.devices is None else named(trainer.devices)
-    return [*servers, Process(TRAINER, trainer.ranks * gpus, trainer.nodes, devices=devices)]
+    elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None or trainer.nodes > 1
+    host = EACH_NODE if elsewhere else HERE
+    return [*servers, Process(TRAINER, trainer.ranks * gpus, trainer.nodes, host=host, devices=devices)]
 
 
 def process_of(config: RunConfig, section: str, index: int = 0) -> Process:

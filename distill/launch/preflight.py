@@ -54,8 +54,8 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> Ready:
 
     Raises ConfigError, DataError or StoreError.
     """
-    where, machines = planned(config)
-    config, split, lines = check(config, where)
+    placed, machines = planned(config)
+    config, split, lines = check(config, placed)
     for line in lines:
         say(line)
     disk = machine.estimate(config)

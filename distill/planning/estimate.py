@@ -31,10 +31,10 @@ from distill.config.prompts import EnvironmentPrompts
 from distill.metrics.summary import threads
 from distill.model_facts import Shape, item_bytes, shape_of
 from distill.planning.hardware import CPU, Device
-from distill.preflight_checks.devices import EACH_NODE, VLLM_SHARE, WORKSPACE, Use
+from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
 from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, runs_vllm
 from distill.prompts.sources import student_limit, text_config
-from distill.topology import HERE, TRAINER, Process, parallel, processes
+from distill.topology import EACH_NODE, HERE, TRAINER, Process, parallel, processes
 from student_trainer.launch import machines
 from sync.base.errors import ConfigError
 from teacher_service.config import TeacherConfig

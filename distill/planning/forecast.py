@@ -13,7 +13,7 @@ from distill.planning import estimate
 from distill.planning.estimate import Calibration, Plan, Stage, find_roles, step_seconds
 from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
-from distill.preflight_checks.devices import Use, Where, check_devices, gpus, uses, visible
+from distill.preflight_checks.devices import Placed, Use, check_devices, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
 from distill.preflight_checks.placement import planned
@@ -64,27 +64,25 @@ def forecast(
     config: RunConfig, device: str, prompt: float | None, completion: float | None, measured: Path | None
 ) -> Forecast:
     """As `distill.plan`."""
-    where, machines = planned(config)
-    config, row, roles = _place(config, device, where)
+    placed, machines = planned(config)
+    config, row, roles = _place(config, device, placed)
     run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
     lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
     plan = estimate.plan(config, row, roles, lengths, calibration)
     before = (run, theirs) if run is not None and theirs is not None else None
-    return Forecast(plan, row, roles, _refusal(config, where) if roles else None, before, machines)
-
-
-def _refusal(config: RunConfig, where: Where | None) -> str | None:
+    refusal = None
     try:
-        check_devices(config, where)
+        if roles:
+            check_devices(config, placed)
     except ConfigError as error:
-        return str(error)
-    return None
+        refusal = str(error)
+    return Forecast(plan, row, roles, refusal, before, machines)
 
 
-def _place(config: RunConfig, name: str, where: Where | None) -> tuple[RunConfig, Device, list[Use]]:
+def _place(config: RunConfig, name: str, placed: Placed | None) -> tuple[RunConfig, Device, list[Use]]:
     """With its objective chosen, its device, and who uses that. Raises ConfigError for an unknown kind.
 
-    `where`: the GPUs of processes on a cluster; None: all are on this machine.
+    `placed`: the processes of a cluster; None: all are on this machine.
     """
     config, sizes = with_objective(config).config, gpus()
     device = device_named(name) if name else None
@@ -94,7 +92,7 @@ def _place(config: RunConfig, name: str, where: Where | None) -> tuple[RunConfig
     if config.preflight.gpu_gib is None and (device or known):
         gib = device.gib if device else min(known) / GIB
         config = config.with_(preflight={"gpu_gib": gib})
-    gpu_uses = list(uses(config, visible(sizes), where))
+    gpu_uses = list(uses(config, visible(sizes), placed))
     if device is None and gpu_uses and (device := device_here()) is None:
         raise ConfigError(
             f"{gpu_uses[0].key} names GPUs and this machine has none: say which kind they are with --device "

@@ -18,7 +18,7 @@ from distill.config.prompts import EnvironmentPrompts, RowPrompts, sources_of
 from distill.evaluation.sets import check_rewards, open_sets
 from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, routing
 from distill.preflight_checks import objective, tokens
-from distill.preflight_checks.devices import Where, check_devices
+from distill.preflight_checks.devices import Placed, check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.preflight_checks.probes import environment_sources
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, open_prompts, text_config
@@ -55,10 +55,10 @@ class Checked(NamedTuple):
     """What was chosen and computed, in words."""
 
 
-def check(config: RunConfig, where: Where | None = None) -> Checked:
+def check(config: RunConfig, placed: Placed | None = None) -> Checked:
     """Check everything that can be known beforehand. Raises ConfigError or DataError.
 
-    `where`: the GPUs of processes that are started elsewhere; None: all are started on this machine.
+    `placed`: processes that are started elsewhere; None: all are started on this machine.
     """
     use_folder(config.run.code_folder)
     # code of the user's that only processes started later import
@@ -91,7 +91,7 @@ def check(config: RunConfig, where: Where | None = None) -> Checked:
     router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer, config.student.known_ids)
     refuse(objective.too_large(config, vocab_size))
-    lines += check_devices(config, where)
+    lines += check_devices(config, placed)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
     router.check(data_sources(split))
     refuse(_prompts(config, split, router))

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from distill.config import RunConfig, flags_of
@@ -35,7 +35,7 @@ from distill.model_facts import (
 )
 from distill.preflight_checks.machine import GIB, installed_for_cpu
 from distill.prompts.sources import student_limit, text_config
-from distill.topology import HERE, TRAINER, Process, named, parallel, processes
+from distill.topology import EACH_NODE, HERE, TRAINER, Process, named, parallel, processes
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16, offloads
 from student_trainer.launch import machines
 from student_trainer.objectives.config import needs
@@ -51,10 +51,9 @@ SMI_SECONDS: Final = 60.0
 """For nvidia-smi to answer in; seconds where the driver is not loaded yet."""
 VLLM_SHARE: Final = 0.92
 """vLLM's default of gpu-memory-utilization."""
-Where = Mapping[str, tuple[str, Sequence[str]]]
-"""Process → its machine of a cluster and the GPUs that it has there; of a process that is missing, neither is
-known."""
-EACH_NODE: Final = "each trainer node"
+Placed = Mapping[str, Process]
+"""Name → the process on its machine of a cluster, with the GPUs that it has there; of one that is missing,
+neither is known."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +85,15 @@ class Use:
         return f"{self.process} on {place}: {parts} = {_gib(self.bytes)}{share}"
 
 
-def check_devices(config: RunConfig, where: Where | None = None) -> list[str]:
+def check_devices(config: RunConfig, placed: Placed | None = None) -> list[str]:
     """A line for every process on GPUs. Raises ConfigError for a GPU with two of them or too little memory.
 
-    `where`: of the processes that are not started on this machine; None: all are. On a machine without GPUs
+    `placed`: those that are not started on this machine; None: all are. On a machine without GPUs
     only what `devices` names is computed. The sizes are those of nvidia-smi, of other machines those of
     preflight.gpu_gib; a GPU whose size is unknown is not compared with the sum.
     """
     sizes = gpus()
-    gpu_uses = list(uses(config, visible(sizes), where))
+    gpu_uses = list(uses(config, visible(sizes), placed))
     by_gpu: dict[tuple[str, str], list[Use]] = defaultdict(list)
     for use in gpu_uses:
         for gpu in use.gpus:
@@ -194,23 +193,23 @@ def visible(sizes: Iterable[str]) -> list[str]:
 # --- who uses them
 
 
-def uses(config: RunConfig, inherited: Sequence[str], where: Where | None = None) -> Iterator[Use]:
+def uses(config: RunConfig, inherited: Sequence[str], placed: Placed | None = None) -> Iterator[Use]:
     """Every process with GPUs whose memory is computed; `inherited`: those of a process on this machine
-    without `devices`. `where`: as for `check_devices`."""
+    without `devices`. `placed`: as for `check_devices`."""
     for process in processes(config):
-        if process.section == TRAINER:
-            host, names = _of_trainer(config, process, inherited)
-        else:
-            inherits = process.devices is None and process.host == HERE and process.gpus
-            host, names = process.host, inherited if inherits else process.devices or ()
-        if where is not None and process.url is None:
-            host, names = where.get(process.name, (HERE, ()))
+        if placed is not None and process.url is None:
+            process = placed.get(process.name) or replace(process, devices=())
+        names: Sequence[str] = process.devices or ()
+        if process.devices is None and process.host == HERE and process.gpus:
+            names = inherited
+        elif process.devices is None and process.host == EACH_NODE and config.preflight.gpu_gib:
+            names = [str(rank) for rank in range(process.gpus)]
         if not names:
             continue
         teacher, idle = process.place, False
         if isinstance(teacher, TeacherConfig):
             idle = teacher.engine != "vllm" and teacher.idle_unload_seconds is not None
-            if (teacher.urls or where is not None) and not _readable(teacher):
+            if (teacher.urls or placed is not None) and not _readable(teacher):
                 if process.index == 0:
                     subject = process.subject
                     log.warning(
@@ -219,19 +218,7 @@ def uses(config: RunConfig, inherited: Sequence[str], where: Where | None = None
                 continue
         if (memory := _memory(config, process, tuple(names))) is not None:
             terms, share, used = memory
-            yield Use(process.name, f"{process.section}.devices", host, used, terms, share, idle)
-
-
-def _of_trainer(config: RunConfig, process: Process, inherited: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Machine and GPUs of the ranks; on other machines, only what `devices` names, or as many as ranks."""
-    trainer = config.trainer
-    elsewhere = config.controller.trainer == "external" or trainer.hostfile is not None or trainer.nodes > 1
-    host = EACH_NODE if elsewhere else HERE
-    if process.devices is not None:
-        return host, process.devices
-    if not elsewhere:
-        return host, inherited
-    return host, [str(rank) for rank in range(trainer.ranks)] if config.preflight.gpu_gib else ()
+            yield Use(process.name, f"{process.section}.devices", process.host, used, terms, share, idle)
 
 
 def _memory(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
-from distill.preflight_checks.devices import EACH_NODE, Where
+from distill.preflight_checks.devices import Placed
 from distill.preflight_checks.machine import installed_for_cpu
-from distill.topology import TRAINER, Process, processes
+from distill.topology import EACH_NODE, TRAINER, Process, processes
 from sync.base.errors import ConfigError
 
 
@@ -27,10 +27,6 @@ class Node:
     """As its engine calls it."""
     gpus: int
     cpus: int
-
-
-Placed = Mapping[str, Sequence[Node]]
-"""Process → its machines."""
 
 
 def needs(config: RunConfig, gpus: bool) -> list[Process]:
@@ -90,7 +86,7 @@ def _count(gpus: int) -> str:
     return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
-def lines(placed: Placed, role_needs: Iterable[Process]) -> list[str]:
+def lines(placed: Mapping[str, Sequence[Node]], role_needs: Iterable[Process]) -> list[str]:
     """The placement for people, a line for each machine."""
     gpus = {need.name: need.gpus for need in role_needs}
     by_node: dict[str, list[str]] = {}
@@ -102,8 +98,8 @@ def lines(placed: Placed, role_needs: Iterable[Process]) -> list[str]:
     return [f"{node}: {', '.join(sorted(names))}" for node, names in sorted(by_node.items())]
 
 
-def planned(config: RunConfig) -> tuple[Where | None, list[str]]:
-    """The GPUs of every process of a run on a cluster, and a line for each machine; None: all is here.
+def planned(config: RunConfig) -> tuple[Placed | None, list[str]]:
+    """Every process of a run on a cluster, and a line for each machine; None: all is here.
 
     Raises ConfigError when the run does not fit. Where the machines are not known yet, each process has one
     of its own.
@@ -124,13 +120,14 @@ def planned(config: RunConfig) -> tuple[Where | None, list[str]]:
     return _gpus(needs(in_one, cluster.gpus_per_node > 0), placed), told
 
 
-def _gpus(role_needs: Iterable[Process], placed: Placed) -> dict[str, tuple[str, list[str]]]:
-    """Those of each process by number, machine by machine from 0 on; one without a place has its own."""
+def _gpus(role_needs: Iterable[Process], placed: Mapping[str, Sequence[Node]]) -> dict[str, Process]:
+    """Each with its GPUs by number, machine by machine from 0 on; one without a place has its own."""
     free: dict[str, Iterator[int]] = defaultdict(count)
-    where: dict[str, tuple[str, list[str]]] = {}
+    where: dict[str, Process] = {}
     for need in role_needs:
         machines = [node.name for node in placed.get(need.name, ())] or [f"the machine of {need.name}"]
         for machine in machines:
-            names = [str(number) for number in islice(free[machine], need.gpus)]
-            where[need.name] = (machine if need.nodes == 1 else EACH_NODE), names
+            names = tuple(str(number) for number in islice(free[machine], need.gpus))
+            host = machine if need.nodes == 1 else EACH_NODE
+            where[need.name] = replace(need, host=host, devices=names)
     return where

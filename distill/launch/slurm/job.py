@@ -35,7 +35,7 @@ from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
 from distill.launch.run_folder import TOKEN_FILE, holds_run
 from distill.metrics.trackers import FINISH_SECONDS
-from distill.preflight_checks.placement import Node, lines, needs, place
+from distill.preflight_checks.placement import Node, needs, place, planned
 from distill.registry import CONTROLLER_FILE, EXIT_REPLACED
 from distill.topology import Process
 from sync.base import durable
@@ -81,9 +81,7 @@ def write(
     a file system that the machines share.
     """
     cluster = _checked(config, overrides, resume)
-    role_needs = needs(config, cluster.gpus_per_node > 0)
-    nodes = [Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)]
-    shown = lines(place(role_needs, nodes), role_needs)
+    *shown, _ = planned(config)[1]  # without the sum of GPUs
     folder = (out or config.run_dir / FOLDER).absolute()
     durable.make_folder(folder)
     token = _token_file(folder)

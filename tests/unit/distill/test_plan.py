@@ -21,6 +21,7 @@ from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
 from distill.preflight_checks import devices, placement
 from distill.preflight_checks.machine import GIB
+from distill.topology import EACH_NODE
 from sync.base.errors import ConfigError, DataError
 from sync.base.settings import ModelSource
 
@@ -406,7 +407,7 @@ def test_on_slurm_roles_have_the_gpus_of_their_placement(model: str, monkeypatch
         "teacher t": 2,
         "trainer": 4,
     }
-    alone = [(use.host, gpu) for use in found.memory for gpu in use.gpus if use.host != devices.EACH_NODE]
+    alone = [(use.host, gpu) for use in found.memory for gpu in use.gpus if use.host != EACH_NODE]
     assert len(alone) == len(set(alone)) == 4
     assert (*found.lines,)[: len(found.machines)] == (*found.machines,)
     assert found.figures["machines"] == [*found.machines]
