@@ -18,7 +18,7 @@ from plain_step import ALONE
 from routed_models import BY_RANKS, CHOSEN, EXPERTS, build, gradients, live_routes, loss_of
 from torch import Tensor
 
-from distill.preflight_checks.machine import expert_parameters, layers_of_experts
+from distill.model_facts import expert_parameters, layers_of_experts
 from student_trainer import parallelism
 from student_trainer.config import TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config

@@ -36,9 +36,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from distill.preflight_checks import machine
+from distill import model_facts
+from distill.model_facts import has_experts, routing
 from distill.preflight_checks.checks import model_problems
-from distill.preflight_checks.machine import has_experts, routing
 from student_trainer import parallelism
 from student_trainer.engine import Student
 from student_trainer.head import HeadShape
@@ -226,7 +226,7 @@ def test_the_table_of_families_is_that_of_the_tests() -> None:
     lists = (CONFIGS, BY_RANKS, PUBLISHED, SERVED, SCORED)
     shown = [{config_of(family).model_type for family in families} for families in lists]
     assert told == {name: [name in families for families in shown] for name in shown[0]}
-    assert shown[0] == {*machine.FAMILIES}
+    assert shown[0] == {*model_facts.FAMILIES}
     assert shown[1] == {*parallelism.FAMILIES}
 
 
