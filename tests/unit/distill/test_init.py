@@ -18,6 +18,7 @@ from distill.planning import starter
 from distill.planning.starter import Wanted, write
 from distill.preflight_checks import devices
 from distill.preflight_checks.machine import GIB
+from student_trainer.objectives.config import Auto
 from sync.base.errors import ConfigError
 from sync.base.settings import ModelSource
 
@@ -55,6 +56,7 @@ def test_every_gpu_has_one_role_at_most(
     assert (config.trainer.ranks, config.student.replicas) == {3: (1, 1), 4: (1, 1), 8: (3, 3)}[gpus]
     assert config.rollout.max_tokens == 32
     assert config.trainer.deepspeed.name == "zero3_gpu.json"
+    assert config.objective == Auto(forward=1.0)
 
 
 def test_a_teacher_that_needs_several_gpus_is_split_over_a_power_of_two(
