@@ -1,12 +1,11 @@
 """The controller: constructs the stages of a run, subscribes them to one another, and runs until the end.
 
-    prompts ─▶ Dispatcher ─▶ Rewarding ─▶ Scoring ─▶ RunLog ─▶ StepBatcher ─▶ TrainerSession ─▶ trainer
-                 ▲  ├─▶ TeacherGeneration ─▶ Dispatcher.screen                                    │
-                 │  └─▶ Episodes ─▶ Dispatcher, turn by turn                                      │
-                 └─────────────── ReplicaPool follows the versions that are published ◀───────────┘
+    prompts ─▶ Lives: Dispatcher, teachers, environments ─▶ RunLog ─▶ StepBatcher ─▶ TrainerSession ─▶ trainer
+                            ▲                                                                        │
+                            └────────── ReplicaPool follows the versions that are published ◀────────┘
 
-Every stage is a task of its own; the capacity rule bounds what is between them. With `max_staleness` 0 the
-same tasks take turns.
+Every rollout is a task of its own, and so is every stage behind it; the capacity rule bounds what is between
+them. With `max_staleness` 0 the same tasks take turns.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ from distill.record.validation import Validator
 from distill.registry import Gangs, Registry
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
-from distill.rollout.episodes import Episodes
+from distill.rollout.life import Lives
 from distill.rollout.replica_pool import ReplicaPool
-from distill.rollout.rewarding import Rewarding
-from distill.scoring import ScoreReleases, Scoring, TeacherGeneration, TeacherQueue
+from distill.scoring import ScoreReleases
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
 from distill.trainer_api.session import TrainerSession
@@ -81,18 +79,13 @@ class Controller:
         self.registry = Registry(run.name, parts.expected, self.pool, parts.connect)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
         self.dispatcher = Dispatcher(run_log, self.pool, config, checks, timeline, bus)
-        self.episodes = Episodes(parts, config, run_log.state.is_too_old, timeline, budget, bus)
-        generation = TeacherGeneration(parts, config, checks, bus)
-        self.generation = TeacherQueue(generation, parts, config, timeline, budget, bus)
-        self.rewarding = Rewarding(parts.rewards, budget, bus)
-        scoring = Scoring(parts, config.buffer, checks, bus)
+        self.lives = Lives(run_log, self.dispatcher, parts, config, checks, timeline, budget, bus)
         self.releases = ScoreReleases(parts)
-        self.scoring = TeacherQueue(scoring, parts, config, timeline, budget, bus)
         supervised = config.objective.max_supervised_tokens
         padded = config.trainer.packing == "padded"
         shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group, padded)
         self.session = TrainerSession(run_log, shape, self.broadcasts, run.steps, bus)
-        self.batcher = StepBatcher(run_log, self.session, self.scoring, config, timeline, bus)
+        self.batcher = StepBatcher(run_log, self.session, self.lives, config, timeline, bus)
         self.guard, self.advice = Guard(config.guard), Advice(config)
         self.heartbeats = Heartbeats(run.health_timeout_seconds, bus)
         self.evaluations: Evaluations | None = None
@@ -114,26 +107,10 @@ class Controller:
         self._roll_back_trainer()
 
     def _subscribe(self) -> None:
-        """The flow of a run: which stage handles which event. events.py names the emitters."""
+        """Which events are told to whom. events.py names the emitters."""
         on = self.events.on
-        # a rollout: Dispatcher → (TeacherGeneration, or Episodes and back →) Rewarding → Scoring → RunLog
-        on(events.TeacherIssued, lambda event: self.generation.put(event.rollout))
-        on(events.TeacherCompleted, lambda event: self.dispatcher.screen(event.rollout))
-        on(events.EpisodeIssued, lambda event: self.episodes.put(event.rollout))
-        on(events.TurnReady, lambda event: self.dispatcher.put_turn(event.rollout))
-        on(events.TurnGenerated, lambda event: self.episodes.generated(event.answer))
-        on(events.EpisodeBroken, lambda event: self.episodes.broken(event.id))
-        on(events.EpisodePlayed, self.dispatcher.played)
-        on(events.EpisodeLost, lambda event: self.dispatcher.play_again(event.rollout))
-        on(events.EpisodeTooOld, self.dispatcher.too_old)
-        on(events.CompletionReady, lambda event: self.rewarding.put(event.rollout))
-        on(events.CompletionRewarded, lambda event: self.scoring.put(event.rollout))
-        on(events.RolloutScored, lambda event: self.run_log.admit([event.rollout]))
-        # … and on: StepBatcher forms a batch from the buffer and hands it to TrainerSession.prepare
-        on(events.RolloutRejected, lambda event: self.run_log.reject(*event))
-        on(events.RolloutRejected, lambda event: self.dispatcher.forget(event.rollout.id))
         on(events.Quarantined, self._hooks.quarantined)
-        on(Batch, self._hooks.batch, lambda _: self.episodes.leave_too_old())
+        on(Batch, self._hooks.batch)
         on(events.ScoresUnneeded, lambda event: self.releases.put(event.rollouts))
         # the trainer: TrainerSession → ReplicaPool, Evaluations, Guard, launcher
         on(TrainerWelcome, self._trainer_opened, self._hooks.opened, lambda _: self.pool.published())
@@ -153,11 +130,7 @@ class Controller:
         return [
             self.pool.run(),
             self.registry.run(),
-            self.dispatcher.run(),
-            self.generation.run(),
-            self.episodes.run(),
-            self.rewarding.run(),
-            self.scoring.run(),
+            self.lives.run(),
             self.releases.run(),
             self.run_log.flush(),
             self.batcher.run(),

@@ -1,4 +1,4 @@
-"""Events between the stages of a run. Docstrings start with the emitters; controller.py subscribes handlers.
+"""What is told to observers of a run. Docstrings start with the emitters; controller.py subscribes handlers.
 
 Some messages and records are emitted as they are: Batch, TrainerWelcome, StepReport, Published, Heartbeat and
 Checkpointed by the TrainerSession, VersionApplied by the ReplicaPool.
@@ -15,7 +15,6 @@ from distill.aio import Signal
 from distill.prompts.stream import Prompt, group_of
 from distill.record.rollout import DropReason, Rollout
 from sync.base.errors import DistillError
-from sync.wire import Generated
 
 logger = logging.getLogger(__name__)
 E = TypeVar("E")
@@ -23,83 +22,10 @@ AT_FAULT: Final = "if the prompts are at fault, correct or drop them, otherwise 
 """What to do about refusals one after the other."""
 
 
-class _OfRollout(NamedTuple):
-    """Base of events that are about one rollout."""
-
-    rollout: Rollout
-
-
-class TeacherIssued(_OfRollout):
-    """Dispatcher: the teacher is to complete this rollout, as issued."""
-
-
-class TeacherCompleted(_OfRollout):
-    """TeacherGeneration: a teacher has completed it."""
-
-
-class EpisodeIssued(_OfRollout):
-    """Dispatcher: the student is to play this rollout against its environment, as issued."""
-
-
-class TurnReady(_OfRollout):
-    """Episodes: a replica is to complete this rollout's context, which stands in place of its prompt."""
-
-
-class TurnGenerated(NamedTuple):
-    """Dispatcher: a replica has."""
-
-    answer: Generated
-
-
-class EpisodeBroken(NamedTuple):
-    """Dispatcher: no replica will; the rollout was dropped."""
-
-    id: str
-
-
-class EpisodePlayed(NamedTuple):
-    """Episodes: an episode has ended; the rollout has the first prompt, `own` and the reward."""
-
-    rollout: Rollout
-    answer: Generated  # all tokens behind the prompt
-    more: list[Rollout]  # completed: what it said behind contexts that its environment rewrote
-
-
-class EpisodeLost(_OfRollout):
-    """Episodes: its environment is gone; it may begin again."""
-
-
-class EpisodeTooOld(NamedTuple):
-    """Episodes: it is left, because no batch would take it; the student's tokens that it has."""
-
-    rollout: Rollout
-    tokens: int
-
-
-class CompletionReady(_OfRollout):
-    """Dispatcher: a completion of student or teacher that may be trained on."""
-
-
-class CompletionRewarded(_OfRollout):
-    """Rewarding: its reward is in it, where the run has a reward function."""
-
-
-class RolloutScored(_OfRollout):
-    """Scoring: scores and prompt tokens are in it."""
-
-
 class ScoresUnneeded(NamedTuple):
     """RunLog: no trainer will be given these rollouts again."""
 
     rollouts: list[Rollout]
-
-
-class RolloutRejected(NamedTuple):
-    """Dispatcher, Episodes, TeacherQueue, ErrorBudget: a rollout that must not be trained on."""
-
-    rollout: Rollout
-    reason: DropReason
-    detail: str
 
 
 class Quarantined(NamedTuple):
@@ -186,12 +112,9 @@ class ErrorBudget:
         if not exclude():
             self._events.emit(NoServerLeft(f"{told}; none of its kind is left in use"))
 
-    def function_failed(
-        self, function: str, rollout: Rollout, error: DistillError, reason: DropReason = "function_failed"
-    ) -> None:
-        """A function of the user's raised: it costs the rollout; too often in a row it ends the run.
+    def function_failed(self, function: str, rollout: str, error: DistillError) -> None:
+        """Count that a function of the user's raised for a rollout: too often in a row ends the run.
 
         Completions of one prompt count once, as of a prompt that no checker has a verdict on.
         """
-        self._events.emit(RolloutRejected(rollout, reason, str(error)))
-        self.bad(function, group_of(rollout.id) or rollout.id, str(error), lambda: False)
+        self.bad(function, group_of(rollout) or rollout, str(error), lambda: False)

@@ -18,18 +18,12 @@ from msgspec.structs import replace
 
 from distill.aio import Signal
 from distill.config import BufferConfig, RunConfig
-from distill.events import (
-    AT_FAULT,
-    ErrorBudget,
-    Events,
-    RolloutRejected,
-    RolloutScored,
-    TeacherCompleted,
-)
+from distill.events import AT_FAULT, ErrorBudget
 from distill.interfaces import Components
 from distill.metrics.timeline import REPLICAS, Timeline
 from distill.record.rollout import Rollout
 from distill.record.validation import Validator
+from distill.rollout.ends import Unusable
 from sync import wire
 from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.base.retry import Backoff, isolate
@@ -49,14 +43,13 @@ Outcome = Answer | ScoreRefused
 
 
 class Scoring:
-    """Completed rollouts in, RolloutScored out: scores by the teacher of their source."""
+    """Adds to completed rollouts the scores by the teacher of their source."""
 
     what = "score"
     waits_for = REPLICAS
 
-    def __init__(self, parts: Components, config: BufferConfig, validator: Validator, events: Events) -> None:
-        self._parts, self._validator, self._events = parts, validator, events
-        self._config = config
+    def __init__(self, parts: Components, config: BufferConfig, validator: Validator) -> None:
+        self._parts, self._config, self._validator = parts, config, validator
         self._hidden_sizes: dict[str, int] = {}
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
@@ -78,12 +71,12 @@ class Scoring:
         width = self._hidden_sizes.get(teacher)
         return self._validator.scored(answer, rollout.length, width, self._keep(teacher))
 
-    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> None:
+    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout:
         assert isinstance(answer, Scored)
         assert isinstance(message, wire.ScoreSequence)
         prompt = pack(np.asarray(rollout.source_prompt.token_ids, "i4"))
         seen = cut(message.token_ids, message.start)
-        scored = replace(
+        return replace(
             rollout,
             prompt=prompt,
             teacher_prompt=seen if answer.kept and seen != prompt else None,
@@ -93,11 +86,10 @@ class Scoring:
             since=None,
             issued=None,
         )
-        self._events.emit(RolloutScored(scored))
 
 
 class TeacherGeneration:
-    """Issued rollouts in, TeacherCompleted out.
+    """Completes issued rollouts.
 
     The teacher samples from its whole distribution, at the temperature of its scores, with the prompt that it
     sees when it scores. What it generates looks like a student's completion without versions, and is scored
@@ -107,8 +99,8 @@ class TeacherGeneration:
     what = "teacher_generate"
     waits_for = None
 
-    def __init__(self, parts: Components, config: RunConfig, validator: Validator, events: Events) -> None:
-        self._parts, self._validator, self._events = parts, validator, events
+    def __init__(self, parts: Components, config: RunConfig, validator: Validator) -> None:
+        self._parts, self._validator = parts, validator
         self._seed, self._rollout = config.run.seed, config.rollout
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
@@ -123,17 +115,16 @@ class TeacherGeneration:
         assert isinstance(answer, TeacherCompletion)
         return self._validator.teacher_completion(answer)
 
-    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> None:
+    def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout:
         assert isinstance(answer, TeacherCompletion)
         count, k = answer.token_ids.shape[0], self._parts.student_topk
-        completed = replace(
+        return replace(
             rollout,
             tokens=answer.token_ids,
             logprob=answer.logprob,
             truncated=answer.finish_reason == "length",
             topk_ids=pack(np.full((count, k), -1, "i4")) if k else None,
         )
-        self._events.emit(TeacherCompleted(completed))
 
 
 def seed_of(seed: int, number: int) -> int:
@@ -174,18 +165,27 @@ class ScoreReleases:
 
 
 @dataclass
+class _Question:
+    """A rollout that waits for a teacher's answer."""
+
+    rollout: Rollout
+    message: Message  # its part of a request
+    answered: asyncio.Future[Rollout]  # with the answer in it
+    unusable: int = 0  # answers to it so far
+
+
+@dataclass
 class _Queue:
-    """What waits for one teacher, each with its part of a request."""
+    """What waits for one teacher."""
 
     teacher: str
-    waiting: deque[tuple[Rollout, Message]] = field(default_factory=deque)
-    bad: dict[str, int] = field(default_factory=dict)  # rollout → unusable answers to it so far
+    waiting: deque[_Question] = field(default_factory=deque)
     changed: Signal = field(default_factory=Signal)
     busy: int = 0  # requests in flight
 
 
 class TeacherQueue:
-    """Runs for the length of the run; `put` at any time. Out: what `job` emits, and RolloutRejected.
+    """Runs for the length of the run; `answer` at any time.
 
     A request carries up to `buffer.score_batch` rollouts. While one is in flight a further one is sent only
     when it is full, at most PARALLEL at once; an idle teacher gets what there is after `linger` seconds. The
@@ -206,28 +206,30 @@ class TeacherQueue:
         config: RunConfig,
         timeline: Timeline,
         budget: ErrorBudget,
-        events: Events,
     ) -> None:
         self._job, self._parts = job, parts
         self._batch, self._attempts = config.buffer.score_batch, config.rollout.max_attempts
-        self._timeline, self._budget, self._events = timeline, budget, events
+        self._timeline, self._budget = timeline, budget
         self._queues = {name: _Queue(name) for name in parts.teachers}
         self.open = 0  # rollouts queued or in flight
 
-    def put(self, rollout: Rollout) -> None:
-        """Queue a rollout for the teacher of its source."""
+    async def answer(self, rollout: Rollout) -> Rollout:
+        """A rollout with the answer of its source's teacher. Raises Unusable when there is none for it."""
         prompt = rollout.source_prompt
         teacher = self._parts.route(prompt.source)
         transform = self._parts.transforms.get(teacher)
         try:
             seen = pack(np.asarray(prompt.token_ids if transform is None else transform(prompt), "i4"))
         except DistillError as error:
-            self._budget.function_failed(f"the prompt_transform of teacher {teacher}", rollout, error)
-        else:
-            self._put(self._queues[teacher], rollout, self._job.message(rollout, seen))
+            function = f"the prompt_transform of teacher {teacher}"
+            self._budget.function_failed(function, rollout.id, error)
+            raise Unusable("function_failed", str(error)) from error
+        answered = asyncio.get_running_loop().create_future()
+        self._put(self._queues[teacher], _Question(rollout, self._job.message(rollout, seen), answered))
+        return await answered
 
-    def _put(self, queue: _Queue, rollout: Rollout, message: Message) -> None:
-        queue.waiting.append((rollout, message))
+    def _put(self, queue: _Queue, question: _Question) -> None:
+        queue.waiting.append(question)
         self.open += 1
         queue.changed.wake()
 
@@ -249,9 +251,9 @@ class TeacherQueue:
                 continue
             self._note_busy(queue, 1)
             try:
-                outcomes = await self._outcomes(queue.teacher, [message for _, message in batch])
-                for (rollout, message), outcome in zip(batch, outcomes, strict=True):
-                    self._settle(queue, rollout, message, outcome)
+                outcomes = await self._outcomes(queue.teacher, [question.message for question in batch])
+                for question, outcome in zip(batch, outcomes, strict=True):
+                    self._settle(queue, question, outcome)
             finally:
                 self.open -= len(batch)
                 self._note_busy(queue, -1)
@@ -301,14 +303,15 @@ class TeacherQueue:
                     )
                 return [*answers]
 
-    def _settle(self, queue: _Queue, rollout: Rollout, message: Message, outcome: Outcome) -> None:
-        """Finish, reject or requeue a rollout."""
-        teacher = self._parts.teachers[queue.teacher]
+    def _settle(self, queue: _Queue, question: _Question, outcome: Outcome) -> None:
+        """Answer a question, give it up or ask it again."""
+        teacher, rollout = self._parts.teachers[queue.teacher], question.rollout
         server = teacher.answered_by(rollout.id)
         name = f"teacher {queue.teacher} at {server}"
         if isinstance(outcome, ScoreRefused) and not outcome.unusable:
-            detail = f"teacher {queue.teacher}: {outcome.error}"
-            self._events.emit(RolloutRejected(rollout, "teacher_refused", detail))
+            question.answered.set_exception(
+                Unusable("teacher_refused", f"teacher {queue.teacher}: {outcome.error}")
+            )
             refused = f"{name} refused {rollout.id}: {outcome.error} ({AT_FAULT})"
             return self._budget.bad(name, rollout.id, refused, lambda: teacher.leave_out(server))
         problem: Problem | str | None
@@ -316,13 +319,12 @@ class TeacherQueue:
             problem = outcome.error
         elif (problem := self._job.problem(queue.teacher, rollout, outcome)) is None:
             self._budget.good(name)
-            queue.bad.pop(rollout.id, None)
-            return self._job.finish(queue.teacher, rollout, message, outcome)
+            finished = self._job.finish(queue.teacher, rollout, question.message, outcome)
+            return question.answered.set_result(finished)
         detail = f"{name}, {self._job.what} of {rollout.id}: {problem}"
         logger.warning("an answer cannot be used: %s", detail)
         self._budget.bad(name, rollout.id, detail, lambda: teacher.leave_out(server))
-        attempts = queue.bad[rollout.id] = queue.bad.get(rollout.id, 0) + 1
-        if attempts >= self._attempts:
-            del queue.bad[rollout.id]
-            return self._events.emit(RolloutRejected(rollout, "unusable", detail))
-        return self._put(queue, rollout, message)
+        question.unusable += 1
+        if question.unusable >= self._attempts:
+            return question.answered.set_exception(Unusable("unusable", detail))
+        return self._put(queue, question)

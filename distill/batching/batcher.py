@@ -9,7 +9,7 @@ from distill.config import RunConfig, WaitForLate
 from distill.events import Events
 from distill.metrics.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
 from distill.record.record import RunLog
-from distill.scoring import TeacherQueue
+from distill.rollout.life import Lives
 from distill.trainer_api.session import TrainerSession
 
 LATE_POLL_SECONDS = 0.2  # between two looks whether a late rollout that a batch waits for has been lost
@@ -43,12 +43,12 @@ class StepBatcher:
         self,
         run_log: RunLog,
         session: TrainerSession,
-        scoring: TeacherQueue,
+        lives: Lives,
         config: RunConfig,
         timeline: Timeline,
         events: Events,
     ) -> None:
-        self._run_log, self._session, self._scoring = run_log, session, scoring
+        self._run_log, self._session, self._lives = run_log, session, lives
         self._steps, self._timeline, self._changed = config.run.steps, timeline, events.changed
         late = config.buffer.late
         self.late = LateWait(late.seconds if isinstance(late, WaitForLate) else 0.0)
@@ -65,6 +65,7 @@ class StepBatcher:
                 self._changed.wake()  # the buffer has room
                 if batch is None:
                     break
+                self._lives.episodes.leave_too_old()
                 await session.prepare(batch.version.step)
             self._note_blocked()
             await self._changed.wait()
@@ -73,7 +74,7 @@ class StepBatcher:
         """What the trainer is blocked on, if it is."""
         state, session = self._run_log.state, self._session
         blocked = session.live and session.ready < session.requested < self._steps
-        generated = len(state.buffer) + self._scoring.open >= state.rules.batch
+        generated = len(state.buffer) + self._lives.scoring.open >= state.rules.batch
         cause = LATE if self.late.waiting else TEACHERS if generated else REPLICAS
         self._timeline.waits(TRAINER, cause if blocked else None)
 

@@ -58,8 +58,6 @@ class RunLog:
         store.facts = lambda: facts(self.state, store.at)
         self._prompts, self._name, self._validator = prompts, run, validator
         self._events, self._admitted = events or Events(), asyncio.Event()
-        self._early: dict[str, list[Rollout]] = {}
-        """Scored `continues` of an episode whose first rollout is not: it may still be played again."""
         bound, per_prompt, rows = rules.bound, prompts.per_prompt, prompts.rows
         limits = bound.limit, bound.hard, bound.half_life
         now = Opened(
@@ -136,7 +134,6 @@ class RunLog:
         With groups, the buffered members of theirs are dropped too.
         """
         self.write(r.Dropped(ids, reason, tokens, detail))
-        self._write_early(ids)
         self._drop_broken()
 
     def _drop_broken(self) -> None:
@@ -146,18 +143,9 @@ class RunLog:
     def admit(self, rollouts: Iterable[Rollout]) -> None:
         """Put scored rollouts into the buffer."""
         for rollout in rollouts:
-            first = rollout.id.rpartition("+")[0]
-            if rollout.continues and first in self.state.pending:
-                self._early.setdefault(first, []).append(rollout)
-                continue
             self.write(r.Admitted(rollout))
-            self._write_early([rollout.id])
         self._drop_broken()
         self._admitted.set()
-
-    def _write_early(self, ids: Iterable[str]) -> None:
-        for rollout in [early for id in ids for early in self._early.pop(id, [])]:
-            self.write(r.Admitted(rollout))
 
     async def form_batch(self) -> Batch | None:
         """The next batch of the current lineage, safe on disk; None: too few rollouts. Drops the too old."""

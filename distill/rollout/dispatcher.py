@@ -1,35 +1,25 @@
-"""Dispatches prompts to replicas under the capacity rule, and screens completions as each ends."""
+"""Dispatches prompts to replicas under the capacity rule, and says when prompts may be issued."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from distill.buffer import depth
-from distill.config import AtLimit, RunConfig
-from distill.events import (
-    AT_FAULT,
-    CompletionReady,
-    EpisodeBroken,
-    EpisodeIssued,
-    EpisodePlayed,
-    EpisodeTooOld,
-    Events,
-    Quarantined,
-    RolloutRejected,
-    TeacherIssued,
-    TurnGenerated,
-)
+from distill.config import RunConfig
+from distill.events import AT_FAULT, Events, Quarantined
 from distill.metrics.timeline import TRAINER, Timeline
-from distill.record.record import GROUP_BROKEN, RunLog
-from distill.record.rollout import DropReason, RequeueReason, Rollout
-from distill.record.validation import Validator, repetitive
+from distill.record.record import RunLog
+from distill.record.rollout import RequeueReason, Rollout
+from distill.record.validation import Validator
+from distill.rollout.ends import Lost, Unneeded
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
 from sync.base.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
@@ -44,25 +34,40 @@ at 1×, so one that exceeds the multiple is stalled."""
 PauseReason = Literal["disk", "guard", "end"]  # a disk that is nearly full, bad steps, the end of the run
 
 
+class Completion(NamedTuple):
+    """What a replica answered."""
+
+    answer: Generated
+    replica: Replica
+
+
+@dataclass
+class _Call:
+    """A rollout that waits for its completion, or for that of a turn."""
+
+    rollout: Rollout
+    last: Replica | None  # that generated its turn before
+    completed: asyncio.Future[Completion]
+
+
 @dataclass
 class _Request:
     """A request in progress."""
 
     replica: Replica
-    missing: dict[str, Rollout]  # not answered yet
+    missing: dict[str, _Call]  # not answered yet
     reason: RequeueReason = "replica_lost"  # why what is missing at the end was lost
 
 
 class Dispatcher:
-    """Runs for the length of the run. Out: CompletionReady, RolloutRejected, Quarantined; TeacherIssued;
-    EpisodeIssued, TurnGenerated, EpisodeBroken.
+    """Runs for the length of the run; `complete` at any time.
 
     Bounds: `RunState.room` prompts for the replica that is sent them, `rollout.max_in_flight` completions per
     replica, and what the run's steps need in all. `validator` holds the sampling parameters of requests and
     checks responses.
 
     A turn of an episode is generated like a prompt, before new ones, by the replica that generated the turn
-    before if it serves, for its KV cache. A turn that is lost is sent again; the episode goes on.
+    before if it serves, for its KV cache.
     """
 
     def __init__(
@@ -75,61 +80,70 @@ class Dispatcher:
         events: Events,
     ) -> None:
         self._run_log, self._pool, self._validator = run_log, pool, validator
-        self._config, self._steps, self._guard = config.rollout, config.run.steps, config.guard
+        self._config, self._steps = config.rollout, config.run.steps
         self._timeline, self._events = timeline, events
-        self._requeued: deque[Rollout] = deque()
-        self._turns: deque[Rollout] = deque()  # of episodes under way, to be completed
-        self._last: dict[str, Replica] = {}  # episode → the replica of its newest turn
+        self._prompts: deque[_Call] = deque()  # issued, or requeued, and to be sent
+        self._turns: deque[_Call] = deque()  # of episodes under way, to be sent
         self.depth = depth(config)
         self._blocked: set[str] = set()  # replicas that are blocked on the trainer
         self._closing = False
         self.paused: set[PauseReason] = set()  # while there is a reason, no new request is sent
 
-    async def run(self) -> None:
-        lost = list(self._run_log.state.pending.values())
-        self._requeued.extend(self._run_log.requeue(lost, "controller_restarted"))
+    async def run(self, begin: Callable[[int], None]) -> None:
+        """`begin` issues so many prompts and has each of them completed, by whomever."""
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
                     while (loading := self._run_log.loading(self._most_new())) is not None:
                         await asyncio.wrap_future(loading)
-                    await self._dispatch(group)
+                    await self._dispatch(group, begin)
                     self._note_blocked()
                     await self._events.changed.wait()
             finally:
                 self._closing = True
 
+    async def complete(self, rollout: Rollout, last: Replica | None = None) -> Completion:
+        """The completion of a rollout, or of the turn of an episode, preferably by the replica `last`.
+
+        Waits for a replica that has room for it. Raises Lost; Unneeded when it was refused.
+        """
+        call = _Call(rollout, last, asyncio.get_running_loop().create_future())
+        (self._turns if rollout.source_prompt.environment else self._prompts).append(call)
+        self._events.changed.wake()
+        return await call.completed
+
     # --- prompts out --------------------------------------------------------------------------------------
 
-    async def _dispatch(self, group: asyncio.TaskGroup) -> None:
+    async def _dispatch(self, group: asyncio.TaskGroup, begin: Callable[[int], None]) -> None:
         """As long as there are prompts and replicas with room; other tasks run between two requests."""
         while self._turns and not self.paused and (replica := self._for_turn(self._turns[0])):
             self._request(group, replica, self._next_turns(replica))
             await asyncio.sleep(0)
         while not self.paused and (request := self._next_request()):
             replica, count = request
-            if rollouts := self._next(count):
-                self._request(group, replica, rollouts)
-                await asyncio.sleep(0)
+            if (waiting := len(self._prompts)) < count:
+                begin(count - waiting)  # those for replicas call `complete` before this goes on
+            else:
+                self._request(group, replica, [self._prompts.popleft() for _ in range(count)])
+            await asyncio.sleep(0)
 
-    def _request(self, group: asyncio.TaskGroup, replica: Replica, rollouts: list[Rollout]) -> None:
-        request = _Request(replica, {rollout.id: rollout for rollout in rollouts})
-        begun = [rollout.id for rollout in rollouts if not rollout.own]
+    def _request(self, group: asyncio.TaskGroup, replica: Replica, calls: list[_Call]) -> None:
+        request = _Request(replica, {call.rollout.id: call for call in calls})
+        begun = [call.rollout.id for call in calls if not call.rollout.own]
         self._run_log.state.sent(begun, replica.version or Version(0, 0))
-        self._load(replica, len(rollouts))
+        self._load(replica, len(calls))
         task = group.create_task(self._send(request))
         replica.streams.add(task)
         task.add_done_callback(partial(self._ended, request))
 
-    def _for_turn(self, rollout: Rollout) -> Replica | None:
+    def _for_turn(self, turn: _Call) -> Replica | None:
         """Of those with room the replica of the turn before, else the least busy; None: none has room."""
         able = [
             replica
             for replica in self._pool.able()
-            if replica.in_flight < self._config.max_in_flight and self._in_time(rollout, replica)
+            if replica.in_flight < self._config.max_in_flight and self._in_time(turn.rollout, replica)
         ]
-        last = self._last.get(rollout.id)
-        return last if last in able else next(iter(able), None)
+        return turn.last if turn.last in able else next(iter(able), None)
 
     def _in_time(self, turn: Rollout, replica: Replica) -> bool:
         """Whether a turn by `replica` makes its episode no older than the bound allows."""
@@ -139,14 +153,13 @@ class Dispatcher:
             return True
         return state.room(replica.version, state.rules.bound.limit, self._hopeless() + 1) > 0
 
-    def _next_turns(self, replica: Replica) -> list[Rollout]:
+    def _next_turns(self, replica: Replica) -> list[_Call]:
         """The first turns that are for `replica`: no more than a request and the replica take."""
-        room, turns = self._config.max_in_flight - replica.in_flight, list[Rollout]()
+        room, turns = self._config.max_in_flight - replica.in_flight, list[_Call]()
         while self._turns and len(turns) < min(self._config.request_size, room):
             if self._for_turn(self._turns[0]) is not replica:
                 break
             turns.append(self._turns.popleft())
-            self._last[turns[-1].id] = replica
         return turns
 
     def _next_request(self) -> tuple[Replica, int] | None:
@@ -168,17 +181,17 @@ class Dispatcher:
         return None
 
     def _room(self, replica: Replica, hopeless: int) -> int:
-        """Prompts that `replica` may be sent now, with `_hopeless`: those that were requeued, then new ones.
+        """Prompts that `replica` may be sent now, with `_hopeless`: those that wait, then new ones.
 
-        A new one is bounded by the depth. One that was requeued counted when it was new, perhaps at a greater
-        depth or for a replica ahead of this one, so that the bound itself holds for it.
+        A new one is bounded by the depth. One that waits counted when it was new, perhaps at a greater depth
+        or for a replica ahead of this one, so that the bound itself holds for it.
         """
-        state, again = self._run_log.state, len(self._requeued)
-        if again:
-            room = state.room(replica.version, state.rules.bound.limit, hopeless + again)
-            if room < again:
+        state, waiting = self._run_log.state, len(self._prompts)
+        if waiting:
+            room = state.room(replica.version, state.rules.bound.limit, hopeless + waiting)
+            if room < waiting:
                 return room
-        return again + self._new(replica, hopeless)
+        return waiting + self._new(replica, hopeless)
 
     def _new(self, replica: Replica, hopeless: int) -> int:
         """Prompts that may be issued for `replica` now."""
@@ -196,20 +209,6 @@ class Dispatcher:
         too_old, members = self._run_log.state.is_too_old, self._pool.replicas.values()
         return sum(each.in_flight for each in members if too_old(each.version or Version(0, 0)))
 
-    def _next(self, count: int) -> list[Rollout]:
-        """The next `count` rollouts, without those of teachers and environments, which are passed on."""
-        again = [self._requeued.popleft() for _ in range(min(count, len(self._requeued)))]
-        rollouts = again + (self._run_log.issue(count - len(again)) if count > len(again) else [])
-        mine = []
-        for rollout in rollouts:
-            if rollout.by_teacher:
-                self._events.emit(TeacherIssued(rollout))
-            elif rollout.source_prompt.environment:
-                self._events.emit(EpisodeIssued(rollout))
-            else:
-                mine.append(rollout)
-        return mine
-
     def _note_blocked(self) -> None:
         """An idle replica is blocked on the trainer when its room is used up, else on nothing."""
         idle = [replica for replica in self._pool.able() if replica.in_flight == 0]
@@ -222,8 +221,8 @@ class Dispatcher:
         """One request from start to end; leaves in it what was not answered, and why."""
         replica, count = request.replica, len(request.missing)
         prompts = [
-            GeneratePrompt(rollout.id, rollout.source_prompt.token_ids, routes_from=rollout.routes_from)
-            for rollout in request.missing.values()
+            GeneratePrompt(id, call.rollout.source_prompt.token_ids, routes_from=call.rollout.routes_from)
+            for id, call in request.missing.items()
         ]
         message = GenerateRequest(sampling=self._validator.sampling, prompts=prompts)
         try:
@@ -256,7 +255,8 @@ class Dispatcher:
         request.replica.streams.discard(task)
         self._load(request.replica, -len(request.missing))
         if not self._closing:
-            self._send_again(list(request.missing.values()), request.reason)
+            for call in request.missing.values():
+                call.completed.set_exception(Lost(request.reason))
 
     def _load(self, replica: Replica, change: int) -> None:
         replica.in_flight += change
@@ -264,83 +264,26 @@ class Dispatcher:
         if change < 0:
             self._events.changed.wake()
 
-    def _requeue(self, rollouts: list[Rollout], reason: RequeueReason, tokens: int = 0) -> None:
-        self._requeued.extend(self._run_log.requeue(rollouts, reason, tokens))
-        self._events.changed.wake()
-
-    def _send_again(self, rollouts: list[Rollout], reason: RequeueReason, tokens: int = 0) -> None:
-        """As `_requeue`; turns are generated again, and their episodes go on."""
-        turns = {rollout.id: rollout for rollout in rollouts if rollout.source_prompt.environment}
-        state = self._run_log.state
-        since = {id: state.pending[id].since for id, turn in turns.items() if turn.own}
-        again = self._run_log.requeue(rollouts, reason, tokens)
-        self._requeued.extend(rollout for rollout in again if rollout.id not in turns)
-        kept = {rollout.id for rollout in again}
-        for id, turn in turns.items():
-            if id in kept:
-                self._turns.append(turn)
-                if (version := since.get(id)) is not None:
-                    state.sent([id], version)  # of its first turn
-            else:
-                self._broken(id)
-        self._events.changed.wake()
-
-    def _broken(self, episode: str) -> None:
-        self._last.pop(episode, None)
-        self._events.emit(EpisodeBroken(episode))
-
-    # --- episodes -----------------------------------------------------------------------------------------
-
-    def put_turn(self, rollout: Rollout) -> None:
-        """Have a replica complete the context of an episode. Out: TurnGenerated or EpisodeBroken."""
-        self._turns.append(rollout)
-        self._events.changed.wake()
-
-    def played(self, event: EpisodePlayed) -> None:
-        """Take an episode that has ended as a completion of its first prompt."""
-        self._last.pop(event.rollout.id, None)
-        if self._completed(event.rollout, event.answer) and self._run_log.state.rules.group == 1:
-            for rollout in event.more:
-                self.screen(rollout)
-
-    def forget(self, episode: str) -> None:
-        """An episode that is over, and was not played."""
-        self._last.pop(episode, None)
-
-    def too_old(self, event: EpisodeTooOld) -> None:
-        """Drop an episode that is left, and make room for another."""
-        self._last.pop(event.rollout.id, None)
-        bound = self._run_log.state.rules.bound
-        detail = f"older than {bound.hard} versions while its environment was playing"
-        self._run_log.drop([event.rollout.id], "too_old", detail, event.tokens)
-        self._events.changed.wake()
-
-    def play_again(self, rollout: Rollout) -> None:
-        """Have an episode whose environment is gone begin again."""
-        self._last.pop(rollout.id, None)
-        self._requeue([rollout], "environment_lost")
-
     # --- completions in -----------------------------------------------------------------------------------
 
     def _answered(self, request: _Request, answer: Answer) -> None:
-        replica, rollout = request.replica, request.missing.pop(answer.id, None)
-        if rollout is None:
+        replica, call = request.replica, request.missing.pop(answer.id, None)
+        if call is None:
             told = f"answered id {answer.id[:80]!r}, which was not requested or was already answered"
             raise WireError(told)
+        rollout = call.rollout
         replica.backoff.reset()
         self._load(replica, -1)
         if isinstance(answer, GenerateFailed) and not answer.unusable:
             logger.warning("prompt %s was refused by its replica: %s", rollout.id, answer.error)
-            self._run_log.drop([rollout.id], "engine_failed", answer.error)
+            call.completed.set_exception(Unneeded("engine_failed", answer.error))
             refused = f"it refused the prompt: {answer.error} ({AT_FAULT})"
             self._pool.bad_answer(replica, refused, rollout.id)
-            if rollout.source_prompt.environment:
-                self._broken(rollout.id)
         elif problem := self._problem(rollout, answer):
             detail = f"replica {replica.name} at {replica.engine.url}: {problem}"
             logger.warning("the completion of %s cannot be used: %s", rollout.id, detail)
             self._events.emit(Quarantined(rollout.source_prompt, "unusable", detail, []))
-            self._send_again([rollout], "unusable")
+            call.completed.set_exception(Lost("unusable"))
             self._pool.bad_answer(replica, str(problem), rollout.id)
         elif isinstance(answer, Generated):
             if answer.token_ids.shape[0]:
@@ -349,60 +292,10 @@ class Dispatcher:
                 self._pool.bad_answer(
                     replica, f"it completed a prompt without a token ({AT_FAULT})", rollout.id
                 )
-            if not rollout.source_prompt.environment:
-                self._completed(rollout, answer)
-            elif answer.finish_reason == "abort" or answer.token_ids.shape[0] == 0:
-                self._send_again([rollout], "aborted", answer.token_ids.shape[0])
-            else:
-                self._events.emit(TurnGenerated(answer))
+            call.completed.set_result(Completion(answer, replica))
 
     def _problem(self, rollout: Rollout, answer: Answer) -> Problem | str | None:
         """Why an answer cannot be used; None: it can."""
         if isinstance(answer, GenerateFailed):
             return answer.error
         return self._validator.generated(answer, len(rollout.source_prompt.token_ids), rollout.routes_from)
-
-    def _completed(self, rollout: Rollout, answer: Generated) -> bool:
-        """Requeue or reject what was broken off or ended by a limit, by its policy; else screen it: true."""
-        whole = rollout.completed(answer)
-        count = whole.own_length
-        policy: AtLimit = "keep"
-        reason: Literal["straggler", "over_long"] = "over_long"
-        limit = "rollout.max_tokens"
-        if answer.finish_reason == "abort":
-            self._requeue([rollout], "aborted", count)
-            return False
-        if answer.finish_reason == "length":
-            policy = self._config.on_max_tokens
-        elif answer.finish_reason == "time":
-            policy, reason, limit = self._config.on_timeout, "straggler", "rollout.completion_timeout_seconds"
-        if policy == "drop":
-            named = (
-                f"a limit of environments.{environment}"
-                if (environment := rollout.source_prompt.environment)
-                else limit
-            )
-            self._reject(whole, reason, f"ended after {count} tokens by {named}")
-        elif policy == "requeue" or (count == 0 and answer.finish_reason != "stop"):
-            self._requeue([rollout], reason, count)
-        else:
-            self.screen(whole)
-            return True
-        return False
-
-    def screen(self, rollout: Rollout) -> None:
-        """Pass a completion, of student or teacher, on to be scored, unless it must not be trained on."""
-        state = self._run_log.state
-        if state.is_broken(rollout.id):
-            self._run_log.drop([rollout.id], "group_broken", GROUP_BROKEN, rollout.own_length)
-        elif rollout.length == 0:
-            self._reject(rollout, "empty", "a completion without tokens")
-        elif problem := state.span_problem(rollout.spans):
-            self._reject(rollout, "impossible_version", problem)
-        elif problem := repetitive(rollout.tokens, self._guard.repeats):
-            self._reject(rollout, "repetitive", problem)
-        else:
-            self._events.emit(CompletionReady(rollout))
-
-    def _reject(self, rollout: Rollout, reason: DropReason, detail: str) -> None:
-        self._events.emit(RolloutRejected(rollout, reason, detail))

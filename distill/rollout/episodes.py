@@ -1,7 +1,7 @@
 """Episodes: rollouts whose completion takes several turns against an environment.
 
-    EpisodeIssued ─▶ begin ─▶ TurnReady ─▶ TurnGenerated ─▶ continue ─▶ … ─▶ EpisodePlayed
-                                └──────────── again, turn by turn ────────┘
+    begin ─▶ a replica completes the context ─▶ continue ─▶ … ─▶ over, or ended by a limit
+                └──────── again, turn by turn ────────┘
 
 The controller holds the tokens of every turn: an environment that is gone costs what is under way, which
 begins again from its task. Nothing of an episode is on record before it is scored.
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -30,23 +29,33 @@ from distill.environments.episode import (
     Limits,
     play,
 )
-from distill.events import EpisodeLost, EpisodePlayed, EpisodeTooOld, ErrorBudget, Events, TurnReady
+from distill.events import ErrorBudget
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
+from distill.record.record import RunLog
 from distill.record.rollout import Rollout
+from distill.rollout.dispatcher import Dispatcher
+from distill.rollout.ends import Dropped, Lost, Unneeded, Unusable
+from distill.rollout.replica_pool import Replica
 from sync.base.errors import DistillError, Unreachable, WireError
 from sync.base.retry import Backoff
-from sync.wire import Array, Generated, Version
+from sync.wire import Array, Generated
 
 logger = logging.getLogger(__name__)
 PAUSE: Final = 5.0
 """Longest pause, in seconds, before an episode begins again after its environment was gone."""
 
 
+class Played(NamedTuple):
+    """An episode that has ended."""
+
+    rollout: Rollout  # with the first prompt, `own` and the reward
+    answer: Generated  # all tokens behind the prompt
+    following: list[Rollout]  # completed: what it said behind contexts that its environment rewrote
+
+
 class Episodes:
-    """Runs for the length of the run; `put` at any time. Out: TurnReady, EpisodePlayed, EpisodeLost,
-    EpisodeTooOld, and RolloutRejected for an episode whose environment fails, or gives no reward where
-    `objective.task` is set.
+    """Plays the episodes of a run; `play` at any time.
 
     The capacity rule bounds what is in it. An episode is left while its environment plays, when what the
     student said last stands behind a token that no batch takes any more: a slow one makes room.
@@ -54,107 +63,106 @@ class Episodes:
 
     def __init__(
         self,
+        run_log: RunLog,
+        dispatcher: Dispatcher,
         parts: Components,
         config: RunConfig,
-        is_too_old: Callable[[Version], bool],
         timeline: Timeline,
         budget: ErrorBudget,
-        events: Events,
     ) -> None:
-        """`is_too_old`: whether a token of this version keeps its rollout out of every batch."""
+        self._run_log, self._dispatcher, self._budget = run_log, dispatcher, budget
         self._environments = {
-            name: _Timed(environment, timeline) for name, environment in parts.environments.items()
+            name: _Patient(environment, timeline) for name, environment in parts.environments.items()
         }
         self._limits = {
             name: Limits.of(environment, config.rollout.max_tokens, parts.context, parts.vocab_size)
             for name, environment in config.environments.items()
         }
         self._backoff = {name: Backoff(0.5, PAUSE) for name in parts.environments}
-        self._is_too_old, self._budget, self._events = is_too_old, budget, events
-        self._plays: dict[str, _Play] = {}
-        self._waiting: asyncio.Queue[Rollout] = asyncio.Queue()
-        self._turns: dict[str, asyncio.Future[Generated]] = {}  # of the episodes at a replica
-        self._lost: Counter[str] = Counter()  # episode → how often its environment was gone
-        self._most_lost, self._rewarded = config.rollout.max_attempts, config.objective.task is not None
-
-    def put(self, rollout: Rollout) -> None:
-        self._waiting.put_nowait(rollout)
-
-    def generated(self, answer: Generated) -> None:
-        """Go on with the episode whose turn this is."""
-        self._turns[answer.id].set_result(answer)
-
-    def broken(self, id: str) -> None:
-        """Leave an episode that was dropped."""
-        self._plays.pop(id, None)
-        self._turns[id].set_exception(_Dropped(f"episode {id} was dropped"))
+        self._under_way: dict[str, Episode] = {}
+        self._last: dict[str, Replica] = {}  # episode → the replica of its newest turn
+        self._max_attempts, self._rewarded = config.rollout.max_attempts, config.objective.task is not None
 
     def leave_too_old(self) -> None:
         """Leave the episodes that are too old by now and wait for their environment. After every batch."""
-        for id, under_way in list(self._plays.items()):
-            behind = under_way.episode.sequences[-1].spans  # what it says next stands behind all of these
-            if id not in self._turns and any(self._is_too_old(span.version) for span in behind):
-                del self._plays[id]
-                self._lost.pop(id, None)
-                under_way.task.cancel()
-                self._events.emit(EpisodeTooOld(under_way.rollout, under_way.episode.own_length))
+        is_too_old, now = self._run_log.state.is_too_old, asyncio.get_running_loop().time()
+        for environment in self._environments.values():
+            for id, patience in environment.patience.items():
+                behind = (
+                    self._under_way[id].sequences[-1].spans
+                )  # what it says next stands behind all of these
+                if any(is_too_old(span.version) for span in behind) and not patience.expired():
+                    patience.reschedule(now)
 
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            while True:
-                rollout = await self._waiting.get()
-                episode = Episode(rollout.id)
-                task = group.create_task(self._play(rollout, episode))
-                self._plays[rollout.id] = _Play(task, rollout, episode)
+    async def play(self, rollout: Rollout) -> Played:
+        """An episode, played to its end; it begins again, up to `max_attempts` times, when its environment is
+        gone.
 
-    async def _play(self, rollout: Rollout, episode: Episode) -> None:
-        prompt = rollout.source_prompt
-        name = prompt.environment
-        assert name is not None, "the dispatcher sends only episodes here"
-        server = f"environment {name}"
-        try:
-            generate = partial(self._turn, rollout)
+        Raises Unusable when the environment fails, or gives no reward where `objective.task` is set; Unneeded
+        when it is left or its replica refuses it, Dropped.
+        """
+        name, lost = rollout.source_prompt.environment, 0
+        assert name is not None, "only episodes are played"
+        while True:
+            episode = self._under_way[rollout.id] = Episode(rollout.id)
             try:
-                await play(self._environments[name], episode, prompt.task, generate, self._limits[name])
+                generate = partial(self._turn, rollout)
+                task, environment = rollout.source_prompt.task, self._environments[name]
+                await play(environment, episode, task, generate, self._limits[name])
                 if self._rewarded and episode.ended == "over" and episode.reward is None:
                     raise WireError(
                         f"episode {rollout.id} is over without a reward, which objective.task needs: return "
                         "a number, or leave objective.task out"
                     )
+            except Left:
+                hard = self._run_log.state.rules.bound.hard
+                detail = f"older than {hard} versions while its environment was playing"
+                raise Unneeded("too_old", detail, episode.own_length) from None
+            except DistillError as error:
+                gone = isinstance(error, Unreachable | EnvironmentLost)
+                lost += gone
+                if not gone or lost == self._max_attempts:
+                    self._budget.function_failed(f"environment {name}", rollout.id, error)
+                    raise Unusable("environment_failed", str(error)) from error
+                logger.warning("episode %s begins again: %s", rollout.id, error)
+                await asyncio.sleep(self._backoff[name].next())
+                self._requeue(rollout, Lost("environment_lost"))
+            else:
+                self._budget.good(f"environment {name}")
+                self._backoff[name].reset()
+                return _played(rollout, episode)
             finally:
-                self._plays.pop(rollout.id, None)
-        except _Dropped:
-            return
-        except (Unreachable, EnvironmentLost) as error:
-            self._lost[rollout.id] += 1
-            if self._lost[rollout.id] == self._most_lost:
-                del self._lost[rollout.id]
-                self._budget.function_failed(server, rollout, error, "environment_failed")
-                return
-            logger.warning("episode %s begins again: %s", rollout.id, error)
-            await asyncio.sleep(self._backoff[name].next())
-            self._events.emit(EpisodeLost(rollout))
-        except DistillError as error:
-            self._lost.pop(rollout.id, None)
-            self._budget.function_failed(server, rollout, error, "environment_failed")
-        else:
-            self._lost.pop(rollout.id, None)
-            self._budget.good(server)
-            self._backoff[name].reset()
-            self._events.emit(_played(rollout, episode))
+                del self._under_way[rollout.id]
+                self._last.pop(rollout.id, None)
 
     async def _turn(self, rollout: Rollout, episode: Episode) -> Generated:
+        """What a replica says next, by the replica of the turn before if it serves, for its KV cache.
+
+        A turn that is lost is sent again, and the episode goes on. Raises Dropped when it was lost too often.
+        """
         prompt = replace(rollout.source_prompt, token_ids=episode.context)
-        turn = self._turns[rollout.id] = asyncio.get_running_loop().create_future()
         turns, routes_from = tuple(episode.sequences[0].own), episode.sequences[-1].routes_from
-        self._events.emit(TurnReady(replace(rollout, issued=prompt, own=turns, routes_from=routes_from)))
-        try:
-            return await turn
-        finally:
-            del self._turns[rollout.id]
+        turn = replace(rollout, issued=prompt, own=turns, routes_from=routes_from)
+        while True:
+            try:
+                answer, replica = await self._dispatcher.complete(turn, self._last.get(rollout.id))
+                self._last[rollout.id] = replica
+                count = answer.token_ids.shape[0]
+                if answer.finish_reason == "abort" or count == 0:
+                    raise Lost("aborted", count)
+                return answer
+            except Lost as lost:
+                first = self._run_log.state.pending[rollout.id].since if turns else None
+                self._requeue(rollout, lost)
+                if first is not None:
+                    self._run_log.state.sent([rollout.id], first)
+
+    def _requeue(self, rollout: Rollout, lost: Lost) -> None:
+        if not self._run_log.requeue([rollout], lost.reason, lost.tokens):
+            raise Dropped
 
 
-def _played(rollout: Rollout, episode: Episode) -> EpisodePlayed:
+def _played(rollout: Rollout, episode: Episode) -> Played:
     """An episode that a limit ended has reward 0."""
     reward = episode.reward if episode.ended == "over" else 0.0
     rollouts, answers = [], []
@@ -175,48 +183,44 @@ def _played(rollout: Rollout, episode: Episode) -> EpisodePlayed:
             )
         )
         answers.append(sequence.completion(name, episode.finish_reason))
-    more = [played.completed(answer) for played, answer in zip(rollouts[1:], answers[1:], strict=True)]
-    return EpisodePlayed(rollouts[0], answers[0], more)
+    following = [played.completed(answer) for played, answer in zip(rollouts[1:], answers[1:], strict=True)]
+    return Played(rollouts[0], answers[0], following)
 
 
-class _Play(NamedTuple):
-    """An episode under way."""
-
-    task: asyncio.Task[None]
-    rollout: Rollout
-    episode: Episode
+class Left(Exception):
+    """An episode was left while its environment played."""
 
 
-class _Dropped(DistillError):
-    """The dispatcher dropped the episode."""
-
-
-class _Timed:
-    """An environment whose calls under way are on the timeline."""
+class _Patient:
+    """An environment whose calls under way are on the timeline, and are left when their patience ends."""
 
     def __init__(self, environment: Environment, timeline: Timeline) -> None:
-        self.name, self._environment, self._timeline, self._open = environment.name, environment, timeline, 0
+        self.name, self._environment, self._timeline = environment.name, environment, timeline
+        self.patience: dict[str, asyncio.Timeout] = {}  # with the episodes that it plays now
 
-    def _note(self, change: int) -> None:
-        self._open += change
-        self._timeline.level(f"environment {self.name}", "play", self._open)
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        self._note(1)
+    @asynccontextmanager
+    async def _playing(self, id: str) -> AsyncIterator[None]:
         try:
-            yield
+            async with asyncio.timeout(None) as self.patience[id]:
+                self._note()
+                yield
+        except TimeoutError:
+            raise Left from None
         finally:
-            self._note(-1)
+            del self.patience[id]
+            self._note()
+
+    def _note(self) -> None:
+        self._timeline.level(f"environment {self.name}", "play", len(self.patience))
 
     async def begin(self, id: str, task: int) -> EnvironmentAnswer:
-        with self._noted():
+        async with self._playing(id):
             return await self._environment.begin(id, task)
 
     async def proceed(
         self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
     ) -> EnvironmentAnswer:
-        with self._noted():
+        async with self._playing(id):
             return await self._environment.proceed(id, turn, token_ids, finish_reason)
 
     async def end(self, ids: list[str]) -> None:

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import pytest
-from in_memory import MemoryPrompts, MemoryReplica
+from in_memory import MemoryPrompts, MemoryReplica, MemoryRewards
 from small_config import make_config
 from virtual_time import LONG
 
 from distill.buffer import Bound, Rules
-from distill.events import CompletionReady, ErrorBudget, Events, RolloutRejected
+from distill.events import ErrorBudget, Events
+from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptSource, PromptStream
 from distill.record.record import RunLog
@@ -25,6 +26,7 @@ from distill.record.rollout import Rollout
 from distill.record.store import Store
 from distill.record.validation import Validator
 from distill.rollout.dispatcher import Dispatcher
+from distill.rollout.life import Lives
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import ReplicaPool
 from sync.base.errors import Overloaded, RemoteError
@@ -42,8 +44,23 @@ from sync.wire import (
 pytestmark = pytest.mark.virtual_time
 
 
+class Unscored:
+    """In place of the queue before the teachers: what was to be scored."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[Rollout] = []
+
+    async def answer(self, rollout: Rollout) -> Rollout:
+        self.rollouts.append(rollout)
+        await asyncio.Event().wait()
+        return rollout
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
 class Bench:
-    """A dispatcher over a run log and replicas; nothing is scored."""
+    """Lives of rollouts over a run log and replicas; nothing is scored."""
 
     def __init__(
         self,
@@ -52,34 +69,34 @@ class Bench:
         steps: int = 100,
         group: int = 1,
         source: PromptSource | None = None,
+        rewards: MemoryRewards | None = None,
         **config: Any,
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(source or MemoryPrompts(), 0, group)
         self.run_log = RunLog(Store(folder, "never"), prompts, run="r", seed=0, rules=rules)
         self.events = events = Events()
-        self.pool = ReplicaPool(
-            self.run_log.state, WeightsConfig(), 0.0, ErrorBudget(1 << 30, events), events
-        )
+        budget = ErrorBudget(1 << 30, events)
+        self.pool = ReplicaPool(self.run_log.state, WeightsConfig(), 0.0, budget, events)
         self.pool.poll_seconds = self.pool.retry_seconds = 0.02
         for number, engine in enumerate(replicas):
             self.pool.add(f"r{number}", engine)
         fields = {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 64, **config}
-        self.finished: list[Rollout] = []
         settings = make_config(rollout=fields, run={"steps": steps})
         self.timeline = Timeline()
         limit = settings.rollout.completion_timeout_seconds
         sampling = Sampling(max_tokens=settings.rollout.max_tokens, student_topk=2, max_seconds=limit)
         validator = Validator(sampling, Want())
         self.dispatcher = Dispatcher(self.run_log, self.pool, settings, validator, self.timeline, events)
-        events.on(CompletionReady, lambda event: self.finished.append(event.rollout))
-        events.on(
-            RolloutRejected,
-            lambda e: self.run_log.drop([e.rollout.id], e.reason, e.detail, e.rollout.length),
-        )
+        parts = Components({}, {}, lambda source: "t", prompts, self.run_log.store, Want(), rewards=rewards)
+        dispatcher, timeline = self.dispatcher, self.timeline
+        self.lives = Lives(self.run_log, dispatcher, parts, settings, validator, timeline, budget, events)
+        unscored = Unscored()
+        self.lives.scoring = unscored  # type: ignore[assignment]
+        self.finished = unscored.rollouts
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(part) for part in (self.pool.run(), self.dispatcher.run())]
+        tasks = [asyncio.create_task(part) for part in (self.pool.run(), self.lives.run())]
         yield
         for task in tasks:
             task.cancel()
@@ -365,3 +382,12 @@ async def test_a_paused_dispatcher_starts_nothing(tmp_path: Path) -> None:
         await bench.until(lambda: bool(bench.pool.serving()))
         await asyncio.sleep(LONG)
         assert bench.run_log.state.counters.issued == 0
+
+
+async def test_every_completion_is_rewarded_before_it_is_scored(tmp_path: Path) -> None:
+    rewards = MemoryRewards(lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2)
+    bench = Bench(tmp_path, MemoryReplica(), rewards=rewards)
+    async with bench.running():
+        await bench.until(lambda: len(bench.finished) == 16)
+    for rollout in bench.finished:
+        assert rollout.reward == rollout.length + (rollout.source_prompt.answer == "gold") / 2

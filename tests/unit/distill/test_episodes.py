@@ -18,14 +18,13 @@ from msgspec.structs import replace
 from small_config import make_config
 
 from distill.aio import cancel
-from distill.buffer import rules
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.sources import EnvironmentSource
 from distill.prompts.stream import PromptStream
-from distill.record.record import RunLog
+from distill.record.records import Admitted, Record
 from distill.record.rollout import Rollout
 from distill.record.store import Store
 from distill.rollout.replica_client import Answer
@@ -404,32 +403,21 @@ async def test_an_episode_that_loses_its_environment_every_time_is_given_up(play
     assert run.run_log.state.counters.dropped == {"environment_failed": 1}
 
 
-async def test_a_rollout_behind_a_rewritten_context_is_on_record_after_the_first_alone(
-    play, tmp_path
-) -> None:
-    run, trained = play(GuessEnvironment(trouble=lambda id, turn: "rewrite" if turn == 1 else None))
-    await finish(run)
-    more = next(one for one in trained if one.continues)
-    first = next(one for one in trained if one.id == more.id.partition("+")[0])
+async def test_a_rollout_behind_a_rewritten_context_is_on_record_after_the_first_alone(play) -> None:
+    run, _ = play(GuessEnvironment(trouble=lambda id, turn: "rewrite" if turn == 1 else None))
+    state, seen = run.run_log.state, list[str]()
+    write = run.run_log.write
 
-    log = RunLog(
-        Store(tmp_path / "other", "never"),
-        PromptStream(EnvironmentSource("guess", 0), seed=0),
-        run="r",
-        seed=0,
-        rules=rules(settings()),
-    )
-    issued = [one.id for one in log.issue(60)]
-    assert first.id in issued
-    log.admit([more])
-    assert more.id not in log.state.buffer, "the first may still be played again"
-    log.admit([first])
-    assert [*log.state.buffer] == [first.id, more.id]
-    other = next(id for id in issued if id in log.state.pending)
-    log.admit([replace(more, id=f"{other}+1")])
-    log.drop([other], "teacher_refused", "too long")
-    assert [*log.state.buffer] == [first.id, more.id, f"{other}+1"]
-    log.store.close()
+    def watched(change: Record) -> None:
+        write(change)
+        if isinstance(change, Admitted):
+            seen.append(change.rollout.id)
+
+    run.run_log.write = watched
+    await finish(run)
+    following = [id for id in seen if "+" in id]
+    assert len(following) == state.counters.scored - state.counters.episodes > 10
+    assert all(id.partition("+")[0] in seen[: seen.index(id)] for id in following)
 
 
 async def test_a_turn_that_is_sent_again_keeps_the_version_of_the_first(play) -> None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from in_memory import MemoryPrompts, MemoryRewards, MemoryTeacher
+from in_memory import MemoryPrompts, MemoryTeacher
 from small_config import make_config
 from virtual_time import LONG
 
-from distill.events import CompletionRewarded, ErrorBudget, Events, RolloutRejected, RolloutScored
+from distill.events import ErrorBudget, Events
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptStream
 from distill.record.rollout import Rollout
 from distill.record.validation import Validator
-from distill.rollout.rewarding import Rewarding
+from distill.rollout.ends import Unusable
 from distill.scoring import Scoring, TeacherQueue
 from sync.base.errors import Overloaded, Unreachable
 from sync.wire import (
@@ -62,23 +62,24 @@ class Bench:
         self.rollouts: list[Rollout] = []
         self.refused: list[tuple[str, str]] = []
         self.reasons: list[str] = []
-        self.events = events = Events()
-        events.on(RolloutScored, lambda event: self.rollouts.append(event.rollout))
-        events.on(RolloutRejected, self._rejected)
         validator = Validator(Sampling(max_tokens=8, student_topk=more.pop("topk", 0)), want)
-        budget = ErrorBudget(1000, events)
+        budget = ErrorBudget(1000, Events())
         prompts, linger = PromptStream(MemoryPrompts(), 0), more.pop("linger", 0.005)
         scores = more.pop("scores", "auto")
         given = {"route": lambda source: "t", **more}
         parts = Components({}, teachers, prompts=prompts, store=None, want=want, **given)  # type: ignore[arg-type]
         config = make_config(buffer={"score_batch": batch, "scores": scores})
-        scoring = Scoring(parts, config.buffer, validator, events)
-        self.scoring = TeacherQueue(scoring, parts, config, Timeline(), budget, events)
+        scoring = Scoring(parts, config.buffer, validator)
+        self.scoring = TeacherQueue(scoring, parts, config, Timeline(), budget)
         self.scoring.linger = linger
 
-    def _rejected(self, event: RolloutRejected) -> None:
-        self.refused.append((event.rollout.id, event.detail))
-        self.reasons.append(event.reason)
+    async def ask(self, rollout: Rollout) -> None:
+        """Until it is scored or refused."""
+        try:
+            self.rollouts.append(await self.scoring.answer(rollout))
+        except Unusable as end:
+            self.refused.append((rollout.id, end.detail))
+            self.reasons.append(end.reason)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -87,16 +88,9 @@ class Bench:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(600):
-            while not condition():
-                await self.events.changed.wait(0.01)
-
     async def score(self, *work: Rollout) -> None:
-        async with self.running():
-            for one in work:
-                self.scoring.put(one)
-            await self.until(lambda: len(self.rollouts) + len(self.refused) == len(work))
+        async with self.running(), asyncio.timeout(600):
+            await asyncio.gather(*map(self.ask, work))
 
 
 async def test_completions_travel_in_batches_and_come_back_as_rollouts() -> None:
@@ -185,21 +179,6 @@ async def test_scores_go_by_reference_where_they_take_many_bytes_a_token(
     assert (bench.rollouts[0].topk_ids is not None) == (topk > 0 and not kept)
 
 
-async def test_every_completion_is_rewarded_before_it_is_scored() -> None:
-    events, found = Events(), list[Rollout]()
-    rewards = MemoryRewards(lambda prompt, ids: len(ids) + (prompt.answer == "gold") / 2)
-    events.on(CompletionRewarded, lambda event: found.append(event.rollout))
-    rewarding = Rewarding(rewards, ErrorBudget(8, events), events)
-    task = asyncio.create_task(rewarding.run())
-    rewarding.put(completed(0))
-    rewarding.put(completed(1, length=4))
-    await asyncio.sleep(LONG)
-    task.cancel()
-    assert {one.id: one.reward for one in found} == {"p0": 2.5, "p1": 4.5}
-    Rewarding(None, ErrorBudget(8, events), events).put(completed(2))
-    assert (found[-1].id, found[-1].reward) == ("p2", None)
-
-
 async def test_one_refused_sequence_does_not_cost_the_others() -> None:
     bench = Bench({"t": MemoryTeacher(refuses=lambda name: name == "p1")})
     await bench.score(*(completed(i) for i in range(4)))
@@ -218,11 +197,12 @@ async def test_a_dead_teacher_is_asked_until_it_is_back() -> None:
     teacher = MemoryTeacher(up=False)
     bench = Bench({"t": teacher})
     async with bench.running():
-        bench.scoring.put(completed(0))
+        asked = asyncio.create_task(bench.ask(completed(0)))
         await asyncio.sleep(LONG)
         assert bench.rollouts == []
         teacher.up = True
-        await bench.until(lambda: len(bench.rollouts) == 1)
+        await asyncio.wait_for(asked, 600)
+        assert len(bench.rollouts) == 1
 
 
 async def test_a_full_teacher_is_asked_when_it_says() -> None:
@@ -293,13 +273,13 @@ async def test_a_busy_teacher_gets_full_requests_only() -> None:
     teacher = Slow()
     bench = Bench({"t": teacher}, linger=0.0)
     async with bench.running():
-        bench.scoring.put(completed(0))
+        tasks = [asyncio.create_task(bench.ask(completed(0)))]
         await asked.wait()
         for i in range(1, 6):
-            bench.scoring.put(completed(i))
+            tasks.append(asyncio.create_task(bench.ask(completed(i))))
             await asyncio.sleep(0)
         go_on.set()
-        await bench.until(lambda: len(bench.rollouts) == 6)
+        await asyncio.wait_for(asyncio.gather(*tasks), 600)
     assert sorted(teacher.requests) == [1, 1, 4]
 
 

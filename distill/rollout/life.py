@@ -1,0 +1,153 @@
+"""The life of a rollout from its prompt to the buffer: one coroutine for each, read from top to bottom.
+
+    issued ─▶ completed by a replica │ by a teacher │ turn by turn against its environment
+           ─▶ within the limits ─▶ screened ─▶ rewarded ─▶ scored ─▶ admitted to the buffer
+
+    Lost ─▶ requeued: its next life begins          Unusable ─▶ dropped, and quarantined
+
+Where it is, its stage, is what its coroutine waits for; nothing else is kept of it but its row. A controller
+that starts again begins a life for every rollout that is pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec.structs import replace
+
+from distill.config import AtLimit, RunConfig
+from distill.events import ErrorBudget, Events
+from distill.interfaces import Components
+from distill.metrics.timeline import Timeline
+from distill.record.record import GROUP_BROKEN, RunLog
+from distill.record.rollout import Rollout
+from distill.record.validation import Validator, repetitive
+from distill.rollout.dispatcher import Dispatcher
+from distill.rollout.ends import Dropped, Lost, Unneeded, Unusable
+from distill.rollout.episodes import Episodes
+from distill.scoring import Scoring, TeacherGeneration, TeacherQueue
+from sync.base.errors import DistillError
+from sync.wire import unpack
+
+FinishReason = Literal["stop", "length", "time", "abort"]
+
+
+class Lives:
+    """Runs for the length of the run: with it the dispatcher, which says when prompts may be issued, and the
+    queues before the teachers.
+
+    The capacity rule bounds the lives: a rollout is issued where the dispatcher has room for it.
+    """
+
+    def __init__(
+        self,
+        run_log: RunLog,
+        dispatcher: Dispatcher,
+        parts: Components,
+        config: RunConfig,
+        validator: Validator,
+        timeline: Timeline,
+        budget: ErrorBudget,
+        events: Events,
+    ) -> None:
+        self._run_log, self._dispatcher, self._rewards = run_log, dispatcher, parts.rewards
+        self._config, self._guard = config.rollout, config.guard
+        self._budget, self._events = budget, events
+        generation = TeacherGeneration(parts, config, validator)
+        self.generation = TeacherQueue(generation, parts, config, timeline, budget)
+        self.scoring = TeacherQueue(Scoring(parts, config.buffer, validator), parts, config, timeline, budget)
+        self.episodes = Episodes(run_log, dispatcher, parts, config, timeline, budget)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as self._group:
+            pending = list(self._run_log.state.pending.values())
+            self._begin(self._run_log.requeue(pending, "controller_restarted"))
+            for queue in (self.generation, self.scoring):
+                self._group.create_task(queue.run())
+            await self._dispatcher.run(lambda count: self._begin(self._run_log.issue(count)))
+
+    def _begin(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            self._group.create_task(self.life(rollout))
+
+    async def life(self, rollout: Rollout) -> None:
+        """The whole life of a rollout. One that `continues` was completed in the life of its episode."""
+        following: list[Rollout] = []
+        try:
+            if rollout.by_teacher:
+                rollout = await self.generation.answer(rollout)
+            elif not rollout.continues:
+                rollout, reason, parts = await self._completed(rollout)
+                self._check_limits(rollout, reason)
+                following = parts if self._run_log.state.rules.group == 1 else []
+            self._screen(rollout)
+            rollout = await self._rewarded(rollout)
+            self._run_log.admit([await self.scoring.answer(rollout)])
+        except Lost as lost:
+            following = self._run_log.requeue([rollout], lost.reason, lost.tokens)
+        except Unusable as end:
+            if end.quarantined:
+                self._run_log.reject(rollout, end.reason, end.detail)
+            else:
+                self._run_log.drop([rollout.id], end.reason, end.detail, end.tokens)
+        except Dropped:
+            pass
+        self._begin(following)
+        self._events.changed.wake()
+
+    # --- the steps ----------------------------------------------------------------------------------------
+
+    async def _completed(self, rollout: Rollout) -> tuple[Rollout, FinishReason, list[Rollout]]:
+        """With the student's completion and why that ended; and what an episode said behind contexts that
+        were rewritten."""
+        parts: list[Rollout] = []
+        if rollout.source_prompt.environment:
+            rollout, answer, parts = await self.episodes.play(rollout)
+        else:
+            answer, _ = await self._dispatcher.complete(rollout)
+        return rollout.completed(answer), answer.finish_reason, parts
+
+    def _check_limits(self, rollout: Rollout, finish_reason: FinishReason) -> None:
+        """Raise Lost or Unusable for what was broken off, or ended by a limit whose policy is that."""
+        policy: AtLimit = "keep"
+        reason: Literal["straggler", "over_long"] = "over_long"
+        count, limit = rollout.own_length, "rollout.max_tokens"
+        if finish_reason == "abort":
+            raise Lost("aborted", count)
+        if finish_reason == "length":
+            policy = self._config.on_max_tokens
+        elif finish_reason == "time":
+            policy, reason, limit = self._config.on_timeout, "straggler", "rollout.completion_timeout_seconds"
+        if environment := rollout.source_prompt.environment:
+            limit = f"a limit of environments.{environment}"
+        if policy == "drop":
+            raise Unusable(reason, f"ended after {count} tokens by {limit}")
+        if policy == "requeue" or (count == 0 and finish_reason != "stop"):
+            raise Lost(reason, count)
+
+    def _screen(self, rollout: Rollout) -> None:
+        """Raise Unusable for a completion, of student or teacher, that must not be trained on."""
+        state = self._run_log.state
+        if state.is_broken(rollout.id):
+            raise Unneeded("group_broken", GROUP_BROKEN, rollout.own_length)
+        if rollout.length == 0:
+            raise Unusable("empty", "a completion without tokens")
+        if problem := state.span_problem(rollout.spans):
+            raise Unusable("impossible_version", problem)
+        if problem := repetitive(rollout.tokens, self._guard.repeats):
+            raise Unusable("repetitive", problem)
+
+    async def _rewarded(self, rollout: Rollout) -> Rollout:
+        """With the reward of the run's function, if it has one; an episode has its environment's."""
+        if self._rewards is None or rollout.source_prompt.environment:
+            return rollout
+        function = "the reward_fn"
+        try:
+            reward = await self._rewards.reward(rollout.source_prompt, unpack(rollout.tokens).tolist())
+        except DistillError as error:
+            self._budget.function_failed(function, rollout.id, error)
+            raise Unusable("function_failed", str(error)) from error
+        self._budget.good(function)
+        return replace(rollout, reward=reward.value)
