@@ -7,16 +7,19 @@ import random
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from in_memory import MemoryReplica, MemoryTrainer
 
+from distill.aio import cancel
 from distill.config import RunConfig
 from distill.controller import Controller
+from distill.record.store import Store
 from distill.rollout.hold import hold
 from sync.base.errors import DistillError, RemoteError
-from sync.wire import UpdateReply, UpdateRequest
+from sync.wire import Generated, GeneratePrompt, GenerateRequest, UpdateReply, UpdateRequest
 
 pytestmark = pytest.mark.virtual_time
 TROUBLE, PAUSE = (3.0, 12.0), 1.5
@@ -25,7 +28,7 @@ KINDS = ("slow", "dead", "refusing", "hung", "held")
 
 
 class Troubled(MemoryReplica):
-    """A replica with a trouble of the kind `is_`; "well": none."""
+    """A replica with a trouble of the kind `is_`; "well": none, "long": its completions do not end."""
 
     is_ = "well"
 
@@ -33,6 +36,12 @@ class Troubled(MemoryReplica):
         while self.is_ == "hung":
             await super().pass_time(0.05)
         await super().pass_time(seconds * (20 if self.is_ == "slow" else 1))
+
+    async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
+        completion = await super()._complete(prompt, request)
+        while self.is_ == "long":
+            await asyncio.sleep(0.05)
+        return completion
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
         await self.pass_time(0.02)
@@ -111,3 +120,63 @@ async def test_the_bound_holds_and_steps_go_on_whatever_becomes_of_the_other_rep
     assert summary["steps"] == 100
     assert summary["buffer"]["age_max"] <= limit
     assert max(after - before for before, after in pairwise(times)) < PAUSE
+
+
+async def seconds_of(run: Controller, steps: int, troubled: str = "", is_: str = "") -> float:
+    """Time that a run's steps take from the fifth on, when this replica gets a trouble."""
+    trainer, times = MemoryTrainer(run.session, step_seconds=0.01), list[float]()
+    run.pool.poll_seconds = run.pool.retry_seconds = 0.1
+    tasks = [asyncio.create_task(part) for part in (run.run(), trainer.run())]
+    async with asyncio.timeout(1000):
+        while len(times) < steps:
+            await trainer.stepped.wait()
+            times.append(time.monotonic())
+            if troubled and len(times) == 5:
+                run.pool.replicas[troubled].engine.is_ = is_  # type: ignore[attr-defined]
+    await cancel(tasks)
+    return times[-1] - times[4]
+
+
+async def test_steps_go_on_at_half_the_pace_beside_a_replica_that_refuses_every_update(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    settings = config(
+        run={"steps": 1000}, buffer={"max_staleness": 1}, weights={"timeout_seconds": 600},
+        rollout={"request_size": 1, "max_in_flight": 2},
+    )  # fmt: skip
+    seconds = []
+    for kind in ("well", "refusing"):
+        replicas = {f"r{n}": Troubled(seed=n, token_seconds=0.05) for n in range(2)}
+        run = controller(settings, replicas=replicas, store=Store(tmp_path / kind, "never"))
+        seconds.append(await seconds_of(run, 60, "r1", kind))
+    assert 1.7 < seconds[1] / seconds[0] < 2.3
+
+
+async def test_steps_go_on_while_an_evaluation_holds_a_replica_with_long_completions_in_flight(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    replicas = {f"r{n}": Troubled(seed=n, token_seconds=0.05) for n in range(2)}
+    run = controller(config(run={"steps": 1000}, buffer={"max_staleness": 1}), replicas=replicas)
+    in_flight = list[int]()
+
+    async def evaluation() -> None:
+        while run.session.requested < 4 or min(r.in_flight for r in run.pool.replicas.values()) < 4:
+            await asyncio.sleep(0.01)
+        assert run.run_log.state.target is not None
+        for replica in replicas.values():
+            replica.is_ = "long"
+        async with hold(run.pool, run.run_log.state.target.version, 10.0) as held:
+            for name in replicas.keys() - {held.name}:
+                replicas[name].is_ = "well"
+            for _ in range(50):
+                await asyncio.sleep(0.1)
+                in_flight.append(held.in_flight)
+            await asyncio.sleep(1e6)
+
+    task = asyncio.create_task(evaluation())
+    seconds = await seconds_of(run, 60)
+    assert not task.done()
+    assert len(in_flight) == 50
+    assert min(in_flight) >= 4
+    assert 5 < seconds < 60
+    await cancel([task])
