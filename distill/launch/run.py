@@ -26,6 +26,7 @@ from typing import Any
 from rich.console import Console
 
 from distill.aio import cancel, in_daemon
+from distill.buffer import Batch
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.events import Quarantined
@@ -67,6 +68,8 @@ log = logging.getLogger(__name__)
 STOP_SHARE = 0.7
 """Share of the grace period for the trainer's step and checkpoint; the rest is for TERM and KILL."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ALL_GARBAGE_STEPS = 64
+"""Steps between two collections that look at what outlived a batch too."""
 DISK_POLL_SECONDS = 5.0
 
 
@@ -183,6 +186,7 @@ class _Launcher:
                 self._wandb = await asyncio.to_thread(Wandb, self._config, run)
                 self._sinks.append(self._wandb)
             gc.freeze()  # full collections skip modules and configuration: tens of ms each
+            gc.set_threshold(*gc.get_threshold()[:2], 1 << 30)  # and come after a batch alone: see `batch`
             signals.enter_context(self._signals(asyncio.get_running_loop()))
             return await self._supervised()
         finally:
@@ -351,6 +355,13 @@ class _Launcher:
             if not self._first_step.done() and (findings := live.first_step(config, figures)):
                 self._first_step.set_result(findings)
 
+        def batch(batch: Batch) -> None:
+            self._samples.write(batch)
+            if batch.version.step % ALL_GARBAGE_STEPS == 0:
+                gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+
         def evaluated(report: EvalReport, best: bool) -> None:
             log_all(self._sinks, report.version, of_evaluation(report, best))
 
@@ -363,7 +374,7 @@ class _Launcher:
             step=step,
             evaluated=evaluated,
             opened=opened,
-            batch=self._samples.write,
+            batch=batch,
             quarantined=quarantined,
             alert=self._alert,
             say=self._display.say,
