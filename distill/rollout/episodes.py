@@ -88,10 +88,8 @@ class Episodes:
         is_too_old, now = self._run_log.state.is_too_old, asyncio.get_running_loop().time()
         for environment in self._environments.values():
             for id, patience in environment.patience.items():
-                behind = (
-                    self._under_way[id].sequences[-1].spans
-                )  # what it says next stands behind all of these
-                if any(is_too_old(span.version) for span in behind) and not patience.expired():
+                said = self._under_way[id].sequences[-1].spans  # what it says next stands behind it
+                if any(is_too_old(span.version) for span in said) and not patience.expired():
                     patience.reschedule(now)
 
     async def play(self, rollout: Rollout) -> Played:
@@ -114,7 +112,7 @@ class Episodes:
                         f"episode {rollout.id} is over without a reward, which objective.task needs: return "
                         "a number, or leave objective.task out"
                     )
-            except Left:
+            except _Left:
                 hard = self._run_log.state.rules.bound.hard
                 detail = f"older than {hard} versions while its environment was playing"
                 raise Unneeded("too_old", detail, episode.own_length) from None
@@ -187,7 +185,7 @@ def _played(rollout: Rollout, episode: Episode) -> Played:
     return Played(rollouts[0], answers[0], following)
 
 
-class Left(Exception):
+class _Left(Exception):
     """An episode was left while its environment played."""
 
 
@@ -205,7 +203,7 @@ class _Patient:
                 self._note()
                 yield
         except TimeoutError:
-            raise Left from None
+            raise _Left from None
         finally:
             del self.patience[id]
             self._note()

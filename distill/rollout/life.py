@@ -3,7 +3,7 @@
     issued ─▶ completed by a replica │ by a teacher │ turn by turn against its environment
            ─▶ within the limits ─▶ screened ─▶ rewarded ─▶ scored ─▶ admitted to the buffer
 
-    Lost ─▶ requeued: its next life begins          Unusable ─▶ dropped, and quarantined
+    Lost ─▶ requeued: its next life begins     Unusable ─▶ quarantined and dropped     Unneeded ─▶ dropped
 
 Where it is, its stage, is what its coroutine waits for; nothing else is kept of it but its row. A controller
 that starts again begins a life for every rollout that is pending.
