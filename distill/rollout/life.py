@@ -5,8 +5,17 @@
 
     Lost ─▶ requeued: its next life begins     Unusable ─▶ quarantined and dropped     Unneeded ─▶ dropped
 
-Where it is, its stage, is what its coroutine waits for; nothing else is kept of it but its row. A controller
-that starts again begins a life for every rollout that is pending.
+    what it waits for                       what else may come of it
+    a replica: room, then a completion      lost, busy, hanging, unusable, broken off ─▶ Lost
+                                            refused ─▶ Unneeded; ended by a limit ─▶ Lost or Unusable
+    an environment, between two turns       gone ─▶ begins again; fails ─▶ Unusable
+                                            too old for every batch by now ─▶ Unneeded
+    a reward worker                         its function fails ─▶ Unusable
+    a teacher: its queue, then an answer    away ─▶ asked until it is back
+                                            refused, or unusable max_attempts times ─▶ Unusable
+
+Its stage is what its coroutine waits for; nothing else is kept of it but its row. A controller that starts
+again begins a life for every rollout that is pending.
 """
 
 from __future__ import annotations
