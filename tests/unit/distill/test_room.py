@@ -40,7 +40,7 @@ class Troubled(MemoryReplica):
     async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
         completion = await super()._complete(prompt, request)
         while self.is_ == "long":
-            await asyncio.sleep(0.05)
+            await super().pass_time(0.05)
         return completion
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
@@ -161,7 +161,7 @@ async def test_steps_go_on_while_an_evaluation_holds_a_replica_with_long_complet
 
     async def evaluation() -> None:
         while run.session.requested < 4 or min(r.in_flight for r in run.pool.replicas.values()) < 4:
-            await asyncio.sleep(0.01)
+            await run.events.changed.wait(0.01)
         assert run.run_log.state.target is not None
         for replica in replicas.values():
             replica.is_ = "long"
