@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 import msgspec
 import numpy as np
 from blake3 import blake3
@@ -190,7 +190,7 @@ class StreamSource:
                 fields = next(rows)
             except StopIteration:
                 return
-            except (OSError, ValueError, DatasetsError, httpx.HTTPError) as error:
+            except (OSError, ValueError, DatasetsError, httpx2.HTTPError) as error:
                 raise DataError(
                     f"{place} cannot be read ({type(error).__name__}: {error}): resume the run when it can be"
                 ) from error

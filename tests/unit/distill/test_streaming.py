@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from small_config import make_config
 
@@ -205,8 +206,9 @@ def test_a_stream_that_gives_nothing_or_may_change_is_refused(dataset: DatasetPr
         opened(dataset.model_copy(update={"split": "train[:10%]"}))
 
 
+@pytest.mark.parametrize("kind", [ConnectionError, httpx2.ConnectError])
 def test_a_dataset_that_cannot_be_read_any_further_is_named_and_tried_again(
-    dataset: DatasetPrompts, monkeypatch: pytest.MonkeyPatch
+    dataset: DatasetPrompts, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     expected = texts(opened(dataset)[0], range(21))
     source, _ = opened(dataset)
@@ -219,11 +221,11 @@ def test_a_dataset_that_cannot_be_read_any_further_is_named_and_tried_again(
 
         def __iter__(self) -> Iterator[Any]:
             yield from itertools.islice(self._rows, 10)
-            raise ConnectionError("the server left")
+            raise kind("the server left")
 
     monkeypatch.setattr(streaming, "open_dataset", Torn)
     assert texts(source, range(7)) == expected[:7]
-    wanted = r"rows row 10 cannot be read \(ConnectionError: the server left\): resume the run when it can be"
+    wanted = rf"rows row 10 cannot be read \({kind.__name__}: the server left\): resume the run when it can"
     with pytest.raises(DataError, match=wanted):
         source[7]
     monkeypatch.setattr(streaming, "open_dataset", real)
