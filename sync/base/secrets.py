@@ -117,11 +117,7 @@ def redact_process() -> None:
         setproctitle(" ".join([sys.executable, *words]))
     if not isinstance(logging.getLogRecordFactory(), _Redacted):
         logging.setLogRecordFactory(_Redacted(logging.getLogRecordFactory()))
-        sys.excepthook = _tell
-
-
-def _tell(*error: Any) -> None:
-    sys.stderr.write(redact("".join(traceback.format_exception(*error))))
+        sys.excepthook = lambda *error: sys.stderr.write(redact("".join(traceback.format_exception(*error))))
 
 
 class _Redacted:

@@ -56,23 +56,17 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise ConfigError(f"the tokenizer of {source.path!r} cannot be loaded: {remedy}. {error}") from error
     if source.chat_template is not None:
         try:
-            tokenizer.chat_template = _template(source.chat_template)
+            file = Path(source.chat_template)
+            other = file.is_dir() or not (file.is_file() or file.suffix)  # a model, whose template it is
+            tokenizer.chat_template = (
+                load_tokenizer(ModelSource(path=str(file))).chat_template if other else file.read_text()
+            )
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
-    return at_time(tokenizer, source.template_time)
-
-
-def at_time(tokenizer: Any, moment: datetime | None) -> Any:
-    """The tokenizer, whose chat template reads `moment` from its clock; None: the machine's clock."""
-    if moment is not None:
-        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=moment.strftime)
+    if source.template_time is not None:  # what the template reads from its clock
+        clock = source.template_time.strftime
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=clock)
     return tokenizer
-
-
-def _template(path: str) -> Any:
-    """The text of a Jinja file, or the template of the model whose folder or Hub id it is."""
-    named = Path(path).is_dir() or not (Path(path).is_file() or Path(path).suffix)
-    return load_tokenizer(ModelSource(path=path)).chat_template if named else Path(path).read_text()
 
 
 def vocab_size(tokenizer: Tokenizer, known_ids: int | None = None) -> int:
