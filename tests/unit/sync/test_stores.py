@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any
 from uuid import uuid4
 
 import bucket_server
@@ -221,29 +221,29 @@ def faulty_object(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[St
         yield ObjectStore(f"s3://bucket/{uuid4().hex}", options), between
 
 
-@pytest.mark.parametrize("kind", ["503", "drop", "lost"])
-def test_an_object_store_gets_over_refused_and_lost_puts(
-    faulty_object: tuple[Store, Proxy], kind: Literal["503", "drop", "lost"]
+@pytest.mark.parametrize(
+    ("service", "during", "pattern", "kind"),
+    [("faulty_object", "write", "PUT .*key", kind) for kind in ("503", "drop", "lost")]
+    + [("faulty_object", "read", "GET .*key", kind) for kind in ("503", "drop")]
+    + [("faulty_bucket", "write", "batch", "503"), ("faulty_bucket", "write", "/v1/xorbs", "drop")]
+    + [("faulty_bucket", "read", "paths-info", "503"), ("faulty_bucket", "read", "GET /xorb", "cut")],
+)
+def test_a_service_gets_over_faults_while_it_is_written_and_read(
+    request: pytest.FixtureRequest, service: str, during: str, pattern: str, kind: Any
 ) -> None:
-    """After a lost answer the client finds its own object in the way, and knows it."""
-    store, between = faulty_object
-    between.fail("PUT .*key", kind)
-    store.create("run/key", b"content")
-    assert store.read("run/key") == b"content"
+    """After a lost answer to a put the client finds its own object in the way, and knows it."""
+    store, between = request.getfixturevalue(service)
+    content = os.urandom(5000)
+    if during == "write":
+        between.fail(pattern, kind)
+        store.create("run/key", content)
+    else:
+        store.create("run/key", content)
+        between.fail(pattern, kind)
+    assert store.read("run/key") == content
     assert between.hits == 1
     with pytest.raises(AlreadyPublished):
-        store.create("run/key", b"content")
-
-
-@pytest.mark.parametrize("kind", ["503", "drop"])
-def test_an_object_store_gets_over_refused_reads(
-    faulty_object: tuple[Store, Proxy], kind: Literal["503", "drop"]
-) -> None:
-    store, between = faulty_object
-    store.create("run/key", b"content")
-    between.fail("GET .*key", kind)
-    assert store.read("run/key") == b"content"
-    assert between.hits == 1
+        store.create("run/key", content)
 
 
 def test_a_large_object_of_which_a_part_failed_is_not_there(
@@ -260,29 +260,6 @@ def test_a_large_object_of_which_a_part_failed_is_not_there(
     with pytest.raises(StoreError, match="cannot write 'run/failed'"):
         broken.create("run/failed", os.urandom(12_000_000))
     assert store.list("") == ["run/retried"]
-
-
-@pytest.mark.parametrize(("pattern", "kind"), [("batch", "503"), ("/v1/xorbs", "drop")])
-def test_a_bucket_gets_over_faults_while_it_is_written(
-    faulty_bucket: tuple[Store, Proxy], pattern: str, kind: Literal["503", "drop"]
-) -> None:
-    store, between = faulty_bucket
-    content = os.urandom(5000)
-    between.fail(pattern, kind)
-    store.create("run/key", content)
-    assert between.hits == 1
-    assert store.read("run/key") == content
-
-
-@pytest.mark.parametrize(("pattern", "kind"), [("paths-info", "503"), ("GET /xorb", "cut")])
-def test_a_bucket_gets_over_faults_while_it_is_read(
-    faulty_bucket: tuple[Store, Proxy], pattern: str, kind: Literal["503", "cut"]
-) -> None:
-    store, between = faulty_bucket
-    content = os.urandom(5000)
-    store.create("run/key", content)
-    between.fail(pattern, kind)
-    assert store.read("run/key") == content
 
 
 def test_a_bucket_writer_that_died_half_way_leaves_its_key_taken_and_unseen(
