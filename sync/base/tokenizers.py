@@ -63,9 +63,13 @@ def load_tokenizer(source: ModelSource) -> Any:
             )
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template {source.chat_template!r} cannot be read: {error}") from error
-    if source.template_time is not None:  # what the template reads from its clock
-        clock = source.template_time.strftime
-        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=clock)
+    return at_time(tokenizer, source.template_time)
+
+
+def at_time(tokenizer: Any, moment: datetime | None) -> Any:
+    """The tokenizer, whose chat template reads `moment` from its clock; None: the machine's clock."""
+    if moment is not None:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=moment.strftime)
     return tokenizer
 
 

@@ -12,12 +12,16 @@ import asyncio
 import io
 import json
 import math
+import os
 import socket
 import ssl
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import asynccontextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeVar
 
 import aiohttp
@@ -277,28 +281,40 @@ class Peer:
             ) from None
 
     async def once(
-        self, path: str, body: bytes | None, timeout: float | None, max_bytes: int = MAX_ANSWER
+        self,
+        path: str,
+        body: bytes | None,
+        timeout: float | None,
+        max_bytes: int = MAX_ANSWER,
+        model: str | None = None,
     ) -> memoryview:
         """POST an encoded body (GET when None), a single time: for callers that retry elsewhere. Raises
         Unreachable (no connection, no answer in `timeout` seconds, any 5xx), Overloaded, RemoteError. None:
-        no limit once it is connected."""
+        no limit once it is connected. `model`: of this answer, in the place of the client's."""
         try:
-            return (await self._send(path, body, timeout, max_bytes)).only()
+            return (await self._send(path, body, timeout, max_bytes, model)).only()
         except _FAILED as error:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
-    async def _send(self, path: str, content: bytes | None, timeout: float | None, max_bytes: int) -> Answer:
+    async def _send(
+        self,
+        path: str,
+        content: bytes | None,
+        timeout: float | None,
+        max_bytes: int,
+        model: str | None = None,
+    ) -> Answer:
         async with self._open(path, content, self._claim.headers(), timeout) as (response, limit):
-            self._check(response)
+            self._check(response, model or self.model)
             return await _read(response, limit, max_bytes)
 
-    def _check(self, response: aiohttp.ClientResponse) -> None:
+    def _check(self, response: aiohttp.ClientResponse, expected: str | None) -> None:
         """Raises WrongServer when the answer is another run's or another model's."""
         if response.status == 200:
             self._claim.check(self.url, response.headers)
-            if self.model not in (None, model := response.headers.get(MODEL_HEADER)):
+            if expected not in (None, model := response.headers.get(MODEL_HEADER)):
                 raise WrongServer(
-                    f"{self.url} answers with model {model}, and {self.model} was checked when the run "
+                    f"{self.url} answers with model {model}, and {expected} was checked when the run "
                     "started: start the teacher again with the model of this run's configuration"
                 )
 
@@ -312,7 +328,7 @@ class Peer:
                     limit.reschedule(asyncio.get_running_loop().time() + self.timeout)
                     (await _read(response, limit, MAX_REFUSAL)).body(retry=False)
                 check_plain(self.url + path, response.headers)
-                self._check(response)
+                self._check(response, self.model)
                 buffer = bytearray()
                 async for chunk in response.content.iter_any():
                     buffer += chunk
@@ -326,8 +342,27 @@ class Peer:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
 
+_begins = threading.Lock()
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
+    return loop
+
+
+os.register_at_fork(after_in_child=_loop.cache_clear)
+
+
+def _in_loop(call: Coroutine[None, None, A]) -> Future[A]:
+    """Have a call made by the event loop of all blocking clients, which has a thread of its own."""
+    with _begins:
+        return asyncio.run_coroutine_threadsafe(call, _loop())
+
+
 class BlockingPeer:
-    """`Peer` for threads without an event loop: every call has a loop and a connection of its own."""
+    """`Peer` for threads without an event loop; any of them may call it."""
 
     def __init__(
         self,
@@ -337,8 +372,9 @@ class BlockingPeer:
         claim: Claim | None = None,
         content_type: str = CONTENT_TYPE,
     ) -> None:
-        self._connect = partial(Peer, url, token, timeout, claim, content_type)
-        self.url, self.timeout = self._connect().url, timeout
+        self._peer = peer = Peer(url, token, timeout, claim, content_type)
+        self.url, self.timeout = peer.url, timeout
+        weakref.finalize(self, self._close, peer)
 
     def call(
         self,
@@ -349,28 +385,29 @@ class BlockingPeer:
         max_bytes: int = MAX_SMALL,
     ) -> M:
         """The answer, as of `Peer.call`; one try takes at most the client's `timeout`, all this one."""
-        return self._run(lambda peer: peer.call(path, body, kind, timeout, max_bytes, self.timeout))
+        return self._wait(self._peer.call(path, body, kind, timeout, max_bytes, self.timeout))
 
     def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> memoryview:
-        """The answer, as of `Peer.once`, of `model` (see `Peer.model`)."""
+        """The answer, as of `Peer.once`."""
+        return self._wait(self._peer.once(path, body, timeout, model=model))
 
-        def send(peer: Peer) -> Coroutine[None, None, memoryview]:
-            peer.model = model
-            return peer.once(path, body, timeout)
+    @staticmethod
+    def _close(peer: Peer) -> None:
+        if peer._session is not None:
+            closing = _in_loop(peer.aclose())
+            if threading.current_thread() is threading.main_thread():  # else nobody would, at its end
+                wait([closing], 1.0)
 
-        return self._run(send)
-
-    def _run(self, send: Callable[[Peer], Awaitable[A]]) -> A:
-        async def alone() -> A:
-            async with self._connect() as peer:
-                return await send(peer)
-
+    def _wait(self, call: Coroutine[None, None, A]) -> A:
+        answer = _in_loop(call)
         try:
-            return asyncio.run(alone())
-        except RuntimeError as error:  # a name is looked up in a thread, and none begins any more
-            if "shutdown" not in str(error):
+            return answer.result()
+        except (CancelledError, RuntimeError) as error:  # closed, or no thread begins that looks a name up
+            if isinstance(error, RuntimeError) and "shutdown" not in str(error):
                 raise
             raise Unreachable(f"{self.url} is asked no more: this process ends") from None
+        finally:
+            answer.cancel()  # of a caller that was interrupted
 
 
 def _frame_length(buffer: bytearray) -> int:

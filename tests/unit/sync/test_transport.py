@@ -8,6 +8,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager
 
 import httpx
@@ -20,7 +21,7 @@ from starlette.routing import Route
 
 from sync.base.errors import ConfigError, DataError, Overloaded, RemoteError, Unreachable, WireError
 from sync.base.own_code import own_code
-from sync.wire import EpisodeFailed, EvalRequest, Ok, Version, Wait, decode, encode, frame
+from sync.wire import EpisodeFailed, EvalRequest, Ok, Version, Wait, client, decode, encode, frame
 from sync.wire.client import SLOWEST, BlockingPeer, Peer
 from sync.wire.server import TokenGuard, check_bind, read_message, refuse, reply
 
@@ -214,6 +215,15 @@ def test_the_blocking_client_retries_and_refuses_alike() -> None:
     assert scripted.calls == 3
 
 
+def test_threads_that_call_at_once_share_one_event_loop_and_its_connections() -> None:
+    scripted = Scripted()
+    client._loop.cache_clear()  # they begin it
+    with serving(scripted) as url, ThreadPoolExecutor(16) as threads:
+        peer = BlockingPeer(url, "secret")
+        assert {*threads.map(lambda _: peer.call("/x", REQUEST, Ok), range(100))} == {Ok()}
+    assert len(scripted.clients) <= 16
+
+
 @pytest.mark.parametrize(("limit", "calls"), [(60.0, 1), (0.3, 2)])
 def test_the_blocking_client_takes_no_longer_than_it_was_given_and_asks_a_silent_peer_again(
     limit: float, calls: int
@@ -235,10 +245,11 @@ import atexit, threading, time
 from sync.base.errors import Unreachable
 from sync.wire import Ok
 from sync.wire.client import BlockingPeer
+peer = BlockingPeer("http://localhost:9")
 def ask():
     while True:
         try:
-            BlockingPeer("http://localhost:9").call("/x", None, Ok, 0.1)
+            peer.call("/x", None, Ok, 0.1)
         except Unreachable:
             time.sleep(0.01)
 threading.Thread(target=ask, daemon=True).start()
