@@ -342,7 +342,7 @@ class Peer:
             raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
 
-_begins = threading.Lock()
+_begins = threading.RLock()  # a client may be collected, and so closed, at any time
 
 
 @cache
