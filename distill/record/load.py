@@ -57,12 +57,6 @@ def _load(connection: sqlite3.Connection, state: RunState, read: Read) -> None:
         _load_broken(connection, state)
 
 
-def last_at(connection: sqlite3.Connection) -> int:
-    """Number of the last record; 0: none."""
-    row = connection.execute("SELECT value FROM fact WHERE key = 'at'").fetchone()
-    return int(row[0]) if row else 0
-
-
 def _decoded(text: str, kind: Any) -> Any:
     return json_decoder(kind, _counter).decode(text)
 

@@ -18,7 +18,7 @@ from distill.buffer import Batch, Rules, pick
 from distill.events import Events, Quarantined, ScoresUnneeded
 from distill.prompts.stream import Cursor, Prompt, PromptStream
 from distill.record import records as r
-from distill.record.load import last_at, load
+from distill.record.load import load
 from distill.record.records import LineageOpened, Opened, Record, facts
 from distill.record.resume import resume
 from distill.record.rollout import DropReason, Location, RequeueReason, Rollout
@@ -54,7 +54,6 @@ class RunLog:
         something is damaged, ConfigError when it is another run's or of other prompts.
         """
         self.store, self.state = store, load(store.connection, rules, store.read)
-        store.at = last_at(store.connection)
         store.facts = lambda: facts(self.state, store.at)
         self._prompts, self._name, self._validator = prompts, run, validator
         self._events, self._admitted = events or Events(), asyncio.Event()

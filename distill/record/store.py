@@ -66,6 +66,12 @@ def open_read_only(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def last_at(connection: sqlite3.Connection) -> int:
+    """Number of the last record; 0: none."""
+    row = connection.execute("SELECT value FROM fact WHERE key = 'at'").fetchone()
+    return int(row[0]) if row else 0
+
+
 def arrays_path(folder: Path, number: int) -> Path:
     """File of arrays `number` in a run's folder."""
     return folder / "arrays" / f"{number:08d}.bin"
@@ -102,7 +108,6 @@ class Store:
         self._file_bytes, self._retry_seconds, self._write = file_bytes, retry_seconds, write
         self.facts: Callable[[], dict[str, Any]] = dict
         """The small facts that a commit writes anew."""
-        self.at = 0  # number of the newest record
         self._items: list[Statement] = []
         self._changed = False  # something was added that no commit has taken
         self._arrays: list[tuple[Prompts | Rollout, Location]] = []
@@ -121,6 +126,8 @@ class Store:
                 schema = (files("distill.record") / "schema.sql").read_text()
                 self.connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {FORMAT}; COMMIT")
             _check_format(self.connection, path)
+            self.at = self._committed_at = last_at(self.connection)
+            """Number of the newest record, and of the newest on disk, unless another controller writes."""
 
     def begin(self) -> None:
         """Begin what changes with the next record; the facts change with it, also where no row does."""
@@ -195,15 +202,22 @@ class Store:
         execute(f"PRAGMA synchronous = {level}")
         try:
             execute("BEGIN IMMEDIATE")
+            if last_at(self.connection) != self._committed_at:
+                raise DataError(
+                    f"another controller has written to {self.folder / RECORD} since this one began, and one "
+                    "alone may: this one stops, and what it did last is not on record; look for the other "
+                    "one, on other machines too, and leave one running"
+                )
             statements = itertools.chain.from_iterable(items for items, _ in lists)
             for sql, same in itertools.groupby(statements, itemgetter(0)):
                 self.connection.executemany(sql, map(_bound, same))
+            at = last_at(self.connection)
             execute("COMMIT")
         except BaseException:
             if self.connection.in_transaction:
                 execute("ROLLBACK")
             raise
-        self._unsynced = (self._unsynced and not forced) or level == "NORMAL"
+        self._committed_at, self._unsynced = at, (self._unsynced and not forced) or level == "NORMAL"
         for _ in lists:
             self._lists.popleft()
 
@@ -232,10 +246,13 @@ class Store:
             self._sync()
             os.close(self._file)
             self._file, self._size, self._number = -1, 0, self._number + 1
-        if self._file < 0:
-            path = arrays_path(self.folder, self._number)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-            force(path.parent)
+        while self._file < 0:
+            path, flags = arrays_path(self.folder, self._number), os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            try:
+                self._file = os.open(path, flags | os.O_APPEND, 0o644)
+                force(path.parent)
+            except FileExistsError:  # of another controller, which the transaction will find
+                self._number += 1
         rest, self._unsynced_bytes = memoryview(payload), True
         try:
             while rest:
@@ -283,7 +300,7 @@ def _readable(path: Path) -> Iterator[None]:
     """Turn what SQLite says of a damaged database into a DataError."""
     try:
         yield
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read ({error}): restore the file from a copy, or start a new run"
         ) from None

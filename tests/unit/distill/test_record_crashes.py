@@ -22,8 +22,8 @@ from random_history import PLAIN, History, differences, opened, scored, seen
 from tmpfs import mounted
 
 from distill.record.audit import audit
-from distill.record.load import last_at, load
-from distill.record.store import RECORD, Store, open_read_only
+from distill.record.load import load
+from distill.record.store import RECORD, Store, last_at, open_read_only
 from sync.base.errors import DataError
 from sync.wire import Version
 
@@ -77,6 +77,59 @@ def test_a_kill_at_any_moment_costs_nothing_that_was_committed(tmp_path: Path, s
     waiting = len(state["pending"]) + len(state["buffer"]) + counters.dropped.total()
     with closing(open_read_only(tmp_path / RECORD)) as tables:
         assert waiting <= tables.execute("SELECT count(*) FROM rollout").fetchone()[0]
+    assert "record_damaged" not in audit(tmp_path).violations
+
+
+# --- two controllers --------------------------------------------------------------------------------------
+
+WRITING = """
+import asyncio, sys
+from pathlib import Path
+from random_history import opened
+
+async def write():
+    record = opened(Path(sys.argv[1]))
+    print("open", flush=True)
+    for _ in range(int(sys.stdin.readline())):
+        record.issue(3)
+        await record.store.commit()
+        print(record.store.at, flush=True)
+
+asyncio.run(write())
+"""
+
+
+def writer(folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command, pipe = [sys.executable, "-c", WRITING, str(folder)], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    return process
+
+
+def test_of_two_controllers_on_one_folder_the_one_that_writes_later_stops(tmp_path: Path) -> None:
+    """Where the lock of the folder does not hold, as between machines of some file systems."""
+    both = [writer(tmp_path), writer(tmp_path)]
+    _, ended = both[0].communicate("20\n", timeout=60)
+    assert both[0].returncode == 0, ended
+    printed, error = both[1].communicate("20\n", timeout=60)
+    assert printed == ""
+    assert f"DataError: another controller has written to {tmp_path / RECORD} since this" in error
+    assert loaded(tmp_path)[0] == 21
+    assert "record_damaged" not in audit(tmp_path).violations
+
+
+def test_of_two_controllers_that_write_at_once_one_goes_on(tmp_path: Path) -> None:
+    both = [writer(tmp_path), writer(tmp_path)]
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("200\n")
+        process.stdin.flush()
+    errors = [process.communicate(timeout=60)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1]
+    assert sum("DataError: another controller has written to" in error for error in errors) == 1
+    assert loaded(tmp_path)[0] == 201
     assert "record_damaged" not in audit(tmp_path).violations
 
 
