@@ -12,14 +12,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -29,7 +27,7 @@ from distill.rollout.replica_pool import ReplicaPool
 from distill.topology import servers
 from sync.base import secrets
 from sync.base.address import Address, url_problem
-from sync.base.errors import ConfigError, DistillError, RemoteError, Replaced, WrongServer
+from sync.base.errors import DistillError, RemoteError, Replaced, WrongServer
 from sync.wire import (
     Gang,
     GangJoins,
@@ -49,8 +47,6 @@ UNANSWERED: Final = (
     "replica {name} was added and does not answer at {url}: start it there, listening on an address that the "
     "controller's machine reaches; it joins once it answers, or `distill servers remove {name}` takes it out"
 )
-CONTROLLER_FILE: Final = "controller.json"
-"""In a run's folder: {"url": where its controller is}."""
 EXIT_REPLACED: Final = 3
 """Exit status of a server that has lost its name to another process."""
 
@@ -258,18 +254,6 @@ def _check_run(asking: str, run: str) -> None:
 def expected_servers(config: RunConfig) -> dict[str, Address]:
     """An address that registers for every server without `urls`."""
     return {process.name: Address(process.name) for process in servers(config)}
-
-
-def controller_url(run_dir: Path) -> str:
-    """Where a run's controller is, or was when it last started. Raises ConfigError."""
-    path = run_dir / CONTROLLER_FILE
-    try:
-        return str(json.loads(path.read_text())["url"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"{path} does not say where the controller is: start `distill run` or `distill control` first, "
-            "with controller.url if controller.host is 0.0.0.0, or give its URL with --controller"
-        ) from None
 
 
 def follow(controller: Callable[[], str], token: str | None, addresses: Mapping[str, Address]) -> None:

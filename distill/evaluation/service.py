@@ -33,11 +33,11 @@ from starlette.routing import Route
 from distill.aio import cancel
 from distill.config import RunConfig
 from distill.evaluation.schedule import score
-from distill.registry import controller_url, expected_servers, follow
+from distill.registry import expected_servers, follow
 from distill.rollout.replica_client import HttpReplica
 from distill.topology import places
 from sync import wire
-from sync.base.address import token_from_environment
+from sync.base.address import controller_url, token_from_environment
 from sync.base.decoding import convert
 from sync.base.durable import write_json
 from sync.base.errors import ConfigError, DistillError

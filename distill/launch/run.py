@@ -58,6 +58,7 @@ from student_trainer.objectives.config import needs, student_topk
 from sync.base.durable import write_json
 from sync.base.errors import DataError, DistillError, Interrupted, RemoteError
 from sync.base.jsonl import JsonLines
+from sync.base.mounts import network_mount
 from sync.wire import EvalReport, Version
 from sync.wire.checks import ANY_ID
 from sync.wire.claims import Claim
@@ -112,6 +113,8 @@ async def run(
             plan = cluster.registered(config, say)
         else:
             plan = plan_servers(config, token, ports, relay)
+            if token is not None and network_mount(folder.path):
+                folder.keep_token(token)
         earlier, before = earlier_starts(folder.path)
         launcher = _Launcher(config, folder, plan, split, token, console, relay, earlier)
         try:

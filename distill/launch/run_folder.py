@@ -25,17 +25,13 @@ from distill.preflight_checks.machine import check_disk
 from distill.prompts.sources import PromptSplit, sample_prompts
 from distill.prompts.stream import Mixture, PromptSource
 from distill.record.store import RECORD
-from distill.registry import CONTROLLER_FILE
 from student_trainer.checkpoint_files import CHECKPOINTS, choose, saved
 from student_trainer.deepspeed_json import deepspeed_config
 from sync.base import durable, secrets
-from sync.base.address import TOKEN_FILE_VARIABLE, WILDCARDS
+from sync.base.address import CONTROLLER_FILE, TOKEN_FILE, TOKEN_FILE_VARIABLE, WILDCARDS
 from sync.base.errors import ConfigError, DataError
 from sync.base.settings import LIVE, Settings
 from sync.wire import Version
-
-TOKEN_FILE: Final = "token"
-"""In the folder of a run on a cluster: the bearer token, mode 600."""
 
 
 class RunFolder:
@@ -112,7 +108,7 @@ class RunFolder:
             durable.write_json(path, {"url": url})
 
     def keep_token(self, token: str | None) -> dict[str, str]:
-        """Write the bearer token for roles on other machines: the variable that names its file."""
+        """Write the bearer token for roles and readers elsewhere: the variable that names its file."""
         path = self.path / TOKEN_FILE
         durable.write(path, f"{token}\n".encode(), mode=0o600)
         return {TOKEN_FILE_VARIABLE: str(path)}

@@ -29,7 +29,6 @@ from urllib.parse import urlsplit
 from distill.config import RunConfig
 from distill.guardian import MODULE
 from distill.launch.roles import Ports, server, trainer_process, url_of
-from distill.launch.run_folder import TOKEN_FILE
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import (
     check_environment,
@@ -40,12 +39,14 @@ from distill.preflight_checks.checks import (
 )
 from distill.preflight_checks.machine import runs_vllm
 from distill.preflight_checks.objective import with_objective
-from distill.registry import EXIT_REPLACED, controller_url
+from distill.registry import EXIT_REPLACED
 from distill.topology import process_of, servers
 from sync.base import secrets
 from sync.base.address import (
+    TOKEN_FILE,
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
+    controller_url,
     is_loopback,
     own_address,
     token_from_environment,

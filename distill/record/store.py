@@ -14,27 +14,31 @@ import itertools
 import logging
 import os
 import sqlite3
+import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from importlib.resources import files
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, BinaryIO, Final, Literal, NamedTuple
 from urllib.parse import quote
 
 import msgspec
 
 from distill.record.blocks import pack_block, unpack_block
+from distill.record.copies import open_copy
 from distill.record.rollout import Location, Prompts, Rollout
 from sync.base.durable import force, is_full, make_folder
 from sync.base.errors import DataError
+from sync.base.mounts import network_mount
 
 RECORD: Final = "run.db"  # in a run's folder
 FORMAT: Final = 1  # user_version of run.db
+BUSY_SECONDS: Final = 30.0  # how long a start waits for readers that copy run.db
 _BLOCK_BYTES: Final = 256 << 10  # of a block's records: what is decompressed to read one of them
 _FACT: Final = "INSERT INTO fact VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
 _NO_SPACE: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
@@ -56,12 +60,13 @@ def open_read_only(path: Path) -> sqlite3.Connection:
     """
     if not path.is_file():
         raise DataError(f"{path} is missing: name the folder of a run that this release began")
-    still = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
-    writable = os.access(path.parent, os.W_OK)
-    connection = sqlite3.connect(
-        f"file:{quote(str(path))}?mode=ro{'' if writable else still}", uri=True, isolation_level=None
-    )
+    still = not path.with_name(path.name + "-wal").exists() and not os.access(path.parent, os.W_OK)
+    address = f"file:{quote(str(path))}?mode=ro{'&immutable=1' if still else ''}"
     with _readable(path):
+        if still or not network_mount(path.parent):
+            connection = sqlite3.connect(address, uri=True, isolation_level=None)
+        else:
+            connection = open_copy(path)
         _check_format(connection, path)
     return connection
 
@@ -119,8 +124,14 @@ class Store:
         self._file, self._size = -1, 0
         self._reader = reader(folder)
         path = folder / RECORD
-        self.connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self.connection = sqlite3.connect(path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         with _readable(path):
+            if mount := network_mount(folder):  # the log's index in shared memory does not work there
+                logger.info(
+                    "%s is on a network file system (%s): the record is locked, and its readers get copies "
+                    "from the controller while the run goes on", folder, mount,
+                )  # fmt: skip
+                self.connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             self.connection.execute("PRAGMA journal_mode = WAL")
             if not self.connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
                 schema = (files("distill.record") / "schema.sql").read_text()
@@ -181,6 +192,13 @@ class Store:
     def read(self, location: Location) -> Prompts | Rollout:
         """A committed record with its arrays. Raises DataError where the file is missing or damaged."""
         return self._reader(location)
+
+    async def copy(self) -> BinaryIO:
+        """A copy of run.db as of the last commit; it has no name. Commits wait meanwhile.
+
+        Raises DataError when there is no room for it.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._copy)
 
     def close(self) -> None:
         """Release the files; nothing that waits for a commit is written."""
@@ -263,6 +281,18 @@ class Store:
         self._size += len(payload)
         return self._size - len(payload)
 
+    def _copy(self) -> BinaryIO:
+        with tempfile.NamedTemporaryFile(prefix="run-", suffix=".db") as file:
+            try:
+                with closing(sqlite3.connect(file.name)) as copy:
+                    copy.execute("PRAGMA synchronous = OFF")
+                    self.connection.backup(copy)
+            except sqlite3.OperationalError as error:
+                raise DataError(
+                    f"no copy of the record can be made in {file.name} ({error}): set TMPDIR"
+                ) from None
+            return open(file.name, "rb")
+
     def _free(self) -> int:
         needed = {file for (file,) in self.connection.execute("SELECT DISTINCT file FROM needed")}
         unneeded = [
@@ -297,10 +327,16 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn what SQLite says of a damaged database into a DataError."""
+    """Turn what SQLite says of a database that is damaged or locked into a DataError."""
     try:
         yield
-    except (sqlite3.DatabaseError, ValueError) as error:
+    except DataError:
+        raise
+    except (sqlite3.DatabaseError, ValueError, OSError) as error:
+        if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_BUSY:
+            raise DataError(
+                f"{path} is locked by another process: wait for the controller or the reader that has it"
+            ) from None
         raise DataError(
             f"{path} cannot be read ({error}): restore the file from a copy, or start a new run"
         ) from None

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from distill.interfaces import Components
@@ -91,7 +91,11 @@ def application(
         name = request.path_params["name"]
         return reply(teachers[name].servers()) if name in teachers else unknown(name)
 
+    async def record(_: Request) -> Response:
+        return StreamingResponse(_pieces(await parts.store.copy()), media_type="application/vnd.sqlite3")
+
     routes = [
+        Route("/v1/record", while_serving(record)),
         Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
         Route("/v1/batch", while_serving(batch), methods=["POST"]),
         Route("/v1/event", _messages(Event, session.event), methods=["POST"]),
@@ -101,6 +105,12 @@ def application(
         *_server_routes(registry, gangs),
     ]
     return server.application(Role.CONTROLLER, routes, metrics, token or "", parts.claim, statuses=_STATUSES)
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(1 << 20):
+            yield piece
 
 
 def _server_routes(registry: Registry, gangs: Gangs) -> list[Route]:

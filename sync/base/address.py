@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 import socket
@@ -18,6 +19,10 @@ TOKEN_VARIABLE: Final = "DISTILL_TOKEN"
 """Environment variable that carries the bearer token; never a flag, never in a file of the run."""
 TOKEN_FILE_VARIABLE: Final = "DISTILL_TOKEN_FILE"
 """Path of a file that holds the bearer token, where the variable itself does not reach."""
+CONTROLLER_FILE: Final = "controller.json"
+"""In a run's folder: {"url": where its controller is}."""
+TOKEN_FILE: Final = "token"
+"""In the folder of a run on several machines, or that only its controller reads: the token, mode 600."""
 
 
 WILDCARDS: Final = ("0.0.0.0", "::")
@@ -120,3 +125,15 @@ def token_from_environment() -> str | None:
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(f"the token of {source} has characters other than printable ASCII: make another")
     return token
+
+
+def controller_url(run_dir: Path) -> str:
+    """Where a run's controller is, or was when it last started. Raises ConfigError."""
+    path = run_dir / CONTROLLER_FILE
+    try:
+        return str(json.loads(path.read_text())["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{path} does not say where the controller is: start `distill run` or `distill control` first, "
+            "with controller.url if controller.host is 0.0.0.0, or give its URL with --controller"
+        ) from None

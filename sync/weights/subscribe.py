@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import msgspec
 
 from sync.base.durable import write
 from sync.base.errors import ConfigError, SnapshotError, StoreError
+from sync.base.mounts import network_mount
 from sync.base.settings import ReplicaConfig
 from sync.weights.delta.file import apply_chain
 from sync.weights.snapshots import checkpoint
@@ -44,12 +44,6 @@ from sync.wire.claims import Claim
 
 logger = logging.getLogger(__name__)
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-_MOUNTS: Final = Path("/proc/self/mounts")
-_NETWORK: Final = re.compile(
-    r"nfs4?|lustre|cifs|smb\w*|beegfs\w*|gpfs|ceph|afs|9p|glusterfs|panfs|pvfs2|orangefs|wekafs|"
-    r"fuse\.(?!fuse-overlayfs$).*"
-)
-"""Types of file systems that lie, or may lie, on another machine."""
 
 
 class Staged(NamedTuple):
@@ -253,15 +247,10 @@ def check_local(folder: Path) -> None:
     """Raise ConfigError when a folder, which need not exist yet, is on a network file system. All that follow
     a run's weights read and write checkpoints there all the time; over a network these would travel several
     times per version."""
-    path = folder.resolve()
-    mounts = [line.split() for line in _MOUNTS.read_text().splitlines()] if _MOUNTS.exists() else []
-    holds = [(Path(re.sub(r"\\040", " ", mount[1])), mount[2]) for mount in mounts]
-    holding = [(at, kind) for at, kind in holds if path.is_relative_to(at)]
-    at, kind = max(reversed(holding), key=lambda mount: len(mount[0].parts), default=(path, ""))
-    if _NETWORK.fullmatch(kind):
+    if mount := network_mount(folder):
         raise ConfigError(
-            f"mirror {folder} would lie on a network file system ({kind} at {at}): set student.mirror_folder "
-            "to a folder on a local disk of each host"
+            f"mirror {folder} would lie on a network file system ({mount}): set student.mirror_folder to a "
+            "folder on a local disk of each host"
         )
 
 

@@ -33,13 +33,13 @@ from typing import Final, NamedTuple
 
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
-from distill.launch.run_folder import TOKEN_FILE, holds_run
+from distill.launch.run_folder import holds_run
 from distill.metrics.trackers import FINISH_SECONDS
 from distill.preflight_checks.placement import Node, needs, place, planned
-from distill.registry import CONTROLLER_FILE, EXIT_REPLACED
+from distill.registry import EXIT_REPLACED
 from distill.topology import Process
 from sync.base import durable
-from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
+from sync.base.address import CONTROLLER_FILE, TOKEN_FILE, TOKEN_FILE_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError, RemoteError
 from sync.base.secrets import redact
 

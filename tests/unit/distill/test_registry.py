@@ -24,7 +24,7 @@ from distill.config.loading import load
 from distill.launch.run_folder import RunFolder
 from distill.launch.single_role import joining
 from distill.registry import EXIT_REPLACED, Gangs
-from sync.base.address import Address, own_address
+from sync.base.address import Address, controller_url, own_address
 from sync.base.errors import ConfigError, RemoteError, Replaced, WrongServer
 from sync.wire import GangJoins, ServerLease, ServerLeaves, ServerRegisters
 
@@ -220,12 +220,12 @@ def test_roles_that_start_together_write_one_file(tmp_path: Path) -> None:
 def test_a_controller_that_listens_everywhere_says_no_url_that_nobody_reaches(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, (tmp_path / "lock").open("w"), resumed=False)
     folder.keep_url(ControllerConfig(), "http://127.0.0.1:1")
-    assert registry.controller_url(tmp_path) == "http://127.0.0.1:1"
+    assert controller_url(tmp_path) == "http://127.0.0.1:1"
     folder.keep_url(ControllerConfig(host="0.0.0.0"), "http://0.0.0.0:1")
     with pytest.raises(ConfigError, match=r"controller\.url if controller\.host is 0\.0\.0\.0"):
-        registry.controller_url(tmp_path)
+        controller_url(tmp_path)
     folder.keep_url(ControllerConfig(host="0.0.0.0", url="http://node:1"), "http://node:1")
-    assert registry.controller_url(tmp_path) == "http://node:1"
+    assert controller_url(tmp_path) == "http://node:1"
     folder.close()
 
 
@@ -255,7 +255,7 @@ from functools import partial
 from pathlib import Path
 from distill.launch.single_role import run_registered as serve
 from distill.launch.supervise import ChildSpec
-from distill.registry import controller_url
+from sync.base.address import controller_url
 port, folder, script = sys.argv[1:]
 there = partial(controller_url, Path(folder))
 child = ChildSpec("teacher-t", [sys.executable, "-c", script, port])

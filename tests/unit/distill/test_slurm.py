@@ -24,8 +24,8 @@ from distill.config.cluster import SlurmCluster
 from distill.launch.slurm import job, step
 from distill.launch.slurm.allocation import GANG_WAIT_SECONDS, Slurm, cpus_of
 from distill.preflight_checks.placement import Node
-from distill.registry import CONTROLLER_FILE
 from distill.topology import Process
+from sync.base.address import CONTROLLER_FILE
 from sync.base.errors import ConfigError, RemoteError
 
 ROOT = Path(__file__).parents[3]

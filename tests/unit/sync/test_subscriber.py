@@ -59,7 +59,7 @@ def test_a_mirror_on_a_network_file_system_is_refused_by_name(
 ) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(MOUNTS)
-    monkeypatch.setattr("sync.weights.subscribe._MOUNTS", mounts)
+    monkeypatch.setattr("sync.base.mounts.MOUNTS", mounts)
     if kind is None:
         check_local(Path(folder))
         return

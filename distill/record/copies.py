@@ -1,0 +1,70 @@
+"""Reading run.db on file systems whose machines share no memory, such as NFS.
+
+Readers of a database that is written find its newest rows by memory that they share with the writer. Without
+it a controller has the file for itself (`Store`), and readers ask a copy:
+
+    run.db is locked ──▶ its controller's, GET /v1/record
+               else  ──▶ of run.db and of what an end without farewell left in run.db-wal
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import sqlite3
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from sync.base.address import TOKEN_FILE, controller_url, token_from_environment
+from sync.base.errors import ConfigError, DataError
+
+SECONDS: Final = 60.0
+"""Limit of a controller's silence: it copies before it answers."""
+_READERS: Final = 510, (1 << 30) + 2
+"""Length and start of what a reader of an SQLite database locks (its "shared bytes")."""
+
+
+def open_copy(path: Path) -> sqlite3.Connection:
+    """A copy of a run's database as of one commit, which is gone when it is closed.
+
+    `path`: run.db, whose controller is another process. Raises DataError when that has locked it and does not
+    give it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy, log = Path(folder) / path.name, path.with_name(f"{path.name}-wal")
+        with path.open("rb") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, *_READERS)
+            except (BlockingIOError, PermissionError):
+                _download(path, copy)
+            else:
+                shutil.copy(path, copy)
+                if log.is_file():
+                    shutil.copy(log, folder)
+        connection = sqlite3.connect(copy, isolation_level=None)
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute(
+            "PRAGMA journal_mode = DELETE"
+        )  # all is in one file, which the end of this removes
+        return connection
+
+
+def _download(path: Path, copy: Path) -> None:
+    problem, kept = f"{path} is locked by the run's controller", path.with_name(TOKEN_FILE)
+    try:
+        url = f"{controller_url(path.parent)}/v1/record"
+        token = token_from_environment() or (kept.read_text().strip() if kept.is_file() else "")
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        with (
+            httpx.stream("GET", url, headers=headers, timeout=SECONDS, trust_env=False) as answer,
+            copy.open("wb") as file,
+        ):
+            if answer.status_code != httpx.codes.OK:
+                raise DataError(f"{problem}, and {url} answers {answer.status_code}: {answer.read()[:500]!r}")
+            for part in answer.iter_raw():
+                file.write(part)
+    except (ConfigError, httpx.HTTPError, OSError) as error:
+        raise DataError(f"{problem}, and no copy of it comes from there: {error}") from None
