@@ -113,7 +113,8 @@ _QUESTIONS: Final = {
 }
 """What is asked for a violation, where it is one question: a row for each."""
 _GONE: Final = """
-    SELECT 'no start of a controller' WHERE NOT EXISTS (SELECT 1 FROM opening) UNION ALL
+    SELECT 'no start of a controller' WHERE NOT EXISTS (SELECT 1 FROM opening)
+        AND EXISTS (SELECT 1 FROM fact UNION ALL SELECT 1 FROM rollout) UNION ALL
     SELECT printf('rollouts %d to %d', before + 1, number - 1) FROM (
         SELECT number, lag(number, 1, -1) OVER (ORDER BY number) AS before FROM rollout WHERE issues)
     WHERE number > before + 1 UNION ALL

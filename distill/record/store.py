@@ -127,7 +127,7 @@ class Store:
         self.connection = sqlite3.connect(path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         with _readable(path):
             if mount := network_mount(folder):  # the log's index in shared memory does not work there
-                logger.info(
+                logger.warning(
                     "%s is on a network file system (%s): the record is locked, and its readers get copies "
                     "from the controller while the run goes on", folder, mount,
                 )  # fmt: skip

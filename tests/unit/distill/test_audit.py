@@ -10,7 +10,7 @@ from small_record import LEDGER, ledgers, record
 
 from distill.record.audit import AuditReport, audit
 from distill.record.reader import ask
-from distill.record.store import RECORD
+from distill.record.store import RECORD, Store
 from sync.base.errors import DataError
 
 
@@ -30,6 +30,12 @@ def test_a_sound_run_passes(tmp_path: Path) -> None:
     assert (report.prompts, report.scored, report.trained, report.tokens) == (8, 7, 6, 14)
     assert (report.open_prompts, report.dropped, report.oldest) == (["h"], {"too_old": 1}, 1)
     assert (report.again, report.differing) == (1, [])
+
+
+def test_a_run_that_has_only_begun_passes(tmp_path: Path) -> None:
+    """Its servers start and are checked, and nothing is committed yet."""
+    Store(tmp_path).close()
+    assert audit(tmp_path).ok
 
 
 def third_step(*ids: str) -> dict[int, dict[int, list[str]]]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,73 @@ def test_a_power_cut_costs_the_unsynced_tail_alone(tmp_path: Path, monkeypatch: 
         shutil.rmtree(folder)
     assert torn > TRIALS / 10
     assert beyond
+
+
+@dataclass
+class Committed:
+    """The files of rows after a commit."""
+
+    rows: bytes
+    log: bytes
+    state: dict[str, Any]
+
+
+async def move_rows(folder: Path, seed: int, events: int) -> list[Committed]:
+    """Live, with a log that is moved into run.db whenever it has ten pages; every commit."""
+    store = Store(folder, "batch", 1500)
+    store.connection.execute("PRAGMA wal_autocheckpoint = 10")
+    history, commit, commits = History(folder, seed, PLAIN, store), store.commit, list[Committed]()
+
+    async def committing(*, durable: bool = False) -> None:
+        await commit(durable=durable)
+        files = (folder / RECORD).read_bytes(), (folder / HEADER).read_bytes()
+        commits.append(Committed(*files, seen(history.state)))
+
+    async def nothing() -> None:
+        pass
+
+    store.commit, store.free, history.restart = committing, nothing, nothing  # type: ignore[assignment, method-assign]
+    for _ in range(events):
+        await history.event()
+        await store.commit()
+    store.close()
+    return commits
+
+
+def mixed(old: bytes, new: bytes, rng: random.Random) -> bytes:
+    """Page by page the old one, the new one or, where they differ, a torn or a blank one; any size."""
+    pages, left = range(-(-max(len(old), len(new)) // PAGE)), bytearray()
+    for first, second in ((old[n * PAGE :][:PAGE], new[n * PAGE :][:PAGE]) for n in pages):
+        torn = (second[: PAGE // 2] + first[PAGE // 2 :]).ljust(PAGE, b"\0")
+        left += rng.choice([first or second, second, torn, bytes(PAGE)]) if first != second else first
+    return bytes(left[: rng.randint(min(len(old), len(new)), max(len(old), len(new)))])
+
+
+def test_a_power_cut_while_rows_are_moved_out_of_the_log_costs_nothing(tmp_path: Path) -> None:
+    """SQLite forces the log to disk before it writes run.db, run.db before it begins the log anew, and the
+    head of a new log before what overwrites the old one. What is between two of these is on disk or not."""
+    rng, moved, overwritten = random.Random(2), 0, 0
+    commits = asyncio.run(move_rows(tmp_path / "run", 3, 250))
+    cut = tmp_path / "cut"
+    shutil.copytree(tmp_path / "run" / "arrays", cut / "arrays")
+
+    def left(rows: bytes, log: bytes) -> dict[str, Any]:
+        (cut / f"{RECORD}-shm").unlink(missing_ok=True)
+        (cut / RECORD).write_bytes(rows)
+        (cut / HEADER).write_bytes(log)
+        return loaded(cut)[1]
+
+    for before, after in pairwise(commits):
+        for _ in range(5 if before.rows != after.rows else 0):
+            moved += 1
+            assert not differences(after.state, left(mixed(before.rows, after.rows, rng), after.log))
+        if before.log[:32] != after.log[:32]:
+            overwritten += 1
+            log = after.log[:32] + mixed(before.log, after.log, rng)[32:]
+            state = left(after.rows, log)
+            assert not differences(before.state, state) or not differences(after.state, state)
+    assert moved > 100
+    assert overwritten > 20
 
 
 # --- damage -----------------------------------------------------------------------------------------------
