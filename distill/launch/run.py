@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 
 from distill.aio import cancel, in_daemon
-from distill.buffer import Batch
+from distill.buffer import Batch, rules
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.events import Quarantined
@@ -50,6 +50,7 @@ from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
 from distill.prompts.stream import PromptStream
+from distill.record.journal import import_journal
 from distill.record.store import Store
 from distill.rollout.replica_client import HttpReplica
 from distill.topology import CONTROLLER, TRAINER
@@ -103,6 +104,7 @@ async def run(
         engine = opened.enter_context(cluster.opened(config))
         folder = opened.enter_context(RunFolder.open(config, resume))
         ports = opened.enter_context(Ports())
+        await import_journal(folder.path, rules(config), config.trainer.keep_checkpoints)
         for line in folder.keep(config, content(config, split)):
             say(f"resumed with {line}")
         keep_position(split.train, folder.path)

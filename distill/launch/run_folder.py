@@ -24,12 +24,13 @@ from distill.config.loading import PUT_BACK, recorded, validate
 from distill.preflight_checks.machine import check_disk
 from distill.prompts.sources import PromptSplit, sample_prompts
 from distill.prompts.stream import Mixture, PromptSource
+from distill.record.journal import JOURNAL
 from distill.record.store import RECORD
 from student_trainer.checkpoint_files import CHECKPOINTS, choose, saved
 from student_trainer.deepspeed_json import deepspeed_config
 from sync.base import durable, secrets
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE, TOKEN_FILE_VARIABLE, WILDCARDS
-from sync.base.errors import ConfigError, DataError
+from sync.base.errors import ConfigError
 from sync.base.settings import LIVE, Settings
 from sync.wire import Version
 
@@ -144,13 +145,8 @@ class RunFolder:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Whether there is something to resume."""
-    if (run_dir / "journal").is_dir():
-        raise DataError(
-            f"{run_dir} holds the journal of an older release, and this one keeps {RECORD}: go on with the "
-            "release that began the run, or start a new one from its newest checkpoint (student.model)"
-        )
-    return (run_dir / RECORD).is_file()
+    """Whether there is something to resume, of this release or of one that kept a journal."""
+    return (run_dir / RECORD).is_file() or (run_dir / JOURNAL).is_dir()
 
 
 def checkpoint_line(run_dir: Path) -> str:

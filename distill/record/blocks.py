@@ -26,17 +26,21 @@ _encoder = msgspec.msgpack.Encoder()
 _local = threading.local()
 
 
-class _Column(msgspec.Struct, array_like=True):
+class Column(msgspec.Struct, array_like=True):
+    """The data of all arrays of one field and dtype."""
+
     sizes: list[int]  # bytes of each array, in the order of the entries
     planes: bytes
 
 
-class _Block(msgspec.Struct, array_like=True):
+class Block(msgspec.Struct, array_like=True):
+    """What a block is when it is not packed."""
+
     entries: list[Prompts | Rollout]  # without the data of their arrays
-    columns: dict[str, _Column]  # by field and dtype; empty: the entries are whole
+    columns: dict[str, Column]  # by field and dtype; empty: the entries are whole
 
 
-_decoder = msgpack_decoder(_Block)
+_decoder = msgpack_decoder(Block)
 
 
 def pack_block(entries: Iterable[Prompts | Rollout], limit: int) -> tuple[bytes, int]:
@@ -61,7 +65,7 @@ def pack_block(entries: Iterable[Prompts | Rollout], limit: int) -> tuple[bytes,
     columns = {}
     for field, arrays in fields.items():
         planes = np.frombuffer(b"".join(arrays), "u1").reshape(-1, _width(field)).T.tobytes()
-        columns[field] = _Column([*map(len, arrays)], planes)
+        columns[field] = Column([*map(len, arrays)], planes)
     return _compressed(_encoder.encode((heads, columns))), len(heads)
 
 
@@ -70,13 +74,13 @@ def unpack_block(payload: bytes | memoryview, where: str) -> list[Prompts | Roll
     try:
         is_zstd = payload[: len(zstandard.FRAME_HEADER)] == zstandard.FRAME_HEADER
         block = _decoder.decode(zstandard.ZstdDecompressor().decompress(payload) if is_zstd else payload)
-        return _filled(block)
+        return filled(block)
     except (msgspec.MsgspecError, zstandard.ZstdError, LookupError, ValueError, MemoryError) as error:
         told = f"{where} holds what this release cannot read ({error})"
         raise DataError(f"{told}: go on with the release that wrote it") from None
 
 
-def _filled(block: _Block) -> list[Prompts | Rollout]:
+def filled(block: Block) -> list[Prompts | Rollout]:
     """Its entries with the data of their arrays."""
     data = {field: [*_arrays(field, column)] for field, column in block.columns.items()}
     for arrays in data.values():
@@ -105,7 +109,7 @@ def _width(field: str) -> int:
     return DTYPES[field.rpartition(".")[2]].itemsize
 
 
-def _arrays(field: str, column: _Column) -> Iterator[bytes]:
+def _arrays(field: str, column: Column) -> Iterator[bytes]:
     if sum(column.sizes) != len(column.planes):
         raise ValueError(f"{field} of {sum(column.sizes)} bytes holds {len(column.planes)}")
     data, end = np.frombuffer(column.planes, "u1").reshape(_width(field), -1).T.tobytes(), 0

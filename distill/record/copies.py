@@ -16,13 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-import httpx
-
 from sync.base.address import TOKEN_FILE, controller_url, token_from_environment
-from sync.base.errors import ConfigError, DataError
+from sync.base.errors import DataError, DistillError
+from sync.wire.client import BlockingPeer
 
-SECONDS: Final = 60.0
-"""Limit of a controller's silence: it copies before it answers."""
+SECONDS: Final = 600.0
+"""Limit of the controller's answer: it copies before it answers."""
 _READERS: Final = 510, (1 << 30) + 2
 """Length and start of what a reader of an SQLite database locks (its "shared bytes")."""
 
@@ -53,18 +52,14 @@ def open_copy(path: Path) -> sqlite3.Connection:
 
 
 def _download(path: Path, copy: Path) -> None:
-    problem, kept = f"{path} is locked by the run's controller", path.with_name(TOKEN_FILE)
+    kept = path.with_name(TOKEN_FILE)
     try:
-        url = f"{controller_url(path.parent)}/v1/record"
-        token = token_from_environment() or (kept.read_text().strip() if kept.is_file() else "")
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        with (
-            httpx.stream("GET", url, headers=headers, timeout=SECONDS, trust_env=False) as answer,
-            copy.open("wb") as file,
-        ):
-            if answer.status_code != httpx.codes.OK:
-                raise DataError(f"{problem}, and {url} answers {answer.status_code}: {answer.read()[:500]!r}")
-            for part in answer.iter_raw():
-                file.write(part)
-    except (ConfigError, httpx.HTTPError, OSError) as error:
-        raise DataError(f"{problem}, and no copy of it comes from there: {error}") from None
+        token = token_from_environment() or (kept.read_text().strip() if kept.is_file() else None)
+        answer = BlockingPeer(controller_url(path.parent), token).once(
+            "/v1/record", None, SECONDS, max_bytes=1 << 62
+        )
+        copy.write_bytes(answer)
+    except (DistillError, OSError) as error:
+        raise DataError(
+            f"{path} is locked by the run's controller, and no copy of it comes from there: {error}"
+        ) from None

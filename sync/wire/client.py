@@ -387,9 +387,16 @@ class BlockingPeer:
         """The answer, as of `Peer.call`; one try takes at most the client's `timeout`, all this one."""
         return self._wait(self._peer.call(path, body, kind, timeout, max_bytes, self.timeout))
 
-    def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> memoryview:
+    def once(
+        self,
+        path: str,
+        body: bytes | None,
+        timeout: float,
+        model: str | None = None,
+        max_bytes: int = MAX_ANSWER,
+    ) -> memoryview:
         """The answer, as of `Peer.once`."""
-        return self._wait(self._peer.once(path, body, timeout, model=model))
+        return self._wait(self._peer.once(path, body, timeout, max_bytes, model=model))
 
     @staticmethod
     def _close(peer: Peer) -> None:

@@ -1,0 +1,100 @@
+"""A run that a release with a journal began goes on from the record that is made of it.
+
+journals.tar.xz holds four such runs, whose events that release drew at random, with kills, rollbacks and
+drops, and beside each what a restart by that release found.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_history import KINDS, opened
+
+from distill.record.audit import audit
+from distill.record.journal import JOURNAL, import_journal
+from distill.record.load import load
+from distill.record.store import RECORD, Store
+from sync.base.errors import DataError
+
+JOURNALS = Path(__file__).with_name("journals.tar.xz")
+RUNS = {"plain11": "plain", "freshness4": "freshness", "groups4": "groups", "both2": "both"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with tarfile.open(JOURNALS) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+def on_record(run: Path, rules: str) -> dict[str, Any]:
+    """The state on record, as that release wrote it down; every array of it is read."""
+    store = Store(run, "never")
+    with closing(store):
+        state = load(store.connection, KINDS[rules], store.read)
+        for location in state.where.values():
+            store.read(location)
+    batches = {
+        str(version): [batch.ids, batch.ages, batch.weights, batch.trained]
+        for version, batch in sorted(state.batches.items())
+    }
+    return {
+        "cursor": [*state.cursor],
+        "counters": vars(state.counters),
+        "pending": {id: rollout.attempts for id, rollout in state.pending.items()},
+        "buffer": [*state.buffer],
+        "batches": batches,
+        "lineages": [[*lineage] for lineage in state.lineages.nodes],
+        "checkpoints": [*map(str, state.checkpoints)],
+        "reached": str(state.reached),
+        "next_step": state.next_step,
+        "evaluations": len(state.evaluations),
+        "rollbacks": state.rollbacks,
+        "arrays": sorted(state.where),
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+async def test_a_run_with_a_journal_goes_on_as_it_would_have(folder: Path, name: str) -> None:
+    run, expected = folder / name, json.loads((folder / name / "state.json").read_bytes())
+    await import_journal(run, KINDS[RUNS[name]], expected.pop("keep"))
+    assert on_record(run, RUNS[name]) == expected
+    damage = {"record_damaged", "lost", "issued_twice", "wrong_weight", "impossible_version"}
+    assert not damage & audit(run).violations.keys()
+    record = opened(run, KINDS[RUNS[name]])
+    await record.open_lineage(record.state.checkpoints[-1], "model")
+    record.issue(2)
+    await record.store.commit()
+    record.store.close()
+    (run / RECORD).rename(run / "kept")
+    await import_journal(run, KINDS[RUNS[name]], 1)  # the journal is still there
+    assert on_record(run, RUNS[name])["counters"] == expected["counters"]
+
+
+def last(run: Path) -> Path:
+    return max((run / JOURNAL).glob("journal-*.log"))
+
+
+async def test_what_a_crash_tore_is_left_out_and_damage_is_named(folder: Path) -> None:
+    run = folder / "plain11"
+    expected = json.loads((run / "state.json").read_bytes())
+    with last(run).open("ab") as file:
+        file.write(b"DJ\x50\0\0\0\1")
+    await import_journal(run, KINDS["plain"], expected.pop("keep"))
+    assert on_record(run, "plain") == expected
+    (run / RECORD).unlink()
+    first = min((run / JOURNAL).iterdir())
+    data = bytearray(first.read_bytes())
+    data[len(data) // 2] ^= 1
+    first.write_bytes(data)
+    with pytest.raises(DataError, match=f"{first.name} is damaged: restore it from a copy"):
+        await import_journal(run, KINDS["plain"], 1)
+    first.unlink()
+    with pytest.raises(DataError, match=r"holds segments \[1, .*restore those that are missing"):
+        await import_journal(run, KINDS["plain"], 1)
+    assert not (run / RECORD).exists()
