@@ -31,7 +31,8 @@ CREATE TABLE rollout (id TEXT PRIMARY KEY, number INTEGER NOT NULL, source TEXT,
     CHECK ((status = 'dropped') = (reason IS NOT NULL)),
     CHECK (status NOT IN ('buffered', 'batched') OR scored IS NOT NULL),
     CHECK (status <> 'pending' OR scored IS NULL)) STRICT;
-CREATE INDEX waiting ON rollout (status) WHERE status IN ('pending', 'buffered');
+CREATE INDEX pending ON rollout (number) WHERE status = 'pending';
+CREATE INDEX buffered ON rollout (admitted) WHERE status = 'buffered';
 CREATE TABLE requeue (at INTEGER NOT NULL, rollout TEXT NOT NULL, reason TEXT NOT NULL) STRICT;
 
 -- A start of the trainer, from a checkpoint (NULL: the model folder). It takes over the batches of `origin` up to
@@ -77,7 +78,8 @@ CREATE VIEW sampled AS SELECT rollout.id AS rollout, json_extract(span.value, '$
     json_extract(span.value, '$[0][1]') AS step, json_extract(span.value, '$[1]') AS first,
     json_extract(span.value, '$[2]') AS past FROM rollout, json_each(rollout.spans) AS span;
 -- The rollouts whose arrays or prompts a restart reads.
-CREATE VIEW needed AS SELECT id, file FROM rollout WHERE status IN ('pending', 'buffered') UNION ALL
+CREATE VIEW needed AS SELECT id, file FROM rollout WHERE status = 'pending' UNION ALL
+    SELECT id, file FROM rollout WHERE status = 'buffered' UNION ALL
     SELECT rollout.id, rollout.file FROM batch JOIN member USING (lineage, step) JOIN rollout ON id = member.rollout
     WHERE batch.status = 'held';
 -- The newest step of each lineage that any table shows.

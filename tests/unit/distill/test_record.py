@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_history import KINDS, History, differences, opened, seen
+from random_history import KINDS, PLAIN, History, differences, opened, seen
 
 from distill.buffer import Rules
+from distill.record.load import load
 from distill.record.resume import resume_of
-from distill.record.store import RECORD
+from distill.record.store import RECORD, Store
 from sync.wire import Version
 
 
@@ -45,6 +47,23 @@ def test_after_every_event_the_cache_is_what_the_rows_say(
     tmp_path_factory: pytest.TempPathFactory, rules: Rules, seed: int
 ) -> None:
     lived(tmp_path_factory.mktemp("run"), seed, rules, 120, same_as_its_rows)
+
+
+def test_a_restart_scans_nothing_that_grows_with_the_run(tmp_path: Path) -> None:
+    lived(tmp_path, 1, PLAIN, 60, lambda _: asyncio.sleep(0))
+    store = Store(tmp_path, "never")
+    asked, connection = ["SELECT DISTINCT file FROM needed"], store.connection
+    connection.set_trace_callback(asked.append)
+    load(connection, PLAIN, store.read)
+    connection.set_trace_callback(None)
+    plans = {
+        question: [line for *_, line in connection.execute(f"EXPLAIN QUERY PLAN {question}")]
+        for question in asked
+    }
+    store.close()
+    assert len(plans) > 10
+    growing = re.compile(r"SCAN (rollout|member|batch)(?! USING INDEX)")
+    assert not {question: plan for question, plan in plans.items() if any(map(growing.match, plan))}
 
 
 @pytest.mark.parametrize("rules", KINDS.values(), ids=KINDS)
