@@ -245,7 +245,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
     spans.close()
     figures |= {
         "ns": 1e9 * spent / tokens,
-        "record_bytes": written / tokens,
+        "record_bytes": (written + MIB * usage[-1]["rows"]) / tokens,
         "tokens_per_cpu_second": tokens / spent,
         "tokens_per_second": tokens / (time.monotonic() - by_clock),
         "usage": usage,
