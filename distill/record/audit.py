@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from distill.record.facts import Facts, Ledger
+from distill.record.facts import Ledger, add_ledgers, open_tables
 from distill.record.store import RECORD, open_read_only, read_bytes
 from student_trainer.checkpoint_files import CHECKPOINTS, choose, index, latest
 from student_trainer.ledger import read, repeated
@@ -152,6 +152,18 @@ _NEWEST_CHECKPOINT: Final = """
         SELECT at, from_lineage, from_step FROM lineage WHERE from_lineage IS NOT NULL)
     ORDER BY at DESC LIMIT 1"""
 """Saved, begun from, or gone back to."""
+_FIGURES: Final = {
+    "prompts": "SELECT count(*) FROM rollout WHERE issues",
+    "scored": "SELECT count(*) FROM rollout WHERE scored",
+    "tokens": "SELECT sum(own_tokens) FROM rollout",
+    "tokens_by_teacher": "SELECT sum(tokens) FROM rollout WHERE by_teacher",
+    "late": "SELECT count(*) FROM member WHERE weight < 1",
+    "oldest": "SELECT max(age) FROM aged",
+    "trained": """
+        SELECT count(*) FROM ancestry JOIN trained ON trained.lineage = ancestor AND step <= until
+        WHERE ancestry.lineage = (SELECT max(number) FROM lineage)""",
+}
+"""What is asked for a figure of the report."""
 
 
 @dataclass
@@ -184,28 +196,22 @@ def audit(run_dir: Path) -> AuditReport:
     The ledger is read before the record and after it: what it shows before must be on record, and what is on
     record must be in it after.
     """
-    if not (run_dir / RECORD).is_file() and not (run_dir / "ledger").is_dir():
+    folder, record = run_dir / "ledger", run_dir / RECORD
+    if not record.is_file() and not folder.is_dir():
         raise DataError(f"{run_dir} holds neither {RECORD} nor ledger: name the folder of a run")
-    before = read(run_dir / "ledger")
+    before = read(folder)
     try:
-        facts = Facts.of(run_dir)
-        facts.tables.execute("BEGIN")  # one moment of a run that goes on
-        damage = [line for (line,) in facts.tables.execute("PRAGMA integrity_check") if line != "ok"]
-    except (DataError, sqlite3.DatabaseError) as error:
-        facts, damage = None, [str(error)]
-    after, checkpoints = partial(read, run_dir / "ledger"), run_dir / CHECKPOINTS
-    try:
-        unreadable = [] if facts is None or damage else _unreadable(run_dir, facts.tables)
-        return audit_of(facts, before, after, checkpoints, damage, unreadable)
-    except sqlite3.DatabaseError as error:  # a value that no question can be asked of
-        return audit_of(None, before, after, checkpoints, [str(error)])
-    finally:
-        if facts is not None:
-            facts.tables.close()
+        with closing(open_tables(run_dir)) as tables:
+            tables.execute("BEGIN")  # one moment of a run that goes on
+            damage = [line for (line,) in tables.execute("PRAGMA integrity_check") if line != "ok"]
+            unreadable = [] if damage else _unreadable(run_dir, tables)
+            return audit_of(tables, before, partial(read, folder), run_dir / CHECKPOINTS, damage, unreadable)
+    except (DataError, sqlite3.DatabaseError) as error:  # the second: of a value that cannot be asked about
+        return audit_of(None, before, partial(read, folder), damage=[str(error)])
 
 
 def audit_of(
-    facts: Facts | None,
+    tables: sqlite3.Connection | None,
     before: Ledger,
     after: Callable[[], Ledger],
     checkpoints: Path | None = None,
@@ -214,46 +220,34 @@ def audit_of(
 ) -> AuditReport:
     """Audit a record, and ledgers that were read `before` it and are `after` it.
 
-    `facts`: None, or with `damage`, where the record cannot be asked. `unreadable`: its arrays that are
+    `tables`: None, or with `damage`, where the record cannot be asked. `unreadable`: its arrays that are
     not what was written.
     """
     report, late = AuditReport(), after()
-    entries = {"record_damaged": list(damage)}
-    entries["ledger_damaged"] = [line for lineage in late.values() for line in lineage.damage]
-    if facts is not None and not damage:
-        entries["record_damaged"] += [line for (line,) in facts.tables.execute(_CONTRADICTORY)]
-    if facts is None or entries["record_damaged"]:
-        report.violations = {name: lines for name, lines in entries.items() if lines}
-        return report
-    facts.add_ledgers(before, late)
 
     def rows(question: str) -> list[Any]:
-        return [row[0] if len(row) == 1 else row for row in facts.tables.execute(question)]
+        assert tables is not None
+        return [row[0] if len(row) == 1 else row for row in tables.execute(question)]
 
-    def number(question: str) -> int:
-        return rows(question)[0] or 0
-
-    facts.tables.execute("CREATE TEMP TABLE aged AS SELECT * FROM trained_age")
-    entries["record_damaged"] += [*unreadable, *rows(_GONE)]
+    entries = {"record_damaged": [*damage] if damage or tables is None else rows(_CONTRADICTORY)}
+    entries["ledger_damaged"] = [line for lineage in late.values() for line in lineage.damage]
+    if tables is None or entries["record_damaged"]:
+        report.violations = {name: lines for name, lines in entries.items() if lines}
+        return report
+    add_ledgers(tables, before, late)
+    tables.execute("CREATE TEMP TABLE aged AS SELECT * FROM trained_age")
+    entries["record_damaged"] = [*unreadable, *rows(_GONE)]
     entries["ledger_damaged"] += rows(_LEDGER_ELSEWHERE)
     run_id = next(iter(rows("SELECT id FROM opening ORDER BY at DESC LIMIT 1")), None)
     saved = [Version(*version) for version in rows(_NEWEST_CHECKPOINT) if version[0] is not None]
     entries["checkpoint_missing"] = [*_checkpoint_missing(checkpoints, run_id, *saved)] if checkpoints else []
     entries |= {name: rows(question) for name, question in _QUESTIONS.items()}
     report.violations = {name: entries[name] for name in VIOLATIONS if entries.get(name)}
-    report.prompts = number("SELECT count(*) FROM rollout WHERE issues")
-    report.scored = number("SELECT count(*) FROM rollout WHERE scored")
-    report.tokens = number("SELECT sum(own_tokens) FROM rollout")
-    report.tokens_by_teacher = number("SELECT sum(tokens) FROM rollout WHERE by_teacher")
+    for figure, question in _FIGURES.items():
+        setattr(report, figure, rows(question)[0] or 0)
     report.open_prompts = rows("SELECT id FROM rollout WHERE status = 'pending' ORDER BY id")
     report.dropped = dict(
         rows("SELECT reason, count(*) FROM rollout WHERE status = 'dropped' GROUP BY reason")
-    )
-    report.late = number("SELECT count(*) FROM member WHERE weight < 1")
-    report.oldest = number("SELECT max(age) FROM aged")
-    report.trained = number(
-        "SELECT count(*) FROM ancestry JOIN trained ON trained.lineage = ancestor AND step <= until "
-        "WHERE ancestry.lineage = (SELECT max(number) FROM lineage)"
     )
     same, other = repeated(dict(before))
     report.again, report.differing = len(same) + len(other), [str(version) for version in other]

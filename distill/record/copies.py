@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from sync.base.address import TOKEN_FILE, controller_url, token_from_environment
-from sync.base.errors import DataError, DistillError
+from sync.base.errors import DistillError, RemoteError
 from sync.wire.client import BlockingPeer
 
 SECONDS: Final = 600.0
@@ -29,8 +29,8 @@ _READERS: Final = 510, (1 << 30) + 2
 def open_copy(path: Path) -> sqlite3.Connection:
     """A copy of a run's database as of one commit, which is gone when it is closed.
 
-    `path`: run.db, whose controller is another process. Raises DataError when that has locked it and does not
-    give it.
+    `path`: run.db, whose controller is another process. Raises RemoteError when that has locked it and does
+    not give it.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy, log = Path(folder) / path.name, path.with_name(f"{path.name}-wal")
@@ -60,6 +60,6 @@ def _download(path: Path, copy: Path) -> None:
         )
         copy.write_bytes(answer)
     except (DistillError, OSError) as error:
-        raise DataError(
+        raise RemoteError(
             f"{path} is locked by the run's controller, and no copy of it comes from there: {error}"
         ) from None

@@ -19,36 +19,29 @@ from sync.wire import Version
 Ledger = Mapping[int, Lineage]  # lineage → what its ranks trained on
 
 
-class Facts:
-    """The tables of a run. Raises DataError where its record is missing or damaged."""
-
-    def __init__(self, tables: sqlite3.Connection) -> None:
-        self.tables = tables
-        tables.executescript((files("distill.record") / "beside.sql").read_text())
-        tables.create_function("weight", 4, _weight, deterministic=True)
-        tables.create_function("version_name", 2, lambda *version: str(Version(*version)))
-
-    @classmethod
-    def of(cls, run_dir: Path) -> Facts:
-        return cls(open_read_only(run_dir / RECORD))
-
-    def add(self, table: str, *rows: Iterable[object]) -> None:
-        """Add rows to a table of beside.sql."""
-        for row in map(tuple, rows):
-            self.tables.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
-
-    def add_ledgers(self, before: Ledger, after: Ledger) -> None:
-        """Add what the ranks trained on, as read before and after the record."""
-        for number, lineage in before.items():
-            self.add("ledger", (number, *(lineage.parent or (None, None)), lineage.start))
-            for step, ranks in lineage.shown.items():
-                self.add("trained_step", (number, step, lineage.tokens.get(step)))
-                for rank, (ids, _) in ranks.items():
-                    self.add("trained", *((number, step, rank, rollout) for rollout in ids))
-        for number, lineage in after.items():
-            for step, ranks in lineage.shown.items():
-                self.add("line", *((number, step, rank) for rank in ranks))
+def open_tables(run_dir: Path) -> sqlite3.Connection:
+    """The record of a run, and the tables of beside.sql, empty. Raises DataError as `open_read_only` does."""
+    tables = open_read_only(run_dir / RECORD)
+    tables.executescript((files("distill.record") / "beside.sql").read_text())
+    tables.create_function("version_name", 2, lambda *version: str(Version(*version)))
+    tables.create_function("weight", 4, lambda age, *bound: Bound(*bound).weight(age), deterministic=True)
+    return tables
 
 
-def _weight(age: int, limit: int, hard: int, half_life: float) -> float:
-    return Bound(limit, hard, half_life).weight(age)
+def add(tables: sqlite3.Connection, name: str, *rows: Iterable[object]) -> None:
+    """Add rows to a table of beside.sql."""
+    for row in map(tuple, rows):
+        tables.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", row)
+
+
+def add_ledgers(tables: sqlite3.Connection, before: Ledger, after: Ledger) -> None:
+    """Add what the ranks trained on, as read before and after the record."""
+    for number, lineage in before.items():
+        add(tables, "ledger", (number, *(lineage.parent or (None, None)), lineage.start))
+        for step, ranks in lineage.shown.items():
+            add(tables, "trained_step", (number, step, lineage.tokens.get(step)))
+            for rank, (ids, _) in ranks.items():
+                add(tables, "trained", *((number, step, rank, rollout) for rollout in ids))
+    for number, lineage in after.items():
+        for step, ranks in lineage.shown.items():
+            add(tables, "line", *((number, step, rank) for rank in ranks))

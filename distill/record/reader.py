@@ -11,7 +11,7 @@ from typing import Any, Final
 from distill.metrics.results import read_run
 from distill.metrics.samples import read_samples
 from distill.metrics.timeline import Span
-from distill.record.facts import Facts
+from distill.record.facts import add, add_ledgers, open_tables
 from student_trainer.ledger import read
 from sync.base.errors import DataError
 from sync.base.jsonl import read_lines
@@ -33,18 +33,18 @@ _TABLES: Final = """
 
 def tables(run_dir: Path) -> sqlite3.Connection:
     """A run's record, and beside it what its ledgers and files show. Raises DataError without a record."""
-    ledger, facts = read(run_dir / "ledger"), Facts.of(run_dir)
-    facts.add_ledgers(ledger, ledger)
+    ledger, opened = read(run_dir / "ledger"), open_tables(run_dir)
+    add_ledgers(opened, ledger, ledger)
     if (run_dir / "metrics.jsonl").is_file():
         for row in read_run(run_dir).metrics:
-            facts.add("metrics", (row.get("lineage", 0), row["step"], row["time"], json.dumps(row)))
-    facts.add("span", *(tuple(span.values()) for span in read_lines(run_dir / "timeline.jsonl", Span)))
+            add(opened, "metrics", (row.get("lineage", 0), row["step"], row["time"], json.dumps(row)))
+    add(opened, "span", *(span.values() for span in read_lines(run_dir / "timeline.jsonl", Span)))
     for sample in read_samples(run_dir):
         figures = sample.age, sample.teacher, sample.own_length, sample.reverse_kl, sample.reward
         texts = json.dumps(sample.prompt), json.dumps(sample.tokens)
         kind = sample.truncated, sample.by_teacher
-        facts.add("sample", (*Version.parse(sample.version), sample.id, *figures, *kind, *texts))
-    return facts.tables
+        add(opened, "sample", (*Version.parse(sample.version), sample.id, *figures, *kind, *texts))
+    return opened
 
 
 def ask(run_dir: Path, question: str = "") -> tuple[list[str], list[tuple[Any, ...]]]:

@@ -33,7 +33,7 @@ from distill.record.blocks import pack_block, unpack_block
 from distill.record.copies import open_copy
 from distill.record.rollout import Location, Prompts, Rollout
 from sync.base.durable import force, is_full, make_folder
-from sync.base.errors import DataError
+from sync.base.errors import ConfigError, DataError, DistillError
 from sync.base.mounts import network_mount
 
 RECORD: Final = "run.db"  # in a run's folder
@@ -56,7 +56,8 @@ class Statement(NamedTuple):
 def open_read_only(path: Path) -> sqlite3.Connection:
     """A run's database for questions, while its controller writes it or afterwards.
 
-    `path`: run.db. Raises DataError when it is missing, or of another format.
+    `path`: run.db. Raises DataError when it is missing, damaged or of another format, RemoteError when its
+    controller has locked it and gives no copy.
     """
     if not path.is_file():
         raise DataError(f"{path} is missing: name the folder of a run that this release began")
@@ -84,11 +85,15 @@ def arrays_path(folder: Path, number: int) -> Path:
 
 def reader(folder: Path) -> Callable[[Location], Prompts | Rollout]:
     """Gives a committed record with its arrays. Raises DataError where the file is missing or damaged."""
-    blocks = lru_cache(maxsize=4)(_read_block)
+
+    @lru_cache(maxsize=4)
+    def entries(number: int, start: int, size: int, crc: int) -> list[Prompts | Rollout]:
+        payload = read_bytes(folder, number, start, size, crc)
+        return unpack_block(payload, f"{arrays_path(folder, number)} at byte {start}")
 
     def read(location: Location) -> Prompts | Rollout:
         *block, place = msgspec.structs.astuple(location)
-        return blocks(folder, *block)[place]
+        return entries(*block)[place]
 
     return read
 
@@ -327,14 +332,14 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn what SQLite says of a database that is damaged or locked into a DataError."""
+    """Turn what the system or SQLite says of a file that is gone, damaged or locked into a DataError."""
     try:
         yield
-    except DataError:
+    except DistillError:
         raise
     except (sqlite3.DatabaseError, ValueError, OSError) as error:
         if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_BUSY:
-            raise DataError(
+            raise ConfigError(
                 f"{path} is locked by another process: wait for the controller or the reader that has it"
             ) from None
         raise DataError(
@@ -342,22 +347,12 @@ def _readable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _read_block(folder: Path, number: int, start: int, size: int, crc: int) -> list[Prompts | Rollout]:
-    where = f"{arrays_path(folder, number)} at byte {start}"
-    return unpack_block(read_bytes(folder, number, start, size, crc), where)
-
-
 def read_bytes(folder: Path, number: int, start: int, size: int, crc: int) -> bytes:
     """A block of arrays, packed. Raises DataError where the file is missing or damaged."""
     path = arrays_path(folder, number)
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            payload = file.read(size)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror}): restore the file from a copy, or start a new run"
-        ) from None
+    with _readable(path), path.open("rb") as file:
+        file.seek(start)
+        payload = file.read(size)
     if len(payload) != size or zlib.crc32(payload) != crc:
         raise DataError(
             f"{path} is damaged in the {size} bytes from {start} on: restore the file from a copy, or start "

@@ -5,15 +5,14 @@ from contextlib import closing
 from pathlib import Path
 
 from distill.record.audit import AuditReport, audit_of
-from distill.record.facts import Facts
+from distill.record.facts import open_tables
 from student_trainer.ledger import Lineage
 
 
 def check(folder: Path, lines: Mapping[int, Mapping[int, list[str]]]) -> AuditReport:
     """Audit a run's record against what all ranks trained on: lineage → step after it → ids."""
-    facts = Facts.of(folder)
-    with closing(facts.tables):
-        ranks = dict(facts.tables.execute("SELECT number, ranks FROM lineage"))
+    with closing(open_tables(folder)) as tables:
+        ranks = dict(tables.execute("SELECT number, ranks FROM lineage"))
 
         def shown(lineage: int, ids: list[str]) -> dict[int, tuple[tuple[str, ...], str]]:
             return {rank: (tuple(ids) if rank == 0 else (), "") for rank in range(ranks.get(lineage, 1))}
@@ -22,4 +21,4 @@ def check(folder: Path, lines: Mapping[int, Mapping[int, list[str]]]) -> AuditRe
             number: Lineage(shown={step: shown(number, ids) for step, ids in steps.items()})
             for number, steps in lines.items()
         }
-        return audit_of(facts, ledger, lambda: ledger)
+        return audit_of(tables, ledger, lambda: ledger)

@@ -21,7 +21,7 @@ from distill.controller import Controller
 from distill.record.reader import ask
 from distill.record.store import RECORD, Store, open_read_only
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE
-from sync.base.errors import DataError
+from sync.base.errors import ConfigError
 
 COUNT = "SELECT count(*) FROM rollout"
 
@@ -121,6 +121,6 @@ async def test_a_second_controller_is_refused_by_name(folder: Path, monkeypatch:
     monkeypatch.setattr("distill.record.store.BUSY_SECONDS", 0.1)
     first = opened(folder)
     await first.store.commit()
-    with pytest.raises(DataError, match=re.escape(f"{folder / RECORD} is locked by another process")):
+    with pytest.raises(ConfigError, match=re.escape(f"{folder / RECORD} is locked by another process")):
         opened(folder)
     first.store.close()
