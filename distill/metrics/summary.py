@@ -46,8 +46,8 @@ LITTLE_END: Final = 0.2
 FEW_ENDED: Final = 0.5
 """Share of the teacher's share of held-out completions that end, below which a student's is said."""
 END_REMEDY: Final = (
-    "try a lower trainer.lr, rollout.max_tokens up to where the teacher ends, or completions of the teacher "
-    "too (objective.on_policy below 1)"
+    "try a forward term (objective.forward = 1), completions of the teacher too (objective.on_policy below "
+    "1), a lower trainer.lr, or rollout.max_tokens up to where the teacher ends"
 )
 FIRST_STEPS: Final = 20
 """Before which nothing is concluded from a teacher's work."""

@@ -303,7 +303,7 @@ def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy(
     assert said[:-1] == [[]] * (2 * END_STEPS - 1)
     (line,) = said[-1]
     assert "of 4.5e-05 at a token, and for its teacher one of 3.1e-03" in line
-    assert "try a lower trainer.lr" in line
+    assert "try a forward term (objective.forward = 1)" in line
     assert advice.look({"train/student_end": 0.0}) == [], "a teacher that sends no scores for it"
 
 
