@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Annotated
 
@@ -48,7 +48,13 @@ def chat(
                 continue
             with working("generating"):
                 answers = talk.answer(prompt)
-            console.print(_columns(prompt, answers))
+            table = Table(
+                title=None if sys.stdin.isatty() else Text(prompt), title_justify="left", expand=True
+            )
+            for name in answers:
+                table.add_column(Text(name), ratio=1, overflow="fold")
+            table.add_row(*map(Text, answers.values()))
+            console.print(table)
 
 
 def _prompts() -> Iterator[str]:
@@ -63,12 +69,3 @@ def _prompts() -> Iterator[str]:
         return
     except UnicodeDecodeError as error:
         raise DataError(f"stdin holds bytes that are not {error.encoding}: convert its prompts") from None
-
-
-def _columns(prompt: str, answers: Mapping[str, str]) -> Table:
-    title = None if sys.stdin.isatty() else Text(prompt)
-    table = Table(title=title, title_justify="left", expand=True)
-    for name in answers:
-        table.add_column(Text(name), ratio=1, overflow="fold")
-    table.add_row(*map(Text, answers.values()))
-    return table

@@ -10,7 +10,7 @@ folder; its server registers with the controller.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.placement import Node, lines, needs, place
 from distill.registry import expected_servers
-from distill.topology import TRAINER, Process, command, processes
+from distill.topology import TRAINER, Process, command
 from sync.base import secrets
 from sync.base.address import WILDCARDS, is_loopback
 
@@ -84,24 +84,20 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
     `env`: of every role, over what its machine has. Raises ConfigError for what does not fit.
     """
     nodes = engine.nodes()
-    role_needs = {need.name: need for need in needs(config, any(node.gpus for node in nodes))}
-    where = place(role_needs.values(), nodes)
-    for line in lines(where, role_needs.values()):
+    role_needs = needs(config, any(node.gpus for node in nodes))
+    where = place(role_needs, nodes)
+    for line in lines(where, role_needs):
         say(line)
     env = {**env, **secrets.environment(config.model_dump(mode="json"))}
     roles = registered(config, say)
-    for name, words in role_commands(config):
-        if name not in role_needs:
-            continue
-        argv = [sys.executable, "-m", "distill.cli.main", *words]
-        client = engine.client(role_needs[name], where[name], argv, env)
+    for need in role_needs:
+        name, argv = need.name, [sys.executable, "-m", "distill.cli.main", *role_words(config, need)]
+        client = engine.client(need, where[name], argv, env)
         roles.children.append(ChildSpec(name, client, env, roles.expected.get(name), ends=name == TRAINER))
     return roles
 
 
-def role_commands(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
-    """Process → the words of its `distill` command."""
-    for process in processes(config):
-        if process.url is None and (process.role or config.controller.trainer == "launch"):
-            name, *options = command(process.section, process.index)
-            yield process.name, [name, str(config.run_dir), *options]
+def role_words(config: RunConfig, process: Process) -> list[str]:
+    """The words of the `distill` command that runs a process, with the run's folder."""
+    name, *options = command(process.section, process.index)
+    return [name, str(config.run_dir), *options]

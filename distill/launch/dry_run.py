@@ -10,15 +10,16 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Final
 
 from distill.config import RunConfig
-from distill.launch.cluster import role_commands
+from distill.launch.cluster import role_words
 from distill.launch.roles import Ports, plan_servers, temporary, token_of, trainer_child, url_of
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import check_secrets
 from distill.preflight_checks.objective import resolve
+from distill.topology import processes, servers
 from sync.base import secrets
 
 _ANY: Final = 65535
@@ -41,24 +42,22 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     check_secrets(config)
     shown = secrets.hide(config.model_dump(mode="json"))
     if config.cluster.type != "local":
-        roles = role_commands(config)
-        commands = [{"name": name, "env": {}, "argv": ["distill", *words]} for name, words in roles]
+        roles = processes(config) if config.controller.trainer == "launch" else servers(config)
+        commands = [
+            {"name": role.name, "env": {}, "argv": ["distill", *role_words(config, role)]}
+            for role in roles
+            if role.url is None
+        ]
         return {"config": shown, "commands": commands}
-    with _rehearsed(config) as (folder, children):
-        commands = [_shown(child, folder, str(config.run.folder)) for child in children]
-    return {"config": shown, "commands": commands}
-
-
-@contextmanager
-def _rehearsed(config: RunConfig) -> Iterator[tuple[str, list[ChildSpec]]]:
-    """The folder that stands in for the run's, and the processes that a run would start on this machine."""
     token, place = token_of(config), config.controller
     with temporary(config) as moved, _FreePorts() as ports:
         children = plan_servers(moved, token, ports).children
         if place.trainer == "launch":
             url = place.url or url_of(place.host, place.port or _ANY)
             children.append(trainer_child(moved, url, token))
-        yield str(moved.run.folder), children
+        folder = str(moved.run.folder)
+        commands = [_shown(child, folder, str(config.run.folder)) for child in children]
+    return {"config": shown, "commands": commands}
 
 
 def _shown(child: ChildSpec, written: str, real: str) -> dict[str, Any]:

@@ -96,7 +96,11 @@ class Manifest:
 
     def text(self, files: Mapping[str, str], roles: Sequence[Role]) -> str:
         """All objects as YAML; `files`: what pods find in CONFIG_FOLDER."""
-        return "---\n".join(map(_yaml, self._objects(files, roles)))
+        objects = self._objects(files, roles)
+        return "---\n".join(
+            str(yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True))
+            for document in objects
+        )
 
     def _objects(self, files: Mapping[str, str], roles: Sequence[Role]) -> Iterator[dict[str, Any]]:
         token = token_from_environment() or secrets.token_urlsafe(32)
@@ -226,12 +230,9 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
-
-
-def _yaml(document: Mapping[str, Any]) -> str:
-    return str(yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True))
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)

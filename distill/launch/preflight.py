@@ -39,7 +39,7 @@ from teacher_service.router import load_transforms
 GRACE_SECONDS = 10.0
 
 
-class Ready(NamedTuple):
+class Prepared(NamedTuple):
     """A configuration that can run, which nothing changes from here on, and what was found out on the way."""
 
     config: RunConfig
@@ -49,7 +49,7 @@ class Ready(NamedTuple):
     """Of a cluster: a line for each, with its processes."""
 
 
-def prepare(config: RunConfig, say: Callable[[str], None]) -> Ready:
+def prepare(config: RunConfig, say: Callable[[str], None]) -> Prepared:
     """Every check of a run that starts nothing, in order; `say` gets what was chosen and computed.
 
     Raises ConfigError, DataError or StoreError.
@@ -63,7 +63,7 @@ def prepare(config: RunConfig, say: Callable[[str], None]) -> Ready:
     if config.cluster.type != "external":  # else all that follow are elsewhere, and look for themselves
         check_local(config.mirrors)
     check_store(config)
-    return Ready(config, split, disk, machines)
+    return Prepared(config, split, disk, machines)
 
 
 def check_machine(config: RunConfig) -> None:

@@ -20,9 +20,11 @@ from distill.config import RunConfig
 from distill.config.cluster import LocalCluster
 from distill.launch.run import run
 from distill.metrics.results import MetricsRow
+from distill.topology import processes
 from sync.base.errors import ConfigError, Interrupted
 from sync.base.jsonl import read_lines
 from sync.base.settings import DirectoryStoreConfig
+from sync.wire.peers import Role
 
 NAME: Final = "probe"
 SECONDS: Final = 40.0
@@ -60,19 +62,14 @@ def check_here(config: RunConfig) -> None:
     """Raises ConfigError for roles that this machine does not start."""
     elsewhere = {
         f"cluster.type is {config.cluster.type!r}": not isinstance(config.cluster, LocalCluster),
-        "student.urls is set": bool(config.student.urls),
         f"trainer.nodes is {config.trainer.nodes}": config.trainer.nodes > 1,
         f"controller.trainer is {config.controller.trainer!r}": config.controller.trainer != "launch",
     }
-    claimed = {
-        f"environments.{name}.urls is set": bool(environment.urls)
-        for name, environment in config.environments.items()
-    } | {
-        f"teachers.{name}.urls is set and it follows the student": bool(teacher.urls)
-        for name, teacher in config.teachers.items()
-        if teacher.follow_student_every is not None
-    }
-    elsewhere |= claimed  # such a server works for the first run that uses it, and refuses the next
+    for process in processes(config.with_(evaluation=None)):
+        if process.url and (process.follows or process.role == Role.ENVIRONMENT):
+            # such a server works for the first run that uses it, and refuses the next
+            also = " and it follows the student" * (process.role == Role.TEACHER)
+            elsewhere[f"{process.section}.urls is set{also}"] = True
     if reasons := [what for what, applies in elsewhere.items() if applies]:
         raise ConfigError(
             f"--probe starts all that keeps a run's state on this machine, and {', '.join(reasons)}: begin "

@@ -129,7 +129,9 @@ class Ray:
         token.write_text(secrets.token_urlsafe(32))
         self._set({**_ALONE, AUTH_MODE: "token", AUTH_TOKEN_PATH: str(token)})
         ray = [sys.executable, "-P", "-m", "ray.scripts.scripts", *_HEAD]
-        ray += [f"--temp-dir={folder}", f"--ray-client-server-port={_free_port()}"]
+        with socket.socket() as probe:  # of a server that Ray starts unasked, at a port that may be taken
+            probe.bind((LOOPBACK, 0))
+            ray += [f"--temp-dir={folder}", f"--ray-client-server-port={probe.getsockname()[1]}"]
         read_end, write_end = os.pipe()
         with log.open("wb") as output:
             head = subprocess.Popen(
@@ -168,10 +170,3 @@ class Ray:
                     os.environ[name] = value
 
         self._leaving.callback(restore)
-
-
-def _free_port() -> int:
-    """For a server that Ray starts unasked, with grpcio, at a fixed port that another cluster may have."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

@@ -131,7 +131,16 @@ def serving(
     process, at, name = process_of(config, section, index), "", section.partition(".")[2]
     check_secrets(config)
     if process.role == Role.EVALUATOR:
-        _check_reached(config, controller)
+        missing = dict.fromkeys(
+            f"{other.section}.urls"
+            for other in servers(config)
+            if other.section not in ("student", "evaluation.placement")
+        )
+        if missing and controller is None:
+            raise ConfigError(
+                f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say "
+                "where the controller is, with which they register (--controller, or the run's folder)"
+            )
         _check_filled(config, "prompts", "evaluation", *(f"{each}.urls" for each in config.places()))
         config, at = with_objective(config).config, controller() if controller else ""
     elif isinstance(place, TeacherConfig):
@@ -153,14 +162,11 @@ def section_of(config: RunConfig, kind: str, name: str = "") -> str:
     """The section of what a command serves: `kind` of teachers, environments, evaluation.replica and
     evaluation.placement; "" as name stands for the only one. Raises ConfigError when there is none."""
     places = config.places()
-    if kind == "student" or kind.startswith("evaluation."):
-        if kind in places:
-            return kind
-        raise ConfigError(
-            "evaluation.replica is not set in this configuration: there is nothing to serve"
-            if kind == "evaluation.replica"
-            else "evaluation is off in this configuration: there is nothing to serve"
-        )
+    if kind in places:
+        return kind
+    if kind not in ("teachers", "environments"):
+        reason = "evaluation is off" if kind == "evaluation.placement" else f"{kind} is not set"
+        raise ConfigError(f"{reason} in this configuration: there is nothing to serve")
     names = [section.partition(".")[2] for section in places if section.startswith(f"{kind}.")]
     if not name and len(names) == 1:
         (name,) = names
@@ -168,20 +174,6 @@ def section_of(config: RunConfig, kind: str, name: str = "") -> str:
         singular = kind.removesuffix("s")
         raise ConfigError(f"--name {name!r} is no {singular}: choose one of {', '.join(names) or 'none'}")
     return f"{kind}.{name}"
-
-
-def _check_reached(config: RunConfig, controller: Controller | None) -> None:
-    """Raise ConfigError for servers that the evaluator asks and does not know where they are."""
-    missing = dict.fromkeys(
-        f"{process.section}.urls"
-        for process in servers(config)
-        if process.section not in ("student", "evaluation.placement")
-    )
-    if missing and controller is None:
-        raise ConfigError(
-            f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say where "
-            "the controller is, with which they register (--controller, or the run's folder)"
-        )
 
 
 def _check_filled(config: RunConfig, *sections: str) -> None:

@@ -94,11 +94,6 @@ class Generation:
         return batch * self.shape.forward(self.prompt + self.completion) + again
 
 
-def most_in_flight(memory: float, reserved: float, per_sequence: float) -> float:
-    """Sequences whose KV cache of `per_sequence` bytes fits into `memory` bytes beside what is `reserved`."""
-    return max(1.0, (memory - reserved) / per_sequence)
-
-
 # --- bytes of a version
 
 DELTA_RATES: Final = (1e-6, 3e-6, 1e-5, 5e-5)
@@ -362,7 +357,7 @@ def _generation(config: RunConfig, device: Device, role: Role, shape: Shape, len
         size = (config.preflight.gpu_gib or device.gib) * GIB
         memory = devices * size * float(flags.get("gpu-memory-utilization", VLLM_SHARE))
         reserved = item * shape.parameters + devices * WORKSPACE
-        limits.append(most_in_flight(memory, reserved, context * shape.kv))
+        limits.append(max(1.0, (memory - reserved) / (context * shape.kv)))  # whose KV cache fits beside it
     return Generation(
         shape,
         item,

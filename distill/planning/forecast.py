@@ -122,10 +122,8 @@ def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
     """The table: memory, a step, the run. `measured`: a run replaced the assumed shares."""
     yield f"\nMemory of each GPU ({plan.device}), GiB"
     for use in uses:
-        parts = " + ".join(f"{what} {count / GIB:.1f}" for what, count in use.terms.items())
-        share = f", in the {use.share:g} that vLLM reserves" if use.share else ""
         place = f"{use.process}, GPU {','.join(use.gpus)}" + ("" if use.host == "here" else f" of {use.host}")
-        yield _row(place, f"{use.bytes / GIB:.1f}", parts + share)
+        yield _row(place, f"{use.bytes / GIB:.1f}", "".join(use.parts))
     if not uses:
         yield _row("no process", "–", "every role computes on cores")
     yield "\nPer step"

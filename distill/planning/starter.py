@@ -149,8 +149,27 @@ def _split(gpus: int, teacher: int, student: int, ranks: int, spare: bool) -> Sp
 
 
 def _text(request: Wanted, split: Split | None, length: int, path: Path) -> str:
-    place = f"{request.gpus} GPUs of {request.gib:g} GiB" if split else "the cores of one machine"
-    kind = "gpu" if split else "cpu"
+    place, kind, trainer = "the cores of one machine", "cpu", "ranks = 1\n"
+    student, teacher = f"[student.engine_args]\nmax-model-len = {length}\n", f"max_length = {length}\n"
+    evaluator = preflight = ""
+    if split is not None:
+        place, kind = f"{request.gpus} GPUs of {request.gib:g} GiB", "gpu"
+        tensor, parts = (gpus.count(",") + 1 for gpus in (split.replicas[0], split.teacher))
+        student = (
+            f"replicas = {len(split.replicas)}\n"
+            f"devices = {json.dumps(split.replicas)}        # an entry for each\n"
+            f"{student}gpu-memory-utilization = {SHARE:g}\n"
+        ) + f"tensor-parallel-size = {tensor}\n" * (tensor > 1)
+        teacher = (
+            f'engine = "vllm"\ndtype = "bfloat16"\ndevices = ["{split.teacher}"]\n{teacher}'
+            f"[teachers.teacher.engine_args]\ngpu_memory_utilization = {SHARE:g}\n"
+        ) + f"tensor_parallel_size = {parts}\n" * (parts > 1)
+        ranks = split.trainer.count(",") + 1
+        trainer = f'ranks = {ranks}\ndevices = "{split.trainer}"\nactivation_checkpointing = true\n'
+        evaluator = f'[evaluation.placement]\ndevices = ["{split.evaluator}"]\n'
+        if split.evaluator is None:
+            evaluator = 'device = "cpu"                    # no GPU is left\n'
+        preflight = f"\n[preflight]\ngpu_gib = {request.gib:g}\n"
     return f"""\
 # distill preflight {path.name}        check models, prompts, memory, ports and disk
 # distill plan {path.name}             seconds of each stage, bottleneck, hours
@@ -164,10 +183,10 @@ steps = 1000                      # optimizer steps
 
 [student]
 path = {_quoted(request.student)}
-{_student(split, length)}
+{student}
 [teachers.teacher]
 path = {_quoted(request.teacher)}
-{_teacher(split, length)}
+{teacher}
 [prompts]
 {prompt_lines(request.prompts)}
 max_prompt_tokens = {length // 2}          # longer prompts are dropped
@@ -183,49 +202,11 @@ forward = 1.0                     # forward KL beside the reverse: the student g
 lr = 3e-6
 warmup_steps = 20
 deepspeed = {_quoted(_deepspeed(f"zero3_{kind}.json"))}
-{_trainer(split)}
+{trainer}
 [evaluation]
 every = 100                       # steps; also before and after the run
 prompts = 128
-{_evaluator(split)}{f"{chr(10)}[preflight]{chr(10)}gpu_gib = {request.gib:g}{chr(10)}" if split else ""}"""
-
-
-def _student(split: Split | None, length: int) -> str:
-    if split is None:
-        return f"[student.engine_args]\nmax-model-len = {length}\n"
-    tensor = split.replicas[0].count(",") + 1
-    parallel = f"tensor-parallel-size = {tensor}\n" if tensor > 1 else ""
-    return (
-        f"replicas = {len(split.replicas)}\n"
-        f"devices = {json.dumps(split.replicas)}        # an entry for each\n"
-        f"[student.engine_args]\nmax-model-len = {length}\ngpu-memory-utilization = {SHARE:g}\n{parallel}"
-    )
-
-
-def _teacher(split: Split | None, length: int) -> str:
-    if split is None:
-        return f"max_length = {length}\n"
-    tensor = split.teacher.count(",") + 1
-    parallel = f"tensor_parallel_size = {tensor}\n" if tensor > 1 else ""
-    return (
-        f'engine = "vllm"\ndtype = "bfloat16"\ndevices = ["{split.teacher}"]\nmax_length = {length}\n'
-        f"[teachers.teacher.engine_args]\ngpu_memory_utilization = {SHARE:g}\n{parallel}"
-    )
-
-
-def _trainer(split: Split | None) -> str:
-    if split is None:
-        return "ranks = 1\n"
-    ranks = split.trainer.count(",") + 1
-    return f'ranks = {ranks}\ndevices = "{split.trainer}"\nactivation_checkpointing = true\n'
-
-
-def _evaluator(split: Split | None) -> str:
-    if split is None:
-        return ""
-    if split.evaluator is None:
-        return 'device = "cpu"                    # no GPU is left\n'
-    return f'[evaluation.placement]\ndevices = ["{split.evaluator}"]\n'
+{evaluator}{preflight}"""
 
 
 def prompt_lines(text: str) -> str:

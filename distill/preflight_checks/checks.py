@@ -87,7 +87,15 @@ def check(config: RunConfig, placed: Placed | None = None) -> Checked:
     sections = [*_teachers(config), *environment_problems(config), *_others(config)]
     refuse([*sections, *model_problems(config)])
     refuse(wrong_among(_peers(config)))
-    _warn_of_temperature(config)
+    rollouts = config.rollout.temperature
+    if teacher_temperature(config.objective, rollouts) != rollouts:
+        logger.warning(
+            "rollout.temperature is %g and the teacher's is 1, where evaluation is too: at its optimum the "
+            "student sampled at %g equals the teacher at 1; to match the teacher at every temperature set "
+            'objective.teacher_temperature = "rollout"',
+            rollouts,
+            rollouts,
+        )
     router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer, config.student.known_ids)
     refuse(objective.too_large(config, vocab_size))
@@ -263,18 +271,6 @@ def _teachers(config: RunConfig) -> Iterator[str]:
 
 
 # --- what the files hold
-
-
-def _warn_of_temperature(config: RunConfig) -> None:
-    rollouts = config.rollout.temperature
-    if teacher_temperature(config.objective, rollouts) != rollouts:
-        logger.warning(
-            "rollout.temperature is %g and the teacher's is 1, where evaluation is too: at its optimum the "
-            "student sampled at %g equals the teacher at 1; to match the teacher at every temperature set "
-            'objective.teacher_temperature = "rollout"',
-            rollouts,
-            rollouts,
-        )
 
 
 def _prompts(config: RunConfig, split: PromptSplit, router: Router) -> Iterator[str]:

@@ -78,9 +78,14 @@ class Use:
         return sum(self.terms.values())
 
     @property
-    def line(self) -> str:
-        parts = " + ".join(f"{what} {size / GIB:.1f}" for what, size in self.terms.items())
+    def parts(self) -> tuple[str, str]:
+        """The sum in GiB, in words, and what vLLM reserves."""
         share = f", in the {self.share:g} that vLLM reserves" if self.share else ""
+        return " + ".join(f"{what} {size / GIB:.1f}" for what, size in self.terms.items()), share
+
+    @property
+    def line(self) -> str:
+        parts, share = self.parts
         place = _named(self.host, ",".join(self.gpus))
         return f"{self.process} on {place}: {parts} = {_gib(self.bytes)}{share}"
 

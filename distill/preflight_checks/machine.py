@@ -106,7 +106,8 @@ def estimate(config: RunConfig) -> DiskNeeds:
     parameters, trainer = count_parameters(config.student), config.trainer
     model = published_item(trainer) * parameters
     saved = model + (0 if trainer.lora else 12 * parameters)  # fp32 master and two moments
-    mirrors = 2 * _subscribers(config) if config.student.mirror_folder is None else 0
+    followers = sum(process.follows for process in servers(config))  # each in a mirror of its own
+    mirrors = 2 * followers if config.student.mirror_folder is None else 0
     full, folder = full_bytes(config, parameters), _store_folder(config)
     store = _versions_kept(config) * full if folder else 0
     apart = store if folder and _disk(folder) != _disk(config.run_dir) else 0
@@ -132,11 +133,6 @@ def _versions_kept(config: RunConfig) -> float:
         every = max(every, (evaluation and evaluation.every) or steps)
     replaced = math.ceil(KEPT_SECONDS / (ASSUMED_STEP * every))  # each is an anchor
     return min(weights.keep_anchors + replaced, steps // every + 2)
-
-
-def _subscribers(config: RunConfig) -> int:
-    """Processes started by the run that follow its versions, each in a mirror of its own."""
-    return sum(process.follows for process in servers(config))
 
 
 def published_item(trainer: TrainerSettings) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_config import make_config
 
 from distill.config.loading import load, load_run_dir, merge, parse_override, retyped, validate
 from sync.base.errors import ConfigError
@@ -274,3 +275,13 @@ def test_own_code_lies_beside_the_file_unless_it_says_where(tmp_path: Path) -> N
     path = Path(__file__).parents[3] / "configs" / "user_run.toml"
     assert load(path).run.code_folder == path.parent
     assert load(path, [f"run.code_folder={tmp_path}"]).run.code_folder == tmp_path
+
+
+def test_a_changed_configuration_has_other_values_in_the_sections_that_are_named() -> None:
+    config = make_config(student={"env": {"A": "1"}})
+    changes: dict[str, Any] = {"teachers": {"t": {"port": 7}}, "student": {"env": {"B": "2"}}}
+    changed = config.with_(run={"steps": 9}, evaluation=None, **changes)
+    assert (changed.run.steps, changed.evaluation) == (9, None)
+    assert (changed.teachers["t"].port, changed.student.env) == (7, {"B": "2"})
+    assert changed.run == config.run.model_copy(update={"steps": 9}), "and nothing else is"
+    assert changed.with_(run={"steps": config.run.steps}).run == config.run
