@@ -33,7 +33,7 @@ REMOTE: Final = ("bucket", "object")
 _RUN_ENDED: Final = [1, 2, 130]
 """Exit statuses of the controller that are its own word: no other pod goes on after it."""
 _RESUMED: Final = """\
-if [ -e {run_dir}/run.db ]; then set -- "$@" --resume; fi
+if [ -e {run_dir}/run.db ] || [ -d {run_dir}/journal ]; then set -- "$@" --resume; fi
 exec "$@"
 """
 """Shell: run a command, and go on with the run if it has begun."""

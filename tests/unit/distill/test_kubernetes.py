@@ -281,6 +281,9 @@ def test_a_controller_that_has_begun_goes_on(tmp_path: Path) -> None:
     assert told() == "x\n"
     (folder / "run.db").touch()
     assert told() == "x --resume\n"
+    (folder / "run.db").unlink()
+    (folder / "journal").mkdir()  # of an earlier release
+    assert told() == "x --resume\n"
 
 
 # --- disk
