@@ -1,6 +1,6 @@
 """What keeps a real student ending as its teacher does: rate, objective, share of the teacher's completions.
 
-    python -m tests.benchmarks.remedies FOLDER [--student NAME] [--steps N] [--seed N] [--only VARIANT …]
+    python -m tests.benchmarks.remedies FOLDER
 
 FOLDER is .cache/real after `make real`. A loop around our objectives in one process: sample, score, one step
 of AdamW on fp32 weights whose bf16 copy samples and trains; no engine, no staleness. A line per evaluation
@@ -13,24 +13,26 @@ goes to FOLDER/remedies.jsonl; what is there already is not done again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distill.evaluation.completions import Completion, Tokens, behaviour
 from student_trainer.objectives.config import JSD, Full, Sampled
 from student_trainer.objectives.divergences import Targets, build
+from sync.base.errors import ConfigError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer
+from tests.benchmarks.figures import Figures, command, markdown
 
 BATCH: Final = 12
 TOKENS: Final = 48
@@ -154,15 +156,18 @@ def train(
         yield step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="see the module's docstring")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--student", default="student-24")
-    parser.add_argument("--steps", type=int, default=EVERY)
-    parser.add_argument("--seed", type=int, default=0, help="which quarter of the prompts comes first")
-    options = parser.parse_args()
-    folder, out, seed = options.folder, options.folder / "remedies.jsonl", options.seed
+def run(
+    folder: Annotated[Path, typer.Argument(help="What `make real` made: .cache/real.", exists=True)],
+    only: Annotated[str, typer.Option(help="Of these variants, names with semicolons; none: all.")] = "",
+    student: Annotated[str, typer.Option(help="Its folder in FOLDER.")] = "student-24",
+    steps: Annotated[int, typer.Option(min=EVERY, help="Of each variant.")] = EVERY,
+    seed: Annotated[int, typer.Option(min=0, max=3, help="Which quarter of the prompts is first.")] = 0,
+) -> Figures:
+    """Train a real student by each objective, rate and share of the teacher's completions."""
+    names = [name.strip() for name in only.split(";") if name.strip()] or list(VARIANTS)
+    if unknown := sorted({*names} - {*VARIANTS}):
+        raise ConfigError(f"--only {unknown[0]!r}: there are {'; '.join(VARIANTS)}")
+    out = folder / "remedies.jsonl"
     teacher, tokenizer = load(folder / "teacher"), load_tokenizer(ModelSource(path=str(folder / "teacher")))
     texts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     asked = [[{"role": "user", "content": text}] for text in texts if len(text) < LONGEST]
@@ -171,30 +176,41 @@ def main() -> None:
     end, held_out, prompts = tokenizer.eos_token_id, rows[:HELD_OUT], rows[HELD_OUT:]
     fixed = teacher, end, held_out, complete(teacher, held_out, end, seed=0)
 
-    def write(variant: str, student: Any, **row: float) -> None:
-        row |= figures(student, *fixed)
+    def write(variant: str, model: Any, **row: float) -> None:
+        row |= figures(model, *fixed)
         rounded = {
             n: float(f"{value:.4g}") if isinstance(value, float) else value for n, value in row.items()
         }
         with out.open("a") as lines:
             lines.write(json.dumps({"variant": variant, **rounded}) + "\n")
 
+    def written() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
     if not out.exists():
         write("teacher", teacher, step=0)
-        write(options.student, load(folder / options.student), step=0)
-    before = [json.loads(line) for line in out.read_text().splitlines()]
-    done = {(row["variant"], row.get("seed"), row["step"]) for row in before}
-    for name in options.only:
-        if (name, seed, options.steps) in done:
+        write(student, load(folder / student), step=0)
+    done = {(row["variant"], row.get("seed"), row["step"]) for row in written()}
+    for name in names:
+        if (name, seed, steps) in done:
             continue
-        student, spent, began = load(folder / options.student), 0.0, time.monotonic()
-        batches = prompts[seed * len(prompts) // 4 :][: options.steps * BATCH]
-        for step in train(student, teacher, end, name, batches, seed):
+        model, spent, began = load(folder / student), 0.0, time.monotonic()
+        batches = prompts[seed * len(prompts) // 4 :][: steps * BATCH]
+        for step in train(model, teacher, end, name, batches, seed):
             if step % EVERY == 0:
                 spent += time.monotonic() - began
-                write(name, student, seed=seed, step=step, seconds=spent)
+                write(name, model, seed=seed, step=step, seconds=spent)
                 began = time.monotonic()
+    return {"rows": written()}
+
+
+def table(figures: Figures) -> str:
+    """A row for each evaluation."""
+    names = ("variant", "seed", "step", "reverse_kl", "forward_kl", "end", "teacher_end", "kept_end", "ended")
+    return "\n".join(
+        markdown(names, ([str(row.get(name, "–")) for name in names] for row in figures["rows"]))
+    )
 
 
 if __name__ == "__main__":
-    main()
+    command(run, table)
