@@ -104,9 +104,9 @@ async def run(
         engine = opened.enter_context(cluster.opened(config))
         folder = opened.enter_context(RunFolder.open(config, resume))
         ports = opened.enter_context(Ports())
-        await import_journal(folder.path, rules(config), config.trainer.keep_checkpoints)
         for line in folder.keep(config, content(config, split)):
             say(f"resumed with {line}")
+        await import_journal(folder.path, rules(config), config.trainer.keep_checkpoints)
         keep_position(split.train, folder.path)
         if engine is not None:
             config = cluster.reachable(config, engine)

@@ -166,5 +166,4 @@ def _record(name: str, values: list[Any]) -> r.Record:
         values = [prompts, Cursor(epoch, position), *by_teacher]
     kind = _KINDS[name]
     fields = dict(zip(kind.__struct_fields__, values, strict=False))
-    record: r.Record = convert(fields, kind)
-    return record
+    return convert(fields, kind)
