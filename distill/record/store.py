@@ -30,7 +30,6 @@ from urllib.parse import quote
 import msgspec
 
 from distill.record.blocks import pack_block, unpack_block
-from distill.record.copies import open_copy
 from distill.record.rollout import Location, Prompts, Rollout
 from sync.base.durable import force, is_full, make_folder
 from sync.base.errors import ConfigError, DataError, DistillError
@@ -67,6 +66,8 @@ def open_read_only(path: Path) -> sqlite3.Connection:
         if still or not network_mount(path.parent):
             connection = sqlite3.connect(address, uri=True, isolation_level=None)
         else:
+            from distill.record.copies import open_copy  # and with it an HTTP client
+
             connection = open_copy(path)
         _check_format(connection, path)
     return connection

@@ -7,6 +7,8 @@ import sqlite3
 from importlib.resources import files
 from pathlib import Path
 
+from blake3 import blake3
+
 from distill.record.records import Record
 from distill.record.state import RunState
 from distill.record.store import FORMAT, RECORD, Store
@@ -57,6 +59,18 @@ def ledgers(folder: Path, trained: dict[int, dict[int, list[str]]] = LEDGER) -> 
         ledger = Ledger(folder / "ledger", start, parent, rank=0)
         for step, ids in steps.items():
             ledger.record(step, ids, f"bits {step}", 2 * len(ids))
+
+
+def checkpoint(folder: Path, version: Version) -> Path:
+    """Write a checkpoint that `latest` names."""
+    path = folder / "checkpoints" / str(version)
+    path.mkdir(parents=True)
+    (path / "weights.pt").write_bytes(b"weights")
+    files = {"weights.pt": {"size": 7, "blake3": blake3(b"weights").hexdigest()}}
+    index = {"version": str(version), "world_size": 1, "fingerprint": "model", "files": files}
+    (path / "checkpoint.json").write_text(json.dumps(index))
+    (path.parent / "latest").write_text(f"{version}\n")
+    return path
 
 
 class _Unwritten(Store):

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from blake3 import blake3
 from in_memory import MemoryPrompts
+from small_record import checkpoint
 
 from distill.buffer import Batch, Bound, Rules
 from distill.cli.main import app
@@ -80,13 +80,7 @@ class Run:
     async def report(self, version: Version) -> None:
         self.run_log.write(VersionPublished(version, "delta", 1, 2, 0.1))
         if version.step % 2 == 0:
-            path = self.folder / "checkpoints" / str(version)
-            path.mkdir(parents=True)
-            (path / "weights.pt").write_bytes(b"weights")
-            files = {"weights.pt": {"size": 7, "blake3": blake3(b"weights").hexdigest()}}
-            index = {"version": str(version), "world_size": 1, "fingerprint": "model", "files": files}
-            (path / "checkpoint.json").write_text(json.dumps(index))
-            (path.parent / "latest").write_text(f"{version}\n")
+            path = checkpoint(self.folder, version)
             self.run_log.write(Checkpointed(version, str(path)))
         self.run_log.write(Stepped(version))
         await self.run_log.store.commit()

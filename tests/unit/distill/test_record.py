@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_history import KINDS, PLAIN, History, differences, opened, seen
+from small_record import checkpoint
 
 from distill.buffer import Rules
 from distill.record.load import load
 from distill.record.resume import resume_of
 from distill.record.store import RECORD, Store
-from sync.wire import Version
 
 
 def lived(folder: Path, seed: int, rules: Rules, events: int, after: Callable[[History], Any]) -> History:
@@ -94,13 +92,3 @@ def test_a_resume_goes_on_from_what_the_dry_run_says(
         record.store.close()
 
     asyncio.run(go_on())
-
-
-def checkpoint(folder: Path, version: Version) -> None:
-    path = folder / "checkpoints" / str(version)
-    path.mkdir(parents=True)
-    (path / "weights.pt").write_bytes(b"weights")
-    files = {"weights.pt": {"size": 7, "blake3": blake3(b"weights").hexdigest()}}
-    index = {"version": str(version), "world_size": 1, "fingerprint": "model", "files": files}
-    (path / "checkpoint.json").write_text(json.dumps(index))
-    (path.parent / "latest").write_text(f"{version}\n")
