@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import recorded_run
-from recorded import records_of
+from recorded import rollouts_of, rows_of
 from recorded_run import generated
 from run_on_letters import BATCH, NAME, command
 from stopped_run import KillTarget
 
 from distill.record.audit import AuditReport, audit
-from distill.record.records import Requeued
 from distill.record.rollout import Rollout
 from distill.tasks.sort_letters import ASK, ASK_ID, EOS
 from sync.wire import Array, VersionSpan, unpack
@@ -64,7 +63,7 @@ class Played:
     summary: dict[str, Any]
     rollouts: list[Rollout]
     """On record when the launcher was killed, those whose arrays were not freed."""
-    requeued: list[Requeued]
+    requeued: set[str]
     notes: list[tuple[int, list[list[int]]]]
     """Task and the student's turns of every episode that the environment saw to its end."""
     generated: set[tuple[Any, ...]]
@@ -98,16 +97,15 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
             target.kill(role, rng)
             target.wait_at_work([role])
         target.kill_launcher()
-        killed = records_of(target.run_dir)
+        killed = rollouts_of(target.run_dir)
         target.resume(STEPS)
         target.end()
-        records = records_of(target.run_dir)
         notes = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
         yield Played(
             audit(target.run_dir),
             target.summary(),
-            [one for one in killed if isinstance(one, Rollout) and not one.is_released],
-            [one for one in records if isinstance(one, Requeued)],
+            killed,
+            {*rows_of(target.run_dir, "SELECT reason FROM requeue")},
             notes,
             {
                 (asked.id, tuple(asked.token_ids), *turn(answer.token_ids, answer.logprob, answer.spans))
@@ -132,7 +130,7 @@ def test_the_run_completes_with_every_guarantee_kept(played: Played) -> None:
     assert played.report.trained == played.summary["steps"] * BATCH
     assert played.report.open_prompts == []
     assert played.orphans == 0
-    assert {one.reason for one in played.requeued} <= {
+    assert played.requeued <= {
         "environment_lost", "replica_lost", "replica_busy", "aborted", "controller_restarted",
     }  # fmt: skip
 

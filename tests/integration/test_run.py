@@ -33,7 +33,7 @@ import pytest
 import torch
 from open_ports import Listeners
 from ports import free_port
-from recorded import records_of
+from recorded import rollouts_of, rows_of
 from trace_processor import Trace
 from weight_proof import prove
 
@@ -43,8 +43,6 @@ from distill.metrics.summary import digest_of_all
 from distill.metrics.trace import write_trace
 from distill.prompts.stream import group_of
 from distill.record.audit import audit
-from distill.record.records import BatchFormed, Opened, VersionApplied
-from distill.record.rollout import Rollout
 from distill.registry import EXIT_REPLACED
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from student_trainer.launch import ranks_of
@@ -467,16 +465,14 @@ def check_policies(run: Run) -> None:
     report = audit(run.run_dir)
     assert report.ok, report
     assert report.oldest <= 9
-    records = records_of(run.run_dir)
-    (opened,) = [record for record in records if isinstance(record, Opened)]
-    assert (opened.max_staleness, opened.hard_limit, opened.half_life, opened.group) == (4, 9, 2.0, 2)
-    batches = [record.ids for record in records if isinstance(record, BatchFormed)]
-    assert len(batches) == MANY
-    assert all(set(Counter(map(group_of, ids)).values()) == {2} for ids in batches)
-    applied = [record for record in records if isinstance(record, VersionApplied)]
-    assert next(record for record in applied if record.replica == "student-1").version.step >= 1
-    assert applied[-1].version.step == MANY
-    assert applied[-1].replica == "student-1"
+    bounds = rows_of(run.run_dir, "SELECT max_staleness, hard_limit, half_life, completions FROM opening")
+    assert bounds == [(4, 9, 2.0, 2)]
+    members = rows_of(run.run_dir, "SELECT step, rollout FROM member")
+    assert len({step for step, _ in members}) == MANY
+    assert {*Counter((step, group_of(rollout)) for step, rollout in members).values()} == {2}
+    applied = rows_of(run.run_dir, "SELECT replica, step FROM applied ORDER BY at")
+    assert next(step for replica, step in applied if replica == "student-1") >= 1
+    assert applied[-1] == ("student-1", MANY)
 
 
 def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more_ranks(
@@ -564,9 +560,9 @@ def test_fused_experts_go_out_under_their_checkpoint_names(
     assert summary["after"] is None
     assert audit(run.run_dir).violations["unproven"] == summary["problems"]
     assert len(summary["problems"]) == 1
-    rollouts = [one for one in records_of(run.run_dir) if isinstance(one, Rollout)]
+    rollouts = rollouts_of(run.run_dir)
     assert len({span.version for one in rollouts for span in one.spans}) > 1
-    for one in (one for one in rollouts if not one.is_released):
+    for one in rollouts:
         assert one.routes is not None
         assert one.routes.shape == (one.prompt.shape[0] + one.length - 1, 2, EXPERTS["num_experts_per_tok"])
         assert int(unpack(one.routes).max()) < EXPERTS["num_experts"]

@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from recorded import records_of
+from recorded import rows_of
 from run_on_words import over, prepare
 from stopped_run import KillTarget
 
 from distill.record.audit import audit
-from distill.record.records import BatchFormed
-from distill.record.rollout import Rollout
 
 pytestmark = [
     pytest.mark.engine,
@@ -41,10 +39,9 @@ SETTINGS = (
 
 def open_references(run_dir: Path) -> int:
     """Rollouts whose scores the teacher keeps and that are in no batch yet, so that no rank has them."""
-    records = records_of(run_dir)
-    batched = {one for record in records if isinstance(record, BatchFormed) for one in record.ids}
-    kept = (record for record in records if isinstance(record, Rollout) and record.kept is not None)
-    return sum(rollout.id not in batched for rollout in kept)
+    waiting = "SELECT count(*) FROM rollout WHERE kept IS NOT NULL AND id NOT IN (SELECT rollout FROM member)"
+    count: int = rows_of(run_dir, waiting)[0]
+    return count
 
 
 def test_parallel_replica_teacher_and_ranks_end_with_the_same_weights_though_references_were_lost(

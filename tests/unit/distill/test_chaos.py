@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from audited import check
 from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
-from recorded import records_of
+from recorded import rows_of
 
 from distill.controller import Controller
-from distill.record.records import BatchFormed, LineageOpened
 from sync.wire import Version
 
 
@@ -82,13 +81,13 @@ async def test_random_kills_cost_nothing(controller, config, tmp_path: Path, see
     chaos = Chaos(controller, settings, seed, kills=10)
     summary = await chaos.run()
     assert summary["completed"]
-    records = records_of(tmp_path)
     report = check(tmp_path, chaos.trainer.ledger)
     assert report.ok, report
     state = chaos.controller.run_log.state
-    sizes = {record.version: len(record.ids) for record in records if isinstance(record, BatchFormed)}
+    members = rows_of(tmp_path, "SELECT lineage, step, count(*) FROM member GROUP BY 1, 2")
+    sizes = {Version(*version): count for *version, count in members}
     way = [sizes[Version(state.lineages.owner(state.lineage, step), step)] for step in range(15)]
     assert report.trained == sum(way)
-    in_parts = any(record.parts for record in records if isinstance(record, LineageOpened))
+    in_parts = rows_of(tmp_path, "SELECT max(is_part) FROM batch") == [1]
     assert in_parts or way == [8] * 15  # two kills in a row may meet the same batch
     assert report.oldest <= 2

@@ -21,7 +21,7 @@ from in_memory import (
     MemoryTrainer,
     fetching,
 )
-from recorded import records_of
+from recorded import rollouts_of
 
 from distill import events
 from distill.controller import Controller
@@ -32,7 +32,6 @@ from distill.metrics.summary import complete as completed
 from distill.prompts.stream import Prompt, PromptStream, group_of
 from distill.record.audit import AuditReport
 from distill.record.reader import ask
-from distill.record.rollout import Rollout
 from distill.record.store import Store
 from distill.scoring import seed_of
 from sync.base.errors import DataError
@@ -552,8 +551,8 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_
     async def rewritten() -> int:
         """How many texts of the teacher the record holds; each is what the teacher writes for its number."""
         texts = 0
-        for record in records_of(tmp_path):
-            if isinstance(record, Rollout) and record.by_teacher and not record.is_released:
+        for record in rollouts_of(tmp_path):
+            if record.by_teacher:
                 prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
                 (written,) = await MemoryTeacher().generate([prompt], 8, [])
                 assert isinstance(written, TeacherCompletion)
@@ -598,8 +597,9 @@ async def test_a_trainer_gets_the_same_rows_whether_scores_are_kept_or_inline(
             assert all(rows.kept)
             count += len(rows.ids)
     assert count == 6 * 8
-    records = [record for record in records_of(tmp_path) if isinstance(record, Rollout)]
-    assert all(one.scored.topk_ids is one.scored.hidden is None for one in records if one.scored)
+    scores = [rollout.scored for rollout in rollouts_of(tmp_path) if rollout.scored]
+    assert scores
+    assert all(score.topk_ids is score.hidden is None for score in scores)
 
 
 async def test_scores_are_released_when_a_checkpoint_makes_their_step_safe(controller, config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from audited import check
 from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
-from recorded import records_of
+from recorded import rows_of
 from rich.console import Console
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -27,7 +28,6 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.preflight import claim_of
 from distill.metrics.summary import complete
-from distill.record.records import Concluded
 from distill.rollout.replica_client import Answer, HttpReplica
 from distill.trainer_api.http_api import listen, serving
 from sync.base.errors import RemoteError, WrongServer
@@ -342,13 +342,13 @@ class Failing(MemoryEvaluator):
         return await super().evaluate(version)
 
 
-def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[Concluded, list[str]]:
+def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[dict[str, Any], list[str]]:
     """What the record says of the end, and what the audit does."""
-    records = records_of(folder)
-    concluded = [record for record in records if isinstance(record, Concluded)]
+    weights, problems = rows_of(folder, "SELECT weights, problems FROM conclusion ORDER BY at")[-1]
+    concluded = {"weights": json.loads(weights), "problems": json.loads(problems)}
     report = check(folder, trainer.ledger)
     assert report.ok is ("unproven" not in report.violations)
-    return concluded[-1], report.violations.get("unproven", [])
+    return concluded, report.violations.get("unproven", [])
 
 
 @pytest.mark.parametrize(
@@ -376,8 +376,8 @@ async def test_what_is_not_shown_at_the_end_is_in_the_summary_the_record_and_the
     (problem,) = summary["problems"]
     assert words in problem
     concluded, violations = conclusion(tmp_path, trainer)
-    assert concluded.problems == violations == [problem]
-    assert (concluded.weights == {"r0": True}) is ("evaluator" in parts)
+    assert concluded["problems"] == violations == [problem]
+    assert (concluded["weights"] == {"r0": True}) is ("evaluator" in parts)
     figures = complete(settings, summary, 1.0, {})
     if "evaluator" in parts:
         assert [one["version"][-1] for one in summary["evaluations"]] == ["0", "2", "4"]

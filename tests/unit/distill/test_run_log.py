@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -14,12 +16,12 @@ from audited import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import MemoryPrompts
-from recorded import records_of
+from recorded import rows_of
 
 from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream, group_of
 from distill.record.record import RunLog
-from distill.record.records import BatchFormed, Checkpointed, Dropped, HandedOut, Stepped, VersionPublished
+from distill.record.records import Checkpointed, Dropped, HandedOut, Stepped, VersionPublished
 from distill.record.rollout import Rollout
 from distill.record.store import Store, arrays_path
 from sync.base.errors import ConfigError
@@ -425,8 +427,10 @@ async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
 # --- policies ---------------------------------------------------------------------------------------------
 
 
-def batches_of(folder: Path) -> list[BatchFormed]:
-    return [record for record in records_of(folder) if isinstance(record, BatchFormed)]
+def weights_of(folder: Path) -> list[list[float]]:
+    """Of the members of each batch."""
+    members = rows_of(folder, "SELECT lineage, step, weight FROM member ORDER BY lineage, step, place")
+    return [[weight for *_, weight in batch] for _, batch in groupby(members, itemgetter(0, 1))]
 
 
 async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatever_it_says_now(
@@ -443,8 +447,8 @@ async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatev
     run_log.store.close()
     half_life = FRESHNESS.bound.half_life
     weighed = [1.0, 2 ** (-1 / half_life), 2 ** (-2 / half_life)]
-    assert [one.weights for one in batches_of(tmp_path)][3] == weighed
-    assert run_log.state.counters.late == sum(w < 1 for one in batches_of(tmp_path) for w in one.weights) > 0
+    assert weights_of(tmp_path)[3] == weighed
+    assert run_log.state.counters.late == sum(w < 1 for weights in weights_of(tmp_path) for w in weights) > 0
 
     again = opened(tmp_path, Rules(BATCH, Bound(1, 4, 9.0)))
     await again.open_lineage(None, "model")
