@@ -24,7 +24,7 @@ from sync.base.retry import isolate
 from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
 from sync.wire.claims import Claim
 from sync.wire.client import MAX_SMALL, Peer
-from sync.wire.peers import Processes, Role
+from sync.wire.peers import ProcessClients, Role
 
 log = logging.getLogger(__name__)
 W = TypeVar("W", ScoreSequence, TeacherPrompt)
@@ -54,7 +54,7 @@ class Counters:
     received_bytes: int = 0
 
 
-class TeacherClient(Processes):
+class TeacherClient(ProcessClients):
     """One teacher; one instance serves all tasks of a loop.
 
     `claim`: the run that requests are made for. `request_tokens`: bound of one request (a longer sequence

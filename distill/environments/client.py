@@ -19,7 +19,7 @@ from sync.base.address import Place
 from sync.base.errors import DistillError, Overloaded, Unreachable, WireError
 from sync.wire.claims import Claim
 from sync.wire.client import MAX_SMALL
-from sync.wire.peers import Process, Processes, Role
+from sync.wire.peers import ProcessClient, ProcessClients, Role
 
 log = logging.getLogger(__name__)
 MARGIN_SECONDS: Final = 10.0
@@ -27,7 +27,7 @@ MARGIN_SECONDS: Final = 10.0
 END_SECONDS: Final = 2.0
 
 
-class EnvironmentClient(Processes):
+class EnvironmentClient(ProcessClients):
     """One environment (`distill.environments.episode.Environment`).
 
     `claim`: the run that requests are made for. `timeout`: the environment's limit of a call, in seconds.
@@ -43,7 +43,7 @@ class EnvironmentClient(Processes):
     ) -> None:
         self.name, self._limit = name, timeout + MARGIN_SECONDS
         super().__init__(f"environment {name!r}", Role.ENVIRONMENT, urls, token, self._limit, claim)
-        self._places: dict[str, Process] = {}
+        self._places: dict[str, ProcessClient] = {}
         """Episode → its process, until it is over or `end` is called."""
 
     async def info(self, timeout: float | None = None) -> wire.EnvironmentInfo:
@@ -86,7 +86,7 @@ class EnvironmentClient(Processes):
 
     async def end(self, ids: list[str]) -> None:
         """Give these up. A process that cannot be reached frees their places once it needs them."""
-        told: dict[Process, list[str]] = {}
+        told: dict[ProcessClient, list[str]] = {}
         for id in ids:
             if (process := self._places.get(id)) is not None:
                 told.setdefault(process, []).append(id)
@@ -97,7 +97,7 @@ class EnvironmentClient(Processes):
                 answer = await process.peer.once("/v1/end", body, END_SECONDS, MAX_SMALL)
                 wire.decode(answer, wire.Ok)
 
-    def _place(self, id: str, process: Process | None) -> None:
+    def _place(self, id: str, process: ProcessClient | None) -> None:
         if (before := self._places.pop(id, None)) is not None:
             before.load -= 1
         if process is not None:

@@ -355,7 +355,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 os.register_at_fork(after_in_child=_loop.cache_clear)
 
 
-def _in_loop(call: Coroutine[None, None, A]) -> Future[A]:
+def in_loop(call: Coroutine[None, None, A]) -> Future[A]:
     """Have a call made by the event loop of all blocking clients, which has a thread of its own."""
     with _begins:
         return asyncio.run_coroutine_threadsafe(call, _loop())
@@ -401,12 +401,12 @@ class BlockingPeer:
     @staticmethod
     def _close(peer: Peer) -> None:
         if peer._session is not None:
-            closing = _in_loop(peer.aclose())
+            closing = in_loop(peer.aclose())
             if threading.current_thread() is threading.main_thread():  # else nobody would, at its end
                 wait([closing], 1.0)
 
     def _wait(self, call: Coroutine[None, None, A]) -> A:
-        answer = _in_loop(call)
+        answer = in_loop(call)
         try:
             return answer.result()
         except (CancelledError, RuntimeError) as error:  # closed, or no thread begins that looks a name up

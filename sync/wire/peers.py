@@ -11,7 +11,6 @@ import asyncio
 import json
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, Self, TypeVar
@@ -25,7 +24,7 @@ from sync.base.retry import Backoff
 from sync.base.secrets import redact
 from sync.wire import Message
 from sync.wire.claims import Claim
-from sync.wire.client import Peer
+from sync.wire.client import Peer, in_loop
 
 M = TypeVar("M", bound=Message)
 
@@ -128,20 +127,19 @@ async def wrong(url: str, expected: Role) -> str | None:
 
 
 def wrong_among(places: Iterable[tuple[str, str, Role]]) -> list[str]:
-    """A line for each (key, URL, expected role) that leads to another server; all are asked at once. Blocks,
-    and has an event loop of its own."""
+    """A line for each (key, URL, expected role) that leads to another server; all are asked at once. Blocks, as
+    blocking clients do."""
     asked = [*places]
 
     async def ask() -> list[str | None]:
         return await asyncio.gather(*(wrong(url, role) for _, url, role in asked))
 
-    with ThreadPoolExecutor(1) as thread:
-        problems = thread.submit(asyncio.run, ask()).result()
+    problems = in_loop(ask()).result()
     return [f"{key}: {problem}" for (key, _, _), problem in zip(asked, problems, strict=True) if problem]
 
 
 @dataclass(eq=False)
-class Process:
+class ProcessClient:
     """One process of a server, as its client uses it."""
 
     peer: Peer
@@ -168,7 +166,7 @@ class Process:
         self.backoff.reset()
 
 
-class Processes:
+class ProcessClients:
     """Clients of all processes of one server. Use inside `async with`, or call `aclose()`."""
 
     def __init__(
@@ -185,7 +183,7 @@ class Processes:
             raise ConfigError(f"{what} has no urls: give at least one")
         self._what, self._role = what, role
         self._peers = [Peer(place, token, timeout, claim) for place in places]
-        self._processes = [Process(peer) for peer in self._peers]
+        self._processes = [ProcessClient(peer) for peer in self._peers]
 
     async def __aenter__(self) -> Self:
         return self
