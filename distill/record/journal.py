@@ -78,10 +78,10 @@ async def _write(record: r.Record, state: RunState, store: Store, keep_checkpoin
     try:
         record.apply(state, store)
         if isinstance(record, r.Checkpointed):
-            kept = [version.step for version in state.checkpoints if state.passed(version)]
-            if len(kept) >= keep_checkpoints:
+            kept = state.kept(keep_checkpoints)
+            if len(kept) == keep_checkpoints:
                 store.begin()
-                r.Covered(min(kept[-keep_checkpoints:])).apply(state, store)
+                r.Covered(min(version.step for version in kept)).apply(state, store)
     except (LookupError, ValueError, AssertionError, ArithmeticError) as error:
         raise DataError(
             f"{type(record).__name__}, record {store.at} of the journal, contradicts those before it "

@@ -276,7 +276,7 @@ class RunLog:
     async def tidy(self, keep_checkpoints: int) -> None:
         """After a checkpoint: free what only batches need that the oldest kept checkpoint covers."""
         state, batches = self.state, dict(self.state.batches)
-        kept = [version for version in state.checkpoints if state.passed(version)][-keep_checkpoints:]
+        kept = state.kept(keep_checkpoints)
         if len(kept) < keep_checkpoints:
             return
         self.write(r.Covered(min(version.step for version in kept)))

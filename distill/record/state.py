@@ -114,6 +114,10 @@ class RunState(msgspec.Struct):
         """Whether a version lies on the path of the current lineage."""
         return self.lineage is not None and self.step_of(version) == version.step
 
+    def kept(self, count: int) -> list[Version]:
+        """The newest `count` checkpoints on the path of the current lineage: those that are not removed."""
+        return [version for version in self.checkpoints if self.passed(version)][-count:]
+
     def room(self, applied: Version | None, depth: float, without: int = 0) -> int:
         """Rollouts that a replica which holds `applied` (None: the folder) may be sent.
 

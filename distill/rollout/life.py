@@ -40,8 +40,6 @@ from distill.scoring import Scoring, TeacherGeneration, TeacherQueue
 from sync.base.errors import DistillError
 from sync.wire import unpack
 
-FinishReason = Literal["stop", "length", "time", "abort"]
-
 
 class Lives:
     """Runs for the length of the run: with it the dispatcher, which says when prompts may be issued, and the
@@ -108,7 +106,7 @@ class Lives:
 
     # --- the steps ----------------------------------------------------------------------------------------
 
-    async def _completed(self, rollout: Rollout) -> tuple[Rollout, FinishReason, list[Rollout]]:
+    async def _completed(self, rollout: Rollout) -> tuple[Rollout, str, list[Rollout]]:
         """With the student's completion and why that ended; and what an episode said behind contexts that
         were rewritten."""
         parts: list[Rollout] = []
@@ -118,7 +116,7 @@ class Lives:
             answer, _ = await self._dispatcher.complete(rollout)
         return rollout.completed(answer), answer.finish_reason, parts
 
-    def _check_limits(self, rollout: Rollout, finish_reason: FinishReason) -> None:
+    def _check_limits(self, rollout: Rollout, finish_reason: str) -> None:
         """Raise Lost or Unusable for what was broken off, or ended by a limit whose policy is that."""
         policy: AtLimit = "keep"
         reason: Literal["straggler", "over_long"] = "over_long"

@@ -54,7 +54,7 @@ def retreat(state: RunState, since: int, kept: int, problem: str) -> RolledBack 
     `kept`: newest checkpoints on the path of the current lineage that are still there; with none, back to the
     model folder. None: all of them may be bad.
     """
-    there = [version for version in state.checkpoints if state.passed(version)][-kept:]
+    there = state.kept(kept)
     good = [version for version in there if version.step < since - 1]
     if there and not good:
         return None

@@ -127,8 +127,9 @@ async def wrong(url: str, expected: Role) -> str | None:
 
 
 def wrong_among(places: Iterable[tuple[str, str, Role]]) -> list[str]:
-    """A line for each (key, URL, expected role) that leads to another server; all are asked at once. Blocks, as
-    blocking clients do."""
+    """A line for each (key, URL, expected role) that leads to another server; all are asked at once.
+
+    Blocks, as blocking clients do."""
     asked = [*places]
 
     async def ask() -> list[str | None]:

@@ -194,7 +194,7 @@ class History:
     async def roll_back(self) -> None:
         if self.trainer is None or self.rng.random() < 0.5:
             return
-        kept = [version for version in self.state.checkpoints if self.state.passed(version)][-self.keep :]
+        kept = self.state.kept(self.keep)
         to = kept[-1] if kept else None
         bad = [
             batch
