@@ -6,7 +6,6 @@
     device         every path of a run on this machine's GPU (`make gpu-check`), or CPU
     limit          what a step cannot be faster than
     peers          TRL's DistillationTrainer against us
-    remedies       what keeps a real student ending its completions, after `make real`
     sync           bytes, speed and pauses of a weight sync, through every store
     teacher        scored tokens per second of the teacher service
 

@@ -44,13 +44,13 @@ from tests.benchmarks.figures import (
     POLL_SECONDS,
     Figures,
     Folder,
-    Row,
     Seeds,
     TrialCache,
     command,
     comparison,
     cores,
     cpu_seconds,
+    listing,
     median_gap_ms,
     medians,
     role_families,
@@ -75,17 +75,16 @@ WAYS: Final = {
     "synchronous, two threads": (*ONE_THREAD, *TWO_THREADS),
     "asynchronous": OVERLAPPED,
 }
-ROWS: Final = {
-    "step_ms": Row("ms per step, median", ".0f", -1),
-    "mean_step_ms": Row("ms per step, mean", ".0f", -1),
-    "seconds_to_target": Row(f"seconds to a reverse KL of {TARGET_KL}", ".1f", -1),
-    "reverse_kl": Row("reverse KL at the end", ".3f"),
-    "pass_rate": Row("pass rate at the end", ".1%"),
-    "generated_per_second": Row("tokens generated per second", ",.0f", 1),
-    "trained_per_second": Row("tokens trained per second", ",.0f", 1),
-    "cpu_share": Row("cores busy with the run", ".1%"),
-    "others_share": Row("cores busy with other programs", ".1%"),
-    "age": Row("mean age, versions", ".2f"),
+ROWS: Final[dict[str, tuple[str, int]]] = {
+    "step_ms": ("ms per step, median", -1),
+    "mean_step_ms": ("ms per step, mean", -1),
+    "seconds_to_target": (f"seconds to a reverse KL of {TARGET_KL}", -1),
+    "reverse_kl": ("reverse KL at the end", 0),
+    "pass_rate": ("pass rate at the end", 0),
+    "generated_per_second": ("tokens generated per second", 1),
+    "trained_per_second": ("tokens trained per second", 1),
+    "others_share": ("share of the cores that other programs used", 0),
+    "age": ("mean age, versions", 0),
 }
 TrialSteps = Annotated[int, typer.Option(min=0, help="Steps of a trial; 0: 240 of the toy, 24 of the other.")]
 
@@ -122,9 +121,7 @@ def trial(run_dir: Path, settings: Sequence[str], seed: int, steps: int, scale: 
 def summary(trials: Sequence[Figures]) -> Figures:
     """Medians over the seeds, None where a seed has none; of roles as "CPU ms per step: trainer"."""
     flat = [
-        trial
-        | {f"CPU ms per step: {role}": ms for role, ms in trial["cpu_ms_per_step"].items()}
-        | {f"idle seconds: {role}": seconds for role, seconds in trial["idle_seconds"].items()}
+        trial | {f"CPU ms per step: {role}": ms for role, ms in trial["cpu_ms_per_step"].items()}
         for trial in trials
     ]
     names = [name for name in flat[0] if name in ROWS or ": " in name]
@@ -135,13 +132,11 @@ def table(report: Figures) -> str:
     """The medians side by side, as Markdown; a ratio above 1: the asynchronous way is better."""
     ways, bound = report["medians"], report["limit"]
     old, new = min(list(WAYS)[:2], key=lambda way: ways[way]["step_ms"]), list(WAYS)[2]
-    rows = ROWS | {name: Row(name) for name in ways[new] if ": " in name}
-    costs = ", ".join(f"{name} {ms:.0f}" for name, ms in bound["ms"].items())
-    times = ", ".join(
-        f"{way} {of['step_ms']:.0f} ms, {bound['limit_ms'] / of['step_ms']:.2f}" for way, of in ways.items()
+    rows = ROWS | {name: (name, 0) for name in ways[new] if ": " in name}
+    shares = {way: bound["limit_ms"] / figures["step_ms"] for way, figures in ways.items()}
+    return "\n".join(
+        [*comparison(old, new, ways, rows), "", *listing([{"limit, ms": bound["limit_ms"]} | shares])]
     )
-    end = f"a step takes at least {bound['limit_ms']:.0f} ms ({costs}); time, share of it: {times}"
-    return "\n".join([*comparison(old, new, ways, rows), "", end])
 
 
 # --- a run under observation ------------------------------------------------------------------------------
@@ -177,23 +172,20 @@ class CpuProfile:
 def measure(run_dir: Path, profile: CpuProfile, settled: int) -> Figures:
     """Speed, load and waiting of a finished run, after its first `settled` steps.
 
-    cpu_share, others_share: of all cores, used by the run and by everything else; a trial is worth little
-    where the latter is high. idle_seconds: of the whole run, by role. age: mean of what was trained on.
+    others_share: of all cores, used by other programs; a trial is worth little where it is high. age: mean of
+    what was trained on.
     """
     lines, report = step_lines(run_dir), json.loads((run_dir / "summary.json").read_text())
     first, last, count = lines[settled], lines[-1], len(lines) - settled - 1
     wall, used = last["time"] - first["time"], profile.between(first["time"], last["time"])
-    machine = used.pop("machine")
-    busy = sum(used.values())
+    others = used.pop("machine") - sum(used.values())
     return {
         "step_ms": median_gap_ms(lines[settled:]),
         "mean_step_ms": 1000 * wall / count,
         "cpu_ms_per_step": {role: 1000 * seconds / count for role, seconds in used.items()},
-        "cpu_share": busy / wall / cores(),
-        "others_share": (machine - busy) / wall / cores(),
+        "others_share": others / wall / cores(),
         "generated_per_second": (last["rollout/tokens_total"] - first["rollout/tokens_total"]) / wall,
         "trained_per_second": (last["train/tokens_total"] - first["train/tokens_total"]) / wall,
-        "idle_seconds": report["perf"]["idle_seconds"],
         "age": report["buffer"]["age_mean"],
     }
 

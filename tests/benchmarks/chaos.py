@@ -41,7 +41,7 @@ from distill.record.audit import VIOLATIONS, audit
 from distill.topology import EVALUATOR, TRAINER
 from sync.base.errors import ConfigError, DistillError
 from sync.base.jsonl import JsonLines
-from tests.benchmarks.figures import ConfigFile, Figures, chosen, command, markdown
+from tests.benchmarks.figures import ConfigFile, Figures, cell, chosen, command, listing
 
 ALL, DISK = "all at once", "the run's folder"
 MAX_PAUSE_SECONDS = 4.0
@@ -139,10 +139,11 @@ def strike(target: KillTarget, events: int, seed: int, kinds: Sequence[str]) -> 
     return {
         "events_asked": events,
         "events": [
-            {"kind": kind, "of": of, "times": len(seconds), "median": median(seconds), "max": max(seconds)}
+            {"fault": kind, "of": of, "times": len(seconds)}
+            | {"recovered, median s": median(seconds), "max s": max(seconds)}
             for (kind, of), seconds in sorted(took.items())
         ],
-        "seconds": time.monotonic() - began,
+        "minutes": (time.monotonic() - began) / 60,
         "orphans": target.orphans,
         **{name: len(report.violations.get(name, [])) for name in VIOLATIONS},
         "ok": report.ok,
@@ -232,25 +233,9 @@ INJECT: dict[str, Callable[[KillTarget, random.Random, str], float]] = {
 
 def table(figures: Figures) -> str:
     """The figures as Markdown."""
-    events = figures["events"]
-    rows = [
-        [event["kind"], event["of"], str(event["times"]), f"{event['median']:.1f}", f"{event['max']:.1f}"]
-        for event in events
-    ]
-    totals = {
-        "events": f"{sum(event['times'] for event in events)} of {figures['events_asked']}",
-        "rollouts trained": figures["trained"],
-        "lost": figures["lost"],
-        "trained twice": figures["trained_twice"],
-        "beyond the bound": figures["too_old"],
-        "otherwise wrong": sum(figures[n] for n in VIOLATIONS.keys() - {"lost", "trained_twice", "too_old"}),
-        "oldest, versions": figures["oldest"],
-        "orphans": figures["orphans"],
-        "weights identical": figures["weights_identical"],
-        "minutes": f"{figures['seconds'] / 60:.1f}",
-    }
-    head = ["fault", "of", "times", "recovered, median s", "max s"]
-    return "\n".join([*markdown(head, rows), "", *(f"{name:<18} {value}" for name, value in totals.items())])
+    totals = {name: value for name, value in figures.items() if name != "events"}
+    events = listing(figures["events"]) if figures["events"] else []
+    return "\n".join([*events, "", *(f"{name:<18} {cell(value)}" for name, value in totals.items())])
 
 
 def run(

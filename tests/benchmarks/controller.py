@@ -2,7 +2,7 @@
 
     objectives   every kind of objective, inline and by reference
     load         512 replicas, 8 teachers and 64 ranks, by default an hour's tokens at one million a second
-    long, wide   memory, disk, the longest blocks of the event loop and the restart of a long run
+    rollouts     memory, disk, the longest blocks of the event loop and the restart of a long run
 
 Controller and record are the real ones. Prompts, replicas, teachers and trainer are in memory, and what they
 spend themselves is taken off; what a teacher sends is decoded from its bytes, as it is behind HTTP. Their
@@ -57,7 +57,7 @@ from sync.wire import (
     encode,
     pack,
 )
-from tests.benchmarks.figures import Figures, Folder, command, markdown
+from tests.benchmarks.figures import Figures, Folder, command, listing
 
 MIB: Final = 1 << 20
 SAMPLES: Final = 10
@@ -65,6 +65,7 @@ SAMPLES: Final = 10
 OBJECTIVES: Final = ("sampled", "topk", "student_topk", "full")
 """The others ask the teachers for the same: forward_topk as topk, jsd and skew as full, sft as sampled."""
 K: Final = 50
+COSTS: Final = ("controller, µs a token", "record, bytes a token")
 
 
 class Part(NamedTuple):
@@ -228,7 +229,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
     trainer = MemoryTrainer(
         controller.session, part.ranks, checkpoint_every=part.checkpoint_every, record=record
     )
-    blocks, began, by_clock = Blocks(), time.process_time(), time.monotonic()
+    blocks, began = Blocks(), time.process_time()
     usage: list[Figures] = []
     with blocks.watched():
         running = [asyncio.create_task(controller.run()), asyncio.create_task(trainer.run())]
@@ -244,12 +245,11 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
     metrics.close()
     spans.close()
     figures |= {
-        "ns": 1e9 * spent / tokens,
-        "record_bytes": (written + MIB * usage[-1]["rows"]) / tokens,
-        "tokens_per_cpu_second": tokens / spent,
-        "tokens_per_second": tokens / (time.monotonic() - by_clock),
+        COSTS[0]: 1e6 * spent / tokens,
+        COSTS[1]: (written + MIB * usage[-1]["rows, MiB"]) / tokens,
+        "tokens per second of CPU time": tokens / spent,
         "usage": usage,
-        "blocks_ms": blocks.longest(),
+        "blocks": blocks.longest(),
     }
 
 
@@ -285,15 +285,14 @@ class Blocks:
         finally:
             asyncio.Handle._run = run  # type: ignore[method-assign]
 
-    def longest(self) -> Figures:
-        """The greatest five in ms, without those of `train`, which collects garbage."""
-        seconds = {name: pair for name, pair in self._seconds.items() if name != train.__qualname__}
-        return {
-            clock: {
-                name: 1e3 * seconds[name][i] for name in sorted(seconds, key=lambda n: -seconds[n][i])[:5]
-            }
-            for i, clock in enumerate(("by the clock", "of CPU time"))
-        }
+    def longest(self) -> list[Figures]:
+        """The greatest five, without those of `train`, which collects garbage."""
+        blocks = [
+            {"task": task, "ms by the clock": 1e3 * clock, "ms of CPU time": 1e3 * worked}
+            for task, (clock, worked) in self._seconds.items()
+            if task != train.__qualname__
+        ]
+        return sorted(blocks, key=lambda block: -block["ms of CPU time"])[:5]
 
 
 def used(folder: Path) -> Figures:
@@ -301,10 +300,10 @@ def used(folder: Path) -> Figures:
     gc.collect()
     others = [*folder.glob("ledger/*"), folder / "metrics.jsonl", folder / "timeline.jsonl"]
     return {
-        "rss": psutil.Process().memory_info().rss / MIB,
-        "rows": _mib(folder.glob("run.db*")),
-        "arrays": _mib(folder.glob("arrays/*")),
-        "others": _mib(others),
+        "RSS, MiB": psutil.Process().memory_info().rss / MIB,
+        "rows, MiB": _mib(folder.glob("run.db*")),
+        "arrays, MiB": _mib(folder.glob("arrays/*")),
+        "ledger, metrics, timeline, MiB": _mib(others),
     }
 
 
@@ -332,31 +331,22 @@ def measured(folder: Path, part: Part, objective: str = "", scores: str = "inlin
     return figures
 
 
-Rollouts = Annotated[int, typer.Option(min=0, help="Rollouts of it; 0 leaves it out.")]
-
-
 def run(
     folder: Folder = Path("runs/bench-controller"),
     objectives: Annotated[bool, typer.Option(help="Whether every objective is measured.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each objective; medians are taken.")] = 3,
-    load: Rollouts = LOAD.rollouts,
-    rollouts: Rollouts = 0,
-    wide: Rollouts = 0,
+    load: Annotated[int, typer.Option(min=0, help="Rollouts of 8,192 tokens; 0: none.")] = LOAD.rollouts,
+    rollouts: Annotated[int, typer.Option(min=0, help="Small rollouts, such as 500000; 0: none.")] = 0,
 ) -> Figures:
-    """Measure what a controller spends on a token.
-
-    Every objective, inline and by reference; --load: rollouts of 8,192 tokens; --rollouts: small ones, such
-    as 500000; --wide: such whose teacher sends hidden states 4,096 wide, such as 2000.
-    """
+    """Measure what a controller spends on a token: objectives inline and by reference, a load, a long run."""
     parts = {
         "load": LOAD._replace(rollouts=load),
-        "long": Part(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50), replicas=2),
-        "wide": Part(wide, 32, 512, 4096, max(1, wide // 32 // 10), replicas=2),
+        "rollouts": Part(rollouts, 128, 16, 0, max(1, rollouts // 128 // 50), replicas=2),
     }
-    for option, part in zip(("--load", "--rollouts", "--wide"), parts.values(), strict=True):
+    for name, part in parts.items():
         if 0 < part.rollouts < SAMPLES * part.batch:
             at_least = f"{SAMPLES} batches are {SAMPLES * part.batch}"
-            raise ConfigError(f"{option} {part.rollouts} is too few: {at_least}; 0 leaves it out")
+            raise ConfigError(f"--{name} {part.rollouts} is too few: {at_least}; 0 leaves it out")
     logging.getLogger("distill.rollout").setLevel(logging.WARNING)  # a line for each of 512 replicas
     rows: list[Figures] = []
     for name, shape in SHAPES.items() if objectives else ():
@@ -365,8 +355,8 @@ def run(
             runs = {way: partial(measured, folder / "run", shape, objective, way) for way in ways}
             trials = [{way: run() for way, run in runs.items()} for _ in range(rounds)]
             for way in ways:
-                costs = {key: median(trial[way][key] for trial in trials) for key in ("ns", "record_bytes")}
-                rows.append({"shape": name, "objective": objective, "scores": way, **costs})
+                row = {"shape": name, "objective": objective, "scores": way}
+                rows.append(row | {key: median(trial[way][key] for trial in trials) for key in COSTS})
     gc.freeze()  # as in a run
     soaks = {name: measured(folder / name, part) for name, part in parts.items() if part.rollouts}
     return {"k": K, "rounds": rounds, "rows": rows, "soaks": soaks}
@@ -374,28 +364,12 @@ def run(
 
 def table(figures: Figures) -> str:
     """The figures as Markdown."""
-    rows = [
-        [row["shape"], f"`{row['objective']}`", row["scores"]]
-        + [f"{row['ns'] / 1000:.2f}", f"{row['record_bytes']:,.1f}"]
-        for row in figures["rows"]
-    ]
-    head = ["shape", "objective", "scores", "controller, µs a token", "record, bytes a token"]
-    lines = markdown(head, rows) if rows else []
-    for name, part in figures["soaks"].items():
-        fast, who = part["tokens_per_cpu_second"], ("replicas", "teachers", "ranks")
-        usage = [[f"{value:,.1f}" for value in sample.values()] for sample in part["usage"]]
-        lines += [
-            f"{name}: {part['rollouts']:,} rollouts of {part['tokens']} tokens, width {part['width']}; "
-            + ", ".join(f"{part[role]} {role}" for role in who),
-            *markdown(["rollouts", "RSS, MiB", "rows", "arrays", "ledger, metrics, timeline"], usage),
-            f"{fast:,.0f} tokens a second of CPU time, {1e8 / fast:.0f} % of a core at 1 M tokens/s; "
-            f"{part['tokens_per_second']:,.0f} tokens/s by the clock, the roles in the same process",
-            f"restart {part['restart_seconds']:.2f} s; "
-            f"audit {part['audit_seconds']:.1f} s, clean: {part['audit_ok']}",
-        ]
-        for clock, blocks in part["blocks_ms"].items():
-            longest = ", ".join(f"{task} {ms:.0f}" for task, ms in blocks.items())
-            lines.append(f"longest blocks of the loop, ms {clock}: {longest}")
+    lines = listing(figures["rows"]) if figures["rows"] else []
+    for name, soak in figures["soaks"].items():
+        lists = ("usage", "blocks")
+        whole = {key: value for key, value in soak.items() if key not in lists}
+        lines += ["", f"### {name}", "", *listing([whole])]
+        lines += [line for key in lists for line in ("", *listing(soak[key]))]
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ from tests.benchmarks.figures import (
     TrialCache,
     chosen,
     command,
-    markdown,
+    listing,
     run_quickstart,
     step_lines,
 )
@@ -60,16 +60,6 @@ PATHS: Final[dict[str, tuple[str, ...]]] = {
     "compiled replica": ("student.engine_args.enforce-eager=false",),
 }
 """What is tried → overrides of the quickstart."""
-HEAD: Final = (
-    "path",
-    "s",
-    "KL before",
-    "after",
-    "KL(μ‖p) at version 0",
-    "step, ms",
-    "pause, ms",
-    "weights equal",
-)
 
 
 def run(
@@ -105,33 +95,25 @@ def trial(run_dir: Path, steps: int, settings: Sequence[str]) -> Figures:
     began = time.monotonic()
     run_quickstart(run_dir, 0, steps, settings)
     summary, lines = json.loads((run_dir / "summary.json").read_text()), step_lines(run_dir)
-    pause = summary["sync"]["pause_seconds"]
+    before, after = (summary.get(name) for name in ("before", "after"))
     return {
-        "seconds": time.monotonic() - began,
-        "reverse_kl": [part and part["reverse_kl"] for part in (summary.get("before"), summary.get("after"))],
-        "mismatch_kl": lines[0].get("train/mismatch_kl"),
-        "train_ms": 1000 * median(line["perf/train_seconds"] for line in lines[1:]),
-        "pause_ms": None if pause is None else 1000 * pause,
-        "weights_identical": summary["weights_identical"],
+        "s": time.monotonic() - began,
+        "KL before": before and before["reverse_kl"],
+        "KL after": after and after["reverse_kl"],
+        "KL(μ‖p) at version 0": lines[0].get("train/mismatch_kl"),
+        "step, s": median(line["perf/train_seconds"] for line in lines[1:]),
+        "pause, s": summary["sync"]["pause_seconds"],
+        "weights equal": summary["weights_identical"],
     }
 
 
 def table(report: Figures) -> str:
-    """The paths as Markdown, with the first lines of what failed."""
-    rows, failed = [], []
-    for name, row in report["paths"].items():
-        if "error" in row:
-            rows.append([name, "**failed**", *[""] * 6])
-            failed.append(f"{name}: {row['error']}")
-            continue
-        values = [*row["reverse_kl"], row["mismatch_kl"], row["train_ms"], row["pause_ms"]]
-        forms = (".3f", ".3f", ".1e", ".0f", ".0f")
-        cells = [
-            "" if value is None else format(value, form) for value, form in zip(values, forms, strict=True)
-        ]
-        rows.append([name, f"{row['seconds']:.0f}", *cells, "yes" if row["weights_identical"] else "**no**"])
+    """The paths as Markdown, and the first lines of what failed."""
+    paths = report["paths"].items()
+    rows = [{"path": name} | row for name, row in paths if "error" not in row]
+    failed = [f"{name} failed: {row['error']}" for name, row in paths if "error" in row]
     title = f"{report['device']}; {report['steps']} steps of the quickstart each, one trainer rank"
-    return "\n".join([title, "", *markdown(HEAD, rows), *failed])
+    return "\n".join([title, "", *(listing(rows) if rows else []), *failed])
 
 
 if __name__ == "__main__":

@@ -219,24 +219,32 @@ def medians(trials: Sequence[Figures], names: Iterable[str]) -> Figures:
     return {name: None if None in figures else median(figures) for name, figures in values.items()}
 
 
-class Row(NamedTuple):
-    """How a figure of a comparison is printed."""
+def comparison(
+    old: str, new: str, variants: Mapping[str, Figures], rows: Mapping[str, tuple[str, int]]
+) -> list[str]:
+    """A table of two variants by name, without empty rows; a ratio above 1: `new` is better.
 
-    title: str
-    form: str = ".1f"
-    better: int = 0
-    """+1: more is better, -1: less; 0: no ratio is printed."""
-
-
-def comparison(old: str, new: str, variants: Mapping[str, Figures], rows: Mapping[str, Row]) -> list[str]:
-    """A table of two variants by name, without empty rows; a ratio above 1: `new` is better."""
+    `rows`: key → (title, +1: more is better, -1: less; 0: no ratio is printed).
+    """
     lines = []
-    for key, (title, form, better) in rows.items():
+    for key, (title, better) in rows.items():
         pair = [variants[name].get(key) for name in (old, new)]
         if pair != [None, None]:
             ratio = f"{(pair[1] / pair[0]) ** better:.2f}" if better and all(pair) else ""
-            lines.append([title, *("–" if value is None else format(value, form) for value in pair), ratio])
+            lines.append([title, *map(cell, pair), ratio])
     return markdown(["", old, new, "ratio"], lines)
+
+
+def listing(rows: Sequence[Figures]) -> list[str]:
+    """A table whose head are the keys of the rows."""
+    return markdown([*rows[0]], [[*map(cell, row.values())] for row in rows])
+
+
+def cell(value: Any) -> str:
+    """Three digits of a number below a thousand."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -62,7 +62,7 @@ from tests.benchmarks.figures import (
     command,
     cores,
     interleaved,
-    markdown,
+    listing,
 )
 
 ROUNDS: Final = 15
@@ -296,12 +296,8 @@ def generate_here(job: Mapping[str, Any]) -> Figures:
 
 def table(report: Figures) -> str:
     """The report as Markdown."""
-    names = {"generate": "vLLM, offline", "score": "teacher, forward", "train": "student, step"}
-    rows = [[names[name], f"{ms:.0f}"] for name, ms in report["ms"].items()]
-    rows.append(["all three", f"{sum(report['ms'].values()):.0f}"])
-    rows.append([f"limit of a step on {report['cores']} cores", f"**{report['limit_ms']:.0f}**"])
-    head = f"{report['rollouts']} rollouts, {report['completion_tokens']} completion tokens a step"
-    return "\n".join([head, "", *markdown(["", "ms of processor time"], rows)])
+    costs = {f"{name}, ms": ms for name, ms in report["ms"].items()}
+    return "\n".join(listing([costs | {name: of for name, of in report.items() if name != "ms"}]))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from tests.benchmarks.asynchronous import OVERLAPPED, TrialSteps
 from tests.benchmarks.figures import (
     Figures,
     Folder,
-    Row,
     Seeds,
     TrialCache,
     command,
@@ -61,9 +60,7 @@ PRECISIONS: Final = {
 PROBE_STEPS: Final = 12
 """Of the runs that choose a precision."""
 ROWS: Final = {
-    "step_ms": Row("ms per step", ",.0f", -1),
-    "trained_per_second": Row("tokens generated and trained per second", ",.0f", 1),
-    **{name: asynchronous.ROWS[name] for name in asynchronous.CURVE},
+    name: asynchronous.ROWS[name] for name in ("step_ms", "trained_per_second", *asynchronous.CURVE)
 }
 
 

@@ -7,8 +7,7 @@
 
 `large` has 101 M parameters and comes with `--full`.
 
-Two other formats are written from their published descriptions. Servers of stores run on loopback, each in a
-process of its own.
+Servers of stores run on loopback, each in a process of its own.
 
 In the replica, completions of TOKENS tokens are in flight all the time, as in the quickstart. Windows with
 and without swaps take turns; what is generated less in those with swaps, over their number, is the engine
@@ -35,7 +34,6 @@ import httpx
 import numpy as np
 import torch
 import typer
-import zstandard
 from tiny_models import language_model, save_words
 from transformers import AutoModelForCausalLM
 from weight_proof import RUN, Versions, on_loopback
@@ -68,7 +66,7 @@ from tests.benchmarks.figures import (
     chosen,
     command,
     interleaved,
-    markdown,
+    listing,
     run_quickstart,
     step_lines,
 )
@@ -118,37 +116,9 @@ SIZES: Final = {
 # --- codec --------------------------------------------------------------------------------------------------
 
 
-def row_gaps_and_values(old: np.ndarray, new: np.ndarray) -> bytes:
-    """PULSE (arXiv 2602.03839): row and column differences in the narrowest type, absolute values, zstd-1."""
-    row, column = np.nonzero(old != new)
-    down, right = np.diff(row, prepend=0), np.diff(column, prepend=0)
-    right[down != 0] = column[down != 0]
-    streams = [
-        down.astype("<u1" if down.size == 0 or down.max() < 256 else "<i4"),
-        right.astype("<u2" if right.size == 0 or right.max() < 65536 else "<i4"),
-        new[row, column],
-    ]
-    return zstandard.ZstdCompressor(level=1).compress(b"".join(stream.tobytes() for stream in streams))
-
-
-def xor_planes(old: np.ndarray, new: np.ndarray) -> bytes:
-    """High and low bytes of old XOR new, each compressed with zstd-3."""
-    planes = np.ascontiguousarray((old ^ new).ravel()).view("u1").reshape(-1, 2)
-    compressor = zstandard.ZstdCompressor(level=3)
-    return b"".join(compressor.compress(planes[:, byte].tobytes()) for byte in (0, 1))
-
-
 def encode(effort: Effort, old: np.ndarray, new: np.ndarray) -> bytes:
     """The delta of one tensor, as published."""
     return codec.encode(old.ravel(), new.ravel(), "bf16", effort)
-
-
-FORMATS: Final[dict[str, Callable[[np.ndarray, np.ndarray], bytes]]] = {
-    "PULSE-style": row_gaps_and_values,
-    "XOR planes": xor_planes,
-    **{effort: partial(encode, effort) for effort in EFFORTS},
-}
-"""Take the bits of one tensor, old and new, uint16 [rows, columns], and return what they would send."""
 
 
 def run_codec(size: Size, _: Path) -> Figures:
@@ -169,19 +139,19 @@ def bits(masters: np.ndarray) -> np.ndarray:
 
 
 def codec_row(rate: float, old: np.ndarray, new: np.ndarray) -> Figures:
-    """Bytes per parameter of every format; GB/s of dense weights by processor time."""
-    sizes = {name: len(form(old, new)) / old.size for name, form in FORMATS.items()}
+    """Bytes per parameter; GB/s of dense weights by processor time."""
+    sizes: Figures = {}
     works = {"compare": Work(partial(np.not_equal, old, new, out=np.ones(old.shape, bool)))}
     for effort in EFFORTS:
         blob, target = encode(effort, old, new), old.ravel().copy()
         codec.apply(target, blob, "bf16")
         assert np.array_equal(target, new.ravel())
+        sizes[f"{effort}: bytes per parameter"] = len(blob) / old.size
         works[f"{effort}: encode"] = Work(partial(encode, effort, old, new))
         works[f"{effort}: decode"] = Work(partial(codec.apply, blob=blob, kind="bf16"), old.ravel().copy)
     seconds = interleaved(works, ROUNDS, time.process_time)
-    speeds = {name: old.nbytes / median(taken) / 1e9 for name, taken in seconds.items()}
-    changed = float((old != new).mean())
-    return {"lr": rate, "changed": changed, "bytes_per_parameter": sizes, "gb_per_second": speeds}
+    speeds = {f"{name}, GB/s": old.nbytes / median(taken) / 1e9 for name, taken in seconds.items()}
+    return {"lr": rate, "changed": float((old != new).mean())} | sizes | speeds
 
 
 # --- transports: versions through every store ---------------------------------------------------------------
@@ -265,8 +235,8 @@ def run_stores(size: Size, folder: Path) -> Figures:
                     stage_seconds.append(time.monotonic() - began)
                     mirror.promote(published[-1].version)
                 row = {"store": name, "kind": kind, "bytes": median(version.bytes for version in published)}
-                row["publish_seconds"] = median(version.seconds for version in published)
-                rows.append({**row, "stage_seconds": median(stage_seconds)})
+                row["publish, ms"] = 1e3 * median(version.seconds for version in published)
+                rows.append(row | {"stage, ms": 1e3 * median(stage_seconds)})
     return {"rows": rows}
 
 
@@ -298,13 +268,12 @@ async def swapped(size: Size, model: Path, work: Path) -> Figures:
                 quiet.append(await load.pace(asyncio.sleep(size.window_seconds)))
                 lost.append(seconds * (1 - pace / mean(quiet[-2:])) / len(due))
         reload_seconds = await _own_reloads(replica.url, size.repeats)
-    return {
-        "in_flight": size.in_flight,
-        "swaps": {"full": _medians(full), "delta": _medians(replies)},
-        "vllm_reload_seconds": reload_seconds,
-        "decode_step_seconds": size.in_flight / median(quiet),
-        "engine_seconds_per_swap": median(lost),
-    }
+    row = {"in flight": size.in_flight, "decode step, ms": 1e3 * size.in_flight / median(quiet)}
+    for kind, answers in (("full", full), ("delta", replies)):
+        row[f"{kind}: pause, ms"] = 1e3 * median(answer.pause_seconds for answer in answers)
+        row[f"{kind}: loading, ms"] = 1e3 * median(answer.apply_seconds for answer in answers)
+    row |= {"engine's time for a delta, ms": 1e3 * median(lost), "vLLM's reload, ms": 1e3 * reload_seconds}
+    return {"rows": [row]}
 
 
 @contextlib.asynccontextmanager
@@ -391,11 +360,6 @@ async def _own_reloads(url: str, count: int) -> float:
     return median(seconds)
 
 
-def _medians(replies: Sequence[wire.UpdateReply]) -> Figures:
-    names = ("pause_seconds", "apply_seconds")
-    return {name: median(getattr(reply, name) for reply in replies) for name in names}
-
-
 # --- the whole --------------------------------------------------------------------------------------------
 
 
@@ -406,12 +370,9 @@ def whole_run(_: Size, folder: Path) -> Figures:
     steps = step_lines(folder / "quickstart")[SETTLED:]
     summary = json.loads((folder / "quickstart" / "summary.json").read_text())
     seconds = steps[-1]["time"] - steps[0]["time"]
-    return {
-        "steps": len(steps),
-        "step_seconds": seconds / (len(steps) - 1),
-        "trainer_blocked_share": sum(line["perf/publish_seconds"] for line in steps[1:]) / seconds,
-        "pause_seconds": summary["sync"]["pause_seconds"],
-    }
+    row = {"steps": len(steps), "step, ms": 1e3 * seconds / (len(steps) - 1)}
+    row["trainer's share for publishing"] = sum(line["perf/publish_seconds"] for line in steps[1:]) / seconds
+    return {"rows": [row | {"pause, ms": 1e3 * summary["sync"]["pause_seconds"]}]}
 
 
 PARTS: Final[dict[str, Callable[[Size, Path], Figures]]] = {
@@ -440,81 +401,12 @@ def run(
 
 
 def table(figures: Mapping[str, Figures]) -> str:
-    """Everything that was measured, one section per part and size, and the goals."""
+    """Everything that was measured, one section per part and size."""
     lines: list[str] = []
     for size, parts in figures.items():
-        lines += _codec(size, parts["codec"]["rows"]) if "codec" in parts else []
-        lines += _transports(size, parts["transports"]["rows"]) if "transports" in parts else []
-        lines += _swaps_table(size, parts["swaps"]) if "swaps" in parts else []
-    if whole := figures["toy"].get("whole_run"):
-        lines += [
-            f"A run of {whole['steps']} steps of {_ms(whole['step_seconds'])} ms, with a version per step: "
-            f"pause {_ms(whole['pause_seconds'])} ms",
-            "",
-        ]
-    rows = [
-        [text, f"≤ {limit:.3g}", f"{reached:.3g}", "yes" if reached <= limit else "no"]
-        for text, limit, reached in goals(figures)
-    ]
-    return "\n".join([*lines, *markdown(["goal", "limit", "reached", "met"], rows)])
-
-
-def goals(figures: Mapping[str, Figures]) -> Iterator[tuple[str, float, float]]:
-    """(goal, limit, reached): met when it is not above the limit."""
-    swaps, whole = figures["toy"].get("swaps"), figures["toy"].get("whole_run")
-    if swaps:
-        pause = swaps["swaps"]["delta"]["pause_seconds"]
-        yield "pause of a delta, s (a decode step + 50 ms)", swaps["decode_step_seconds"] + 0.05, pause
-    if whole:
-        yield "trainer's time lost to publishing, share", 0.02, whole["trainer_blocked_share"]
-    if swaps and whole:
-        share = swaps["engine_seconds_per_swap"] / whole["step_seconds"]
-        yield "pause and recomputed KV cache, share of engine time at a version per step", 0.02, share
-    if large := figures.get("large", {}).get("swaps"):
-        pause = large["swaps"]["delta"]["pause_seconds"]
-        yield "pause at 101 M, s (0.8 of vLLM's own reload)", 0.8 * large["vllm_reload_seconds"], pause
-
-
-def _codec(size: str, rows: list[Figures]) -> list[str]:
-    speeds = [*rows[0]["gb_per_second"]]
-    cells = []
-    for row in rows:
-        sizes = row["bytes_per_parameter"]
-        ratio = sizes["small"] / sizes["PULSE-style"]
-        figures = [f"{sizes[name]:.3g}" for name in FORMATS]
-        figures += [f"{ratio:.2f}", *(f"{row['gb_per_second'][name]:.2f}" for name in speeds)]
-        cells.append([f"{row['lr']:.0e}", f"{row['changed']:.2%}", *figures])
-    head = ["lr", "changed", *FORMATS, "small / PULSE-style", *(f"{name}, GB/s" for name in speeds)]
-    title = f"### Codec, {size}: bytes per parameter (dense bf16: 2), GB/s of dense bf16 on one core"
-    return [title, "", *markdown(head, cells), ""]
-
-
-def _transports(size: str, rows: list[Figures]) -> list[str]:
-    cells = [
-        [row["store"], row["kind"], f"{row['bytes']:,.0f}"]
-        + [_ms(row["publish_seconds"]), _ms(row["stage_seconds"])]
-        for row in rows
-    ]
-    head = ["store", "kind", "bytes", "publish, ms", "stage, ms"]
-    return [f"### Transports, {size}: medians of one version", "", *markdown(head, cells), ""]
-
-
-def _swaps_table(size: str, swaps: Figures) -> list[str]:
-    rows = [
-        [f"{kind}: pause, of it loading", f"{_ms(swap['pause_seconds'])}, {_ms(swap['apply_seconds'])}"]
-        for kind, swap in swaps["swaps"].items()
-    ]
-    rows += [
-        ["decode step", _ms(swaps["decode_step_seconds"])],
-        ["engine time that a delta costs in all", _ms(swaps["engine_seconds_per_swap"])],
-        ["vLLM's own reload from disk", _ms(swaps["vllm_reload_seconds"])],
-    ]
-    title = f"### Swaps, {size}: {swaps['in_flight']} completions in flight; medians in ms"
-    return [title, "", *markdown(["", "ms"], rows), ""]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f}"
+        for name, part in parts.items():
+            lines += [f"### {name}, {size}", "", *listing(part["rows"]), ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from tests.benchmarks.figures import (
     command,
     cpu_seconds,
     interleaved,
-    markdown,
+    listing,
     role_families,
 )
 
@@ -52,13 +52,6 @@ KV_BYTES: Final = 1 << 30
 PROMPT_TOKENS, COMPLETION_TOKENS, TOPK = 8, 64, 64
 """Completions vary from half to all of their length."""
 VLLM_ENVIRONMENT: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_PLUGINS": PLUGIN}
-GOALS: Final = {
-    ("vllm sampled", "plain forward"): 0.9,
-    ("vllm topk", "plain forward"): 0.9,
-    ("vllm sampled", "stock sampled"): 1.3,
-    ("vllm topk", "stock topk"): 5.0,
-}
-"""Speed of one contender over another's."""
 Turn = Callable[[], int]
 """Score every sequence once; bytes received, 0 where nothing crosses a process."""
 
@@ -124,32 +117,18 @@ def timed(turns: dict[str, Turn], positions: int, repeats: int) -> Figures:
     taken = interleaved({name: Work(partial(turn, name)) for name in turns}, repeats)
     return {
         name: {
-            "positions_per_second": positions / median(taken[name]),
-            "positions_per_cpu_second": positions / max(median(used[name]), 1e-9),
-            "bytes_per_position": received[name] / positions,
+            "positions/s": positions / median(taken[name]),
+            "positions per CPU second": positions / max(median(used[name]), 1e-9),
+            "bytes per position": received[name] / positions,
         }
         for name in turns
     }
 
 
 def table(report: Figures) -> str:
-    """Speeds, and the ratios that have a goal, as Markdown."""
-    speeds = report["figures"]
-    rows = [[name, *(f"{value:,.0f}" for value in row.values())] for name, row in speeds.items()]
-    ratios = []
-    for (name, other), goal in GOALS.items():
-        pairs = ("positions_per_second", "positions_per_cpu_second")
-        ratio = [f"{speeds[name][clock] / speeds[other][clock]:.2f}" for clock in pairs]
-        ratios.append([f"{name} / {other}", *ratio, str(goal)])
-    return "\n".join(
-        [
-            f"{report['model']} in {report['dtype']}, all on one core",
-            "",
-            *markdown(["", "positions/s", "positions per CPU second", "bytes per position"], rows),
-            "",
-            *markdown(["speed of", "by wall time", "by processor time", "goal"], ratios),
-        ]
-    )
+    """Speeds as Markdown."""
+    title = f"{report['model']} in {report['dtype']}, all on one core"
+    return "\n".join([title, "", *listing([{"": name} | row for name, row in report["figures"].items()])])
 
 
 # --- contenders -------------------------------------------------------------------------------------------

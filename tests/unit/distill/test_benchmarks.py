@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from sync.base.errors import ConfigError, DistillError
 from tests import benchmarks
 from tests.benchmarks.chaos import INJECT, targets
-from tests.benchmarks.figures import Row, chosen, comparison, with_json
+from tests.benchmarks.figures import chosen, comparison, with_json
 
 NAMES = re.findall(r"^    (\w+)   ", str(benchmarks.__doc__), re.MULTILINE)
 
@@ -64,7 +64,7 @@ def test_a_name_that_is_none_is_refused_with_those_there_are() -> None:
 
 def test_a_ratio_above_one_is_in_favour_of_the_new_variant() -> None:
     variants = {"old": {"ms": 30.0, "rate": 2.0, "age": None}, "new": {"ms": 20.0, "rate": 3.0, "age": None}}
-    rows = {"ms": Row("ms", ".0f", -1), "rate": Row("rate", ".0f", 1), "age": Row("age")}
+    rows = {"ms": ("ms", -1), "rate": ("rate", 1), "age": ("age", 0)}
     lines = comparison("old", "new", variants, rows)
     assert lines[2:] == ["| ms | 30 | 20 | 1.50 |", "| rate | 2 | 3 | 1.50 |"]
 
