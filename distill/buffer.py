@@ -332,7 +332,7 @@ def _group(config: RunConfig) -> int:
 
 @dataclass(slots=True)
 class Batch:
-    """A batch, from its forming (RunLog.form_batch) to the checkpoint that covers it; rows: `packing`."""
+    """A batch, from its forming (Record.form_batch) to the checkpoint that covers it; rows: `packing`."""
 
     version: Version  # the weights it is trained on top of, under the lineage that formed it
     rollouts: list[Rollout]  # in order; released once a step has trained on them

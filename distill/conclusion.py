@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from distill.evaluation.schedule import Evaluations
-from distill.record.records import Concluded
+from distill.record.changes import Concluded
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from sync.base.errors import DistillError
 from sync.wire import FinalDigests, Version

@@ -1,6 +1,6 @@
 """The controller: constructs the stages of a run, subscribes them to one another, and runs until the end.
 
-    prompts ─▶ Lives: Dispatcher, teachers, environments ─▶ RunLog ─▶ StepBatcher ─▶ TrainerSession ─▶ trainer
+    prompts ─▶ Lives: Dispatcher, teachers, environments ─▶ Record ─▶ StepBatcher ─▶ TrainerSession ─▶ trainer
                             ▲                                                                        │
                             └────────── ReplicaPool follows the versions that are published ◀────────┘
 
@@ -30,8 +30,8 @@ from distill.events import ErrorBudget, Events
 from distill.interfaces import Components, Hooks
 from distill.metrics.summary import Advice, digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
-from distill.record.record import RunLog
-from distill.record.records import Checkpointed, Concluded, VersionApplied
+from distill.record.changes import Checkpointed, Concluded, VersionApplied
+from distill.record.record import Record
 from distill.record.validation import Validator
 from distill.registry import Gangs, Registry
 from distill.rollout.broadcasts import Broadcasts
@@ -62,7 +62,7 @@ class Controller:
         self.timeline = timeline = Timeline(hooks.span, earlier=parts.earlier)
         budget = ErrorBudget(config.guard.bad_answers, bus)
         checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size, parts.routing)
-        self.run_log = run_log = RunLog(
+        self.record = record = Record(
             parts.store,
             parts.prompts,
             run=run.name,
@@ -71,27 +71,27 @@ class Controller:
             validator=checks,
             events=bus,
         )
-        stall, group = config.rollout.stall_timeout_seconds, run_log.state.rules.group
-        self.pool = ReplicaPool(run_log.state, config.weights, stall, budget, bus)
+        stall, group = config.rollout.stall_timeout_seconds, record.state.rules.group
+        self.pool = ReplicaPool(record.state, config.weights, stall, budget, bus)
         self.pool.keeps_cache = config.keeps_cache
         for name, engine in parts.replicas.items():
             self.pool.add(name, engine)
         self.registry = Registry(run.name, parts.expected, self.pool, parts.connect)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
-        self.dispatcher = Dispatcher(run_log, self.pool, config, checks, timeline, bus)
-        self.lives = Lives(run_log, self.dispatcher, parts, config, checks, timeline, budget, bus)
+        self.dispatcher = Dispatcher(record, self.pool, config, checks, timeline, bus)
+        self.lives = Lives(record, self.dispatcher, parts, config, checks, timeline, budget, bus)
         self.releases = ScoreReleases(parts)
         supervised = config.objective.max_supervised_tokens
         padded = config.trainer.packing == "padded"
         shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group, padded)
-        self.session = TrainerSession(run_log, shape, self.broadcasts, run.steps, bus)
-        self.batcher = StepBatcher(run_log, self.session, self.lives, config, timeline, bus)
+        self.session = TrainerSession(record, shape, self.broadcasts, run.steps, bus)
+        self.batcher = StepBatcher(record, self.session, self.lives, config, timeline, bus)
         self.guard, self.advice = Guard(config.guard), Advice(config)
         self.heartbeats = Heartbeats(run.health_timeout_seconds, bus)
         self.evaluations: Evaluations | None = None
         if (evaluator := parts.evaluator) is not None and config.evaluation is not None:
             self.evaluations = Evaluations(
-                evaluator, config, run_log, self.pool, timeline, hooks.evaluated, self._stop, trust=budget
+                evaluator, config, record, self.pool, timeline, hooks.evaluated, self._stop, trust=budget
             )
         self._step: dict[str, float] = {}
         """Figures of the newest step that this process was told of."""
@@ -102,7 +102,7 @@ class Controller:
         self._stop_reason: str | None = None
         self._failure: str | None = None
         self._end, self._starting = Concluded(None, {}, []), True
-        parts.claim.run = run_log.run
+        parts.claim.run = record.run
         self._subscribe()
         self._roll_back_trainer()
 
@@ -119,7 +119,7 @@ class Controller:
         on(Checkpointed, lambda _: self._checkpoint_saved.set())
         on(Heartbeat, self.heartbeats.heard)
         # replicas and servers
-        on(VersionApplied, self.run_log.write, self._note_update)
+        on(VersionApplied, self.record.write, self._note_update)
         on(events.Membership, lambda event: self._hooks.say(f"replica {event.replica} {event.what}"))
         on(events.Membership, lambda _: self.session.wake())
         on(events.Stranded, lambda _: self.session.wake())
@@ -132,7 +132,7 @@ class Controller:
             self.registry.run(),
             self.lives.run(),
             self.releases.run(),
-            self.run_log.flush(),
+            self.record.flush(),
             self.batcher.run(),
             self.heartbeats.run(),
             self._tidy(),
@@ -151,13 +151,13 @@ class Controller:
                         await cancel([tasks[-1]])  # it may hold a replica
                     seconds = None if self._interrupted else self.config.weights.timeout_seconds
                     self._end = await conclude(self.session.final, self.pool, self.evaluations, seconds)
-                    self.run_log.write(self._end)
+                    self.record.write(self._end)
                 finally:
                     await cancel(tasks)
                     await self.broadcasts.close()
         finally:
-            await self.run_log.store.commit(durable=True)
-            self.run_log.store.close()
+            await self.record.store.commit(durable=True)
+            self.record.store.close()
         return self.summary()
 
     async def _trainer_done(self) -> None:
@@ -168,7 +168,7 @@ class Controller:
         while True:
             await self._checkpoint_saved.wait()
             self._checkpoint_saved.clear()
-            await self.run_log.tidy(self.config.trainer.keep_checkpoints)
+            await self.record.tidy(self.config.trainer.keep_checkpoints)
 
     # --- what the launcher calls --------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Controller:
     def close(self) -> None:
         """Release port and record; for a controller that is not run."""
         self._socket.close()
-        self.run_log.store.close()
+        self.record.store.close()
 
     # --- handlers -----------------------------------------------------------------------------------------
 
@@ -234,10 +234,10 @@ class Controller:
         self.timeline.step(TRAINER, report)
         self.dispatcher.depth.step(report.seconds.get("wait", 0.0), sum(report.seconds.values()))
         self.events.changed.wake()
-        self._step = of_step(self.run_log.state, report)
+        self._step = of_step(self.record.state, report)
         figures = self._step | self.metrics()
         self._hooks.step(report.version, figures)
-        newest = [of_evaluation(evaluation) for evaluation in self.run_log.state.evaluations[-1:]]
+        newest = [of_evaluation(evaluation) for evaluation in self.record.state.evaluations[-1:]]
         for warning in self.advice.look(figures | dict(*newest)):
             logger.warning("%s", warning)
             self._hooks.alert("waste", warning)
@@ -246,7 +246,7 @@ class Controller:
 
     def _bad_steps(self, problem: str) -> None:
         """Roll back to a checkpoint before them, or pause."""
-        state, guard, back = self.run_log.state, self.config.guard, None
+        state, guard, back = self.record.state, self.config.guard, None
         if guard.action == "rollback" and state.rollbacks < guard.max_rollbacks and self._hooks.set_back:
             back = retreat(state, self.guard.since, self.config.trainer.keep_checkpoints, problem)
         if back is None:
@@ -255,12 +255,12 @@ class Controller:
             return
         logger.error("%s: back to %s", problem, back.to or "the model folder")
         self._hooks.alert("rolled back", f"{problem}: back to {back.to or 'the model folder'}")
-        self.run_log.write(back)
+        self.record.write(back)
         self._roll_back_trainer()
 
     def _roll_back_trainer(self) -> None:
         """Send the trainer back to the last rollback, unless one has begun there; after a restart too."""
-        if (back := self.run_log.state.rolled_back) is not None:
+        if (back := self.record.state.rolled_back) is not None:
             self.session.roll_back(back)
             if self._hooks.set_back is not None:
                 self._hooks.set_back(back.to)
@@ -276,18 +276,18 @@ class Controller:
             self.evaluations.due(event.version)
         self.pool.published()
 
-    def _note_update(self, record: VersionApplied) -> None:
+    def _note_update(self, update: VersionApplied) -> None:
         """It stages from the request on; the pause ends with the reply, and loading ends the pause."""
         end = time.time()
-        start = end - record.seconds
+        start = end - update.seconds
         spans = {
             "update": (start, end),
-            "stage": (start, start + record.stage_seconds),
-            "pause": (end - record.pause_seconds, end),
-            "apply": (end - record.apply_seconds, end),
+            "stage": (start, start + update.stage_seconds),
+            "pause": (end - update.pause_seconds, end),
+            "apply": (end - update.apply_seconds, end),
         }
         for what, (first, last) in spans.items():
-            self.timeline.add(record.replica, what, first, last, busy=False)
+            self.timeline.add(update.replica, what, first, last, busy=False)
 
     def _fail(self, problem: str) -> None:
         """Save a checkpoint and end with an error."""
@@ -302,20 +302,20 @@ class Controller:
 
     def metrics(self) -> dict[str, float]:
         """Current gauges of the run, by metric name."""
-        values = gauges(self.run_log.state, self.pool, self.timeline, self._parts.teachers)
+        values = gauges(self.record.state, self.pool, self.timeline, self._parts.teachers)
         return {**values, "buffer/depth": self.dispatcher.depth.batches}
 
     def figures(self) -> dict[str, float]:
         """`metrics`, and those of the newest step and of the newest evaluation of each set."""
         values = dict(self._step)
-        for report in self.run_log.state.evaluations:
+        for report in self.record.state.evaluations:
             values |= of_evaluation(report)
         return values | self.metrics()
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""
-        figures = summarise(self.run_log.state, self.timeline, self.config.metric)
-        reached = self.run_log.state.reached
+        figures = summarise(self.record.state, self.timeline, self.config.metric)
+        reached = self.record.state.reached
         done = reached is not None and reached.step >= self.config.run.steps
         return {
             **figures,
@@ -324,7 +324,7 @@ class Controller:
             "stop_reason": self._stop_reason or ("all steps are done" if done else "the trainer left"),
             "seconds": {"distill": figures["perf"]["run_seconds"]},
             "version": str(reached) if reached else None,
-            "run": msgspec.to_builtins(self.run_log.run),
+            "run": msgspec.to_builtins(self.record.run),
             "problems": self._end.problems,
             "warnings": self.advice.given,
             **identity(self._end.weights),

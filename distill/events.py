@@ -23,13 +23,13 @@ AT_FAULT: Final = "if the prompts are at fault, correct or drop them, otherwise 
 
 
 class ScoresUnneeded(NamedTuple):
-    """RunLog: no trainer will be given these rollouts again."""
+    """Record: no trainer will be given these rollouts again."""
 
     rollouts: list[Rollout]
 
 
 class Quarantined(NamedTuple):
-    """Dispatcher, RunLog: a line of quarantine.jsonl; a drop or requeue is recorded with it."""
+    """Dispatcher, Record: a line of quarantine.jsonl; a drop or requeue is recorded with it."""
 
     prompt: Prompt  # only its id, for a rollout on record
     reason: DropReason

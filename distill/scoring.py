@@ -2,7 +2,7 @@
 
 `TeacherQueue` is the one queue before the teachers: batches of bounded size, retries, and isolation of a bad
 rollout. Two jobs use it, each with a queue of its own: Scoring, and TeacherGeneration for the prompts that
-the teacher completes (objective.on_policy below 1; `run_log.is_teacher_turn` is the rule).
+the teacher completes (objective.on_policy below 1; `is_teacher_turn` in distill.record.record is the rule).
 """
 
 from __future__ import annotations

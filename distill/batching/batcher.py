@@ -8,7 +8,7 @@ from collections.abc import Callable
 from distill.config import RunConfig, WaitForLate
 from distill.events import Events
 from distill.metrics.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
-from distill.record.record import RunLog
+from distill.record.record import Record
 from distill.rollout.life import Lives
 from distill.trainer_api.session import TrainerSession
 
@@ -41,27 +41,27 @@ class StepBatcher:
 
     def __init__(
         self,
-        run_log: RunLog,
+        record: Record,
         session: TrainerSession,
         lives: Lives,
         config: RunConfig,
         timeline: Timeline,
         events: Events,
     ) -> None:
-        self._run_log, self._session, self._lives = run_log, session, lives
+        self._record, self._session, self._lives = record, session, lives
         self._steps, self._timeline, self._changed = config.run.steps, timeline, events.changed
         late = config.buffer.late
         self.late = LateWait(late.seconds if isinstance(late, WaitForLate) else 0.0)
 
     async def run(self) -> None:
-        state, session = self._run_log.state, self._session
+        state, session = self._record.state, self._session
         while True:
             while session.live and state.next_step <= session.requested and self._possible():
                 if left := self.late.left(state.next_step, state.expiring()):
                     self._note_blocked()
                     await self._changed.wait(min(left, LATE_POLL_SECONDS))
                     continue
-                batch = await self._run_log.form_batch()
+                batch = await self._record.form_batch()
                 self._changed.wake()  # the buffer has room
                 if batch is None:
                     break
@@ -72,7 +72,7 @@ class StepBatcher:
 
     def _note_blocked(self) -> None:
         """What the trainer is blocked on, if it is."""
-        state, session = self._run_log.state, self._session
+        state, session = self._record.state, self._session
         blocked = session.live and session.ready < session.requested < self._steps
         generated = len(state.buffer) + self._lives.scoring.open >= state.rules.batch
         cause = LATE if self.late.waiting else TEACHERS if generated else REPLICAS
@@ -80,7 +80,7 @@ class StepBatcher:
 
     def _possible(self) -> bool:
         """Whether a batch can be formed, or nothing more comes before the old rollouts are dropped."""
-        state = self._run_log.state
+        state = self._record.state
         if state.next_part() and state.reached is not None:  # one at a time
             return state.next_step == state.reached.step < self._steps
         return state.next_step < self._steps and (

@@ -23,8 +23,8 @@ from distill.config.evaluation import EvaluationConfig, Metric
 from distill.events import ErrorBudget
 from distill.interfaces import Evaluator
 from distill.metrics.timeline import Timeline
-from distill.record.record import RunLog
-from distill.record.records import Evaluated
+from distill.record.changes import Evaluated
+from distill.record.record import Record
 from distill.rollout.hold import hold
 from distill.rollout.replica_pool import ReplicaPool
 from sync import wire
@@ -84,7 +84,7 @@ class Evaluations:
         self,
         evaluator: Evaluator,
         config: RunConfig,
-        run_log: RunLog,
+        record: Record,
         pool: ReplicaPool,
         timeline: Timeline,
         done: Callable[[wire.EvalReport, bool], None],
@@ -96,7 +96,7 @@ class Evaluations:
         self._config, self._steps = config.evaluation, config.run.steps
         self._metric = config.metric
         self._hold_seconds = config.weights.timeout_seconds
-        self._run_log = run_log
+        self._record = record
         self._timeline = timeline
         self._done = done
         self._stop, self._trust = stop, trust
@@ -115,7 +115,7 @@ class Evaluations:
         """
         every, newest = self._config.every, self._newest
         known = [report.version.step for report in self._of_lineage()]
-        known += [newest.step] if newest and self._run_log.state.step_of(newest) == newest.step else []
+        known += [newest.step] if newest and self._record.state.step_of(newest) == newest.step else []
         last = max(known, default=-1)
         if (version.step == 0 and last < 0) or (
             every and version.step > last and version.step // every > max(last, 0) // every
@@ -146,12 +146,12 @@ class Evaluations:
         """
         async with self._turn:
             known = [
-                evaluation for evaluation in self._run_log.state.evaluations if evaluation.version == version
+                evaluation for evaluation in self._record.state.evaluations if evaluation.version == version
             ]
             return known[0] if known else await self._evaluate(version, last or version.step >= self._steps)
 
     async def _evaluate(self, version: wire.Version, last: bool) -> wire.EvalReport:
-        metric, state = self._metric, self._run_log.state
+        metric, state = self._metric, self._record.state
         sets = due_sets(self._config, self._of_lineage(), version.step, last)
         self._timeline.level("evaluator", "evaluate", 1)
         try:
@@ -159,8 +159,8 @@ class Evaluations:
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
         self._answered = True
-        self._run_log.write(Evaluated(report))
-        await self._run_log.store.commit()
+        self._record.write(Evaluated(report))
+        await self._record.store.commit()
         self._done(report, best(state.evaluations, metric) is report)
         if exhausted(reports := self._of_lineage(), metric, self._config.patience):
             self._stop(
@@ -170,7 +170,7 @@ class Evaluations:
 
     def _of_lineage(self) -> list[wire.EvalReport]:
         """The reports of the current lineage's ancestry: without what was rolled back."""
-        state = self._run_log.state
+        state = self._record.state
         return [
             evaluation
             for evaluation in state.evaluations

@@ -187,7 +187,7 @@ class _Launcher:
         self._display.start(self._supervisor.status)
         try:
             if self._config.tracking.wandb != "disabled":
-                run = self._controller.run_log.run
+                run = self._controller.record.run
                 self._wandb = await asyncio.to_thread(Wandb, self._config, run)
                 self._sinks.append(self._wandb)
             gc.freeze()  # full collections skip modules and configuration: tens of ms each

@@ -25,7 +25,7 @@ import zstandard
 
 from distill.buffer import Bound, Rules
 from distill.prompts.stream import Cursor
-from distill.record import records as r
+from distill.record import changes as r
 from distill.record.blocks import Block, Column, filled
 from distill.record.rollout import Rollout
 from distill.record.state import RunState
@@ -39,7 +39,7 @@ _MAGIC: Final = b"DJL3"
 _HEAD: Final = struct.Struct("<2sII")
 _PLACE: Final = struct.Struct("<2sIQQ")
 _COMMIT: Final = 1000  # records that are written together
-_KINDS: Final = {kind.__name__: kind for kind in r.Record.__subclasses__()}
+_KINDS: Final = {kind.__name__: kind for kind in r.Change.__subclasses__()}
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +68,7 @@ async def import_journal(run_dir: Path, rules: Rules, keep_checkpoints: int) -> 
     folder.rmdir()
 
 
-async def _write(record: r.Record, state: RunState, store: Store, keep_checkpoints: int) -> None:
+async def _write(record: r.Change, state: RunState, store: Store, keep_checkpoints: int) -> None:
     """As a run did when it happened."""
     if isinstance(record, r.Opened):
         hard = record.max_staleness if record.hard_limit is None else record.hard_limit
@@ -93,7 +93,7 @@ async def _write(record: r.Record, state: RunState, store: Store, keep_checkpoin
         await store.commit()
 
 
-def _records(folder: Path) -> Iterator[r.Record]:
+def _records(folder: Path) -> Iterator[r.Change]:
     named = [re.fullmatch(r"(?:journal|archive)-(\d{8,})\.log", path.name) for path in folder.iterdir()]
     numbers = sorted({int(name[1]) for name in named if name})
     if numbers != [*range(len(numbers))]:
@@ -139,7 +139,7 @@ def _payloads(path: Path, number: int, last: bool) -> Iterator[bytes | None]:
         offset += _HEAD.size + len(payload)
 
 
-def _unpack(payload: bytes, path: Path) -> Iterator[r.Record]:
+def _unpack(payload: bytes, path: Path) -> Iterator[r.Change]:
     try:
         packed = payload[: len(zstandard.FRAME_HEADER)] == zstandard.FRAME_HEADER
         raw, columns = msgspec.msgpack.decode(
@@ -160,7 +160,7 @@ def _unpack(payload: bytes, path: Path) -> Iterator[r.Record]:
         ) from None
 
 
-def _record(name: str, values: list[Any]) -> r.Record:
+def _record(name: str, values: list[Any]) -> r.Change:
     if name == "Issued":
         prompts, epoch, position, *by_teacher = values
         values = [prompts, Cursor(epoch, position), *by_teacher]

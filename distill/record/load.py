@@ -12,7 +12,7 @@ import msgspec
 
 from distill.buffer import Batch, Lineage, Lineages, Rules
 from distill.prompts.stream import Cursor, group_of
-from distill.record import records as r
+from distill.record import changes as r
 from distill.record.rollout import NO_VALUES, Location, Prompts, Rollout
 from distill.record.state import RECENT, Bisection, Counters, RunState
 from sync.base.decoding import json_decoder

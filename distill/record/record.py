@@ -17,9 +17,9 @@ import numpy as np
 from distill.buffer import Batch, Rules, pick
 from distill.events import Events, Quarantined, ScoresUnneeded
 from distill.prompts.stream import Cursor, Prompt, PromptStream
-from distill.record import records as r
+from distill.record import changes as r
+from distill.record.changes import Change, LineageOpened, Opened, facts
 from distill.record.load import load
-from distill.record.records import LineageOpened, Opened, Record, facts
 from distill.record.resume import resume
 from distill.record.rollout import DropReason, Location, RequeueReason, Rollout
 from distill.record.state import RunState
@@ -34,7 +34,7 @@ _TEACHER_TURNS = 1  # stream of random numbers of a run's seed, beside that of t
 logger = logging.getLogger(__name__)
 
 
-class RunLog:
+class Record:
     """Record, state and prompt cursor of a run. `flush()` for the length of the run."""
 
     def __init__(
@@ -81,13 +81,13 @@ class RunLog:
             self._admitted.clear()
             await self.store.commit()
 
-    def write(self, record: Record) -> None:
+    def write(self, change: Change) -> None:
         """Change the state and queue the rows; safe on disk after the next commit."""
-        if isinstance(record, r.Dropped):
+        if isinstance(change, r.Dropped):
             buffer = self.state.buffer
-            self._unneeded(buffer[i] for i in record.ids if i in buffer)
+            self._unneeded(buffer[i] for i in change.ids if i in buffer)
         self.store.begin()
-        record.apply(self.state, self.store)
+        change.apply(self.state, self.store)
 
     def loading(self, count: int) -> Future[None] | None:
         """What to wait for before `issue(count)` does not wait for prompts to be read; None: it does not."""
@@ -195,13 +195,13 @@ class RunLog:
         )
         self._unneeded(batch for batch in in_batches if batch.id in gone)
         number = len(state.lineages)
-        record = LineageOpened(number, checkpoint, start, origin, branch, fingerprint, left, ranks, parts)
-        self.write(record)
+        opening = LineageOpened(number, checkpoint, start, origin, branch, fingerprint, left, ranks, parts)
+        self.write(opening)
         self._drop_broken()
         if suspected is not None:
             self._bisect(suspected)
         await self.store.commit(durable=True)
-        return record
+        return opening
 
     def _bisect(self, batch: Batch) -> None:
         """Quarantine what a trainer died on, when no part of it is left to be tried by itself."""
@@ -239,8 +239,8 @@ class RunLog:
         """A rollout with its arrays, or what is wrong with it; one that was admitted here was checked."""
         if not rollout.is_released:
             return rollout
-        record = self._read(rollout.id)
-        return record if self._validator is None else self._validator.recorded(record, self.state)
+        whole = self._read(rollout.id)
+        return whole if self._validator is None else self._validator.recorded(whole, self.state)
 
     async def _usable_in_memory(self, chosen: list[str]) -> bool:
         """Whether all of `chosen` are in memory, as after a restart they are not.
@@ -269,9 +269,9 @@ class RunLog:
         return [rollout if isinstance(rollout, Rollout) else self._read(old.id) for old, rollout in checked]
 
     def _read(self, rollout: str) -> Rollout:
-        record = self.store.read(self.state.where[rollout])
-        assert isinstance(record, Rollout), f"{rollout} is not where its row says"
-        return record
+        whole = self.store.read(self.state.where[rollout])
+        assert isinstance(whole, Rollout), f"{rollout} is not where its row says"
+        return whole
 
     async def tidy(self, keep_checkpoints: int) -> None:
         """After a checkpoint: free what only batches need that the oldest kept checkpoint covers."""

@@ -1,7 +1,7 @@
 """What a start of a run goes on from: one function of its rows and of the checkpoint the trainer begins with.
 
 rows ──▶ RunState ─┐
-checkpoints/latest ┴▶ resume ──▶ `distill run CONFIG --resume --dry-run`, RunLog.open_lineage
+checkpoints/latest ┴▶ resume ──▶ `distill run CONFIG --resume --dry-run`, Record.open_lineage
 """
 
 from __future__ import annotations

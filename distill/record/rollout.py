@@ -63,7 +63,7 @@ class Prompts(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Rollout(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """One rollout, from the issue of its prompt to the step that trains on it: every stage adds its part.
 
-        RunLog.issue ─▶ completed: Dispatcher, TeacherGeneration ─▶ scored: Scoring ─▶ record, buffer, batch
+        Record.issue ─▶ completed: Dispatcher, TeacherGeneration ─▶ scored: Scoring ─▶ record, buffer, batch
 
     The record holds it once it is scored. In memory it is `released` when nothing needs its arrays there.
     Letters as in sync.wire: P prompt tokens, T completion tokens, K ids. Without lists: a buffer holds

@@ -19,7 +19,7 @@ from distill.record.rollout import Location, Rollout
 from sync.wire import EvalReport, Version, VersionSpan
 
 if TYPE_CHECKING:
-    from distill.record.records import Opened, RolledBack, VersionApplied, VersionPublished
+    from distill.record.changes import Opened, RolledBack, VersionApplied, VersionPublished
 
 RECENT = 256  # newest publications, updates of replicas and checkpoints that are remembered one by one
 

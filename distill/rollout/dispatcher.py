@@ -16,7 +16,7 @@ from distill.buffer import depth
 from distill.config import RunConfig
 from distill.events import AT_FAULT, Events, Quarantined
 from distill.metrics.timeline import TRAINER, Timeline
-from distill.record.record import RunLog
+from distill.record.record import Record
 from distill.record.rollout import RequeueReason, Rollout
 from distill.record.validation import Validator
 from distill.rollout.ends import Lost, Unneeded
@@ -72,14 +72,14 @@ class Dispatcher:
 
     def __init__(
         self,
-        run_log: RunLog,
+        record: Record,
         pool: ReplicaPool,
         config: RunConfig,
         validator: Validator,
         timeline: Timeline,
         events: Events,
     ) -> None:
-        self._run_log, self._pool, self._validator = run_log, pool, validator
+        self._record, self._pool, self._validator = record, pool, validator
         self._config, self._steps = config.rollout, config.run.steps
         self._timeline, self._events = timeline, events
         self._prompts: deque[_Call] = deque()  # issued, or requeued, and to be sent
@@ -94,7 +94,7 @@ class Dispatcher:
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
-                    while (loading := self._run_log.loading(self._most_new())) is not None:
+                    while (loading := self._record.loading(self._most_new())) is not None:
                         await asyncio.wrap_future(loading)
                     await self._dispatch(group, begin)
                     self._note_blocked()
@@ -130,7 +130,7 @@ class Dispatcher:
     def _request(self, group: asyncio.TaskGroup, replica: Replica, calls: list[_Call]) -> None:
         request = _Request(replica, {call.rollout.id: call for call in calls})
         begun = [call.rollout.id for call in calls if not call.rollout.own]
-        self._run_log.state.sent(begun, replica.version or Version(0, 0))
+        self._record.state.sent(begun, replica.version or Version(0, 0))
         self._load(replica, len(calls))
         task = group.create_task(self._send(request))
         replica.streams.add(task)
@@ -147,7 +147,7 @@ class Dispatcher:
 
     def _in_time(self, turn: Rollout, replica: Replica) -> bool:
         """Whether a turn by `replica` makes its episode no older than the bound allows."""
-        state = self._run_log.state
+        state = self._record.state
         begun = state.pending[turn.id].since
         if begun and state.step_of(begun) <= state.step_of(replica.version or Version(0, 0)):
             return True
@@ -186,7 +186,7 @@ class Dispatcher:
         A new one is bounded by the depth. One that waits counted when it was new, perhaps at a greater depth
         or for a replica ahead of this one, so that the bound itself holds for it.
         """
-        state, waiting = self._run_log.state, len(self._prompts)
+        state, waiting = self._record.state, len(self._prompts)
         if waiting:
             room = state.room(replica.version, state.rules.bound.limit, hopeless + waiting)
             if room < waiting:
@@ -195,7 +195,7 @@ class Dispatcher:
 
     def _new(self, replica: Replica, hopeless: int) -> int:
         """Prompts that may be issued for `replica` now."""
-        state = self._run_log.state
+        state = self._record.state
         needed = (self._steps - state.next_step) * self._config.batch - (state.outstanding - hopeless)
         return max(0, min(needed, state.room(replica.version, self.depth.batches, hopeless)))
 
@@ -206,7 +206,7 @@ class Dispatcher:
 
     def _hopeless(self) -> int:
         """Completions in flight with weights that are too old for every batch."""
-        too_old, members = self._run_log.state.is_too_old, self._pool.replicas.values()
+        too_old, members = self._record.state.is_too_old, self._pool.replicas.values()
         return sum(each.in_flight for each in members if too_old(each.version or Version(0, 0)))
 
     def _note_blocked(self) -> None:
@@ -226,7 +226,7 @@ class Dispatcher:
         ]
         message = GenerateRequest(sampling=self._validator.sampling, prompts=prompts)
         try:
-            await self._run_log.store.commit()
+            await self._record.store.commit()
             limit = self._config.completion_timeout_seconds
             async with asyncio.timeout(None if limit is None else PATIENCE * limit):
                 async with aclosing(replica.engine.generate(message)) as answers:

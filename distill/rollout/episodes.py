@@ -32,7 +32,7 @@ from distill.environments.episode import (
 from distill.events import ErrorBudget
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
-from distill.record.record import RunLog
+from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.ends import Dropped, Lost, Unneeded, Unusable
@@ -63,14 +63,14 @@ class Episodes:
 
     def __init__(
         self,
-        run_log: RunLog,
+        record: Record,
         dispatcher: Dispatcher,
         parts: Components,
         config: RunConfig,
         timeline: Timeline,
         budget: ErrorBudget,
     ) -> None:
-        self._run_log, self._dispatcher, self._budget = run_log, dispatcher, budget
+        self._record, self._dispatcher, self._budget = record, dispatcher, budget
         self._environments = {
             name: _Patient(environment, timeline) for name, environment in parts.environments.items()
         }
@@ -85,7 +85,7 @@ class Episodes:
 
     def leave_too_old(self) -> None:
         """Leave the episodes that are too old by now and wait for their environment. After every batch."""
-        is_too_old, now = self._run_log.state.is_too_old, asyncio.get_running_loop().time()
+        is_too_old, now = self._record.state.is_too_old, asyncio.get_running_loop().time()
         for environment in self._environments.values():
             for id, patience in environment.patience.items():
                 said = self._under_way[id].sequences[-1].spans  # what it says next stands behind it
@@ -113,7 +113,7 @@ class Episodes:
                         "a number, or leave objective.task out"
                     )
             except _Left:
-                hard = self._run_log.state.rules.bound.hard
+                hard = self._record.state.rules.bound.hard
                 detail = f"older than {hard} versions while its environment was playing"
                 raise Unneeded("too_old", detail, episode.own_length) from None
             except DistillError as error:
@@ -150,13 +150,13 @@ class Episodes:
                     raise Lost("aborted", count)
                 return answer
             except Lost as lost:
-                first = self._run_log.state.pending[rollout.id].since if turns else None
+                first = self._record.state.pending[rollout.id].since if turns else None
                 self._requeue(rollout, lost)
                 if first is not None:
-                    self._run_log.state.sent([rollout.id], first)
+                    self._record.state.sent([rollout.id], first)
 
     def _requeue(self, rollout: Rollout, lost: Lost) -> None:
-        if not self._run_log.requeue([rollout], lost.reason, lost.tokens):
+        if not self._record.requeue([rollout], lost.reason, lost.tokens):
             raise Dropped
 
 

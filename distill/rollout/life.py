@@ -30,7 +30,7 @@ from distill.config import AtLimit, RunConfig
 from distill.events import ErrorBudget, Events
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
-from distill.record.record import GROUP_BROKEN, RunLog
+from distill.record.record import GROUP_BROKEN, Record
 from distill.record.rollout import Rollout
 from distill.record.validation import Validator, repetitive
 from distill.rollout.dispatcher import Dispatcher
@@ -50,7 +50,7 @@ class Lives:
 
     def __init__(
         self,
-        run_log: RunLog,
+        record: Record,
         dispatcher: Dispatcher,
         parts: Components,
         config: RunConfig,
@@ -59,21 +59,21 @@ class Lives:
         budget: ErrorBudget,
         events: Events,
     ) -> None:
-        self._run_log, self._dispatcher, self._rewards = run_log, dispatcher, parts.rewards
+        self._record, self._dispatcher, self._rewards = record, dispatcher, parts.rewards
         self._config, self._guard = config.rollout, config.guard
         self._budget, self._events = budget, events
         generation = TeacherGeneration(parts, config, validator)
         self.generation = TeacherQueue(generation, parts, config, timeline, budget)
         self.scoring = TeacherQueue(Scoring(parts, config.buffer, validator), parts, config, timeline, budget)
-        self.episodes = Episodes(run_log, dispatcher, parts, config, timeline, budget)
+        self.episodes = Episodes(record, dispatcher, parts, config, timeline, budget)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._group:
-            pending = list(self._run_log.state.pending.values())
-            self._begin(self._run_log.requeue(pending, "controller_restarted"))
+            pending = list(self._record.state.pending.values())
+            self._begin(self._record.requeue(pending, "controller_restarted"))
             for queue in (self.generation, self.scoring):
                 self._group.create_task(queue.run())
-            await self._dispatcher.run(lambda count: self._begin(self._run_log.issue(count)))
+            await self._dispatcher.run(lambda count: self._begin(self._record.issue(count)))
 
     def _begin(self, rollouts: Iterable[Rollout]) -> None:
         for rollout in rollouts:
@@ -88,17 +88,17 @@ class Lives:
             elif not rollout.continues:
                 rollout, reason, parts = await self._completed(rollout)
                 self._check_limits(rollout, reason)
-                following = parts if self._run_log.state.rules.group == 1 else []
+                following = parts if self._record.state.rules.group == 1 else []
             self._screen(rollout)
             rollout = await self._rewarded(rollout)
-            self._run_log.admit([await self.scoring.answer(rollout)])
+            self._record.admit([await self.scoring.answer(rollout)])
         except Lost as lost:
-            following = self._run_log.requeue([rollout], lost.reason, lost.tokens)
+            following = self._record.requeue([rollout], lost.reason, lost.tokens)
         except Unusable as end:
             if end.quarantined:
-                self._run_log.reject(rollout, end.reason, end.detail)
+                self._record.reject(rollout, end.reason, end.detail)
             else:
-                self._run_log.drop([rollout.id], end.reason, end.detail, end.tokens)
+                self._record.drop([rollout.id], end.reason, end.detail, end.tokens)
         except Dropped:
             pass
         self._begin(following)
@@ -136,7 +136,7 @@ class Lives:
 
     def _screen(self, rollout: Rollout) -> None:
         """Raise Unusable for a completion, of student or teacher, that must not be trained on."""
-        state = self._run_log.state
+        state = self._record.state
         if state.is_broken(rollout.id):
             raise Unneeded("group_broken", GROUP_BROKEN, rollout.own_length)
         if rollout.length == 0:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from distill.aio import Signal, cancel, unless, until_stalled
 from distill.events import ErrorBudget, Events, Membership, Stalled, Stranded
-from distill.record.records import VersionApplied
+from distill.record.changes import VersionApplied
 from distill.record.state import RunState
 from distill.rollout.replica_client import ReplicaEngine
 from sync.base.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer

@@ -14,7 +14,7 @@ from distill.aio import look_seconds
 from distill.config import GuardConfig
 from distill.events import Events, Stalled
 from distill.metrics.timeline import TRAINER
-from distill.record.records import RolledBack
+from distill.record.changes import RolledBack
 from distill.record.state import RunState
 from sync.wire import Heartbeat
 

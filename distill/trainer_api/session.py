@@ -15,8 +15,8 @@ from functools import partial
 from distill.aio import Signal
 from distill.batching.packing import Shape, pack_batch
 from distill.events import Events
-from distill.record.record import RunLog
-from distill.record.records import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
+from distill.record.changes import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
+from distill.record.record import Record
 from distill.rollout.broadcasts import Broadcasts
 from sync import wire
 from sync.base.errors import RemoteError, WireError
@@ -37,10 +37,10 @@ class TrainerSession:
     poll_seconds = 20.0  # longest wait of a request for a batch
 
     def __init__(
-        self, run_log: RunLog, shape: Shape, broadcasts: Broadcasts, steps: int, events: Events
+        self, record: Record, shape: Shape, broadcasts: Broadcasts, steps: int, events: Events
     ) -> None:
         self.broadcasts = broadcasts
-        self._run_log, self._shape, self._steps = run_log, shape, steps
+        self._record, self._shape, self._steps = record, shape, steps
         self._events, self._changed = events, Signal()
         self._world_size, self._sharing = 1, 1  # ranks, and how many of them are given the same rows
         self._shares: dict[int, list[bytes]] = {}  # step → encoded shares, of the newest steps
@@ -56,7 +56,7 @@ class TrainerSession:
 
     @property
     def run(self) -> wire.RunIdentity:
-        return self._run_log.run
+        return self._record.run
 
     def wake(self) -> None:
         """Wake waiting requests and the batcher after a change of the state."""
@@ -80,29 +80,29 @@ class TrainerSession:
         at, retreat = hello.checkpoint, self._retreat
         for line in hello.altered:
             logger.warning("%s", line)
-        if at is None and retreat is None and (saved := self._run_log.state.checkpoints):
+        if at is None and retreat is None and (saved := self._record.state.checkpoints):
             logger.warning(
                 "no checkpoint is left, though %s is on record: training begins again at step 0, from the "
                 "model folder", saved[-1],
             )  # fmt: skip
         without = None if retreat is None else retreat.without
-        record = await self._run_log.open_lineage(at, hello.fingerprint, without, hello.world_size)
+        opening = await self._record.open_lineage(at, hello.fingerprint, without, hello.world_size)
         self._retreat = None
         self._world_size, self._sharing = hello.world_size, hello.sequence_parallel
         self._shares, self._handed_out, self.live = {}, -1, True
-        self.ready, self.requested, self.final = record.branch - 1, record.start - 1, None
+        self.ready, self.requested, self.final = opening.branch - 1, opening.start - 1, None
         logger.info(
             "trainer with %d ranks begins lineage %d at step %d; %d batches are handed out again",
-            hello.world_size, record.lineage, record.start, record.branch - record.start,
+            hello.world_size, opening.lineage, opening.start, opening.branch - opening.start,
         )  # fmt: skip
-        version, teachers = Version(record.lineage, record.start), list(self._shape.teachers)
+        version, teachers = Version(opening.lineage, opening.start), list(self._shape.teachers)
         welcome = wire.TrainerWelcome(version=version, parent=at, teachers=teachers, run=self.run)
         self._events.emit(welcome)
         self.wake()
         return welcome
 
     def _check_hello(self, hello: wire.TrainerHello) -> None:
-        state, run, at = self._run_log.state, self.run, hello.checkpoint
+        state, run, at = self._record.state, self.run, hello.checkpoint
         if hello.world_size % hello.sequence_parallel:
             raise RemoteError(
                 f"{hello.sequence_parallel} ranks are to share rows and the trainer has {hello.world_size}: "
@@ -131,7 +131,7 @@ class TrainerSession:
             )
 
     def _check(self, version: Version) -> None:
-        lineage = self._run_log.state.lineage
+        lineage = self._record.state.lineage
         if not self.live or version.lineage != lineage:
             raise RemoteError(
                 f"{version} is not of the current lineage {lineage if self.live else None}: "
@@ -160,8 +160,8 @@ class TrainerSession:
                 share = self._shares[step][request.rank // self._sharing]
                 if step > self._handed_out:
                     self._handed_out = step
-                    self._run_log.write(HandedOut(request.version))
-                    await self._run_log.store.commit()
+                    self._record.write(HandedOut(request.version))
+                    await self._record.store.commit()
                 return share
             if self.broadcasts.wanted():
                 return wire.encode(wire.Wait(publish=True))
@@ -170,7 +170,7 @@ class TrainerSession:
                 return wire.encode(wire.Wait())
 
     def _check_rank(self, request: wire.BatchRequest) -> None:
-        start = self._run_log.state.lineages[request.version.lineage].start
+        start = self._record.state.lineages[request.version.lineage].start
         if request.world_size != self._world_size or not 0 <= request.rank < self._world_size:
             raise RemoteError(
                 f"rank {request.rank} of {request.world_size} is not one of the {self._world_size} "
@@ -188,7 +188,7 @@ class TrainerSession:
         Nothing is kept of it when a new lineage was opened meanwhile.
         """
         async with self._encoding:
-            state, groups = self._run_log.state, self._world_size // self._sharing
+            state, groups = self._record.state, self._world_size // self._sharing
             # each of the ranks that share rows computes `micro_batch_tokens` of them
             tokens = self._shape.micro_batch_tokens * self._sharing
             shape = replace(self._shape, micro_batch_tokens=tokens)
@@ -201,7 +201,7 @@ class TrainerSession:
             step_of = partial(state.lineages.step_in, lineage=lineage)
 
             def encoded() -> list[bytes]:
-                batch.rollouts = self._run_log.rollouts(batch)
+                batch.rollouts = self._record.rollouts(batch)
                 return [wire.encode(share) for share in pack_batch(batch, groups, shape, step_of)]
 
             if step not in self._shares:
@@ -220,41 +220,41 @@ class TrainerSession:
         Heartbeats also come from a trainer that this controller, started anew, has not welcomed.
         """
         if isinstance(event, Heartbeat):  # never waits for a disk; none is due after the last message
-            if self._retreat is not None or event.version.lineage != self._run_log.state.lineage:
+            if self._retreat is not None or event.version.lineage != self._record.state.lineage:
                 self._check(event.version)
             if self.live and self.final is None:
                 self._events.emit(event)
             return wire.Ok()
         self._check(event.version)
-        state, answer = self._run_log.state, None
+        state, answer = self._record.state, None
         assert state.reached is not None, "a trainer of this lineage has said hello"
         start, reached = state.lineages[event.version.lineage].start, state.reached.step
         if problem := checks.event(event, start, reached, max(reached, self._handed_out + 1)):
             raise WireError(f"the trainer's message cannot be used: {problem}")  # nothing of it is recorded
         if isinstance(event, StepReport):
             if event.version.step > reached:
-                self._run_log.write(Stepped(event.version))
+                self._record.write(Stepped(event.version))
                 self._events.emit(event)
         elif isinstance(event, Published):
             answer = self._publish(event)
         elif isinstance(event, CheckpointSaved):
             if event.version not in state.checkpoints[-1:]:
                 saved = Checkpointed(event.version, event.path)
-                self._run_log.write(saved)
+                self._record.write(saved)
                 self._events.emit(saved)
         else:
             self.final = event
-        await self._run_log.store.commit()
+        await self._record.store.commit()
         self.wake()
         return answer or wire.Ok()
 
     def _publish(self, event: Published) -> wire.Audience | None:
         """Raises Overloaded for a broadcast that no replica would receive yet."""
-        answer, known = None, self._run_log.state.published
+        answer, known = None, self._record.state.published
         if event.kind == "broadcast":
             answer = self.broadcasts.announce(event, ending=self._stop is not None)
         if not known or (known[-1].version, known[-1].kind) != (event.version, event.kind):
-            self._run_log.write(
+            self._record.write(
                 VersionPublished(event.version, event.kind, event.bytes, event.full_bytes, event.seconds)
             )
         self._events.emit(event)

@@ -39,7 +39,7 @@ from distill.interfaces import Components, Hooks
 from distill.metrics.trackers import MetricsFile
 from distill.prompts.stream import PromptStream
 from distill.record.audit import audit
-from distill.record.record import RunLog
+from distill.record.record import Record
 from distill.record.store import Store
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, student_topk
@@ -240,7 +240,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
             with apart.timed():
                 usage.append({"rollouts": _reached(controller) * part.batch, **used(folder)})
         await asyncio.gather(*running)
-    tokens = controller.run_log.state.counters.generated_tokens
+    tokens = controller.record.state.counters.generated_tokens
     spent = time.process_time() - began - apart.seconds
     metrics.close()
     spans.close()
@@ -254,7 +254,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
 
 
 def _reached(controller: Controller) -> int:
-    reached = controller.run_log.state.reached
+    reached = controller.record.state.reached
     return reached.step if reached else 0
 
 
@@ -324,7 +324,7 @@ def measured(folder: Path, part: Part, objective: str = "", scores: str = "inlin
     asyncio.run(train(folder, part, config, figures))
     began = time.monotonic()
     store, prompts = Store(folder), PromptStream(MemoryPrompts(), config.run.seed)
-    RunLog(store, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
+    Record(store, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
     store.close()
     figures["restart_seconds"], began = time.monotonic() - began, time.monotonic()
     figures |= {"audit_ok": audit(folder).ok, "audit_seconds": time.monotonic() - began}

@@ -14,9 +14,7 @@ from in_memory import MemoryPrompts
 
 from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream
-from distill.record.load import load
-from distill.record.record import RunLog
-from distill.record.records import (
+from distill.record.changes import (
     Checkpointed,
     Evaluated,
     HandedOut,
@@ -25,6 +23,8 @@ from distill.record.records import (
     VersionApplied,
     VersionPublished,
 )
+from distill.record.load import load
+from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.record.state import RunState
 from distill.record.store import Store, open_read_only
@@ -37,10 +37,10 @@ BOTH = Rules(4, Bound(1, 3), group=2)
 KINDS = {"plain": PLAIN, "freshness": FRESHNESS, "groups": GROUPS, "both": BOTH}
 
 
-def opened(folder: Path, rules: Rules = PLAIN, store: Store | None = None) -> RunLog:
+def opened(folder: Path, rules: Rules = PLAIN, store: Store | None = None) -> Record:
     store = store or Store(folder, "never", file_bytes=1500, retry_seconds=0.001)
     prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
-    return RunLog(store, prompts, run="r", seed=0, rules=rules)
+    return Record(store, prompts, run="r", seed=0, rules=rules)
 
 
 def scored(issued: Rollout, *versions: Version, name: str = "", kept: bool = False) -> Rollout:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from distill.record.records import Record
+from distill.record.changes import Change
 from distill.record.state import RunState
 from distill.record.store import FORMAT, RECORD, Store
 from student_trainer.ledger import Ledger
@@ -81,7 +81,7 @@ class _Unwritten(Store):
         pass
 
 
-def apply(state: RunState, *records: Record) -> None:
+def apply(state: RunState, *changes: Change) -> None:
     """Change a state without rows."""
-    for record in records:
-        record.apply(state, _Unwritten())
+    for change in changes:
+        change.apply(state, _Unwritten())

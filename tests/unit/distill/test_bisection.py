@@ -19,8 +19,8 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.stream import PromptStream
 from distill.record.audit import AuditReport
-from distill.record.record import RunLog
-from distill.record.records import HandedOut
+from distill.record.changes import HandedOut
+from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.record.store import Store
 from sync.wire import (
@@ -177,7 +177,7 @@ async def test_the_next_part_is_formed_once_the_one_before_it_was_trained(build,
             expected = BatchRequest(version=Version(version.lineage, version.step + 1), rank=0, world_size=1)
             asked = asyncio.create_task(self.session.batch(expected))
             await asyncio.wait({asked}, timeout=0.05)
-            if parts := run.run_log.state.bisection.parts:
+            if parts := run.record.state.bisection.parts:
                 ahead.append(len(parts))
                 assert not asked.done()
                 asked.cancel()
@@ -271,13 +271,13 @@ async def test_a_run_with_a_bad_answer_on_its_record_goes_on_without_it(
 ) -> None:
     settings = config()
     store, prompts = Store(tmp_path, "never"), PromptStream(MemoryPrompts(), 0)
-    run_log = RunLog(store, prompts, run="test", seed=0, rules=rules(settings))
-    await run_log.open_lineage(None, "model")
-    issued = run_log.issue(8)
-    run_log.admit([rollout_of(one.id, one.number, **(changes if one.number == 3 else {})) for one in issued])
+    record = Record(store, prompts, run="test", seed=0, rules=rules(settings))
+    await record.open_lineage(None, "model")
+    issued = record.issue(8)
+    record.admit([rollout_of(one.id, one.number, **(changes if one.number == 3 else {})) for one in issued])
     if formed:
-        assert await run_log.form_batch() is not None
-        run_log.write(HandedOut(Version(0, 0)))
+        assert await record.form_batch() is not None
+        record.write(HandedOut(Version(0, 0)))
     await store.commit()
     store.close()
 
@@ -291,7 +291,7 @@ async def test_a_run_with_a_bad_answer_on_its_record_goes_on_without_it(
     assert why in quarantine[0].detail
     assert {"0:2:0", "0:4:0"} <= {i for ids in trainer.ledger[1].values() for i in ids}
     trainer.welcomes.insert(
-        0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=run.run_log.run)
+        0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=run.record.run)
     )
     report = audited(tmp_path, trainer)
     assert report.ok, report.violations

@@ -83,7 +83,7 @@ async def test_random_kills_cost_nothing(controller, config, tmp_path: Path, see
     assert summary["completed"]
     report = check(tmp_path, chaos.trainer.ledger)
     assert report.ok, report
-    state = chaos.controller.run_log.state
+    state = chaos.controller.record.state
     members = rows_of(tmp_path, "SELECT lineage, step, count(*) FROM member GROUP BY 1, 2")
     sizes = {Version(*version): count for *version, count in members}
     way = [sizes[Version(state.lineages.owner(state.lineage, step), step)] for step in range(15)]

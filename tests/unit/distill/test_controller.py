@@ -106,7 +106,7 @@ async def test_metrics_say_what_each_teacher_was_asked_and_how_long_it_took(cont
     assert metrics["teacher/t/sequences"] == sum(teacher.requests) >= 48
     assert metrics["teacher/t/tokens"] == 77
     assert metrics["teacher/t/refused"] == 0
-    newest = run.run_log.state.applied[-1]
+    newest = run.record.state.applied[-1]
     assert (metrics["sync/step"], metrics["sync/bytes"]) == (newest.version.step, newest.bytes)
 
 
@@ -175,7 +175,7 @@ async def test_the_only_replica_may_come_back_in_the_middle_of_a_run_that_broadc
 async def test_a_version_that_was_broadcast_is_recorded_again_when_it_is_in_the_store_too(controller) -> None:
     run = controller()
     hello = TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run=run.session.run.name)
-    version, state = (await run.session.hello(hello)).version, run.run_log.state
+    version, state = (await run.session.hello(hello)).version, run.record.state
     run.request_stop("announcements need no replica from now on")
     sent = Published(version=version, kind="broadcast", bytes=5, full_bytes=5, seconds=0.1, rendezvous="h:1")
     stored = Published(version=version, kind="full", bytes=5, full_bytes=5, seconds=0.1)
@@ -269,13 +269,13 @@ async def test_a_restarted_controller_goes_on_from_its_record(controller, config
     for task in (first, running):
         task.cancel()
     await asyncio.gather(first, running, return_exceptions=True)
-    before = run.run_log.state
+    before = run.record.state
 
     resumed = controller(settings)
-    assert resumed.run_log.state.cursor == before.cursor
-    assert set(resumed.run_log.state.pending) == set(before.pending)
-    assert list(resumed.run_log.state.buffer) == list(before.buffer)
-    assert resumed.run_log.state.counters == before.counters
+    assert resumed.record.state.cursor == before.cursor
+    assert set(resumed.record.state.pending) == set(before.pending)
+    assert list(resumed.record.state.buffer) == list(before.buffer)
+    assert resumed.record.state.counters == before.counters
     trainer.session = resumed.session
     summary = await complete(resumed, trainer)
     for step in range(4, 7):
@@ -357,7 +357,7 @@ def after_five_steps(_: Controller, trainer: MemoryTrainer) -> bool:
 
 
 def audited(run: Controller, trainer: MemoryTrainer) -> AuditReport:
-    return check(run.run_log.store.folder, trainer.ledger)
+    return check(run.record.store.folder, trainer.ledger)
 
 
 async def test_a_batch_waits_for_a_late_rollout_that_is_trained_within_the_bound(controller, config) -> None:

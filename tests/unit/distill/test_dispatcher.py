@@ -21,7 +21,7 @@ from distill.events import ErrorBudget, Events
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptSource, PromptStream
-from distill.record.record import RunLog
+from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.record.store import Store
 from distill.record.validation import Validator
@@ -73,10 +73,10 @@ class Bench:
         **config: Any,
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(source or MemoryPrompts(), 0, group)
-        self.run_log = RunLog(Store(folder, "never"), prompts, run="r", seed=0, rules=rules)
+        self.record = Record(Store(folder, "never"), prompts, run="r", seed=0, rules=rules)
         self.events = events = Events()
         budget = ErrorBudget(1 << 30, events)
-        self.pool = ReplicaPool(self.run_log.state, WeightsConfig(), 0.0, budget, events)
+        self.pool = ReplicaPool(self.record.state, WeightsConfig(), 0.0, budget, events)
         self.pool.poll_seconds = self.pool.retry_seconds = 0.02
         for number, engine in enumerate(replicas):
             self.pool.add(f"r{number}", engine)
@@ -86,10 +86,10 @@ class Bench:
         limit = settings.rollout.completion_timeout_seconds
         sampling = Sampling(max_tokens=settings.rollout.max_tokens, student_topk=2, max_seconds=limit)
         validator = Validator(sampling, Want())
-        self.dispatcher = Dispatcher(self.run_log, self.pool, settings, validator, self.timeline, events)
-        parts = Components({}, {}, lambda source: "t", prompts, self.run_log.store, Want(), rewards=rewards)
+        self.dispatcher = Dispatcher(self.record, self.pool, settings, validator, self.timeline, events)
+        parts = Components({}, {}, lambda source: "t", prompts, self.record.store, Want(), rewards=rewards)
         dispatcher, timeline = self.dispatcher, self.timeline
-        self.lives = Lives(self.run_log, dispatcher, parts, settings, validator, timeline, budget, events)
+        self.lives = Lives(self.record, dispatcher, parts, settings, validator, timeline, budget, events)
         unscored = Unscored()
         self.lives.scoring = unscored  # type: ignore[assignment]
         self.finished = unscored.rollouts
@@ -101,7 +101,7 @@ class Bench:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.run_log.store.close()
+        self.record.store.close()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(600):
@@ -114,7 +114,7 @@ async def test_the_bound_decides_how_many_prompts_are_out(tmp_path: Path) -> Non
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
         await asyncio.sleep(LONG)
-    assert bench.run_log.state.outstanding == len(bench.finished) == 16
+    assert bench.record.state.outstanding == len(bench.finished) == 16
     assert bench.finished[0].topk_ids is not None
     assert bench.finished[0].topk_ids.shape[1] == 2
 
@@ -141,7 +141,7 @@ async def test_prompts_that_are_still_read_are_waited_for_without_blocking(tmp_p
     async with bench.running():
         await bench.until(lambda: bool(source.asked))
         await asyncio.sleep(LONG)
-        assert not bench.run_log.state.counters.issued
+        assert not bench.record.state.counters.issued
         source.read.set_result(None)
         await bench.until(lambda: len(bench.finished) == 16)
     assert (0, 15) in source.asked, "all that the bound allows"
@@ -165,7 +165,7 @@ async def test_nothing_is_started_beyond_what_the_run_needs(tmp_path: Path) -> N
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 8)
         await asyncio.sleep(LONG)
-    assert bench.run_log.state.counters.issued == 8
+    assert bench.record.state.counters.issued == 8
 
 
 async def test_requests_are_spread_over_replicas_within_their_bounds(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ async def test_the_prompts_of_a_dead_replica_are_answered_by_another(tmp_path: P
         dying.die()
         await bench.until(lambda: len(bench.finished) == 16)
     assert len({one.id for one in bench.finished}) == 16
-    assert bench.run_log.state.counters.requeued["replica_lost"] > 0
+    assert bench.record.state.counters.requeued["replica_lost"] > 0
     assert bench.pool.replicas["r0"].in_flight == 0
 
 
@@ -221,7 +221,7 @@ async def test_a_straggler_is_asked_again_later(tmp_path: Path) -> None:
     bench = Bench(tmp_path, Stalled(), completion_timeout_seconds=0.05)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    assert bench.run_log.state.counters.requeued == {"straggler": 3}
+    assert bench.record.state.counters.requeued == {"straggler": 3}
 
 
 class Slow(MemoryReplica):
@@ -248,7 +248,7 @@ async def test_what_the_time_limit_ends_is_kept_in_part_dropped_or_asked_again(
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
     parts = [one for one in bench.finished if one.truncated and one.length < 8]
-    counters = bench.run_log.state.counters
+    counters = bench.record.state.counters
     if policy == "keep":
         assert {int(part.id.split(":")[1]) % 3 for part in parts} == {0}
         assert {part.length for part in parts} == {3}  # 0.035 s at 0.01 s a token
@@ -270,7 +270,7 @@ async def test_what_the_token_limit_ends_is_dropped_or_asked_again_unless_it_is_
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
     assert not any(one.truncated for one in bench.finished)
-    counters = bench.run_log.state.counters
+    counters = bench.record.state.counters
     counted = counters.dropped if policy == "drop" else counters.requeued
     assert counted["over_long"] > 0
     assert counters.generated_tokens == 4 * counted["over_long"]
@@ -283,8 +283,8 @@ async def test_a_prompt_that_always_reaches_a_limit_is_dropped_after_its_attempt
     bench = Bench(tmp_path, MemoryReplica(spoil=lengthen), on_max_tokens="requeue", max_tokens=9)
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    assert bench.run_log.state.counters.requeued == {"over_long": 5}
-    assert bench.run_log.state.counters.dropped == {"over_long": 1}
+    assert bench.record.state.counters.requeued == {"over_long": 5}
+    assert bench.record.state.counters.dropped == {"over_long": 1}
 
 
 async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> None:
@@ -293,8 +293,8 @@ async def test_a_completion_of_a_broken_group_is_not_scored(tmp_path: Path) -> N
         await bench.until(lambda: len(bench.finished) == 16)
         await asyncio.sleep(LONG)
     assert "0:3:1" not in {one.id for one in bench.finished}
-    assert bench.run_log.state.counters.dropped == {"engine_failed": 1, "group_broken": 1}
-    assert not bench.run_log.state.broken
+    assert bench.record.state.counters.dropped == {"engine_failed": 1, "group_broken": 1}
+    assert not bench.record.state.broken
 
 
 def refuse(error: RemoteError) -> MemoryReplica:
@@ -318,7 +318,7 @@ async def test_a_refused_request_is_sent_again(tmp_path: Path, error: RemoteErro
     bench = Bench(tmp_path, refuse(error))
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    assert bench.run_log.state.counters.requeued == {reason: 4}
+    assert bench.record.state.counters.requeued == {reason: 4}
 
 
 def spoiled(name: str, change: Callable[[Generated], Answer]) -> MemoryReplica:
@@ -357,8 +357,8 @@ async def test_a_completion_that_cannot_be_used_is_dropped_with_a_reason(
     bench = Bench(tmp_path, spoiled("0:3:0", change))
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
-    assert bench.run_log.state.counters.dropped == {reason: 1}
-    assert bench.run_log.state.counters.issued == 17
+    assert bench.record.state.counters.dropped == {reason: 1}
+    assert bench.record.state.counters.issued == 17
 
 
 async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ async def test_a_completion_that_was_broken_off_is_asked_again(tmp_path: Path) -
     async with bench.running():
         await bench.until(lambda: len(bench.finished) == 16)
     assert broken == ["0:3:0", "0:3:0"]
-    assert bench.run_log.state.counters.requeued == {"aborted": 1}
+    assert bench.record.state.counters.requeued == {"aborted": 1}
 
 
 async def test_a_paused_dispatcher_starts_nothing(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ async def test_a_paused_dispatcher_starts_nothing(tmp_path: Path) -> None:
     async with bench.running():
         await bench.until(lambda: bool(bench.pool.serving()))
         await asyncio.sleep(LONG)
-        assert bench.run_log.state.counters.issued == 0
+        assert bench.record.state.counters.issued == 0
 
 
 async def test_every_completion_is_rewarded_before_it_is_scored(tmp_path: Path) -> None:

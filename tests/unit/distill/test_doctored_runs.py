@@ -24,8 +24,8 @@ from distill.buffer import Batch, Bound, Rules
 from distill.cli.main import app
 from distill.prompts.stream import PromptStream
 from distill.record.audit import VIOLATIONS, audit
-from distill.record.record import RunLog
-from distill.record.records import Checkpointed, Stepped, VersionPublished
+from distill.record.changes import Checkpointed, Stepped, VersionPublished
+from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.record.store import RECORD, Store
 from student_trainer.ledger import Ledger, read
@@ -44,21 +44,21 @@ class Run:
         self.folder = folder
         store = Store(folder, "batch", ARRAYS)
         prompts = PromptStream(MemoryPrompts(), seed=0)
-        self.run_log = RunLog(store, prompts, run="r", seed=0, rules=RULES)
+        self.record = Record(store, prompts, run="r", seed=0, rules=RULES)
 
     async def live(self) -> None:
         await self.train(ranks=2, checkpoint=None, steps=5)
         await self.train(ranks=3, checkpoint=Version(0, 4), steps=4)
-        self.run_log.issue(2)
-        await self.run_log.store.commit()
-        self.run_log.store.close()
+        self.record.issue(2)
+        await self.record.store.commit()
+        self.record.store.close()
 
     async def train(self, ranks: int, checkpoint: Version | None, steps: int) -> None:
-        opened = await self.run_log.open_lineage(checkpoint, "model", None, ranks)
+        opened = await self.record.open_lineage(checkpoint, "model", None, ranks)
         start = Version(opened.lineage, opened.start)
         ledgers = [Ledger(self.folder / "ledger", start, checkpoint, rank) for rank in range(ranks)]
         for step in range(opened.start, opened.start + steps):
-            batch = self.run_log.state.batch_of(step) or await self.compose(Version(opened.lineage, step))
+            batch = self.record.state.batch_of(step) or await self.compose(Version(opened.lineage, step))
             for rank, ledger in enumerate(ledgers):
                 share = batch.rollouts[rank::ranks]
                 tokens = sum(one.own_length for one in share)
@@ -69,21 +69,19 @@ class Run:
         ledgers[0].record(batch.version.step + 1, ids, "killed before the others")
 
     async def compose(self, version: Version) -> Batch:
-        for number, asked in enumerate(self.run_log.issue(RULES.batch + 1)):
-            self.run_log.admit(
-                [generated(asked, Version(version.lineage, max(0, version.step - number % 3)))]
-            )
-        batch = await self.run_log.form_batch()
+        for number, asked in enumerate(self.record.issue(RULES.batch + 1)):
+            self.record.admit([generated(asked, Version(version.lineage, max(0, version.step - number % 3)))])
+        batch = await self.record.form_batch()
         assert batch is not None
         return batch
 
     async def report(self, version: Version) -> None:
-        self.run_log.write(VersionPublished(version, "delta", 1, 2, 0.1))
+        self.record.write(VersionPublished(version, "delta", 1, 2, 0.1))
         if version.step % 2 == 0:
             path = checkpoint(self.folder, version)
-            self.run_log.write(Checkpointed(version, str(path)))
-        self.run_log.write(Stepped(version))
-        await self.run_log.store.commit()
+            self.record.write(Checkpointed(version, str(path)))
+        self.record.write(Stepped(version))
+        await self.record.store.commit()
 
 
 def generated(asked: Rollout, version: Version) -> Rollout:
@@ -507,13 +505,13 @@ async def test_a_trainer_may_begin_from_an_older_checkpoint_and_gets_its_batches
 ) -> None:
     first = Run(tmp_path)
     await first.train(ranks=2, checkpoint=None, steps=5)
-    await first.run_log.tidy(2)
-    first.run_log.store.close()
+    await first.record.tidy(2)
+    first.record.store.close()
     shutil.rmtree(newest(tmp_path))
     latest_names(str(Version(0, 2)))(tmp_path)
     second = Run(tmp_path)
-    opened = await second.run_log.open_lineage(Version(0, 2), "model", None, 2)
-    second.run_log.store.close()
+    opened = await second.record.open_lineage(Version(0, 2), "model", None, 2)
+    second.record.store.close()
     assert (opened.start, opened.branch) == (2, 6)
     assert audit(tmp_path).ok
 
@@ -634,7 +632,7 @@ def test_whatever_a_row_says_the_audit_ends_with_a_report(sound: Path, tmp_path:
         try:
             store = Store(run, "batch", ARRAYS)
             try:
-                RunLog(store, PromptStream(MemoryPrompts(), 0), run="r", seed=0, rules=RULES)
+                Record(store, PromptStream(MemoryPrompts(), 0), run="r", seed=0, rules=RULES)
             finally:
                 store.close()
         except DistillError as error:

@@ -24,7 +24,7 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.sources import EnvironmentSource
 from distill.prompts.stream import PromptStream
-from distill.record.records import Admitted, Record
+from distill.record.changes import Admitted, Change
 from distill.record.rollout import Rollout
 from distill.record.store import Store
 from distill.rollout.replica_client import Answer
@@ -153,7 +153,7 @@ async def test_a_replica_that_dies_costs_turns_and_no_episode(play) -> None:
     killer = asyncio.create_task(kill())
     await finish(run)
     await killer
-    assert run.run_log.state.counters.requeued["replica_lost"] > 0
+    assert run.record.state.counters.requeued["replica_lost"] > 0
     ids = [id for id, _ in environment.begun]
     assert len(ids) == len(set(ids)), "no episode began twice"
     assert len(trained) == 48
@@ -200,8 +200,8 @@ async def test_an_environment_that_is_gone_costs_what_is_under_way(play, trouble
     again = {id for id in begun if begun.count(id) == 2}
     assert again
     assert again <= troubles.keys()
-    assert run.run_log.state.counters.requeued == {"environment_lost": len(again)}
-    assert not run.run_log.state.counters.dropped
+    assert run.record.state.counters.requeued == {"environment_lost": len(again)}
+    assert not run.record.state.counters.dropped
 
 
 @pytest.mark.parametrize("trouble", ["raise", "lie"])
@@ -210,7 +210,7 @@ async def test_a_failing_environment_costs_the_episode_and_too_often_the_run(pla
     run, trained = play(environment)
     await finish(run)
     assert len(trained) == 48
-    assert run.run_log.state.counters.dropped["environment_failed"] <= 1
+    assert run.record.state.counters.dropped["environment_failed"] <= 1
     assert "0:5:0" not in {one.id for one in trained}
 
 
@@ -259,7 +259,7 @@ async def test_a_context_that_is_rewritten_makes_another_row_and_every_own_token
             assert sorted(found) == sorted(replica.turns[name])
         else:
             assert all(turn in replica.turns[name] for turn in found), "the others wait in the buffer"
-    state, counters = run.run_log.state, run.run_log.state.counters
+    state, counters = run.record.state, run.record.state.counters
     continued = counters.scored - counters.episodes
     assert continued > 0
     assert counters.issued + continued == counters.batched + counters.dropped.total() + state.outstanding
@@ -341,7 +341,7 @@ async def test_an_episode_that_grows_too_old_in_its_environment_makes_room_at_on
         seconds.append(ended[-8] - ended[10])
         assert len(trained) == 60 * 8
     assert seconds[1] <= 1.15 * seconds[0], "1.00 to 1.03 in eleven runs; 1.9 where they keep their room"
-    state = run.run_log.state
+    state = run.record.state
     assert state.counters.dropped["too_old"] >= 12
     assert state.counters.dropped_tokens["too_old"] >= 12, "each had answered a turn"
     slept = {id for id, _ in found.begun if int(id.split(":")[1]) % 25 == 5}
@@ -369,8 +369,8 @@ async def test_an_old_episode_whose_turn_is_refused_is_dropped_once(play) -> Non
     replica = MemoryReplica(player=bisects, token_seconds=0.25, spoil=refused)
     run, _ = play(Slow(seconds=0.02), config, replicas={"r0": replica})
     await finish(run, MemoryTrainer(run.session, step_seconds=0.05))
-    assert run.run_log.state.counters.dropped["engine_failed"] > 10
-    assert run.run_log.state.reached == Version(0, 20)
+    assert run.record.state.counters.dropped["engine_failed"] > 10
+    assert run.record.state.reached == Version(0, 20)
 
 
 async def test_a_controller_that_starts_again_begins_open_episodes_from_their_tasks(play, tmp_path) -> None:
@@ -383,7 +383,7 @@ async def test_a_controller_that_starts_again_begins_open_episodes_from_their_ta
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    open_ids = {*run.run_log.state.pending}
+    open_ids = {*run.record.state.pending}
     assert open_ids
 
     second = GuessEnvironment()
@@ -400,20 +400,20 @@ async def test_an_episode_that_loses_its_environment_every_time_is_given_up(play
     run, _ = play(environment, replicas={"r0": Recorder(player=bisects)})  # it never finds task 5 at once
     await finish(run)
     assert [id for id, _ in environment.begun].count("0:5:0") == run.config.rollout.max_attempts
-    assert run.run_log.state.counters.dropped == {"environment_failed": 1}
+    assert run.record.state.counters.dropped == {"environment_failed": 1}
 
 
 async def test_a_rollout_behind_a_rewritten_context_is_on_record_after_the_first_alone(play) -> None:
     run, _ = play(GuessEnvironment(trouble=lambda id, turn: "rewrite" if turn == 1 else None))
-    state, seen = run.run_log.state, list[str]()
-    write = run.run_log.write
+    state, seen = run.record.state, list[str]()
+    write = run.record.write
 
-    def watched(change: Record) -> None:
+    def watched(change: Change) -> None:
         write(change)
         if isinstance(change, Admitted):
             seen.append(change.rollout.id)
 
-    run.run_log.write = watched
+    run.record.write = watched
     await finish(run)
     following = [id for id in seen if "+" in id]
     assert len(following) == state.counters.scored - state.counters.episodes > 10
@@ -426,7 +426,7 @@ async def test_a_turn_that_is_sent_again_keeps_the_version_of_the_first(play) ->
     task = asyncio.create_task(run.run())
     await asyncio.sleep(8.0)
     ids = [id for id, turns in replica.turns.items() if len(turns) > 1]
-    pending = run.run_log.state.pending
+    pending = run.record.state.pending
     before = {id: pending[id].since for id in ids if id in pending}
     replica.die()
     await asyncio.sleep(0.1)

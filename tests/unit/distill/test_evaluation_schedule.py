@@ -22,7 +22,7 @@ from distill.evaluation.schedule import LOST_REPLICAS, Evaluations, best, due_se
 from distill.events import ErrorBudget, Events
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
-from distill.record.record import RunLog
+from distill.record.record import Record
 from distill.record.store import Store
 from distill.rollout.replica_pool import ReplicaPool
 from sync.base.errors import RemoteError, Unreachable
@@ -58,8 +58,8 @@ def test_patience_counts_reports_after_the_best(patience: int | None, over: bool
     assert exhausted(reports, "reverse_kl", patience) is over
 
 
-def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> tuple[Evaluations, RunLog]:
-    run_log = RunLog(
+def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> tuple[Evaluations, Record]:
+    record = Record(
         Store(folder, "never"),
         PromptStream(MemoryPrompts(), 0),
         run="r",
@@ -68,25 +68,23 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> 
     )
     own = {"urls": ["http://127.0.0.1:1"]}
     config = make_config(evaluation={"every": every, "replica": own, **more}, run={"steps": 100})
-    pool = ReplicaPool(run_log.state, config.weights, 0.0, ErrorBudget(8, Events()), Events())
+    pool = ReplicaPool(record.state, config.weights, 0.0, ErrorBudget(8, Events()), Events())
     budget = ErrorBudget(8, Events())
-    silent = Evaluations(
-        evaluator, config, run_log, pool, Timeline(), lambda *_: None, lambda _: None, budget
-    )
+    silent = Evaluations(evaluator, config, record, pool, Timeline(), lambda *_: None, lambda _: None, budget)
     silent.retry_seconds = 0.005
-    return silent, run_log
+    return silent, record
 
 
 @asynccontextmanager
 async def running(
     folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any
-) -> AsyncIterator[tuple[Evaluations, RunLog]]:
-    evaluations, run_log = bench(folder, evaluator, every, **more)
+) -> AsyncIterator[tuple[Evaluations, Record]]:
+    evaluations, record = bench(folder, evaluator, every, **more)
     task = asyncio.create_task(evaluations.run())
-    yield evaluations, run_log
+    yield evaluations, record
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    run_log.store.close()
+    record.store.close()
 
 
 async def settle(evaluations: Evaluations) -> None:
@@ -120,9 +118,9 @@ async def test_versions_are_evaluated_every_so_many_steps(
 async def test_after_a_rollback_versions_are_evaluated_at_the_same_steps_again(tmp_path: Path) -> None:
     evaluator = MemoryEvaluator()
     published = [Version(0, step) for step in (0, 4, 8)]
-    async with running(tmp_path, evaluator, 4) as (evaluations, run_log):
+    async with running(tmp_path, evaluator, 4) as (evaluations, record):
         for versions in (published, [Version(1, step) for step in (0, 4)]):
-            await run_log.open_lineage(None, "model", without=[])
+            await record.open_lineage(None, "model", without=[])
             for version in versions:
                 evaluations.due(version)
                 await settle(evaluations)
@@ -143,16 +141,16 @@ async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp
     evaluator = Rated()
     source = {"type": "task", "task": "sort_letters"}
     sets = {"fourth": {"source": source, "every": 4}}
-    evaluations, run_log = bench(tmp_path, evaluator, 2, patience=2, sets=sets)
+    evaluations, record = bench(tmp_path, evaluator, 2, patience=2, sets=sets)
     stops: list[str] = []
     evaluations._stop = stops.append
-    await run_log.open_lineage(None, "model")
+    await record.open_lineage(None, "model")
     for step in (0, 4):
         await evaluations.now(Version(0, step))
-    await run_log.open_lineage(None, "model", without=[])
+    await record.open_lineage(None, "model", without=[])
     for step in (2, 4):
         await evaluations.now(Version(1, step))
-    run_log.store.close()
+    record.store.close()
     assert [one.sets for one in evaluator.completed] == [["fourth"], ["fourth"], [], ["fourth"]]
     assert not stops
 
@@ -164,12 +162,12 @@ async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path
             return await super().evaluate(version)
 
     evaluator = Slow()
-    async with running(tmp_path, evaluator, every=4) as (evaluations, run_log):
+    async with running(tmp_path, evaluator, every=4) as (evaluations, record):
         evaluations.due(Version(0, 4))
         await asyncio.sleep(0)
         last = await evaluations.now(Version(0, 4))
     assert evaluator.seen == [Version(0, 4)]
-    assert run_log.state.evaluations == [last]
+    assert record.state.evaluations == [last]
 
 
 @pytest.mark.parametrize(("error", "times"), [(Unreachable("gone"), 2), (RemoteError("no such version"), 1)])
@@ -199,14 +197,14 @@ async def test_completions_are_requested_again_while_replicas_are_lost_and_not_f
     tmp_path: Path,
 ) -> None:
     evaluator = MemoryEvaluator(lost=["killed"] * (LOST_REPLICAS - 1))
-    evaluations, run_log = bench(tmp_path, evaluator, 1)
+    evaluations, record = bench(tmp_path, evaluator, 1)
     assert (await evaluations.now(Version(0, 1))).version == Version(0, 1)
     assert len(evaluator.completed) == LOST_REPLICAS
     evaluator.lost = ["killed"] * LOST_REPLICAS
     with pytest.raises(Unreachable, match=r"5 replicas were lost while they generated with .*: killed"):
         await evaluations.now(Version(0, 2))
     assert evaluator.seen == [Version(0, 1)]
-    run_log.store.close()
+    record.store.close()
 
 
 def test_named_sets_are_due_at_their_own_intervals_at_the_start_and_at_the_end() -> None:

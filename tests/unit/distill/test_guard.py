@@ -22,7 +22,7 @@ from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
 from distill.metrics.summary import CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
-from distill.record.records import Checkpointed, LineageOpened, RolledBack
+from distill.record.changes import Checkpointed, LineageOpened, RolledBack
 from distill.record.state import RunState
 from distill.record.validation import repetitive
 from distill.trainer_api.guard import Guard, retreat, trouble
@@ -149,7 +149,7 @@ async def test_a_rollback_trains_again_from_before_the_bad_steps_without_their_r
     assert report.ok, report
     assert report.dropped["rolled_back"] >= len(bad)
     resumed = controller(config(run={"steps": 12}))
-    assert resumed.run_log.state.counters.dropped == made.run_log.state.counters.dropped
+    assert resumed.record.state.counters.dropped == made.record.state.counters.dropped
     resumed.close()
 
 
@@ -186,7 +186,7 @@ async def test_beats_of_a_trainer_are_refused_once_it_was_sent_away_alone(
 ) -> None:
     """One that a controller which started anew has not welcomed yet may save a checkpoint."""
     made, beat = controller(), Heartbeat(version=Version(0, 3), rank=0)
-    await made.run_log.open_lineage(None, "model")
+    await made.record.open_lineage(None, "model")
     assert not made.session.live
     await made.session.event(beat)
     assert made.heartbeats.since == {}
@@ -239,7 +239,7 @@ async def test_a_held_run_hands_out_nothing_until_it_is_stopped(controller: Any,
     async with asyncio.timeout(120):
         await until(lambda: made.dispatcher.paused)
         await asyncio.sleep(LONG)
-        assert made.run_log.state.reached.step <= 8, "one batch was handed out before the report came"
+        assert made.record.state.reached.step <= 8, "one batch was handed out before the report came"
         made.request_stop("enough")
         await training
         await running

@@ -112,7 +112,7 @@ async def test_a_trainer_goes_from_hello_to_its_last_word(controller, config) ->
     task = asyncio.create_task(run.run())
     client = Remote(run)
     welcome = await client.call("/v1/hello", hello(2), TrainerWelcome)
-    mine = RunIdentity("test", run.run_log.run.id, "model")
+    mine = RunIdentity("test", run.record.run.id, "model")
     assert welcome == TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=mine)
     for step in range(2):
         version, after = Version(0, step), Version(0, step + 1)
@@ -223,7 +223,7 @@ async def test_ranks_that_share_rows_get_the_same_of_as_many_more_tokens(
     assert [shares[rank // sharing * sharing] for rank in range(ranks)] == shares
     parts = [wire.decode(share, TrainBatch).micro_batches for share in shares[::sharing]]
     ids = [id for share in parts for rows in share for id in rows.ids]
-    assert sorted(ids) == sorted(one.id for one in run.run_log.state.batch_of(0).rollouts)
+    assert sorted(ids) == sorted(one.id for one in run.record.state.batch_of(0).rollouts)
     sizes = [rows.tokens.shape[0] for share in parts for rows in share]
     assert max(sizes) <= 24 * sharing
     assert (max(sizes) > 24) == (sharing > 1)

@@ -135,7 +135,7 @@ async def test_a_run_claims_its_replicas_and_finds_them_again_when_it_resumes(co
             summary = await whole(run, MemoryTrainer(run.session))
             assert summary["problems"] == []
             assert summary["run"] == {"name": "test", "id": held.run_id, "model": "model"}
-            assert held.run == run.run_log.run
+            assert held.run == run.record.run
 
 
 async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) -> None:
@@ -146,7 +146,7 @@ async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) ->
         with pytest.raises(WrongServer, match=r"it serves run 'test' \(id 0123"):
             await whole(run)
         await evaluator.aclose()
-    assert run.run_log.state.evaluations == []
+    assert run.record.state.evaluations == []
 
 
 async def test_a_report_of_another_version_is_left_out_and_missed_at_the_end(controller) -> None:
@@ -183,7 +183,7 @@ async def test_a_teacher_of_another_model_ends_the_run_and_costs_no_rollout(cont
     run = controller(teachers={"t": Swapped()})
     with pytest.raises(WrongServer, match="answers with model b"):
         await whole(run)
-    assert not run.run_log.state.counters.dropped
+    assert not run.record.state.counters.dropped
 
 
 class Stolen(MemoryReplica):
@@ -217,7 +217,7 @@ async def test_a_replica_that_another_run_took_over_is_taken_out_and_the_others_
     summary, _ = await asyncio.gather(whole(run, trainer), steal())
     assert summary["weights_identical_by_replica"] == {"r0": True}
     assert summary["problems"] == []
-    assert not set(run.run_log.state.counters.dropped) & {"engine_failed", "impossible_version"}
+    assert not set(run.record.state.counters.dropped) & {"engine_failed", "impossible_version"}
 
 
 async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> None:
@@ -242,7 +242,7 @@ async def test_a_replica_of_another_run_cannot_be_added(controller, config) -> N
 )
 async def test_a_trainer_of_another_run_is_not_welcomed(controller, name, run_id, accepted) -> None:
     run = controller()
-    mine = run.run_log.run
+    mine = run.record.run
     hello = TrainerHello(
         world_size=1,
         checkpoint=None,
@@ -257,14 +257,14 @@ async def test_a_trainer_of_another_run_is_not_welcomed(controller, name, run_id
     else:
         with pytest.raises(RemoteError, match=rf"\(id {mine.id}\), the trainer is of run '{name}'"):
             await run.session.hello(hello)
-        assert len(run.run_log.state.lineages) == 0
+        assert len(run.record.state.lineages) == 0
     run.close()
 
 
 async def test_a_trainer_that_talks_to_the_controller_of_another_run_is_refused(controller) -> None:
     run = controller()
     task, client = asyncio.create_task(run.run()), BlockingPeer(run.url, claim=Claim(OTHER))
-    with pytest.raises(WrongServer, match=rf"it serves run 'test' \(id {run.run_log.run.id}\)"):
+    with pytest.raises(WrongServer, match=rf"it serves run 'test' \(id {run.record.run.id}\)"):
         await asyncio.to_thread(client.call, "/v1/servers", None, Servers)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -447,11 +447,11 @@ def test_a_preflight_names_the_run_of_its_folder_if_one_has_begun(controller, co
     settings = config(run={"folder": tmp_path, "name": "toy"})
     assert claim_of(settings).run == RunIdentity("toy")
     run = controller()
-    asyncio.run(run.run_log.store.commit())
+    asyncio.run(run.record.store.commit())
     run.close()
     (tmp_path / "toy").mkdir()
     (tmp_path / "run.db").rename(tmp_path / "toy" / "run.db")
-    assert claim_of(settings).run == RunIdentity("toy", run.run_log.run.id)
+    assert claim_of(settings).run == RunIdentity("toy", run.record.run.id)
 
 
 def test_a_trainer_without_a_last_message_and_an_empty_pool_are_reported() -> None:

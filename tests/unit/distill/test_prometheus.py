@@ -24,7 +24,7 @@ from distill.evaluation.schedule import HttpEvaluator
 from distill.evaluation.service import app
 from distill.metrics.names import FIGURES
 from distill.metrics.prometheus import Figures, metric
-from distill.record.records import Evaluated
+from distill.record.changes import Evaluated
 from distill.trainer_api.http_api import listen, serving
 from student_trainer.objectives.token_statistics import MEANS
 from sync.base.errors import DistillError, RemoteError
@@ -87,8 +87,8 @@ async def run_of_one_step(run: Controller) -> Series:
         ),
     ):
         await run.session.event(event)
-    run.run_log.write(Evaluated(EVALUATION))
-    counters = run.run_log.state.counters
+    run.record.write(Evaluated(EVALUATION))
+    counters = run.record.state.counters
     counters.dropped["too_old"], counters.requeued["unusable"] = 3, 2
     async with asyncio.timeout(600):
         while not counters.applied:

@@ -83,7 +83,7 @@ async def test_a_run_that_goes_on_gives_its_readers_copies(
     assert "record_damaged" not in await distill(folder, "audit")
     run.request_stop("enough")
     await asyncio.gather(*tasks)
-    steps = run.run_log.state.reached
+    steps = run.record.state.reached
     assert steps is not None
     assert ask(folder, "SELECT count(*) FROM step")[1] == [(steps.step,)]
     assert not folder.joinpath(f"{RECORD}-wal").exists()

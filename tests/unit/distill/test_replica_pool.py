@@ -18,7 +18,7 @@ from distill.buffer import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
 from distill.events import ErrorBudget, Events, Membership, Stalled
 from distill.metrics.summary import identity
-from distill.record.records import VersionApplied, VersionPublished
+from distill.record.changes import VersionApplied, VersionPublished
 from distill.record.state import RunState
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.hold import hold

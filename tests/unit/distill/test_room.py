@@ -58,7 +58,7 @@ async def trouble(run: Controller, name: str, engine: Troubled, kinds: tuple[str
         engine.is_, seconds = chance.choice(kinds), chance.uniform(*TROUBLE)
         if engine.is_ == "dead":
             engine.die()
-        if engine.is_ == "held" and (target := run.run_log.state.target):
+        if engine.is_ == "held" and (target := run.record.state.target):
             try:
                 async with hold(run.pool, target.version, 0.0):
                     await asyncio.sleep(seconds)
@@ -162,10 +162,10 @@ async def test_steps_go_on_while_an_evaluation_holds_a_replica_with_long_complet
     async def evaluation() -> None:
         while run.session.requested < 4 or min(r.in_flight for r in run.pool.replicas.values()) < 4:
             await run.events.changed.wait(0.01)
-        assert run.run_log.state.target is not None
+        assert run.record.state.target is not None
         for replica in replicas.values():
             replica.is_ = "long"
-        async with hold(run.pool, run.run_log.state.target.version, 10.0) as held:
+        async with hold(run.pool, run.record.state.target.version, 10.0) as held:
             for name in replicas.keys() - {held.name}:
                 replicas[name].is_ = "well"
             for _ in range(50):

@@ -28,7 +28,7 @@ _LOCATION: Final = "file, start, size, crc, place"
 _BUFFERED: Final = "UPDATE rollout SET status = 'buffered', admitted = ? WHERE id = ?"
 
 
-class Record(msgspec.Struct, frozen=True, gc=False):
+class Change(msgspec.Struct, frozen=True, gc=False):
     """Base of all kinds."""
 
     def apply(self, state: RunState, store: Store) -> None:
@@ -36,7 +36,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
         raise NotImplementedError
 
 
-class Opened(Record, frozen=True):
+class Opened(Change, frozen=True):
     """A controller started on this run."""
 
     run: str
@@ -60,7 +60,7 @@ class Opened(Record, frozen=True):
         store.insert("opening", store.at, self.run, self.id, self.seed, self.batch, *bound, *sizes)
 
 
-class Issued(Record, frozen=True):
+class Issued(Change, frozen=True):
     """Prompts left the cursor; a prompt's number is its place in the order of issue."""
 
     prompts: list[Prompt]
@@ -84,7 +84,7 @@ class Issued(Record, frozen=True):
         state.cursor = self.cursor
 
 
-class Requeued(Record, frozen=True):
+class Requeued(Change, frozen=True):
     """Prompts whose completion was lost; they wait to be sent again."""
 
     ids: list[str]
@@ -107,7 +107,7 @@ class Requeued(Record, frozen=True):
             state.counters.dropped_tokens[self.reason] += self.tokens
 
 
-class Admitted(Record, frozen=True):
+class Admitted(Change, frozen=True):
     """A rollout was scored: it waits in the buffer."""
 
     rollout: Rollout
@@ -159,7 +159,7 @@ def _json(value: Any) -> str | None:
     return msgspec.json.encode(value).decode() if value else None
 
 
-class Dropped(Record, frozen=True):
+class Dropped(Change, frozen=True):
     """These prompts or rollouts will not be trained on."""
 
     ids: list[str]
@@ -192,7 +192,7 @@ def _break_group(state: RunState, rollout: str) -> None:
         del state.broken[group_of(rollout)]
 
 
-class BatchFormed(Record, frozen=True):
+class BatchFormed(Change, frozen=True):
     """The batch trained on top of `version`, in order."""
 
     version: Version
@@ -221,7 +221,7 @@ class BatchFormed(Record, frozen=True):
             store.execute("UPDATE rollout SET status = 'batched' WHERE id = ?", rollout)
 
 
-class LineageOpened(Record, frozen=True):
+class LineageOpened(Change, frozen=True):
     """A trainer started; see distill.buffer.Lineage."""
 
     lineage: int
@@ -272,7 +272,7 @@ class LineageOpened(Record, frozen=True):
                 order += 1
 
 
-class HandedOut(Record, frozen=True):
+class HandedOut(Change, frozen=True):
     """A rank of the current trainer has the batch of `version`."""
 
     version: Version
@@ -282,7 +282,7 @@ class HandedOut(Record, frozen=True):
             state.bisection.handed_out = self.version.step
 
 
-class Stepped(Record, frozen=True):
+class Stepped(Change, frozen=True):
     """The trainer reached `version`."""
 
     version: Version
@@ -302,7 +302,7 @@ class Stepped(Record, frozen=True):
         store.execute("UPDATE batch SET trained = 1 WHERE lineage = ? AND step = ?", *batch.version)
 
 
-class VersionPublished(Record, frozen=True):
+class VersionPublished(Change, frozen=True):
     """The trainer published a version; fields as in sync.wire.Published."""
 
     version: Version
@@ -327,7 +327,7 @@ class VersionPublished(Record, frozen=True):
         store.insert("version", store.at, *self.version, *sizes)
 
 
-class VersionApplied(Record, frozen=True):
+class VersionApplied(Change, frozen=True):
     """A replica serves `version` now; fields as in UpdateReply, `seconds` from request to reply."""
 
     replica: str
@@ -345,7 +345,7 @@ class VersionApplied(Record, frozen=True):
         store.insert("applied", store.at, self.replica, *self.version, self.bytes, *seconds)
 
 
-class Checkpointed(Record, frozen=True):
+class Checkpointed(Change, frozen=True):
     """The trainer's checkpoint of `version` is whole."""
 
     version: Version
@@ -356,7 +356,7 @@ class Checkpointed(Record, frozen=True):
         store.insert("checkpoint", store.at, *self.version, self.path, 0)
 
 
-class RolledBack(Record, frozen=True):
+class RolledBack(Change, frozen=True):
     """The guard sent the trainer away: the next lineage begins at `to`, and never sees these rollouts."""
 
     to: Version | None  # a checkpoint; None: the model folder
@@ -370,7 +370,7 @@ class RolledBack(Record, frozen=True):
         store.insert("rolled_back", store.at, *(self.to or (None, None)), self.problem, without)
 
 
-class Evaluated(Record, frozen=True):
+class Evaluated(Change, frozen=True):
     """A version was evaluated."""
 
     report: EvalReport
@@ -382,7 +382,7 @@ class Evaluated(Record, frozen=True):
         store.insert("evaluation", store.at, *report.version, *figures, _json(report))
 
 
-class Concluded(Record, frozen=True):
+class Concluded(Change, frozen=True):
     """The trainer has left and what can be shown of the last version was shown."""
 
     version: Version | None  # the trainer's last word; None: it gave none
@@ -395,7 +395,7 @@ class Concluded(Record, frozen=True):
         store.insert("conclusion", store.at, *(self.version or (None, None)), *shown)
 
 
-class Covered(Record, frozen=True):
+class Covered(Change, frozen=True):
     """No trainer will request a batch before this step: the oldest kept checkpoint holds them."""
 
     step: int

@@ -20,8 +20,8 @@ from recorded import rows_of
 
 from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream, group_of
-from distill.record.record import RunLog
-from distill.record.records import Checkpointed, Dropped, HandedOut, Stepped, VersionPublished
+from distill.record.changes import Checkpointed, Dropped, HandedOut, Stepped, VersionPublished
+from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.record.store import Store, arrays_path
 from sync.base.errors import ConfigError
@@ -35,10 +35,10 @@ BOTH = Rules(4, Bound(1, 3), group=2)
 MAX_ATTEMPTS = PLAIN.max_attempts
 
 
-def opened(folder: Path, rules: Rules = PLAIN) -> RunLog:
+def opened(folder: Path, rules: Rules = PLAIN) -> Record:
     store = Store(folder, "never", file_bytes=1500, retry_seconds=0.001)
     prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
-    return RunLog(store, prompts, run="r", seed=0, rules=rules)
+    return Record(store, prompts, run="r", seed=0, rules=rules)
 
 
 def rollout(asked: Rollout, *versions: Version) -> Rollout:
@@ -62,7 +62,7 @@ class Simulation:
         self.rules = rules
         self.keep = self.rng.randint(1, 3)
         """`trainer.keep_checkpoints`."""
-        self.run_log = opened(folder, rules)
+        self.record = opened(folder, rules)
         self.applied = Version(0, 0)
         """What the one replica serves."""
         self.served = [self.applied]
@@ -78,48 +78,48 @@ class Simulation:
         await self.rng.choice(events)()
 
     async def generate(self) -> None:
-        state = self.run_log.state
+        state = self.record.state
         room = state.room(self.applied, self.rules.bound.limit)
         if room:
-            self.run_log.issue(self.rng.randint(1, room))
+            self.record.issue(self.rng.randint(1, room))
         left = state.step_of(self.applied) + self.rules.bound.limit + 1 - state.next_step
         assert state.outstanding <= max(0, left * self.rules.batch) or not room
 
     async def score(self) -> None:
-        asked = list(self.run_log.state.pending.values())
+        asked = list(self.record.state.pending.values())
         some = self.rng.sample(asked, min(len(asked), self.rng.randint(0, 4)))
-        self.run_log.admit([rollout(one, self.rng.choice(self.served), self.applied) for one in some])
+        self.record.admit([rollout(one, self.rng.choice(self.served), self.applied) for one in some])
 
     async def hello(self) -> None:
         """Mostly from the newest checkpoint, sometimes from another that is kept."""
-        kept = [one for one in self.saved[-self.keep :] if self.run_log.state.passed(one)]
+        kept = [one for one in self.saved[-self.keep :] if self.record.state.passed(one)]
         checkpoint = kept[-1] if kept else None
         if kept and self.rng.random() < 0.3:
             checkpoint = self.rng.choice(kept)
-        record = await self.run_log.open_lineage(checkpoint, "model")
-        self.trainer = Version(record.lineage, record.start)
-        self.ledger[record.lineage] = {}
+        opening = await self.record.open_lineage(checkpoint, "model")
+        self.trainer = Version(opening.lineage, opening.start)
+        self.ledger[opening.lineage] = {}
 
     async def train(self) -> None:
         if self.trainer is None:
             await self.hello()
         assert self.trainer is not None
-        batch = self.run_log.state.batch_of(self.trainer.step)
+        batch = self.record.state.batch_of(self.trainer.step)
         if batch is None:
-            batch = await self.run_log.form_batch()
+            batch = await self.record.form_batch()
         if batch is None:
             return
-        rollouts = self.run_log.rollouts(batch)
+        rollouts = self.record.rollouts(batch)
         assert len(rollouts) == self.rules.batch
         assert set(Counter(group_of(one.id) for one in rollouts).values()) == {self.rules.group}
         self.trainer = Version(self.trainer.lineage, self.trainer.step + 1)
         self.ledger[self.trainer.lineage][self.trainer.step] = [one.id for one in rollouts]
-        self.run_log.write(Stepped(self.trainer))
-        self.run_log.write(VersionPublished(self.trainer, "delta", 1, 2, 0.1))
+        self.record.write(Stepped(self.trainer))
+        self.record.write(VersionPublished(self.trainer, "delta", 1, 2, 0.1))
 
     async def follow(self) -> None:
-        target = self.run_log.state.target
-        if target and self.run_log.state.step_of(target.version) >= self.run_log.state.step_of(self.applied):
+        target = self.record.state.target
+        if target and self.record.state.step_of(target.version) >= self.record.state.step_of(self.applied):
             self.applied = target.version
             self.served = [*self.served[-3:], self.applied]
 
@@ -128,16 +128,16 @@ class Simulation:
 
     async def kill_controller(self) -> None:
         """SIGKILL: what was not committed is gone; sometimes the tail is torn, too."""
-        await self.run_log.store.commit()
-        self.run_log.store.close()
+        await self.record.store.commit()
+        self.record.store.close()
         self.trainer = None
         path = arrays_path(self.folder, 0)
         if path.exists():
             with path.open("ab") as file:
                 file.write(b"(\xb5/\xfd\0\0"[: self.rng.randint(0, 6)])
-        before = self.run_log.state
-        self.run_log = opened(self.folder, self.rules)
-        after = self.run_log.state
+        before = self.record.state
+        self.record = opened(self.folder, self.rules)
+        after = self.record.state
         assert (after.cursor, after.counters, after.next_step) == (
             before.cursor,
             before.counters,
@@ -147,19 +147,19 @@ class Simulation:
         assert list(after.buffer) == list(before.buffer)
 
     async def lose_prompts(self) -> None:
-        self.run_log.requeue(list(self.run_log.state.pending.values())[:2], "replica_lost")
+        self.record.requeue(list(self.record.state.pending.values())[:2], "replica_lost")
 
     async def drop(self) -> None:
-        self.run_log.drop(list(self.run_log.state.pending)[:1], "empty", "nothing came", 0)
+        self.record.drop(list(self.record.state.pending)[:1], "empty", "nothing came", 0)
 
     async def save(self) -> None:
         if self.trainer is None and self.rng.random() < 0.5:  # stopped before its first step
             await self.hello()
         if self.trainer is not None and self.trainer not in self.saved:
             self.saved.append(self.trainer)
-            self.run_log.write(Checkpointed(self.trainer, "somewhere"))
-            await self.run_log.store.commit()
-            await self.run_log.tidy(self.keep)
+            self.record.write(Checkpointed(self.trainer, "somewhere"))
+            await self.record.store.commit()
+            await self.record.tidy(self.keep)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_any_order_of_events_keeps_the_guarantees(
         simulation = Simulation(folder, seed, rules)
         for _ in range(250):
             await simulation.event()
-        await simulation.run_log.store.commit()
-        simulation.run_log.store.close()
+        await simulation.record.store.commit()
+        simulation.record.store.close()
         return simulation
 
     simulation = asyncio.run(live())
@@ -185,117 +185,117 @@ def test_any_order_of_events_keeps_the_guarantees(
     assert report.ok, report
     assert report.oldest <= rules.bound.hard
     assert report.late == 0 or rules.bound.hard > rules.bound.limit
-    state = simulation.run_log.state
+    state = simulation.record.state
     counted = len(state.pending) + len(state.buffer) + sum(state.counters.dropped.values())
     assert state.counters.issued == counted + state.counters.batched
     assert report.trained > 0
 
 
 async def test_batches_whose_rollouts_were_forgotten_are_formed_anew(tmp_path: Path) -> None:
-    run_log = opened(tmp_path)
-    await run_log.open_lineage(None, "model")
+    record = opened(tmp_path)
+    await record.open_lineage(None, "model")
     for step in range(4):
-        for asked in run_log.issue(BATCH):
-            run_log.admit([rollout(asked, Version(0, step))])
-        assert await run_log.form_batch() is not None
-        run_log.write(Stepped(Version(0, step + 1)))
-    run_log.write(Checkpointed(Version(0, 2), "two"))
-    await run_log.store.commit()
-    await run_log.tidy(keep_checkpoints=1)
+        for asked in record.issue(BATCH):
+            record.admit([rollout(asked, Version(0, step))])
+        assert await record.form_batch() is not None
+        record.write(Stepped(Version(0, step + 1)))
+    record.write(Checkpointed(Version(0, 2), "two"))
+    await record.store.commit()
+    await record.tidy(keep_checkpoints=1)
 
-    record = await run_log.open_lineage(None, "model")
-    assert (record.start, record.branch) == (0, 0)
-    assert set(run_log.state.buffer) == {f"0:{i}:0" for i in range(6, 12)}
-    run_log.store.close()
+    opening = await record.open_lineage(None, "model")
+    assert (opening.start, opening.branch) == (0, 0)
+    assert set(record.state.buffer) == {f"0:{i}:0" for i in range(6, 12)}
+    record.store.close()
 
 
 async def test_a_checkpoint_that_came_back_without_a_report_is_on_record(
     tmp_path: Path,
 ) -> None:
-    run_log = opened(tmp_path)
-    await run_log.open_lineage(None, "model")
+    record = opened(tmp_path)
+    await record.open_lineage(None, "model")
     for step in range(2):
-        run_log.admit([rollout(asked, Version(0, 0)) for asked in run_log.issue(BATCH)])
-        assert await run_log.form_batch() is not None
-        run_log.write(HandedOut(Version(0, step)))
+        record.admit([rollout(asked, Version(0, 0)) for asked in record.issue(BATCH)])
+        assert await record.form_batch() is not None
+        record.write(HandedOut(Version(0, step)))
 
-    record = await run_log.open_lineage(Version(0, 1), "model")
-    run_log.store.close()
-    assert (record.start, record.branch) == (1, 2)
-    assert run_log.state.batches[Version(0, 0)].trained
-    assert run_log.state.trained_tokens == {0: BATCH}
-    assert run_log.state.checkpoints == [Version(0, 1)]
-    assert run_log.state.bisection.died_on == Version(0, 1), "the batch that the trainer had next"
+    opening = await record.open_lineage(Version(0, 1), "model")
+    record.store.close()
+    assert (opening.start, opening.branch) == (1, 2)
+    assert record.state.batches[Version(0, 0)].trained
+    assert record.state.trained_tokens == {0: BATCH}
+    assert record.state.checkpoints == [Version(0, 1)]
+    assert record.state.bisection.died_on == Version(0, 1), "the batch that the trainer had next"
     resumed = opened(tmp_path)
     assert resumed.state.trained_tokens == {0: BATCH}
     resumed.store.close()
 
 
-async def saved(run_log: RunLog, version: Version, keep: int) -> None:
-    run_log.write(Checkpointed(version, "somewhere"))
-    await run_log.store.commit()
-    await run_log.tidy(keep)
+async def saved(record: Record, version: Version, keep: int) -> None:
+    record.write(Checkpointed(version, "somewhere"))
+    await record.store.commit()
+    await record.tidy(keep)
 
 
 async def test_what_no_snapshot_covers_is_replayed_after_a_start_from_the_model_folder(
     tmp_path: Path,
 ) -> None:
-    run_log = opened(tmp_path)
-    await run_log.open_lineage(None, "model")
+    record = opened(tmp_path)
+    await record.open_lineage(None, "model")
     issued = []
     for step in range(6):
-        asked = run_log.issue(BATCH)
+        asked = record.issue(BATCH)
         issued += [one.id for one in asked]
-        run_log.admit([rollout(one, Version(0, step)) for one in asked])
-        assert await run_log.form_batch() is not None
-        run_log.write(Stepped(Version(0, step + 1)))
+        record.admit([rollout(one, Version(0, step)) for one in asked])
+        assert await record.form_batch() is not None
+        record.write(Stepped(Version(0, step + 1)))
         if step == 3:
-            await saved(run_log, Version(0, 4), keep=3)
-    await run_log.open_lineage(None, "model")  # the folder of checkpoints is gone
+            await saved(record, Version(0, 4), keep=3)
+    await record.open_lineage(None, "model")  # the folder of checkpoints is gone
     trained = []
     for step in range(2):
-        trained += run_log.state.batches[Version(0, step)].ids
-        run_log.write(Stepped(Version(1, step + 1)))
-    await saved(run_log, Version(1, 2), keep=3)
-    run_log.store.close()
+        trained += record.state.batches[Version(0, step)].ids
+        record.write(Stepped(Version(1, step + 1)))
+    await saved(record, Version(1, 2), keep=3)
+    record.store.close()
 
     again = opened(tmp_path)
-    record = await again.open_lineage(Version(1, 2), "model")
-    assert (record.start, record.branch) == (2, 6)
+    opening = await again.open_lineage(Version(1, 2), "model")
+    assert (opening.start, opening.branch) == (2, 6)
     left = [one for batch in again.state.batches.values() for one in batch.ids]
     assert sorted({*trained, *left}) == sorted(issued)
     again.store.close()
 
 
 async def test_a_bisection_after_a_start_from_the_model_folder_survives_a_restart(tmp_path: Path) -> None:
-    run_log = opened(tmp_path)
-    await run_log.open_lineage(None, "model")
+    record = opened(tmp_path)
+    await record.open_lineage(None, "model")
     for step in range(6):
-        run_log.admit([rollout(asked, Version(0, step)) for asked in run_log.issue(BATCH)])
-        assert await run_log.form_batch() is not None
-        run_log.write(Stepped(Version(0, step + 1)))
+        record.admit([rollout(asked, Version(0, step)) for asked in record.issue(BATCH)])
+        assert await record.form_batch() is not None
+        record.write(Stepped(Version(0, step + 1)))
         if step in (1, 3):
-            await saved(run_log, Version(0, step + 1), keep=3)
+            await saved(record, Version(0, step + 1), keep=3)
     for lineage in (1, 2):
-        await run_log.open_lineage(None, "model")
-        run_log.write(HandedOut(Version(lineage, 0)))
-    await run_log.open_lineage(None, "model")
-    part = await run_log.form_batch()
+        await record.open_lineage(None, "model")
+        record.write(HandedOut(Version(lineage, 0)))
+    await record.open_lineage(None, "model")
+    part = await record.form_batch()
     assert part is not None
     assert part.is_part
-    await run_log.store.commit()
-    run_log.store.close()
+    await record.store.commit()
+    record.store.close()
     again = opened(tmp_path)
     assert again.state.batch_of(0).ids == part.ids
     again.store.close()
 
 
 async def test_a_rollout_that_is_dropped_while_a_batch_is_read_back_is_in_none(tmp_path: Path) -> None:
-    run_log = opened(tmp_path)
-    await run_log.open_lineage(None, "model")
-    run_log.admit([rollout(asked, Version(0, 0)) for asked in run_log.issue(BATCH + 1)])
-    await run_log.store.commit()
-    run_log.store.close()
+    record = opened(tmp_path)
+    await record.open_lineage(None, "model")
+    record.admit([rollout(asked, Version(0, 0)) for asked in record.issue(BATCH + 1)])
+    await record.store.commit()
+    record.store.close()
     again = opened(tmp_path)
     await again.open_lineage(None, "model")
     assert all(one.is_released for one in again.state.buffer.values())
@@ -311,46 +311,46 @@ async def test_a_rollout_that_is_dropped_while_a_batch_is_read_back_is_in_none(t
 
 
 async def test_a_prompt_that_never_ends_is_dropped_after_some_attempts(tmp_path: Path) -> None:
-    run_log = opened(tmp_path)
-    asked = run_log.issue(1)
+    record = opened(tmp_path)
+    asked = record.issue(1)
     for _ in range(MAX_ATTEMPTS - 1):
-        asked = run_log.requeue(asked, "straggler")
+        asked = record.requeue(asked, "straggler")
         assert len(asked) == 1
-    assert run_log.requeue(asked, "straggler") == []
-    assert run_log.state.counters.dropped == {"straggler": 1}
-    assert run_log.state.counters.requeued == {"straggler": MAX_ATTEMPTS}
-    run_log.store.close()
+    assert record.requeue(asked, "straggler") == []
+    assert record.state.counters.dropped == {"straggler": 1}
+    assert record.state.counters.requeued == {"straggler": MAX_ATTEMPTS}
+    record.store.close()
 
 
 async def test_lost_replicas_never_cost_a_prompt(tmp_path: Path) -> None:
-    run_log = opened(tmp_path)
-    asked = run_log.issue(2)
+    record = opened(tmp_path)
+    asked = record.issue(2)
     for _ in range(3 * MAX_ATTEMPTS):
-        asked = run_log.requeue(asked, "replica_lost")
+        asked = record.requeue(asked, "replica_lost")
     assert len(asked) == 2
-    run_log.store.close()
+    record.store.close()
 
 
 async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -> None:
-    run_log = opened(tmp_path)
-    await run_log.open_lineage(None, "model")
+    record = opened(tmp_path)
+    await record.open_lineage(None, "model")
     for step in range(4):
-        for asked in run_log.issue(BATCH):
-            run_log.admit([rollout(asked, Version(0, step))])
-        await run_log.form_batch()
-        run_log.write(Stepped(Version(0, step + 1)))
-    run_log.write(Checkpointed(Version(0, 3), "three"))
-    await run_log.store.commit()
-    await run_log.tidy(keep_checkpoints=1)
-    run_log.store.close()
+        for asked in record.issue(BATCH):
+            record.admit([rollout(asked, Version(0, step))])
+        await record.form_batch()
+        record.write(Stepped(Version(0, step + 1)))
+    record.write(Checkpointed(Version(0, 3), "three"))
+    await record.store.commit()
+    await record.tidy(keep_checkpoints=1)
+    record.store.close()
 
     again = opened(tmp_path)
     assert Version(0, 0) not in again.state.batches
     kept = {one.id for batch in again.state.batches.values() for one in batch.rollouts}
     assert set(again.state.where) == kept
     assert again.state.trained_tokens == dict.fromkeys(range(4), BATCH)
-    record = await again.open_lineage(Version(0, 3), "model")
-    assert (record.start, record.branch) == (3, 4)
+    opening = await again.open_lineage(Version(0, 3), "model")
+    assert (opening.start, opening.branch) == (3, 4)
     again.store.close()
 
 
@@ -358,39 +358,39 @@ async def test_tokens_of_environments_are_counted_apart_live_after_a_restart_and
     tmp_path: Path,
 ) -> None:
     """Of 5 tokens 3 are the student's; the last of 7 episodes is dropped."""
-    run_log = opened(tmp_path)
-    await run_log.open_lineage(None, "model")
+    record = opened(tmp_path)
+    await record.open_lineage(None, "model")
     for step in range(2):
-        for asked in run_log.issue(BATCH):
-            run_log.admit([episode(asked, Version(0, 0))])
-        await run_log.form_batch()
-        run_log.write(Stepped(Version(0, step + 1)))
-    (asked,) = run_log.issue(1)
-    run_log.reject(msgspec.structs.replace(episode(asked, Version(0, 0)), issued=asked.issued), "empty", "")
-    counters, trained = run_log.state.counters, dict(run_log.state.trained_tokens)
+        for asked in record.issue(BATCH):
+            record.admit([episode(asked, Version(0, 0))])
+        await record.form_batch()
+        record.write(Stepped(Version(0, step + 1)))
+    (asked,) = record.issue(1)
+    record.reject(msgspec.structs.replace(episode(asked, Version(0, 0)), issued=asked.issued), "empty", "")
+    counters, trained = record.state.counters, dict(record.state.trained_tokens)
     assert (counters.episodes, counters.turns, counters.environment_tokens) == (6, 12, 12)
     assert (counters.generated_tokens, counters.dropped_tokens) == (21, {"empty": 3})
     assert trained == {0: 9, 1: 9}
     for covered in (False, True):
         if covered:
-            run_log.write(Checkpointed(Version(0, 2), "two"))
-            await run_log.tidy(keep_checkpoints=1)
-        await run_log.store.commit()
-        run_log.store.close()
+            record.write(Checkpointed(Version(0, 2), "two"))
+            await record.tidy(keep_checkpoints=1)
+        await record.store.commit()
+        record.store.close()
         assert check(tmp_path, {}).violations.keys() == {"missing_in_ledger"}
-        run_log = opened(tmp_path)
-        assert run_log.state.counters == counters
-        assert sum(run_log.state.trained_tokens.values()) == 18
-    run_log.store.close()
+        record = opened(tmp_path)
+        assert record.state.counters == counters
+        assert sum(record.state.trained_tokens.values()) == 18
+    record.store.close()
 
 
 async def test_another_runs_record_is_refused(tmp_path: Path) -> None:
-    run_log = opened(tmp_path)
-    await run_log.store.commit()
-    run_log.store.close()
+    record = opened(tmp_path)
+    await record.store.commit()
+    record.store.close()
     prompts = PromptStream(MemoryPrompts(), seed=1)
     with pytest.raises(ConfigError, match="is of run 'r' with seed 0, this is 'r' with seed 1"):
-        RunLog(Store(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
+        Record(Store(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
 
 
 class Table(MemoryPrompts):
@@ -407,15 +407,15 @@ class Table(MemoryPrompts):
 async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
     tmp_path: Path, rows: int, per_prompt: int
 ) -> None:
-    def begun(prompts: PromptStream) -> RunLog:
-        return RunLog(Store(tmp_path), prompts, run="r", seed=0, rules=PLAIN)
+    def begun(prompts: PromptStream) -> Record:
+        return Record(Store(tmp_path), prompts, run="r", seed=0, rules=PLAIN)
 
-    run_log = begun(PromptStream(Table(100), seed=0))
-    first = {asked.id for asked in run_log.issue(40)}
-    await run_log.store.commit()
-    run_log.store.close()
+    record = begun(PromptStream(Table(100), seed=0))
+    first = {asked.id for asked in record.issue(40)}
+    await record.store.commit()
+    record.store.close()
     other = PromptStream(Table(rows), seed=0, per_prompt=per_prompt)
-    other.cursor = run_log.state.cursor
+    other.cursor = record.state.cursor
     assert first & {prompt.id for prompt in other.take(40)}, "the same ids again"
     with pytest.raises(ConfigError, match=f"of 100 prompts, 1 of each, and these are {rows}"):
         begun(other)
@@ -436,24 +436,24 @@ def weights_of(folder: Path) -> list[list[float]]:
 async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatever_it_says_now(
     tmp_path: Path,
 ) -> None:
-    run_log = opened(tmp_path, FRESHNESS)
-    await run_log.open_lineage(None, "model")
+    record = opened(tmp_path, FRESHNESS)
+    await record.open_lineage(None, "model")
     for step in range(4):
-        for asked in run_log.issue(BATCH):
-            run_log.admit([rollout(asked, Version(0, max(0, step - asked.number % BATCH - 1)))])
-        assert await run_log.form_batch() is not None
-        run_log.write(Stepped(Version(0, step + 1)))
-    await run_log.store.commit()
-    run_log.store.close()
+        for asked in record.issue(BATCH):
+            record.admit([rollout(asked, Version(0, max(0, step - asked.number % BATCH - 1)))])
+        assert await record.form_batch() is not None
+        record.write(Stepped(Version(0, step + 1)))
+    await record.store.commit()
+    record.store.close()
     half_life = FRESHNESS.bound.half_life
     weighed = [1.0, 2 ** (-1 / half_life), 2 ** (-2 / half_life)]
     assert weights_of(tmp_path)[3] == weighed
-    assert run_log.state.counters.late == sum(w < 1 for weights in weights_of(tmp_path) for w in weights) > 0
+    assert record.state.counters.late == sum(w < 1 for weights in weights_of(tmp_path) for w in weights) > 0
 
     again = opened(tmp_path, Rules(BATCH, Bound(1, 4, 9.0)))
     await again.open_lineage(None, "model")
     for step in range(4):
-        old, new = run_log.state.batches[Version(0, step)], again.state.batch_of(step)
+        old, new = record.state.batches[Version(0, step)], again.state.batch_of(step)
         assert new is not None
         assert (new.weights, [e.id for e in new.rollouts]) == (old.weights, [e.id for e in old.rollouts])
     again.store.close()
@@ -462,33 +462,33 @@ async def test_weights_are_on_record_and_a_resumed_run_hands_out_the_same_whatev
 async def test_a_group_without_a_member_goes_together_buffered_in_flight_or_asked_again(
     tmp_path: Path,
 ) -> None:
-    run_log = opened(tmp_path, Rules(6, Bound(2, 2), group=3))
-    await run_log.open_lineage(None, "model")
-    first, second = run_log.issue(6)[:3], list(run_log.state.pending.values())[3:]
-    run_log.admit([rollout(first[0], Version(0, 0)), rollout(second[0], Version(0, 0))])
-    run_log.drop([first[1].id], "empty", "a completion without tokens")
-    assert run_log.state.counters.dropped == {"empty": 1, "group_broken": 1}
-    assert run_log.state.is_broken(first[2].id)
-    assert list(run_log.state.buffer) == [second[0].id]
+    record = opened(tmp_path, Rules(6, Bound(2, 2), group=3))
+    await record.open_lineage(None, "model")
+    first, second = record.issue(6)[:3], list(record.state.pending.values())[3:]
+    record.admit([rollout(first[0], Version(0, 0)), rollout(second[0], Version(0, 0))])
+    record.drop([first[1].id], "empty", "a completion without tokens")
+    assert record.state.counters.dropped == {"empty": 1, "group_broken": 1}
+    assert record.state.is_broken(first[2].id)
+    assert list(record.state.buffer) == [second[0].id]
 
-    run_log.admit([rollout(first[2], Version(0, 0))])  # it was in flight
-    assert run_log.state.counters.dropped == {"empty": 1, "group_broken": 2}
-    assert not run_log.state.broken
+    record.admit([rollout(first[2], Version(0, 0))])  # it was in flight
+    assert record.state.counters.dropped == {"empty": 1, "group_broken": 2}
+    assert not record.state.broken
 
-    run_log.drop([second[1].id], "engine_failed", "not finite")
-    assert run_log.requeue([second[2]], "replica_lost") == []
-    assert run_log.state.outstanding == 0
-    run_log.store.close()
+    record.drop([second[1].id], "engine_failed", "not finite")
+    assert record.requeue([second[2]], "replica_lost") == []
+    assert record.state.outstanding == 0
+    record.store.close()
 
 
 async def test_a_lost_member_is_mended_by_a_restart_that_cut_its_record_off(tmp_path: Path) -> None:
-    run_log = opened(tmp_path, GROUPS)
-    await run_log.open_lineage(None, "model")
-    one, other = run_log.issue(2)
-    run_log.admit([rollout(one, Version(0, 0))])
-    run_log.write(Dropped([other.id], "empty", 0))  # and a crash before what follows from it
-    await run_log.store.commit()
-    run_log.store.close()
+    record = opened(tmp_path, GROUPS)
+    await record.open_lineage(None, "model")
+    one, other = record.issue(2)
+    record.admit([rollout(one, Version(0, 0))])
+    record.write(Dropped([other.id], "empty", 0))  # and a crash before what follows from it
+    await record.store.commit()
+    record.store.close()
     again = opened(tmp_path, GROUPS)
     assert again.state.counters.dropped == {"empty": 1, "group_broken": 1}
     assert again.state.outstanding == 0
@@ -496,15 +496,15 @@ async def test_a_lost_member_is_mended_by_a_restart_that_cut_its_record_off(tmp_
 
 
 async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_back(tmp_path: Path) -> None:
-    run_log = opened(tmp_path)
-    await run_log.open_lineage(None, "model")
+    record = opened(tmp_path)
+    await record.open_lineage(None, "model")
     for step in range(2):
-        for asked in run_log.issue(BATCH):
-            run_log.admit([rollout(asked, Version(0, step))])
-        await run_log.form_batch()
-    good, bad = (run_log.state.batches[Version(0, step)].rollouts for step in range(2))
-    await run_log.open_lineage(None, "model", without=[one.id for one in bad])
-    run_log.store.close()
+        for asked in record.issue(BATCH):
+            record.admit([rollout(asked, Version(0, step))])
+        await record.form_batch()
+    good, bad = (record.state.batches[Version(0, step)].rollouts for step in range(2))
+    await record.open_lineage(None, "model", without=[one.id for one in bad])
+    record.store.close()
     again = opened(tmp_path)
     assert list(again.state.buffer) == [one.id for one in good]
     assert again.state.counters.dropped == {"rolled_back": BATCH}
@@ -514,18 +514,18 @@ async def test_a_power_cut_right_after_a_rollback_gives_none_of_its_rollouts_bac
 
 
 async def test_tokens_of_completions_that_are_asked_again_count_as_generated(tmp_path: Path) -> None:
-    run_log = opened(tmp_path)
-    run_log.requeue(run_log.issue(2), "straggler", tokens=7)
-    assert run_log.state.counters.generated_tokens == 7
-    assert run_log.state.counters.dropped_tokens == {"straggler": 7}
-    run_log.store.close()
+    record = opened(tmp_path)
+    record.requeue(record.issue(2), "straggler", tokens=7)
+    assert record.state.counters.generated_tokens == 7
+    assert record.state.counters.dropped_tokens == {"straggler": 7}
+    record.store.close()
 
 
 async def test_a_record_keeps_the_id_of_its_run(tmp_path: Path) -> None:
     ids = set()
     for _ in range(3):
-        run_log = opened(tmp_path)
-        await run_log.store.commit()
-        run_log.store.close()
-        ids.add(run_log.run.id)
+        record = opened(tmp_path)
+        await record.store.commit()
+        record.store.close()
+        ids.add(record.run.id)
     assert len(ids - {None}) == len(ids) == 1
