@@ -68,14 +68,14 @@ class Spoiler:
 
     def over_the_wire(self, message: M, kind: Any) -> M:
         """`message` as it comes out on the other side."""
-        if self.rng.random() >= self.share:
-            return message
+        return message if self.rng.random() >= self.share else cast(M, decode(self.spoilt(message), kind))
+
+    def spoilt(self, message: Any) -> bytes:
+        """The message with one field changed, or in one of ten cases its bytes."""
         name = type(message).__name__
         if self.rng.random() < 0.1:
-            body = self._damaged(encode(message), name)
-        else:
-            body = encode(self._changed(message, name))
-        return cast(M, decode(body, kind))
+            return self._damaged(encode(message), name)
+        return encode(self._changed(message, name))
 
     def _damaged(self, body: bytes, name: str) -> bytes:
         place, how = self.rng.randrange(len(body)), self.rng.choice(("cut", "flipped", "kind"))
