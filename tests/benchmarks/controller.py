@@ -43,20 +43,10 @@ from distill.record.record import Record
 from distill.record.store import Store
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, student_topk
+from sync import wire
 from sync.base.errors import ConfigError
 from sync.base.jsonl import JsonLines
-from sync.wire import (
-    Generated,
-    GenerateRequest,
-    Scored,
-    ScoreReply,
-    TrainBatch,
-    Version,
-    VersionSpan,
-    decode,
-    encode,
-    pack,
-)
+from sync.wire import Generated, ScoreReply, Version, pack
 from tests.benchmarks.figures import Figures, Folder, command, listing
 
 MIB: Final = 1 << 20
@@ -142,7 +132,7 @@ class NoisyReplica(MemoryReplica):
 
     apart: Apart
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Generated, None]:
+    async def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[Generated, None]:
         for prompt in request.prompts:
             with self.apart.timed():
                 k, values = request.sampling.student_topk, noise(self.longest)
@@ -150,7 +140,7 @@ class NoisyReplica(MemoryReplica):
                     id=prompt.id,
                     token_ids=pack(values.view("u4") % 50, "i4"),
                     logprob=pack(-abs(values)),
-                    spans=[VersionSpan(self.version or Version(0, 0), 0, self.longest)],
+                    spans=[wire.VersionSpan(self.version or Version(0, 0), 0, self.longest)],
                     finish_reason="length",
                     topk_ids=pack(noise(self.longest, k).argsort(axis=1), "i4") if k else None,
                 )
@@ -168,13 +158,13 @@ class NoisyTeacher(MemoryTeacher):
             scores = [noisy(self._scores(sequence, want)) for sequence in sequences]
             results: list[Any] = [*map(self._keep, scores, sequences)] if want.keep else scores
             self.kept.clear()
-            body = encode(ScoreReply(results=results))
+            body = wire.encode(ScoreReply(results=results))
             del scores, results  # freeing them is the teacher's work, too
         await asyncio.sleep(0)
-        return decode(body, ScoreReply).results
+        return wire.decode(body, ScoreReply).results
 
 
-def noisy(scored: Any) -> Scored:
+def noisy(scored: Any) -> wire.Scored:
     """With log-probabilities and hidden states that do not repeat."""
     (count,), changed = scored.logprob.shape, {"logprob": pack(-abs(noise(*scored.logprob.shape)))}
     if scored.topk_logprob:
@@ -216,7 +206,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
     metrics, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
     ledgers = [Ledger(folder / "ledger", Version(0, 0), None, rank) for rank in range(part.ranks)]
 
-    def record(version: Version, shares: list[TrainBatch]) -> None:
+    def record(version: Version, shares: list[wire.TrainBatch]) -> None:
         with apart.timed():
             for ledger, share in zip(ledgers, shares, strict=True):
                 ids = [rollout for rows in share.micro_batches for rollout in rows.ids]

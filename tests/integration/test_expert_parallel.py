@@ -25,15 +25,11 @@ from one_process import routed, same_step
 from safetensors.torch import load_file
 
 from student_trainer.objectives.config import TopK
+from sync import wire
 from sync.base.settings import DirectoryStoreConfig
 from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror
-from sync.wire import (
-    FinalDigests,
-    Published,
-    Stop,
-    Version,
-)
+from sync.wire import FinalDigests, Version
 
 pytestmark = [
     pytest.mark.engine,
@@ -120,7 +116,7 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
     def trained(
         start: Version, parent: Version | None, size: int = 2, ranks: int = 2, steps: int = 4, code: int = 0
     ) -> Trained:
-        stop = Stop(reason="enough", checkpoint=True)
+        stop = wire.Stop(reason="enough", checkpoint=True)
         with closing(StubController(until(steps, stop), start, parent)) as stub:
             trainer = {"checkpoint_every": 2, "keep_checkpoints": 9, "expert_parallel": size, "ranks": ranks}
             more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
@@ -138,7 +134,7 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in start.items()}
     store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
     with Mirror(tmp_path / "mirror", store, "test") as mirror:
-        for version in whole.stub.told(Published):
+        for version in whole.stub.told(wire.Published):
             mirror.promote(mirror.stage(version.version).version)
             assert mirror.path is not None
             published = load_file(mirror.path / "model.safetensors")

@@ -32,21 +32,9 @@ from weight_proof import prompt_scores
 
 from distill.launch.supervise import first_error
 from student_trainer.objectives.divergences import mask_log_mass
+from sync import wire
 from sync.base.errors import ConfigError, RemoteError
-from sync.wire import (
-    Generated,
-    GenerateFailed,
-    GeneratePrompt,
-    GenerateRequest,
-    ReplicaState,
-    Sampling,
-    UpdateReply,
-    Version,
-    VersionSpan,
-    checks,
-    decode,
-    unpack,
-)
+from sync.wire import Generated, GenerateFailed, ReplicaState, Sampling, Version, VersionSpan, unpack
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 TOLERANCE = 0.12
@@ -137,7 +125,7 @@ async def test_log_probabilities_are_those_of_transformers_before_and_after_upda
                 assert error(folders[step - 1], prompt, answer, temperature=0.7) < TOLERANCE
                 assert error(folders[step % 3], prompt, answer, temperature=0.7) > 5 * TOLERANCE
                 assert answer.spans == [VersionSpan(Version(1, step), 0, 24)]
-        assert await update(peer, 3) == UpdateReply(
+        assert await update(peer, 3) == wire.UpdateReply(
             version=Version(1, 3), bytes_read=0, stage_seconds=0, pause_seconds=0, apply_seconds=0
         )
 
@@ -275,7 +263,7 @@ async def test_every_token_comes_with_the_ids_that_it_was_sampled_from(server, f
     folder = folders[0 if state.version is None else state.version.step - 1]
     ratios, blind = [], []
     for prompt, answer in zip(PROMPTS, answers, strict=False):
-        assert checks.generated(answer, Sampling(**sampling, mask=True), VOCABULARY) is None
+        assert wire.checks.generated(answer, Sampling(**sampling, mask=True), VOCABULARY) is None
         token_ids = unpack(answer.token_ids)
         expected_TV = logp_TV(folder, prompt, token_ids.tolist(), 0.7)
         ids_TK = torch.from_numpy(answer.mask.padded())
@@ -292,8 +280,8 @@ async def test_every_token_comes_with_the_ids_that_it_was_sampled_from(server, f
 
 
 async def test_seeds_repeat_and_stop_ids_end_a_completion(server):
-    request = GenerateRequest(
-        sampling=Sampling(max_tokens=30), prompts=[GeneratePrompt(i, [5, 6], seed=7) for i in "ab"]
+    request = wire.GenerateRequest(
+        sampling=Sampling(max_tokens=30), prompts=[wire.GeneratePrompt(i, [5, 6], seed=7) for i in "ab"]
     )
     async with server.peer() as peer:
         a, b = [g async for g in peer.stream("/distill/v1/generate", request, Generated | GenerateFailed)]
@@ -360,7 +348,7 @@ async def test_only_the_token_opens_a_route_and_health_is_open(server):
             assert (await client.get(path, headers={"authorization": "Bearer x"})).status_code == 401
             assert (await client.get(path, headers={"authorization": f"Bearer {TOKEN}"})).status_code == 200
         admitted = {"authorization": f"Bearer {TOKEN}"}
-        state = decode((await client.get("/distill/v1/state", headers=admitted)).content, ReplicaState)
+        state = wire.decode((await client.get("/distill/v1/state", headers=admitted)).content, ReplicaState)
         metrics = (await client.get("/metrics", headers=admitted)).text
         assert "vllm:num_requests_running{" in metrics
         step = state.version.step if state.version else 0

@@ -26,19 +26,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from distill.evaluation.probes import LanguageModel, log_probs
 from distill.preflight_checks import probes
+from sync import wire
 from sync.base.settings import ObjectStoreConfig, ReplicaConfig
 from sync.base.tokenizers import fingerprint
-from sync.wire import (
-    RunIdentity,
-    Scored,
-    ScoreRequest,
-    ScoreSequence,
-    TeacherGenerateRequest,
-    TeacherPrompt,
-    Want,
-    pack,
-    unpack,
-)
+from sync.wire import Scored, ScoreSequence, Want, unpack
 from sync.wire.claims import Claim
 from sync.wire.client import Peer
 from teacher_service.client import TeacherClient
@@ -117,7 +108,7 @@ def sequences(n: int, seed: int = 0) -> list[ScoreSequence]:
     rng = np.random.default_rng(seed)
     return [
         ScoreSequence(
-            f"{seed}-{i}", pack(rng.integers(0, VOCAB, int(rng.integers(4, 12))).astype(np.int32)), 2
+            f"{seed}-{i}", wire.pack(rng.integers(0, VOCAB, int(rng.integers(4, 12))).astype(np.int32)), 2
         )
         for i in range(n)
     ]
@@ -201,9 +192,9 @@ async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
 
 async def test_malformed_requests_break_nothing(teacher: Process) -> None:
     await up(teacher)
-    good = ScoreRequest(sequences=sequences(3), want=Want(topk=3))
-    prompts = [TeacherPrompt(str(i), one.token_ids, i) for i, one in enumerate(sequences(3))]
-    for request in (good, TeacherGenerateRequest(prompts=prompts, max_tokens=3)):
+    good = wire.ScoreRequest(sequences=sequences(3), want=Want(topk=3))
+    prompts = [wire.TeacherPrompt(str(i), one.token_ids, i) for i, one in enumerate(sequences(3))]
+    for request in (good, wire.TeacherGenerateRequest(prompts=prompts, max_tokens=3)):
         statuses, unexplained = await fuzz(teacher.url, 300, request, token="secret")
         assert unexplained == []
         assert statuses.total() == 300
@@ -284,7 +275,7 @@ async def test_a_self_teacher_ends_while_a_version_that_it_reads_does_not_come(
         teacher = Process(folder, tmp_path, follow_student_every=1)
         try:
             await up(teacher)
-            claim = Claim(RunIdentity("r", "id"))  # no version is read before a run claims the teacher
+            claim = Claim(wire.RunIdentity("r", "id"))  # no version is read before a run claims the teacher
             async with TeacherClient("toy", [teacher.url], "secret", claim=claim) as client:
                 assert len(await client.score(sequences(1))) == 1
             connection, _ = await asyncio.to_thread(silent.accept)  # the newest version is being read

@@ -44,29 +44,11 @@ from safetensors.torch import load_file
 
 from student_trainer import launch, ledger
 from student_trainer.teacher_scores import RowScores, with_scores
+from sync import wire
 from sync.base.settings import DirectoryStoreConfig
 from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror
-from sync.wire import (
-    CheckpointSaved,
-    FinalDigests,
-    Message,
-    Published,
-    Rows,
-    ScoreReply,
-    ScoreRequest,
-    ScoreSequence,
-    StepReport,
-    Stop,
-    TeacherServers,
-    TrainBatch,
-    TrainerHello,
-    Version,
-    Wait,
-    Want,
-    pack,
-    unpack,
-)
+from sync.wire import FinalDigests, Message, Published, Rows, StepReport, TrainBatch, Version, Wait, Want
 from sync.wire.client import BlockingPeer
 
 pytestmark = [
@@ -170,7 +152,7 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     with Running(settings(models, folder, stub.url, "qwen", trainer=trainer, **FULL)) as running:
         assert running.end() == 0, running.log
     stub.close()
-    assert [saved.version.step for saved in stub.told(CheckpointSaved)] == [2, 4]
+    assert [saved.version.step for saved in stub.told(wire.CheckpointSaved)] == [2, 4]
     return Whole(folder, stub)
 
 
@@ -223,11 +205,11 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
         wait_for(lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4], running)
         os.killpg(running.process.pid, signal.SIGTERM)  # all of them, as a terminal does
         assert running.end() == 0, running.log
-    (hello,) = resumed.told(TrainerHello)
+    (hello,) = resumed.told(wire.TrainerHello)
     assert hello.checkpoint == parent
     (again,) = resumed.told(FinalDigests)
     assert again.digests == unbroken.digests
-    assert [saved.version for saved in resumed.told(CheckpointSaved)] == [Version(1, 4)]
+    assert [saved.version for saved in resumed.told(wire.CheckpointSaved)] == [Version(1, 4)]
     assert (tmp_path / "checkpoints/latest").read_text().strip() == str(Version(1, 4))
     lineages = ledger.read(tmp_path / "ledger")
     assert ledger.repeated(lineages) == ([Version(1, 3), Version(1, 4)], []), "bit for bit, step for step"
@@ -243,7 +225,7 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     whole.copy(tmp_path)
 
     def trained(ranks: int, lineage: int, steps: int, parent: Version) -> tuple[StubController, str]:
-        stop = Stop(reason="enough", checkpoint=True)
+        stop = wire.Stop(reason="enough", checkpoint=True)
         stub = controller(until(steps, stop, full=True), Version(lineage, parent.step), parent)
         trainer = {"ranks": ranks, "checkpoint_every": 2, "keep_checkpoints": 9}
         begin_from(parent, tmp_path)
@@ -315,7 +297,7 @@ def test_a_step_that_is_not_finite_is_left_out(models: Path, tmp_path: Path, con
         if version.step == 1:
             rows = batch.micro_batches[0]
             huge = np.full(rows.teacher_logprob.shape, -3e38, np.float32)
-            batch.micro_batches[0] = msgspec.structs.replace(rows, teacher_logprob=pack(huge))
+            batch.micro_batches[0] = msgspec.structs.replace(rows, teacher_logprob=wire.pack(huge))
         return batch
 
     stub = controller(overflowing)
@@ -407,16 +389,16 @@ class TeacherProcess:
 
     def scored(self, given: Rows, want: Want) -> Rows:
         """`given` with this teacher's scores, or with references to them."""
-        lens, flat = (unpack(one) for one in (given.prompt_lens, given.completion_lens)), given.tokens
+        lens, flat = (wire.unpack(one) for one in (given.prompt_lens, given.completion_lens)), given.tokens
         sequences, start = [], 0
         for id_, prompt, completion in zip(given.ids, *lens, strict=True):
-            tokens = unpack(flat)[start : start + prompt + completion]
-            sequences.append(ScoreSequence(id_, pack(tokens), int(prompt)))
+            tokens = wire.unpack(flat)[start : start + prompt + completion]
+            sequences.append(wire.ScoreSequence(id_, wire.pack(tokens), int(prompt)))
             start += prompt + completion
         if not sequences:
             return msgspec.structs.replace(given, kept=[] if want.keep else None)
-        request = ScoreRequest(sequences=sequences, want=want)
-        results: list[Any] = self.peer.call("/v1/score", request, ScoreReply).results
+        request = wire.ScoreRequest(sequences=sequences, want=want)
+        results: list[Any] = self.peer.call("/v1/score", request, wire.ScoreReply).results
         if not want.keep:
             return msgspec.structs.replace(
                 with_scores(given, [RowScores([one], None) for one in results]), kept=None
@@ -450,7 +432,7 @@ def test_scores_of_a_teacher_killed_before_they_are_fetched_are_computed_again(
             return given.get((version.step, rank), STOP)
 
         stub = controller(share)
-        stub.servers = TeacherServers(urls=[teacher.url], fingerprint=None)
+        stub.servers = wire.TeacherServers(urls=[teacher.url], fingerprint=None)
         with Running(settings(models, tmp_path / name, stub.url, "qwen", **TOPK)) as running:
             assert running.end() == 0, running.log
         return [report.metrics for report in stub.told(StepReport)]

@@ -20,39 +20,11 @@ from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher
 
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import Event, TrainerSession
+from sync import wire
 from sync.base.errors import DistillError
-from sync.wire import (
-    DTYPES,
-    Array,
-    Audience,
-    BatchRequest,
-    EvalReport,
-    Generated,
-    GenerateFailed,
-    GenerateRequest,
-    Message,
-    Ok,
-    ReplicaState,
-    Scored,
-    ScoreRefused,
-    ScoreReply,
-    ScoreSequence,
-    StepReport,
-    TeacherCompletion,
-    TeacherGenerateReply,
-    TeacherPrompt,
-    TrainerHello,
-    TrainerWelcome,
-    UpdateReply,
-    UpdateRequest,
-    Version,
-    Want,
-    decode,
-    encode,
-    unpack,
-)
+from sync.wire import Array, EvalReport, Ok, ReplicaState, ScoreRefused, ScoreReply, Version, encode
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=wire.Message)
 INTS = (-1, 0, 7, 1 << 31, (1 << 62) + 1)
 FLOATS = (float("nan"), float("inf"), -float("inf"), -1.0, 1e30)
 TEXTS = ("", "other", "\x00" * 100, "stop", "broadcast")
@@ -68,7 +40,9 @@ class Spoiler:
 
     def over_the_wire(self, message: M, kind: Any) -> M:
         """`message` as it comes out on the other side."""
-        return message if self.rng.random() >= self.share else cast(M, decode(self.spoilt(message), kind))
+        return (
+            message if self.rng.random() >= self.share else cast(M, wire.decode(self.spoilt(message), kind))
+        )
 
     def spoilt(self, message: Any) -> bytes:
         """The message with one field changed, or in one of ten cases its bytes."""
@@ -134,7 +108,7 @@ class Spoiler:
     def _array(self, array: Array) -> tuple[str, Array | None]:
         how = self.rng.choice(("dtype", "shape", "bytes", "element", "element", "element", "none"))
         if how == "dtype":
-            return how, msgspec.structs.replace(array, dtype=self.rng.choice(list(DTYPES)))
+            return how, msgspec.structs.replace(array, dtype=self.rng.choice(list(wire.DTYPES)))
         if how == "shape":
             count = array.shape[0] if array.shape else 0
             shapes = [(), (count + 1,), (-1,), (1 << 40,), (0, 1 << 62), (*array.shape, 1), array.shape[:1]]
@@ -147,7 +121,7 @@ class Spoiler:
         return (how, None) if how == "none" else ("element", self._element(array))
 
     def _element(self, array: Array) -> Array:
-        values = unpack(array).copy()
+        values = wire.unpack(array).copy()
         if values.size:
             others = FLOATS if values.dtype.kind == "f" else (-1, -2, 50, (1 << 31) - 1, int(values.flat[0]))
             with np.errstate(all="ignore"):
@@ -161,15 +135,15 @@ class SpoiledReplica(MemoryReplica):
 
     spoiler: Spoiler
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+    async def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[Answer, None]:
         async for answer in super().generate(request):
-            yield self.spoiler.over_the_wire(answer, Generated | GenerateFailed)
+            yield self.spoiler.over_the_wire(answer, wire.Generated | wire.GenerateFailed)
 
     async def state(self, digests: bool = False) -> ReplicaState:
         return self.spoiler.over_the_wire(await super().state(digests), ReplicaState)
 
-    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-        return self.spoiler.over_the_wire(await super().update(request, timeout), UpdateReply)
+    async def update(self, request: wire.UpdateRequest, timeout: float) -> wire.UpdateReply:
+        return self.spoiler.over_the_wire(await super().update(request, timeout), wire.UpdateReply)
 
 
 class SpoiledTeacher(MemoryTeacher):
@@ -178,21 +152,21 @@ class SpoiledTeacher(MemoryTeacher):
     spoiler: Spoiler
 
     async def score(
-        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
-    ) -> list[Scored | ScoreRefused]:
+        self, sequences: list[wire.ScoreSequence], want: wire.Want, deadline: float | None = None
+    ) -> list[wire.Scored | ScoreRefused]:
         reply = ScoreReply(results=await super().score(sequences, want, deadline))
         return self.spoiler.over_the_wire(reply, ScoreReply).results
 
     async def generate(
         self,
-        prompts: list[TeacherPrompt],
+        prompts: list[wire.TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
-    ) -> list[TeacherCompletion | ScoreRefused]:
-        reply = TeacherGenerateReply(results=await super().generate(prompts, max_tokens, stop_token_ids))
-        return self.spoiler.over_the_wire(reply, TeacherGenerateReply).results
+    ) -> list[wire.TeacherCompletion | ScoreRefused]:
+        reply = wire.TeacherGenerateReply(results=await super().generate(prompts, max_tokens, stop_token_ids))
+        return self.spoiler.over_the_wire(reply, wire.TeacherGenerateReply).results
 
     def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
         """Kept bodies are damaged on their way to a rank; what is scored again is not."""
@@ -223,18 +197,18 @@ class SpoiledSession:
                 async with asyncio.timeout(0.01):  # it may have to wait for a batch
                     await send(changed)
 
-    async def hello(self, hello: TrainerHello) -> TrainerWelcome:
-        async def send(changed: TrainerHello) -> None:
+    async def hello(self, hello: wire.TrainerHello) -> wire.TrainerWelcome:
+        async def send(changed: wire.TrainerHello) -> None:
             if changed.fingerprint == hello.fingerprint:  # the first one that is heard is the run's
                 await self._session.hello(changed)
 
         await self._first(hello, send)
         return await self._session.hello(hello)
 
-    async def batch(self, request: BatchRequest) -> bytes:
+    async def batch(self, request: wire.BatchRequest) -> bytes:
         await self._first(request, self._session.batch)
         return await self._session.batch(request)
 
-    async def event(self, event: Event) -> Ok | Audience:
-        await self._first(cast(StepReport, event), self._session.event)
+    async def event(self, event: Event) -> Ok | wire.Audience:
+        await self._first(cast(wire.StepReport, event), self._session.event)
         return await self._session.event(event)

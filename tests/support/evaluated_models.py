@@ -20,24 +20,8 @@ from distill.evaluation.completions import file_of
 from distill.evaluation.evaluator import Evaluator
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
-from sync.wire import (
-    CompletionsReply,
-    CompletionsRequest,
-    EvalReport,
-    Generated,
-    GenerateRequest,
-    Head,
-    Scored,
-    ScoreSequence,
-    TeacherCompletion,
-    TeacherInfo,
-    TeacherPrompt,
-    Version,
-    VersionSpan,
-    Want,
-    pack,
-    unpack,
-)
+from sync import wire
+from sync.wire import GenerateRequest, TeacherCompletion, Version, pack
 from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.messages import describe, scored
@@ -72,11 +56,11 @@ class Replica(MemoryReplica):
             while len(ids) < request.sampling.max_tokens and EOS not in ids:
                 logp_V = log_probs(self.model, [*prompt.token_ids, *ids])[-1]
                 ids.append(int(torch.multinomial(logp_V.exp(), 1, generator=self.random)))
-            yield Generated(
+            yield wire.Generated(
                 id=prompt.id,
                 token_ids=pack(np.array(ids, "i4")),
                 logprob=pack(np.full(len(ids), -1.0, "f4")),
-                spans=[VersionSpan(self.version or Version(0, 0), 0, len(ids))],
+                spans=[wire.VersionSpan(self.version or Version(0, 0), 0, len(ids))],
                 finish_reason="stop" if ids[-1] == EOS else "length",
             )
 
@@ -89,28 +73,30 @@ class Teacher:
         self.hidden, self.requests = hidden, 0
         self.completed: list[str] = []
 
-    async def first_info(self) -> TeacherInfo:
+    async def first_info(self) -> wire.TeacherInfo:
         info = describe("t", self.engine.engine_info, letter_tokenizer())
         return info if self.hidden else replace(info, can=["topk"])
 
-    async def head(self) -> Head:
+    async def head(self) -> wire.Head:
         assert self.hidden
         head = self.engine.head()
         assert head is not None
         return head
 
-    async def score(self, sequences: list[ScoreSequence], want: Want, deadline: float) -> list[Scored]:
+    async def score(
+        self, sequences: list[wire.ScoreSequence], want: wire.Want, deadline: float
+    ) -> list[wire.Scored]:
         self.requests += 1
         assert self.hidden or not want.hidden
         options = ScoreOptions(hidden=want.hidden)
-        items = [Item(unpack(one.token_ids), one.start) for one in sequences]
+        items = [Item(wire.unpack(one.token_ids), one.start) for one in sequences]
         return [
             scored(one.id, self.engine.score([item], options), "f4")
             for one, item in zip(sequences, items, strict=True)
         ]
 
     async def generate(
-        self, prompts: list[TeacherPrompt], max_tokens: int, stop_token_ids: Sequence[int]
+        self, prompts: list[wire.TeacherPrompt], max_tokens: int, stop_token_ids: Sequence[int]
     ) -> list[TeacherCompletion]:
         """Two tokens each, the second the end."""
         self.completed += [prompt.id for prompt in prompts]
@@ -149,14 +135,16 @@ def lines(models: Path, name: str = "held_out", version: Version = Version(0, 0)
 
 async def completed(
     evaluator: Evaluator, version: Version = Version(0, 0), sets: Sequence[str] = ()
-) -> CompletionsReply:
+) -> wire.CompletionsReply:
     """Have the completions of a version generated."""
-    return await evaluator.complete(CompletionsRequest(version=version, replica="http://r", sets=[*sets]))
+    return await evaluator.complete(
+        wire.CompletionsRequest(version=version, replica="http://r", sets=[*sets])
+    )
 
 
 async def evaluated(
     evaluator: Evaluator, version: Version = Version(0, 0), sets: Sequence[str] = ()
-) -> EvalReport:
+) -> wire.EvalReport:
     """The report of a version, once its completions are generated."""
     assert (await completed(evaluator, version, sets)).lost is None
     return await evaluator.evaluate(version)

@@ -13,19 +13,10 @@ import numpy as np
 import psutil
 from corrupted_messages import Spoiler
 
-from sync.wire import (
-    ScoreRefused,
-    ScoreReply,
-    ScoreRequest,
-    ScoreSequence,
-    TeacherGenerateReply,
-    TeacherGenerateRequest,
-    decode,
-    encode,
-    pack,
-)
+from sync import wire
+from sync.wire import ScoreReply, ScoreRequest, ScoreSequence, TeacherGenerateReply, encode, pack
 
-Request = ScoreRequest | TeacherGenerateRequest
+Request = ScoreRequest | wire.TeacherGenerateRequest
 Reply = type[ScoreReply | TeacherGenerateReply]
 
 
@@ -76,8 +67,8 @@ GENERATE: tuple[str, Reply] = ("/v1/generate", TeacherGenerateReply)
 def _explained(answer: httpx.Response, kind: Reply) -> bool:
     try:
         if answer.status_code == 200:
-            results = decode(answer.content, kind).results
-            return all(result.error for result in results if isinstance(result, ScoreRefused))
+            results = wire.decode(answer.content, kind).results
+            return all(result.error for result in results if isinstance(result, wire.ScoreRefused))
         return 400 <= answer.status_code < 500 and bool(answer.json()["error"])
     except (ValueError, KeyError, TypeError):
         return False

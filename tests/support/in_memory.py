@@ -24,51 +24,9 @@ from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import TrainerSession
 from student_trainer.teacher_scores import TeacherScores
+from sync import wire
 from sync.base.errors import Overloaded, RemoteError, Unreachable
-from sync.wire import (
-    DIGEST_BYTES,
-    Array,
-    BatchRequest,
-    Behaviour,
-    CheckpointSaved,
-    CompletionsReply,
-    CompletionsRequest,
-    EvalReport,
-    FinalDigests,
-    Generated,
-    GeneratePrompt,
-    GenerateRequest,
-    Head,
-    Kept,
-    Published,
-    ReplicaState,
-    Routing,
-    SamplingMask,
-    Scored,
-    ScoreRefused,
-    ScoreReply,
-    ScoreRequest,
-    ScoreSequence,
-    StepReport,
-    Stop,
-    TeacherCompletion,
-    TeacherInfo,
-    TeacherPrompt,
-    TeacherServers,
-    TrainBatch,
-    TrainerHello,
-    TrainerWelcome,
-    UpdateReply,
-    UpdateRequest,
-    Version,
-    VersionSpan,
-    Wait,
-    Want,
-    decode,
-    encode,
-    frame,
-    pack,
-)
+from sync.wire import EvalReport, Generated, Scored, ScoreRefused, Stop, TrainBatch, Version, Wait, pack
 from sync.wire.client import BlockingPeer
 from teacher_service.client import Counters
 
@@ -88,17 +46,17 @@ def some_ids(count: int, k: int) -> np.ndarray:
     return (np.arange(count)[:, None] + np.arange(k)).astype("i4") % 50
 
 
-def some_masks(token_ids: list[int], k: int) -> SamplingMask:
+def some_masks(token_ids: list[int], k: int) -> wire.SamplingMask:
     """Of tokens below 50: 1 to `k` ids each, the token itself first."""
     rows = [[(token + i) % 50 for i in range(1 + token % k)] for token in token_ids]
     ids = [id for row in rows for id in row]
-    return SamplingMask(pack(np.array([*map(len, rows)], "i4")), pack(np.array(ids, "i4")))
+    return wire.SamplingMask(pack(np.array([*map(len, rows)], "i4")), pack(np.array(ids, "i4")))
 
 
-ROUTING: Final = Routing(layers=3, chosen=2, experts=5)
+ROUTING: Final = wire.Routing(layers=3, chosen=2, experts=5)
 
 
-def some_routes(token_ids: Sequence[int]) -> Array:
+def some_routes(token_ids: Sequence[int]) -> wire.Array:
     """Of all tokens but the last: in layer l those after token + l."""
     first_P = np.array(token_ids[:-1]).reshape(-1, 1, 1) + np.arange(ROUTING.layers).reshape(1, -1, 1)
     return pack(((first_P + np.arange(ROUTING.chosen)) % ROUTING.experts).astype("u1"))
@@ -149,11 +107,11 @@ class MemoryReplica:
         if broken.is_set() or not self.up:
             raise Unreachable("the replica is dead")
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+    async def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[Answer, None]:
         for prompt in request.prompts:
             yield self.spoil(await self._complete(prompt, request))
 
-    async def _complete(self, prompt: GeneratePrompt, request: GenerateRequest) -> Generated:
+    async def _complete(self, prompt: wire.GeneratePrompt, request: wire.GenerateRequest) -> Generated:
         rng = np.random.default_rng([self.seed, self.generated])
         sampling = request.sampling
         count = int(rng.integers(1, min(self.longest, sampling.max_tokens) + 1))
@@ -165,8 +123,8 @@ class MemoryReplica:
         before, half = self.version, count // 2
         await self.pass_time(self.token_seconds * count)
         spans = [
-            VersionSpan(before or Version(0, 0), 0, half),
-            VersionSpan(self.version or Version(0, 0), half, count),
+            wire.VersionSpan(before or Version(0, 0), 0, half),
+            wire.VersionSpan(self.version or Version(0, 0), half, count),
         ]
         self.generated += 1
         self.tokens += count
@@ -183,18 +141,18 @@ class MemoryReplica:
             else None,
         )
 
-    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+    async def update(self, request: wire.UpdateRequest, timeout: float) -> wire.UpdateReply:
         await self.pass_time()
         self.version = request.version
         self.updates.append(request.version)
-        return UpdateReply(
+        return wire.UpdateReply(
             version=request.version, bytes_read=10, stage_seconds=0.2, pause_seconds=0.1, apply_seconds=0.05
         )
 
-    async def state(self, digests: bool = False) -> ReplicaState:
+    async def state(self, digests: bool = False) -> wire.ReplicaState:
         await self.pass_time()
         held = weights_of(self.version) if digests else None
-        return ReplicaState(version=self.version, requests=0, digests=held, tokens=self.tokens)
+        return wire.ReplicaState(version=self.version, requests=0, digests=held, tokens=self.tokens)
 
     async def alive(self) -> bool:
         return self.up
@@ -225,7 +183,7 @@ class MemoryTeacher:
     """Keys that were fetched, found or not."""
 
     async def score(
-        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
+        self, sequences: list[wire.ScoreSequence], want: wire.Want, deadline: float | None = None
     ) -> list[Scored | ScoreRefused]:
         await asyncio.sleep(0)
         if not self.up:
@@ -238,35 +196,35 @@ class MemoryTeacher:
         found = [self._scores(sequence, want) for sequence in sequences]
         return [*map(self._keep, found, sequences)] if want.keep else found
 
-    def _keep(self, scored: Scored | ScoreRefused, sequence: ScoreSequence) -> Scored | ScoreRefused:
+    def _keep(self, scored: Scored | ScoreRefused, sequence: wire.ScoreSequence) -> Scored | ScoreRefused:
         if isinstance(scored, ScoreRefused):
             return scored
         scored = replace(scored, gather_ids=sequence.gather_ids)
-        body, key = frame(ScoreReply(results=[scored])), f"b007-{next(self._numbers)}"
+        body, key = wire.frame(wire.ScoreReply(results=[scored])), f"b007-{next(self._numbers)}"
         self.kept[key] = body
-        kept = Kept("memory", key, len(body), blake3(body).digest(DIGEST_BYTES))
+        kept = wire.Kept("memory", key, len(body), blake3(body).digest(wire.DIGEST_BYTES))
         return Scored(scored.id, scored.logprob, kept=kept)
 
-    async def release(self, kept: Sequence[Kept]) -> None:
+    async def release(self, kept: Sequence[wire.Kept]) -> None:
         for one in kept:
             self.kept.pop(one.key, None)
 
-    def servers(self) -> TeacherServers:
-        return TeacherServers(urls=["memory"], fingerprint=None)
+    def servers(self) -> wire.TeacherServers:
+        return wire.TeacherServers(urls=["memory"], fingerprint=None)
 
     def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
         """As `BlockingPeer.once`."""
         if body is not None:
-            request = decode(body, ScoreRequest)
+            request = wire.decode(body, wire.ScoreRequest)
             results = [self._scores(sequence, request.want) for sequence in request.sequences]
-            return encode(ScoreReply(results=results))
+            return wire.encode(wire.ScoreReply(results=results))
         key = path.removeprefix("/v1/scores/")
         self.fetched.append(key)
         if key not in self.kept:
             raise RemoteError(f"{key} is gone")
         return self.kept[key]
 
-    def _scores(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
+    def _scores(self, sequence: wire.ScoreSequence, want: wire.Want) -> Scored | ScoreRefused:
         if self.refuses(sequence.id):
             return ScoreRefused(sequence.id, "too long for this teacher")
         count = sequence.token_ids.shape[0] - sequence.start
@@ -278,37 +236,41 @@ class MemoryTeacher:
             topk_logprob=pack(np.full((count, want.topk), -np.log(50), "f2")) if want.topk else None,
             gathered=None if ids is None else pack(np.zeros(ids.shape, "f2")),
             entropy=pack(np.zeros(count, "f4")) if want.entropy else None,
-            hidden=Array("bf16", (count, self.width), bytes(2 * self.width * count)) if want.hidden else None,
+            hidden=wire.Array("bf16", (count, self.width), bytes(2 * self.width * count))
+            if want.hidden
+            else None,
         )
 
     async def generate(
         self,
-        prompts: list[TeacherPrompt],
+        prompts: list[wire.TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
-    ) -> list[TeacherCompletion | ScoreRefused]:
+    ) -> list[wire.TeacherCompletion | ScoreRefused]:
         """Tokens made from each prompt's seed."""
         await asyncio.sleep(0)
         if not self.up:
             raise Unreachable("the teacher is dead")
         return [self._completion(prompt, max_tokens) for prompt in prompts]
 
-    def _completion(self, prompt: TeacherPrompt, max_tokens: int) -> TeacherCompletion | ScoreRefused:
+    def _completion(
+        self, prompt: wire.TeacherPrompt, max_tokens: int
+    ) -> wire.TeacherCompletion | ScoreRefused:
         if self.refuses(prompt.id):
             return ScoreRefused(prompt.id, "too long for this teacher")
         rng = np.random.default_rng(prompt.seed)
         count = int(rng.integers(1, max_tokens + 1))
         self.completed.append(prompt.id)
         tokens, logprob = pack(rng.integers(0, 50, count).astype("i4")), pack(-rng.random(count).astype("f4"))
-        return TeacherCompletion(prompt.id, tokens, logprob, "stop" if count < max_tokens else "length")
+        return wire.TeacherCompletion(prompt.id, tokens, logprob, "stop" if count < max_tokens else "length")
 
-    async def head(self) -> Head:
-        return Head(weight=pack(np.zeros((50, self.width), "f4")))
+    async def head(self) -> wire.Head:
+        return wire.Head(weight=pack(np.zeros((50, self.width), "f4")))
 
-    async def first_info(self) -> TeacherInfo:
-        return TeacherInfo(
+    async def first_info(self) -> wire.TeacherInfo:
+        return wire.TeacherInfo(
             name="memory", model="memory", revision=None, dtype="float32", engine="memory", vocab_size=50,
             hidden_size=self.width, max_length=4096, max_topk=50, tokenizer_fingerprint="", fingerprint="",
             chat_template_fingerprint=None, can=["topk", "gather", "entropy", "hidden", "generate"],
@@ -321,7 +283,7 @@ class MemoryTeacher:
         return False
 
 
-def fetching(teachers: dict[str, MemoryTeacher], want: Want, student_topk: int = 0) -> TeacherScores:
+def fetching(teachers: dict[str, MemoryTeacher], want: wire.Want, student_topk: int = 0) -> TeacherScores:
     """What a rank fetches the teachers' scores with."""
     (only,) = teachers.values()
     connect = cast(Callable[[str], BlockingPeer], lambda url: only)
@@ -345,24 +307,24 @@ class MemoryEvaluator:
 
     seen: list[Version] = field(default_factory=list)
     kl: Callable[[int], float] = lambda step: 1.0 / (1 + step)
-    completed: list[CompletionsRequest] = field(default_factory=list)
+    completed: list[wire.CompletionsRequest] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     """What becomes of the next replicas that are to complete."""
 
-    async def complete(self, request: CompletionsRequest) -> CompletionsReply:
+    async def complete(self, request: wire.CompletionsRequest) -> wire.CompletionsReply:
         self.completed.append(request)
         await asyncio.sleep(0)
-        return CompletionsReply(version=request.version, lost=self.lost.pop(0) if self.lost else None)
+        return wire.CompletionsReply(version=request.version, lost=self.lost.pop(0) if self.lost else None)
 
     async def evaluate(self, version: Version) -> EvalReport:
         self.seen.append(version)
         await asyncio.sleep(0)
-        read = Behaviour(1.0, 1.0, 1.0, 0.0, 1.0)
+        read = wire.Behaviour(1.0, 1.0, 1.0, 0.0, 1.0)
         report = EvalReport(
             version=version, reverse_kl=self.kl(version.step), pass_rate=None, completions=1, tokens=1,
             truncated=0.0, seconds=0.0, behaviour=read, reference=read,
         )  # fmt: skip
-        return decode(encode(report), EvalReport)
+        return wire.decode(wire.encode(report), EvalReport)
 
 
 @dataclass
@@ -380,7 +342,7 @@ class MemoryTrainer:
     """The newest it has saved; it resumes from there."""
     batches: dict[Version, list[TrainBatch]] = field(default_factory=dict)
     """What it trained on, by the version it was on top of."""
-    welcomes: list[TrainerWelcome] = field(default_factory=list)
+    welcomes: list[wire.TrainerWelcome] = field(default_factory=list)
     record: Callable[[Version, list[TrainBatch]], None] | None = None
     """Takes what it trained on instead of `batches`."""
     stepped: Signal = field(default_factory=Signal)
@@ -403,7 +365,7 @@ class MemoryTrainer:
 
     async def run(self) -> Stop:
         """From hello to the last message. Cancel it to kill it."""
-        hello = TrainerHello(
+        hello = wire.TrainerHello(
             world_size=self.ranks, checkpoint=self.checkpoint, fingerprint="model", run=self.session.run.name
         )
         welcome = await self.session.hello(hello)
@@ -419,16 +381,18 @@ class MemoryTrainer:
                 assert len(stops) == self.ranks, "ranks were told different things"
                 if stops[0].checkpoint:
                     await self._save(version)
-                await self.session.event(FinalDigests(version=version, digests=weights_of(version)))
+                await self.session.event(wire.FinalDigests(version=version, digests=weights_of(version)))
                 return stops[0]
             version = await self._step(version, [s for s in shares if isinstance(s, TrainBatch)])
 
     async def _batch(self, version: Version, rank: int) -> TrainBatch | Stop:
-        request = BatchRequest(version=version, rank=rank, world_size=self.ranks)
+        request = wire.BatchRequest(version=version, rank=rank, world_size=self.ranks)
         await asyncio.sleep(0)  # a request of its own
         while True:
             body = await self.session.batch(request)
-            answer: TrainBatch | Wait | Stop = decode(body, cast(type[TrainBatch], TrainBatch | Wait | Stop))
+            answer: TrainBatch | Wait | Stop = wire.decode(
+                body, cast(type[TrainBatch], TrainBatch | Wait | Stop)
+            )
             if isinstance(answer, TrainBatch) and self.scores is not None:
                 return self.scores.filled(answer)
             if not isinstance(answer, Wait):
@@ -449,15 +413,15 @@ class MemoryTrainer:
             await self._save(after)
         seconds = {"wait": self.waited, "train": self.step_seconds, "publish": 0.0, "checkpoint": 0.0}
         parts = dict.fromkeys(("forward", "backward", "optimizer"), self.step_seconds / 4)
-        await self.session.event(StepReport(after, self.metrics, seconds, parts))
+        await self.session.event(wire.StepReport(after, self.metrics, seconds, parts))
         return after
 
     async def _publish(self, version: Version, kind: str) -> None:
         if not self.broadcasts:
-            event = Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
+            event = wire.Published(version=version, kind=kind, bytes=5, full_bytes=20, seconds=0.1)  # type: ignore[arg-type]
             await self.session.event(event)
             return
-        event = Published(
+        event = wire.Published(
             version=version, kind="broadcast", bytes=5, full_bytes=20, seconds=0.1, rendezvous="nowhere:1"
         )
         while True:
@@ -469,4 +433,4 @@ class MemoryTrainer:
 
     async def _save(self, version: Version) -> None:
         self.checkpoint = version
-        await self.session.event(CheckpointSaved(version=version, path=f"checkpoints/{version}"))
+        await self.session.event(wire.CheckpointSaved(version=version, path=f"checkpoints/{version}"))

@@ -19,32 +19,10 @@ from safetensors.torch import load_file
 
 from student_trainer import launch
 from student_trainer.config import TrainerConfig
+from sync import wire
 from sync.weights.broadcast import Receiver, Reception
 from sync.weights.snapshots.checkpoint import digest
-from sync.wire import (
-    Audience,
-    BatchRequest,
-    BroadcastMembers,
-    BroadcastTicket,
-    CheckpointSaved,
-    FinalDigests,
-    Head,
-    Message,
-    Ok,
-    Published,
-    Rows,
-    RunIdentity,
-    StepReport,
-    Stop,
-    TeacherServers,
-    TrainBatch,
-    TrainerHello,
-    TrainerWelcome,
-    Version,
-    decode,
-    encode,
-    pack,
-)
+from sync.wire import Head, Message, Published, Rows, TrainBatch, Version, decode, encode, pack
 
 VOCAB, HIDDEN = 30, 16
 ROOT = Path(__file__).parents[2]
@@ -69,11 +47,11 @@ class StubController:
 
     def __init__(self, share: Share, start: Version = Version(0, 0), parent: Version | None = None) -> None:
         self.events: list[Message] = []
-        self.servers: TeacherServers | None = None
+        self.servers: wire.TeacherServers | None = None
         self.receptions: list[Reception] = []
         self._receiver = Receiver(60.0)
-        self.welcome = TrainerWelcome(
-            version=start, parent=parent, teachers=["only"], run=RunIdentity("test", "1")
+        self.welcome = wire.TrainerWelcome(
+            version=start, parent=parent, teachers=["only"], run=wire.RunIdentity("test", "1")
         )
         self._share = share
         outer = self
@@ -82,7 +60,7 @@ class StubController:
             def do_GET(self) -> None:
                 gets = {"/v1/teachers/only/head": teacher_head(), "/v1/teachers/only": outer.servers}
                 if self.path.startswith("/v1/broadcasts/"):
-                    gets[self.path] = BroadcastMembers(lost={})
+                    gets[self.path] = wire.BroadcastMembers(lost={})
                 message = gets.get(self.path)
                 self.answer(404) if message is None else self.answer(200, encode(message))
 
@@ -96,20 +74,20 @@ class StubController:
 
     def answer(self, path: str, body: bytes) -> Message:
         if path == "/v1/hello":
-            self.events.append(decode(body, TrainerHello))
+            self.events.append(decode(body, wire.TrainerHello))
             return self.welcome
         if path == "/v1/batch":
-            request = decode(body, BatchRequest)
+            request = decode(body, wire.BatchRequest)
             return self._share(request.version, request.rank, request.world_size)
-        kinds = StepReport | Published | CheckpointSaved | FinalDigests
+        kinds = wire.StepReport | Published | wire.CheckpointSaved | wire.FinalDigests
         event = decode(body, kinds)  # type: ignore[arg-type]
         self.events.append(event)
         if isinstance(event, Published) and event.rendezvous is not None:
             group = f"group-{len(self.receptions)}"
-            ticket = BroadcastTicket(address=event.rendezvous, group=group, rank=1, world_size=2)
+            ticket = wire.BroadcastTicket(address=event.rendezvous, group=group, rank=1, world_size=2)
             self.receptions.append(self._receiver.receive(ticket))
-            return Audience(group=group, world_size=2)
-        return Ok()
+            return wire.Audience(group=group, world_size=2)
+        return wire.Ok()
 
     def told(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -178,7 +156,7 @@ def until(steps: int, then: Message, full: bool = False) -> Share:
     return lambda version, rank, world: give(version, rank, world) if version.step < steps else then
 
 
-STOP = Stop(reason="enough", checkpoint=False)
+STOP = wire.Stop(reason="enough", checkpoint=False)
 
 
 # --- a trainer --------------------------------------------------------------------------------------------

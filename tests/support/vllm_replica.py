@@ -22,26 +22,14 @@ from tiny_models import language_model, save_words
 
 from distill.config import StudentConfig
 from distill.launch.replica_command import command
+from sync import wire
 from sync.base.address import TOKEN_VARIABLE
 from sync.base.settings import DirectoryStoreConfig, ReplicaConfig
 from sync.weights.broadcast import BroadcastSender
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots import checkpoint
 from sync.weights.stores import open_store
-from sync.wire import (
-    Audience,
-    BroadcastTicket,
-    Generated,
-    GenerateFailed,
-    GeneratePrompt,
-    GenerateRequest,
-    ReplicaState,
-    RunIdentity,
-    Sampling,
-    UpdateReply,
-    UpdateRequest,
-    Version,
-)
+from sync.wire import Generated, ReplicaState, UpdateReply, Version
 from sync.wire.client import Peer
 
 BROADCAST_SECONDS = 60
@@ -80,7 +68,7 @@ class Versions:
         ]
         publisher = Publisher(
             open_store(DirectoryStoreConfig(), store),
-            RunIdentity("tests", model=checkpoint.fingerprint(folders[0])),
+            wire.RunIdentity("tests", model=checkpoint.fingerprint(folders[0])),
             slices,
         )
         for step, folder in enumerate(folders, 1):
@@ -152,10 +140,11 @@ class Server:
 
 async def generate(peer: Peer, prompts: list[list[int]], **sampling: Any) -> list[Any]:
     """Generated or GenerateFailed of every prompt, in their order."""
-    request = GenerateRequest(
-        sampling=Sampling(**sampling), prompts=[GeneratePrompt(str(i), p) for i, p in enumerate(prompts)]
+    request = wire.GenerateRequest(
+        sampling=wire.Sampling(**sampling),
+        prompts=[wire.GeneratePrompt(str(i), p) for i, p in enumerate(prompts)],
     )
-    kind: Any = Generated | GenerateFailed
+    kind: Any = Generated | wire.GenerateFailed
     answers = [answer async for answer in peer.stream("/distill/v1/generate", request, kind)]
     assert sorted(answer.id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
     return sorted(answers, key=lambda answer: int(answer.id))
@@ -195,7 +184,7 @@ async def generate_across(
 
 
 async def update(peer: Peer, step: int, **options: Any) -> UpdateReply:
-    request = UpdateRequest(version=Version(1, step), **options)
+    request = wire.UpdateRequest(version=Version(1, step), **options)
     return await peer.call("/distill/v1/update", request, UpdateReply)
 
 
@@ -211,10 +200,10 @@ async def broadcast(
     settings = folder / "adapter_config.json"
     plan = plan_of(weights, adapter_config=settings.read_text() if settings.is_file() else None)
     sender, group = BroadcastSender("127.0.0.1", 0, timeout=BROADCAST_SECONDS, token=TOKEN), f"group-{step}"
-    ticket = BroadcastTicket(sender.address, group, 1, 1 + workers)
+    ticket = wire.BroadcastTicket(sender.address, group, 1, 1 + workers)
     answer = asyncio.create_task(update(peer, step, broadcast=ticket))
     try:
-        audience = Audience(group=group, world_size=1 + workers)
+        audience = wire.Audience(group=group, world_size=1 + workers)
         sent = await asyncio.to_thread(sender.send, audience, plan, buckets_of(plan, weights))
         reply = await answer
         assert reply.bytes_read >= sent * workers

@@ -37,34 +37,8 @@ from distill.interfaces import Components
 from distill.prompts.stream import PromptStream
 from distill.record.store import Store
 from distill.rollout.replica_client import Answer
-from sync.wire import (
-    Array,
-    BatchRequest,
-    CheckpointSaved,
-    EvalReport,
-    FinalDigests,
-    Generated,
-    GenerateFailed,
-    GenerateRequest,
-    Kept,
-    Published,
-    ReplicaState,
-    Rows,
-    SamplingMask,
-    Scored,
-    ScoreRefused,
-    ScoreReply,
-    ScoreSequence,
-    StepReport,
-    TeacherCompletion,
-    TeacherGenerateReply,
-    TrainBatch,
-    TrainerHello,
-    UpdateReply,
-    Want,
-    pack,
-    unpack,
-)
+from sync import wire
+from sync.wire import Generated, GenerateFailed, Scored, ScoreRefused, Want, pack, unpack
 
 MUTANTS = int(os.environ.get("DISTILL_MUTANTS", "1000"))
 OF_A_RUN = 200
@@ -76,7 +50,7 @@ FIELDS: dict[type[msgspec.Struct], set[str]] = {
         "routes",
         "bytes",
     },
-    SamplingMask: {"sizes", "ids"},
+    wire.SamplingMask: {"sizes", "ids"},
     Scored: {
         "id",
         "logprob",
@@ -88,13 +62,13 @@ FIELDS: dict[type[msgspec.Struct], set[str]] = {
         "hidden",
         "kept",
     },
-    Kept: {"url", "key", "size", "digest"},
-    TeacherCompletion: {"id", "token_ids", "logprob", "finish_reason"},
-    ScoreReply: {"results", "bytes"},
-    TeacherGenerateReply: {"results", "bytes"},
-    UpdateReply: {"version", "bytes_read", "stage_seconds", "pause_seconds", "apply_seconds"},
-    ReplicaState: {"version", "requests", "digests", "tokens"},
-    EvalReport: {
+    wire.Kept: {"url", "key", "size", "digest"},
+    wire.TeacherCompletion: {"id", "token_ids", "logprob", "finish_reason"},
+    wire.ScoreReply: {"results", "bytes"},
+    wire.TeacherGenerateReply: {"results", "bytes"},
+    wire.UpdateReply: {"version", "bytes_read", "stage_seconds", "pause_seconds", "apply_seconds"},
+    wire.ReplicaState: {"version", "requests", "digests", "tokens"},
+    wire.EvalReport: {
         "version",
         "reverse_kl",
         "pass_rate",
@@ -106,12 +80,12 @@ FIELDS: dict[type[msgspec.Struct], set[str]] = {
         "pass_rate_interval",
         "sets",
     },
-    TrainerHello: {"world_size", "checkpoint", "fingerprint"},
-    BatchRequest: {"version", "rank", "world_size"},
-    StepReport: {"version", "metrics", "seconds", "parts"},
-    Published: {"version", "kind", "bytes", "full_bytes", "seconds", "rendezvous", "encode_seconds"},
-    CheckpointSaved: {"version", "path"},
-    FinalDigests: {"version", "digests"},
+    wire.TrainerHello: {"world_size", "checkpoint", "fingerprint"},
+    wire.BatchRequest: {"version", "rank", "world_size"},
+    wire.StepReport: {"version", "metrics", "seconds", "parts"},
+    wire.Published: {"version", "kind", "bytes", "full_bytes", "seconds", "rendezvous", "encode_seconds"},
+    wire.CheckpointSaved: {"version", "path"},
+    wire.FinalDigests: {"version", "digests"},
 }
 
 
@@ -157,16 +131,16 @@ async def spoiled_run(
         return await running, trainer, spoiler
 
 
-def arrays(rows: Rows) -> dict[str, np.ndarray]:
+def arrays(rows: wire.Rows) -> dict[str, np.ndarray]:
     """Every array of some rows; raises where its bytes do not fill its shape."""
     found = {name: getattr(rows, name) for name in rows.__struct_fields__}
-    return {name: unpack(array) for name, array in found.items() if isinstance(array, Array)}
+    return {name: unpack(array) for name, array in found.items() if isinstance(array, wire.Array)}
 
 
 NONE = np.zeros(0)
 
 
-def check_trained(shares: list[TrainBatch]) -> None:
+def check_trained(shares: list[wire.TrainBatch]) -> None:
     """Whatever a trainer is given can be trained on."""
     for rows in (rows for share in shares for rows in share.micro_batches):
         found, count = arrays(rows), int(unpack(rows.completion_lens).sum())
@@ -329,7 +303,7 @@ async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a
     controller, config, who: str
 ) -> None:
     class Teacher(MemoryTeacher):
-        def _scores(self, sequence: ScoreSequence, want: Want) -> Scored | ScoreRefused:
+        def _scores(self, sequence: wire.ScoreSequence, want: Want) -> Scored | ScoreRefused:
             if who == "refusing teacher":
                 return ScoreRefused(sequence.id, "the engine's answer: logprob is nan", unusable=True)
             scores = super()._scores(sequence, want)
@@ -362,7 +336,7 @@ async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a
 
 async def test_a_replica_that_leaves_prompts_unanswered_does_not_hold_the_run(controller) -> None:
     class Mute(MemoryReplica):
-        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        async def generate(self, request: wire.GenerateRequest) -> AsyncGenerator[Answer, None]:
             if request is None:
                 yield
 

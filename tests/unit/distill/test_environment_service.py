@@ -35,27 +35,13 @@ from distill.preflight_checks import checks, probes
 from distill.prompts.sources import EnvironmentSource, open_prompts
 from distill.tasks.teaching import make_tokenizer
 from distill.trainer_api.http_api import listen, serving
+from sync import wire
 from sync.base import tokenizers
 from sync.base.address import TOKEN_VARIABLE
 from sync.base.errors import ConfigError, RemoteError, Unreachable, WrongServer
 from sync.base.own_code import CODE_VARIABLE, use_folder
 from sync.base.settings import ModelSource
-from sync.wire import (
-    Array,
-    EpisodeBegin,
-    EpisodeContinue,
-    EpisodeEnd,
-    EpisodeFailed,
-    EpisodeOver,
-    Generated,
-    Ok,
-    RunIdentity,
-    Turn,
-    Version,
-    VersionSpan,
-    pack,
-    unpack,
-)
+from sync.wire import EpisodeContinue, EpisodeFailed, EpisodeOver, Generated, RunIdentity, Turn, pack
 from sync.wire.claims import Claim
 from sync.wire.client import Peer
 
@@ -154,13 +140,13 @@ def ids_of(text: str) -> list[int]:
     return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def said(text: str) -> Array:
+def said(text: str) -> wire.Array:
     return pack(np.array([*ids_of(text), END], "i4"))
 
 
 def text_of(turn: object) -> str:
     assert isinstance(turn, Turn), turn
-    return str(TOKENIZER.decode(unpack(turn.token_ids).tolist()))
+    return str(TOKENIZER.decode(wire.unpack(turn.token_ids).tolist()))
 
 
 def player(answer: Callable[[str], str]) -> Callable[[Episode], Any]:
@@ -169,7 +155,7 @@ def player(answer: Callable[[str], str]) -> Callable[[Episode], Any]:
     async def generate(episode: Episode) -> Generated:
         ids = said(answer(TOKENIZER.decode(episode.context)))
         count = ids.shape[0]
-        spans = [VersionSpan(Version(0, 0), 0, count)]
+        spans = [wire.VersionSpan(wire.Version(0, 0), 0, count)]
         logprob = pack(np.full(count, -0.5, "f4"))
         return Generated(id=episode.id, token_ids=ids, logprob=logprob, spans=spans, finish_reason="stop")
 
@@ -358,7 +344,7 @@ async def test_a_continue_that_comes_again_gets_the_same_answer_without_another_
 async def test_the_last_answer_of_an_episode_that_is_over_is_kept() -> None:
     async with served(section("own_environment:play", options={"guesses": 1})) as (_, url), Peer(url) as peer:
         kind: Any = Turn | EpisodeOver
-        await peer.call("/v1/begin", EpisodeBegin(id="x", task=0), kind)
+        await peer.call("/v1/begin", wire.EpisodeBegin(id="x", task=0), kind)
         body = EpisodeContinue(id="x", turn=0, token_ids=said("0"), finish_reason="stop")
         answers = [await peer.call("/v1/continue", body, kind) for _ in range(2)]
         assert answers == [EpisodeOver(id="x", reward=0.0)] * 2
@@ -370,7 +356,7 @@ async def test_the_last_answer_of_an_episode_that_is_over_is_kept() -> None:
 async def test_an_unknown_episode_is_lost_and_not_failed() -> None:
     async with served() as (_, url), client_of(url) as client, Peer(url) as peer:
         await client.begin("x", 0)
-        await peer.call("/v1/end", EpisodeEnd(ids=["x", "never begun"]), Ok)
+        await peer.call("/v1/end", wire.EpisodeEnd(ids=["x", "never begun"]), wire.Ok)
         answer = await client.proceed("x", 0, said("a"), "stop")
         assert isinstance(answer, EpisodeFailed)
         assert answer.lost

@@ -15,21 +15,9 @@ from distill.batching.packing import Shape, group_means, pack_batch, rows_of
 from distill.buffer import Lineage, Lineages
 from distill.record.rollout import Rollout
 from distill.record.state import Batch
+from sync import wire
 from sync.base.errors import DataError
-from sync.wire import (
-    Array,
-    Kept,
-    Rows,
-    SamplingMask,
-    Scored,
-    TrainBatch,
-    Version,
-    VersionSpan,
-    encode,
-    joined,
-    pack,
-    unpack,
-)
+from sync.wire import Array, Version, VersionSpan, encode, pack, unpack
 
 
 def rollout(number: int, prompt: int, length: int, **scores: Array | None) -> Rollout:
@@ -46,7 +34,7 @@ def rollout(number: int, prompt: int, length: int, **scores: Array | None) -> Ro
         [span for span in spans if span.end > span.start],
         number % 2 == 1,
         "t1",
-        Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **scores),  # type: ignore[arg-type]
+        wire.Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **scores),  # type: ignore[arg-type]
     )
 
 
@@ -57,7 +45,7 @@ def step(version: Version) -> int:
     return version.step
 
 
-def shares(rollouts: list[Rollout], ranks: int, tokens: int, padded: bool = False) -> list[TrainBatch]:
+def shares(rollouts: list[Rollout], ranks: int, tokens: int, padded: bool = False) -> list[wire.TrainBatch]:
     return pack_batch(formed(rollouts), ranks, Shape(tokens, list(TEACHERS), padded=padded), step)
 
 
@@ -85,7 +73,7 @@ def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
 
 
 def test_sampling_masks_follow_their_tokens_and_a_teachers_tokens_have_none() -> None:
-    mask = SamplingMask(pack(np.array([1, 3, 2, 1], "i4")), pack(np.arange(7, dtype="i4")))
+    mask = wire.SamplingMask(pack(np.array([1, 3, 2, 1], "i4")), pack(np.arange(7, dtype="i4")))
     made = [replace(rollout(1, 2, 4), mask=mask), replace(rollout(2, 1, 3), by_teacher=True, spans=[])]
     (batch,) = pack_batch(formed(made), 1, Shape(99, list(TEACHERS), supervised=2), step)
     (rows,) = batch.micro_batches
@@ -104,7 +92,7 @@ def test_routes_follow_their_rows_and_a_teachers_row_has_none() -> None:
     routed = {"r1": some_routes(range(4)), "r2": None, "r3": some_routes(range(9, 13))}
     assert rows.route_lens is not None
     assert dict(zip(rows.ids, unpack(rows.route_lens).tolist(), strict=True)) == {"r1": 3, "r2": 0, "r3": 3}
-    assert rows.routes == joined([routed[id] for id in rows.ids if id != "r2"])
+    assert rows.routes == wire.joined([routed[id] for id in rows.ids if id != "r2"])
     (batch,) = shares(made[1:2], 1, 99)
     assert batch.micro_batches[0].routes is batch.micro_batches[0].route_lens is None
 
@@ -154,7 +142,7 @@ def test_kept_and_inline_scores_and_the_teachers_they_are_of_never_share_a_micro
     inline = [rollout(i, 1, 2, hidden=hidden) for i in range(2)]
     kept = []
     for number, own in enumerate(PROMPTS, 2):
-        one = rollout(number, 1, 2, kept=Kept("u", f"b-{number}", 9, b"d"))  # type: ignore[arg-type]
+        one = rollout(number, 1, 2, kept=wire.Kept("u", f"b-{number}", 9, b"d"))  # type: ignore[arg-type]
         kept.append(replace(one, teacher=f"t{number % 2}", teacher_prompt=own))
     (batch,) = shares([*kept, *inline], 1, 1000)
     found = {tuple(rows.ids): rows for rows in batch.micro_batches}
@@ -169,7 +157,7 @@ def test_kept_and_inline_scores_and_the_teachers_they_are_of_never_share_a_micro
 PROMPTS = [pack(np.arange(3, dtype="i4")), None, None, pack(np.arange(1, dtype="i4"))]
 
 
-def slots(rows: Rows, padded: bool) -> int:
+def slots(rows: wire.Rows, padded: bool) -> int:
     """Positions that a rank computes."""
     lengths = unpack(rows.prompt_lens) + unpack(rows.completion_lens)
     return int(lengths.max(initial=0)) * len(lengths) if padded else int(lengths.sum())

@@ -27,21 +27,10 @@ from distill.metrics.prometheus import Figures, metric
 from distill.record.changes import Evaluated
 from distill.trainer_api.http_api import listen, serving
 from student_trainer.objectives.token_statistics import MEANS
+from sync import wire
 from sync.base.errors import DistillError, RemoteError
 from sync.vllm import metrics as replica_metrics
-from sync.wire import (
-    BatchRequest,
-    CompletionsReply,
-    CompletionsRequest,
-    Estimate,
-    EvalReport,
-    Published,
-    SetReport,
-    StepReport,
-    TrainerHello,
-    UpdateReply,
-    Version,
-)
+from sync.wire import CompletionsReply, CompletionsRequest, Version
 from sync.wire.claims import Claim
 from teacher_service.batching import Metrics
 from teacher_service.kept import KeptScores
@@ -50,10 +39,10 @@ ROOT = Path(__file__).parents[3]
 TOKEN = "secret"
 BESIDE_MEANS = ["reward_mean", "grad_norm", "lr", "skipped", "effective_sample_size", "eos_rate", "tokens"]
 OF_STEP = dict.fromkeys([*MEANS, *BESIDE_MEANS, "reverse_kl/t"], 0.5)
-HALF = Estimate(0.5, 0.4, 0.6)
-EVALUATION = EvalReport(
+HALF = wire.Estimate(0.5, 0.4, 0.6)
+EVALUATION = wire.EvalReport(
     version=Version(0, 0), reverse_kl=1.25, pass_rate=0.25, completions=4, tokens=9, truncated=0.0,
-    seconds=0.1, reverse_kl_error=0.125, sets={"gsm8k": SetReport(4, 8, 9, 0.0, 0, HALF, HALF, HALF)},
+    seconds=0.1, reverse_kl_error=0.125, sets={"gsm8k": wire.SetReport(4, 8, 9, 0.0, 0, HALF, HALF, HALF)},
 )  # fmt: skip
 
 Series = dict[tuple[str, tuple[str, ...]], float]
@@ -76,11 +65,11 @@ async def scraped(url: str) -> Series:
 async def run_of_one_step(run: Controller) -> Series:
     """The controller's metrics after one step, one evaluation and three drops."""
     task, version, after = asyncio.create_task(run.run()), Version(0, 0), Version(0, 1)
-    await run.session.hello(TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run="test"))
-    await run.session.batch(BatchRequest(version=version, rank=0, world_size=1))
+    await run.session.hello(wire.TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run="test"))
+    await run.session.batch(wire.BatchRequest(version=version, rank=0, world_size=1))
     for event in (
-        Published(version=after, kind="full", bytes=5, full_bytes=20, seconds=0.5),
-        StepReport(
+        wire.Published(version=after, kind="full", bytes=5, full_bytes=20, seconds=0.5),
+        wire.StepReport(
             version=after,
             metrics=OF_STEP,
             seconds={"wait": 0.5, "train": 2.0, "publish": 0.0, "checkpoint": 0.0},
@@ -158,7 +147,7 @@ def test_a_replica_counts_its_updates() -> None:
     before = values()
     for step in (3, 7):
         replica_metrics.updated(
-            UpdateReply(
+            wire.UpdateReply(
                 version=Version(1, step),
                 bytes_read=50,
                 stage_seconds=2.0,
