@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import itertools
+import json
 import random
-from collections.abc import Callable
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
+import typer
 from audited import check
+from faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed
 from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 from recorded import rows_of
+from stopped_run import KillTarget
+from typer.testing import CliRunner
 
 from distill.controller import Controller
+from distill.guardian import MODULE
+from sync.base.errors import ConfigError, DistillError, Unreachable
 from sync.wire import Version
+from sync.wire.client import Peer
+from tests import benchmarks
+from tests.benchmarks.chaos import INJECT, targets
+from tests.benchmarks.figures import chosen, comparison, with_json
 
 
 class Chaos:
@@ -91,3 +113,202 @@ async def test_random_kills_cost_nothing(controller, config, tmp_path: Path, see
     in_parts = rows_of(tmp_path, "SELECT max(is_part) FROM batch") == [1]
     assert in_parts or way == [8] * 15  # two kills in a row may meet the same batch
     assert report.oldest <= 2
+
+
+# --- relays between roles, over real sockets: what passes, what is cut, what arrives malformed
+
+
+BODY = bytes(range(128)) * 8
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers BODY, or "short"; /slow when `gate` is open."""
+
+    protocol_version = "HTTP/1.1"
+    gate: threading.Event
+    asked: threading.Event
+
+    def do_GET(self) -> None:
+        if self.path == "/slow":
+            self.asked.set()
+            self.gate.wait(20)
+        body = b"short" if self.path == "/short" else BODY
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def relayed(folder: Path) -> Iterator[tuple[str, type[Server]]]:
+    """URL of a relay before a server, told by files in `folder`."""
+    handler = type("Bound", (Server,), {"gate": threading.Event(), "asked": threading.Event()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Relays(folder).before("teacher-a.b", f"http://127.0.0.1:{server.server_port}"), handler
+        handler.gate.set()
+        server.shutdown()
+
+
+def happens(order: Path) -> None:
+    deadline = time.monotonic() + 20
+    while order.exists():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_what_is_not_told_to_go_wrong_passes_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "old.cut").touch()
+    with relayed(tmp_path) as (url, _):
+        assert not list(tmp_path.iterdir()), "orders for an earlier launcher are forgotten"
+        assert [httpx.get(url, trust_env=False).content for _ in range(3)] == [BODY] * 3
+
+
+async def test_a_request_under_way_is_cut_and_the_next_one_passes(tmp_path: Path) -> None:
+    with relayed(tmp_path) as (url, server):
+        async with Peer(url) as peer:
+            asked = asyncio.create_task(peer.once("/slow", b"", 20))
+            await asyncio.to_thread(server.asked.wait, 20)
+            (tmp_path / f"teacher-a.b.{CUT}").touch()
+            with pytest.raises(Unreachable, match=r"ServerDisconnectedError|ClientOSError"):
+                await asked
+            await asyncio.to_thread(happens, tmp_path / f"teacher-a.b.{CUT}")
+            assert await peer.once("/", None, 20) == BODY
+
+
+def test_one_long_answer_arrives_malformed_with_its_length_and_headers(tmp_path: Path) -> None:
+    order = tmp_path / f"teacher-a.b.{MALFORMED}"
+    with relayed(tmp_path) as (url, _), httpx.Client(trust_env=False) as client:
+        order.touch()
+        found = [b"short"]
+        while found[-1] in (b"short", BODY):
+            assert client.get(f"{url}/short").content == b"short"
+            found.append(client.get(url).content)
+        happens(order)
+        assert client.get(url).content == BODY
+    differing = [a != b for a, b in zip(found[-1], BODY, strict=True)]
+    assert sum(differing) == MALFORMED_BYTES
+    assert found[-1] == malformed(BODY, differing.index(True))
+
+
+@pytest.mark.parametrize(("role", "hit"), [("environment-guess", True), ("student-0", False)])
+def test_a_short_answer_is_malformed_where_turns_are_short(role: str, hit: bool) -> None:
+    relay, turn = Relay(role, "http://127.0.0.1:9"), b"HTTP/1.1 200 OK\r\n\r\n" + BODY[:60]
+    relay.sound.clear()
+    passed = relay.passed(0, turn, answers=True)
+    assert relay.sound.is_set() == hit
+    assert (passed != turn) == hit
+    assert len(passed) == len(turn)
+
+
+async def test_a_server_that_is_away_is_a_connection_that_breaks(tmp_path: Path) -> None:
+    with relayed(tmp_path):
+        url = await asyncio.to_thread(Relays(tmp_path).before, "gone", "http://127.0.0.1:9")
+        async with Peer(url) as peer:
+            assert not await peer.alive()
+            with pytest.raises(Unreachable):
+                await peer.once("/", None, 20)
+
+
+# --- whose processes a killed role has: what it leaves to its guardian is not its successor
+
+
+LAUNCHER = f"""
+import os, subprocess, sys
+pipe, held = os.pipe()
+server = ["sh", "-c", "sleep 600 & exec sleep 601"]
+guardians = [[sys.executable, "-m", "{MODULE}", role, str(pipe), *server] for role in sys.argv[1:]]
+for started in [subprocess.Popen(guardian, pass_fds=[pipe]) for guardian in guardians]:
+    started.wait()
+"""
+
+
+def test_a_process_that_a_killed_server_leaves_behind_does_not_replace_it(tmp_path: Path) -> None:
+    with KillTarget([sys.executable, "-c", LAUNCHER, "student-0"], tmp_path, timeout=60.0) as target:
+        target.start()
+        target.wait(lambda: any("600" in one.cmdline() for one in target.below()), "the server's engine")
+        server = next(iter(target.processes()))
+        guardian = psutil.Process(server.ppid())
+        guardian.send_signal(signal.SIGSTOP)
+        target.kill("student-0", random.Random(0))
+        target.wait(lambda: bool(target.processes() - {server}), "the guardian's adopting it")
+        target.timeout = 1.0
+        with pytest.raises(DistillError, match="another student-0 is not there in time"):
+            target.wait_replaced("student-0")
+
+
+def test_workers_of_rewards_are_not_among_the_roles_whose_work_is_waited_for(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-c", LAUNCHER, "student-0", "rewards"]
+    with KillTarget(launcher, tmp_path, timeout=60.0) as target:
+        target.start()
+        target.wait(lambda: len(target.processes()) == 2, "both servers")
+        assert target.roles() == ["student-0"]
+
+
+# --- command lines of the benchmarks; the benchmarks themselves are started by hand
+
+
+NAMES = re.findall(r"^    (\w+)   ", str(benchmarks.__doc__), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_says_what_it_takes_and_refuses_what_it_does_not_know(name: str) -> None:
+    module, app = importlib.import_module(f"tests.benchmarks.{name}"), typer.Typer()
+    app.command()(with_json(module.run, module.table))
+    shown = CliRunner().invoke(app, ["--help"])
+    assert shown.exit_code == 0, shown.output
+    assert "--json" in shown.output
+    refused = CliRunner().invoke(app, ["--no-such-option"])
+    assert refused.exit_code == 2
+    assert "--no-such-option" in refused.output
+
+
+def test_a_benchmark_prints_a_table_and_writes_its_figures(tmp_path: Path) -> None:
+    def run(count: int = 1) -> dict[str, int]:
+        return {"count": count}
+
+    app = typer.Typer()
+    app.command()(with_json(run, lambda figures: f"{figures['count']} of them"))
+    shown = CliRunner().invoke(app, ["--count", "3", "--json", str(tmp_path / "x.json")])
+    assert shown.output == "3 of them\n"
+    assert json.loads((tmp_path / "x.json").read_text()) == {"count": 3}
+
+
+def test_figures_with_a_problem_are_written_before_the_benchmark_fails(tmp_path: Path) -> None:
+    app, file = typer.Typer(), tmp_path / "x.json"
+    app.command()(
+        with_json(lambda: {"lost": 1}, lambda _: "a table", lambda figures: f"{figures['lost']} lost")
+    )
+    failed = CliRunner().invoke(app, ["--json", str(file)])
+    assert isinstance(failed.exception, DistillError)
+    assert str(failed.exception) == "1 lost"
+    assert json.loads(file.read_text()) == {"lost": 1}
+
+
+def test_a_name_that_is_none_is_refused_with_those_there_are() -> None:
+    assert chosen("--only", "", ["a", "b"]) == ["a", "b"]
+    assert chosen("--only", "b, a", ["a", "b"]) == ["b", "a"]
+    with pytest.raises(ConfigError, match="--only has 'c': choose of a,b"):
+        chosen("--only", "a,c", ["a", "b"])
+
+
+def test_a_ratio_above_one_is_in_favour_of_the_new_variant() -> None:
+    variants = {"old": {"ms": 30.0, "rate": 2.0, "age": None}, "new": {"ms": 20.0, "rate": 3.0, "age": None}}
+    rows = {"ms": ("ms", -1), "rate": ("rate", 1), "age": ("age", 0)}
+    lines = comparison("old", "new", variants, rows)
+    assert lines[2:] == ["| ms | 30 | 20 | 1.50 |", "| rate | 2 | 3 | 1.50 |"]
+
+
+def test_twelve_faults_are_of_all_six_kinds() -> None:
+    kinds = [*INJECT]
+    roles = ["student-0", "teacher-t", "trainer", "evaluator"]
+    for seed in range(5):
+        pairs = list(
+            itertools.islice(targets(random.Random(seed), kinds, roles, ["engine of student-0"]), 12)
+        )
+        assert sorted(kind for kind, _ in pairs) == sorted(2 * kinds)

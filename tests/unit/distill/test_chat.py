@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from small_config import make_config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from distill import prune
 from distill.cli.chat import _prompts
 from distill.config.prompts import TaskPrompts
+from distill.evaluation.completions import Completion, Tokens, behaviour, loops
 from distill.launch.chat import Conversations, _served_here, _student
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.base.errors import ConfigError, DataError, Unreachable
@@ -104,3 +110,112 @@ def test_prompts_that_are_no_text_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
     with pytest.raises(DataError, match=r"stdin holds bytes that are not utf-8: convert its prompts"):
         list(_prompts())
+
+
+# --- layers are left out by what they cost, and what is left is a model folder like any other
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    """Four layers, of which 2 adds nothing to the stream and 1 next to nothing."""
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}>"
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+            num_attention_heads=2, num_key_value_heads=2, head_dim=16, initializer_range=0.3,
+            eos_token_id=tokenizer.eos_token_id, layer_types=["full_attention"] * 4,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for place, share in ((1, 1e-3), (2, 0.0)):
+            layer = model.model.layers[place]
+            layer.self_attn.o_proj.weight *= share
+            layer.mlp.down_proj.weight *= share
+    model.save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    rows = [{"prompt": "".join(letters)} for letters in ("abc", "xyz", "hello", "world", "qrs")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "teacher"
+
+
+def test_the_layers_that_cost_least_go_and_a_layer_that_adds_nothing_costs_nothing(teacher: Path) -> None:
+    lines: list[str] = []
+    student = teacher.parent / "student"
+    assert prune.prune(str(teacher), student, 2, str(teacher.parent / "rows.jsonl"), lines.append) == [1, 2]
+    assert lines[0] == "layer 2 goes: 3 layers are 0.000 nats from the teacher"
+    assert lines[1].startswith("layer 1 goes: 2 layers are 0.0")
+    whole, left = (AutoModelForCausalLM.from_pretrained(path) for path in (teacher, student))
+    assert (left.config.num_hidden_layers, left.config.layer_types) == (2, ["full_attention"] * 2)
+    for ours, theirs in ((0, 0), (1, 3)):
+        assert torch.equal(
+            left.model.layers[ours].mlp.up_proj.weight, whole.model.layers[theirs].mlp.up_proj.weight
+        )
+    ids = torch.tensor([[3, 5, 7]])
+    assert torch.allclose(left(ids).logits, whole(ids).logits, atol=0.05)
+    assert AutoTokenizer.from_pretrained(student).get_vocab() == letter_tokenizer().get_vocab()
+
+
+def test_the_cost_is_the_divergence_of_the_two_distributions() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
+    assert prune.kl(p.log(), q.log()) == pytest.approx(0.25 * torch.log(torch.tensor(2.0)).item())
+
+
+@pytest.mark.parametrize("layers", [0, 4])
+def test_a_number_of_layers_that_leaves_none_or_all_is_refused(teacher: Path, layers: int) -> None:
+    with pytest.raises(ConfigError, match=f"--layers {layers}: .* has 4, keep 1 to 3 of them"):
+        prune.prune(str(teacher), teacher.parent / "s", layers, str(teacher.parent / "rows.jsonl"))
+
+
+def test_a_folder_that_holds_something_is_not_written_into(teacher: Path) -> None:
+    with pytest.raises(ConfigError, match="is not empty"):
+        prune.prune(str(teacher), teacher, 2, str(teacher.parent / "rows.jsonl"))
+
+
+# --- figures of how completions read, against numbers counted by hand
+
+
+def completion(token_ids: list[int], finish_reason: str) -> Completion:
+    tokens = Tokens([1], np.array(token_ids, np.int32), [(0, len(token_ids))])
+    return Completion(0, [tokens], finish_reason)
+
+
+def test_behaviour_is_counted_over_completions_and_their_runs_of_four_tokens() -> None:
+    """Lengths 5, 12, 0, 3; of two runs, nine runs of which one differs, none and none."""
+    figures = behaviour(
+        [
+            completion([1, 2, 3, 4, 5], "stop"),
+            completion([7] * 12, "length"),
+            completion([], "stop"),
+            completion([1, 2, 3], "failed"),
+        ]
+    )
+    assert figures.ended == 0.5
+    assert figures.length_mean == 5.0
+    assert figures.length_p90 == pytest.approx(5 + 0.7 * 7)  # between the third and the last of 0, 3, 5, 12
+    assert figures.looping == 0.25
+    assert figures.distinct == pytest.approx((2 + 1) / (2 + 9))
+
+
+def test_only_what_the_student_sampled_counts() -> None:
+    tokens = Tokens([1], np.array([1, 2, 9, 9, 9, 3], np.int32), [(0, 2), (5, 6)])
+    figures = behaviour([Completion(0, [tokens], "stop")])
+    assert (figures.length_mean, figures.distinct) == (3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "is_loop"),
+    [
+        ([1] * 12, True),
+        ([1] * 11, False),
+        ([0, 0, *[1, 2, 3, 4] * 3], True),
+        ([*[1, 2, 3, 4] * 3, 0], False),
+        ([*range(32)] * 3, True),
+        ([*range(33)] * 3, False),
+        ([*range(40)] * 2, False),
+        ([], False),
+    ],
+)
+def test_a_loop_is_the_same_tokens_three_times_at_the_end(token_ids: list[int], is_loop: bool) -> None:
+    assert loops(token_ids) == is_loop
