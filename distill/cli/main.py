@@ -284,8 +284,7 @@ def kubernetes(
 
     Example: distill kubernetes configs/examples/each_role_alone.toml --image registry.example/distill:0.1
     """
-    from distill.launch.kubernetes import render
-    from distill.launch.manifest import Target
+    from distill.launch.kubernetes import Target, render
 
     name = api.load_config(config, overrides).run.name
     target = Target(

@@ -1,7 +1,11 @@
-"""A run on Kubernetes: its configuration as one YAML file.
+"""A run on Kubernetes: its configuration as one YAML file, from templates/jobset.yaml.jinja.
 
 controller ◀── registers ── student, teacher-NAME, environment-NAME, evaluator     (pods answer /health)
     ▲───────────────────── trainer, a pod for each machine
+
+A Job gives a pod that dies another one, `run.restarts` times a role; the run ends with the controller's Job.
+What a pod keeps for itself lies in a folder of its node. The run's folder is on a volume, for the roles that
+leave something there: controller, trainer and evaluator, and those that read weights from a folder.
 
 Of what the configuration names on this machine and pods must find, small files travel:
 
@@ -15,29 +19,76 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, Final
+from secrets import token_urlsafe
+from typing import Any, Final, NamedTuple
 
 import tomli_w
+import yaml
 
 from distill.config import RunConfig
 from distill.config.loading import located, merge, read, validate
 from distill.environments.config import EnvironmentConfig
-from distill.launch.manifest import CONFIG_FOLDER, PORT, REMOTE, Manifest, Role, Target, reads_volume
+from distill.launch.templates import filled
 from distill.preflight_checks.placement import needs
 from distill.topology import CONTROLLER, TRAINER, Process, command
 from sync.base import secrets
+from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError
 from sync.base.settings import Holds, Settings
 from sync.wire.peers import Role as PeerRole
 from teacher_service.config import TeacherConfig
 
+CONFIG_FOLDER: Final = "/config"
+"""Where pods find the configuration and the files that travel with it."""
+PORT: Final = 8000
+"""Of every server: each pod has an address of its own."""
+REMOTE: Final = ("bucket", "object")
 LONGEST: Final = 63
 """Characters of a name in DNS."""
 INDEX: Final = "$(JOB_COMPLETION_INDEX)"
 """Which pod of its Job this is; Kubernetes puts the number there."""
 _FILE: Final = f"{CONFIG_FOLDER}/run.toml"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run goes."""
+
+    image: str
+    """Has this project installed, and `distill` on its path."""
+    namespace: str | None = None
+    """None: kubectl's."""
+    volume: str | None = None
+    """A claim that exists; None: one is made, `storage` large."""
+    keeps: bool = True
+    """False: no volume at all; what a pod wrote ends with it."""
+    storage: str = "500Gi"
+    gpus: bool = True
+    """False: no pod asks for any."""
+    secret: str | None = None
+    """A Secret that exists, whose keys become variables of every pod, such as HF_TOKEN."""
+
+
+class Role(NamedTuple):
+    """The pods of one Job."""
+
+    name: str
+    words: list[str]
+    """Of `distill`."""
+    pods: int
+    deaths: int
+    """Pods that may die, evicted ones left out."""
+    gpus: int
+    serves: bool
+    """At PORT."""
+    claims: bool
+    """The volume is mounted where the run's folder lies."""
+    node: str | None
+    """Folder of its node's disk, for what it alone reads and writes."""
+    shares_memory: bool
 
 
 def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "FILE") -> str:
@@ -56,9 +107,39 @@ def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "F
     within = merge(within, {"run": {"folder": str(folder)}, "controller": ours})
     specs = roles(validate(within, str(path)), target, url)
     _check_names(name, specs)
-    files = {"run.toml": tomli_w.dumps(within), **files}
-    opening = _opening(name, shown, target, specs, folder / config.run.name)
-    return opening + Manifest(name, config, target, folder).text(files, specs)
+    return filled(
+        "jobset.yaml.jinja",
+        name=name,
+        config=config,
+        target=target,
+        shown=shown,
+        roles=specs,
+        gpus=sum(role.pods * role.gpus for role in specs),
+        folder=str(folder),
+        run_dir=str(folder / config.run.name),
+        config_folder=CONFIG_FOLDER,
+        port=PORT,
+        token_variable=TOKEN_FILE_VARIABLE,
+        token=token_from_environment() or token_urlsafe(32),
+        files=_blocks({"run.toml": tomli_w.dumps(within), **files}),
+    )
+
+
+def _blocks(files: Mapping[str, str]) -> str:
+    """Name → text as YAML, with texts of several lines as they are."""
+    return str(yaml.dump(files, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)).rstrip()
+
+
+class _Dumper(yaml.SafeDumper):
+    """Blocks for texts of several lines."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
 
 
 def label(name: str) -> str:
@@ -122,24 +203,41 @@ def _check_names(name: str, specs: Sequence[Role]) -> None:
 
 def roles(config: RunConfig, target: Target, url: str) -> list[Role]:
     """Every role of a run, with its pods; `config`: as they read it, `url`: the controller's."""
-    specs = [Role(CONTROLLER, ["control", _FILE], keeps=True)]
+    restarts, run_dir = config.run.restarts, PurePosixPath(config.run_dir)
+    mirrors = config.student.mirror_folder or run_dir / "mirrors"
+    deaths = restarts if target.keeps else 0  # else its record is lost with its pod
+    node = None if target.keeps else str(config.run.folder)
+    words = ["control", _FILE]
+    specs = [Role(CONTROLLER, words, 1, deaths, 0, True, target.keeps, node, shares_memory=False)]
     for section, group in groupby(needs(config, target.gpus), key=lambda process: process.section):
         process, *others = group
         name, *options = command(section, INDEX)
-        words, serves = [name, _FILE, "--controller", url, *options], process.role is not None
+        serves, pods = process.role is not None, (1 + len(others)) * process.nodes
+        keeps = process.role in (None, PeerRole.EVALUATOR)
+        reads = serves and bool(_below(config.run.folder, _read(config, process)))
+        claims = target.keeps and (keeps or reads or (process.follows and reads_volume(config)))
+        beside = mirrors if process.follows else None if keeps else run_dir
+        place = beside if claims else config.run.folder
         specs.append(
             Role(
                 label(process.label),
-                [*words, *(["--port", str(PORT)] if serves else ["--node", INDEX])],
-                (1 + len(others)) * process.nodes,
+                [name, _FILE, "--controller", url, *options]
+                + (["--port", str(PORT)] if serves else ["--node", INDEX]),
+                pods,
+                restarts * (1 if serves else pods),  # a machine that is lost ends the ranks of the others
                 process.gpus,
                 serves,
-                keeps=process.role in (None, PeerRole.EVALUATOR),
-                follows=process.follows,
-                reads=serves and bool(_below(config.run.folder, _read(config, process))),
+                claims,
+                None if place is None else str(place),
+                shares_memory=process.gpus > 0 or section == TRAINER,
             )
         )
     return specs
+
+
+def reads_volume(config: RunConfig) -> bool:
+    """Whether published weights lie in the run's folder."""
+    return config.uses_store and config.weights.store.type not in REMOTE
 
 
 def _read(config: RunConfig, process: Process) -> list[Any]:
@@ -155,37 +253,6 @@ def _read(config: RunConfig, process: Process) -> list[Any]:
 def _below(folder: PurePath, tree: Any) -> list[str]:
     """What tables name below the folder where the volume is mounted."""
     return [text for text in texts(tree) if text.startswith(f"{folder}/")]
-
-
-# --- the file
-
-
-def _opening(name: str, shown: str, target: Target, specs: Sequence[Role], run_dir: PurePosixPath) -> str:
-    """What to type, and what the file asks of the cluster."""
-    kubectl = f"kubectl -n {target.namespace}" if target.namespace else "kubectl"
-    controller, claim = f"job/{name}-{CONTROLLER}-0", target.volume or name
-    pods = ", ".join(f"{role.name} {role.pods}" + (f" x {role.gpus}" if role.gpus else "") for role in specs)
-    gpus = sum(role.pods * role.gpus for role in specs)
-    kept = f"the run's folder is {run_dir} of claim {claim}"
-    lost = "no volume: what a pod wrote, checkpoints and final/ too, ends with it"
-    removes = ", the volume with the run too" if target.keeps and target.volume is None else ""
-    lines = [
-        f"{kubectl} apply -f {shown}",
-        "    starts the run, or goes on with it; the cluster needs JobSet",
-        f"{kubectl} logs -f {controller}",
-        "    shows its progress",
-        f"{kubectl} exec {controller} -- sh -c 'kill 1'",
-        "    stops it: the trainer saves a checkpoint, all pods end",
-        f"{kubectl} delete jobset {name}",
-        "    removes its pods; needed before it is applied again",
-        f"{kubectl} delete -f {shown}",
-        f"    removes everything{removes}",
-        "",
-        f"Pods x GPUs of each: {pods}. GPUs in all: {gpus}.",
-        f"On disk: {kept if target.keeps else lost}.",
-        "This file holds the run's token: whoever reads it can use every server of the run.",
-    ]
-    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
 # --- what goes there

@@ -27,17 +27,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from distill.config import RunConfig
 from distill.config.cluster import SlurmCluster
 from distill.launch.run_folder import holds_run
+from distill.launch.templates import filled
 from distill.metrics.trackers import FINISH_SECONDS
 from distill.preflight_checks.placement import Node, needs, place, planned
 from distill.registry import EXIT_REPLACED
-from distill.topology import Process
 from sync.base import durable
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE, TOKEN_FILE_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError, RemoteError
@@ -72,6 +72,14 @@ class Scripts(NamedTuple):
     """For people: what each machine will run."""
 
 
+class _Array(NamedTuple):
+    """The jobs of an array of replicas, and what each of them takes."""
+
+    replicas: int
+    cpus: int
+    gpus: int
+
+
 def write(
     config: RunConfig, file: Path, overrides: Sequence[str], out: Path | None = None, resume: bool = False
 ) -> Scripts:
@@ -84,22 +92,37 @@ def write(
     *shown, _ = planned(config)[1]  # without the sum of GPUs
     folder = (out or config.run_dir / FOLDER).absolute()
     durable.make_folder(folder)
-    token = _token_file(folder)
-    name = f"distill-{config.run.name}"
-    words, replicas = [str(config.run_dir)], None
+    token, name = _token_file(folder), f"distill-{config.run.name}"
+    sets = [word for override in overrides for word in ("--set", override)]
+    run, replicas = [RUN, str(config.run_dir)], None
+
+    def script(path: Path, name: str, words: Sequence[str], array: _Array | None = None) -> Path:
+        text = filled(
+            "job.sh.jinja",
+            path=str(path),
+            name=name,
+            array=array,
+            cluster=cluster,
+            further=[] if array else [_quoted(option) for option in cluster.sbatch],
+            folder=folder,
+            here=os.getcwd(),
+            warning=warning_seconds(config, array is None),
+            token=token,
+            token_variable=TOKEN_FILE_VARIABLE,
+            words=shlex.join([sys.executable, "-P", "-m", MODULE, *words]),
+        )
+        durable.write(path, text.encode(), mode=0o700)
+        return path
+
     if cluster.replica_partition is not None:
         mark = hashlib.sha256(str(config.run_dir).encode()).hexdigest()[:8]
-        array, replicas = f"{name}-replicas-{mark}", folder / "replicas.sh"
-        options = [f"--job-name={array}", *_of_replicas(config, cluster, folder)]
-        index = '--index "$SLURM_ARRAY_TASK_ID"'
-        _write(replicas, cluster, options, token, [REPLICA, *words, "--"], index)
+        array = f"{name}-replicas-{mark}"
+        words = [REPLICA, str(config.run_dir), "--"]
+        replicas = script(folder / "replicas.sh", array, words, _array(config, cluster))
         shown.append(f"partition {cluster.replica_partition}: {config.student.replicas} replicas")
-        words += ["--array", array, str(replicas)]
-    options = [f"--job-name={name}", *_of_run(config, cluster, folder)]
-    sets = [word for override in overrides for word in ("--set", override)]
-    script = folder / "job.sh"
-    _write(script, cluster, options, token, [RUN, *words, "--", str(file.absolute()), *sets])
-    return Scripts(script, replicas, shown)
+        run += ["--array", array, str(replicas)]
+    job = script(folder / "job.sh", name, [*run, "--", str(file.absolute()), *sets])
+    return Scripts(job, replicas, shown)
 
 
 def submit(script: Path) -> str:
@@ -170,46 +193,8 @@ def _checked(config: RunConfig, overrides: Sequence[str], resume: bool) -> Slurm
     return cluster
 
 
-def _of_run(config: RunConfig, cluster: SlurmCluster, folder: Path) -> Iterator[str]:
-    yield f"--nodes={cluster.nodes}"
-    yield "--ntasks-per-node=1"
-    yield f"--cpus-per-task={cluster.cpus_per_node}"
-    if cluster.gpus_per_node:
-        yield f"--gres=gpu:{cluster.gpus_per_node}"
-    yield "--mem=0"  # all
-    yield f"--output={folder}/job-%j.log"
-    if cluster.partition is not None:
-        yield f"--partition={cluster.partition}"
-    yield from _of_both(cluster, warning_seconds(config, True))
-    yield from cluster.sbatch
-
-
-def _of_replicas(config: RunConfig, cluster: SlurmCluster, folder: Path) -> Iterator[str]:
-    need = _replica_need(config, cluster)
-    share = cluster.cpus_per_node * need.gpus // cluster.gpus_per_node if need.gpus else cluster.cpus_per_node
-    yield f"--array=0-{config.student.replicas - 1}"
-    yield "--nodes=1"
-    yield "--ntasks=1"
-    yield f"--cpus-per-task={max(share, 1)}"
-    if need.gpus:
-        yield f"--gres=gpu:{need.gpus}"
-    yield f"--output={folder}/replica-%a.log"
-    yield f"--partition={cluster.replica_partition}"
-    yield from _of_both(cluster, warning_seconds(config, False))
-
-
-def _of_both(cluster: SlurmCluster, warning: int) -> Iterator[str]:
-    yield f"--time={cluster.time}"
-    if cluster.account is not None:
-        yield f"--account={cluster.account}"
-    yield f"--chdir={os.getcwd()}"
-    yield "--requeue"
-    yield f"--signal=B:USR1@{warning}"
-    yield "--open-mode=append"
-
-
-def _replica_need(config: RunConfig, cluster: SlurmCluster) -> Process:
-    """One of the array. Raises ConfigError when a machine of the partition does not hold it."""
+def _array(config: RunConfig, cluster: SlurmCluster) -> _Array:
+    """Raises ConfigError when a machine of the partition does not hold a replica."""
     if config.student.urls:
         raise ConfigError(
             f"cluster.replica_partition = {cluster.replica_partition!r}, and student.urls names replicas "
@@ -220,7 +205,8 @@ def _replica_need(config: RunConfig, cluster: SlurmCluster) -> Process:
         candidate for candidate in needs(here, cluster.gpus_per_node > 0) if candidate.name == "student-0"
     )
     place([need], [Node(f"a machine of {cluster.replica_partition}", cluster.gpus_per_node, 0)])
-    return need
+    share = cluster.cpus_per_node * need.gpus // cluster.gpus_per_node if need.gpus else cluster.cpus_per_node
+    return _Array(config.student.replicas, max(share, 1), need.gpus)
 
 
 def _token_file(folder: Path) -> Path | None:
@@ -234,29 +220,6 @@ def _token_file(folder: Path) -> Path | None:
     if not path.exists():
         durable.write(path, f"{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
     return path
-
-
-def _write(
-    path: Path,
-    cluster: SlurmCluster,
-    options: Sequence[str],
-    token: Path | None,
-    words: Sequence[str],
-    rest: str = "",
-) -> None:
-    """A job's script; `rest`: words in the shell's own form."""
-    command = shlex.join([sys.executable, "-P", "-m", MODULE, *words])
-    text = [
-        "#!/bin/bash",
-        f"# sbatch {shlex.quote(str(path))}",
-        *(f"#SBATCH {_quoted(option)}" for option in options),
-        "",
-        "trap '' USR1  # until the program at the end listens",
-        *([f"export {TOKEN_FILE_VARIABLE}={shlex.quote(str(token))}"] if token else []),
-        *([cluster.setup] if cluster.setup else []),
-        f"exec {command} {rest}".rstrip(),
-    ]
-    durable.write(path, "\n".join([*text, ""]).encode(), mode=0o700)
 
 
 def _quoted(option: str) -> str:

@@ -20,8 +20,7 @@ from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.loading import load, validate
 from distill.launch import single_role
-from distill.launch.kubernetes import render
-from distill.launch.manifest import Target
+from distill.launch.kubernetes import Target, render
 from distill.launch.roles import Ports
 from distill.preflight_checks.placement import needs
 from distill.topology import processes
