@@ -46,7 +46,7 @@ async def compare_weights(
 
     One that is absent or catching up gets `seconds` to come back. None: it was not compared.
     """
-    deadline, members = time.monotonic() + seconds, list(pool.replicas.values())
+    deadline, members = time.monotonic() + seconds, pool.members()
     compared = await asyncio.gather(*(_compared(pool, member, final, deadline) for member in members))
     pairs = zip(members, compared, strict=True)
     return {member.name: equal for member, equal in pairs if pool.has(member)}

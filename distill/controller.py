@@ -39,6 +39,7 @@ from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.life import Lives
 from distill.rollout.replica_pool import ReplicaPool
 from distill.scoring import ScoreReleases
+from distill.topology import EVALUATION_REPLICA
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
 from distill.trainer_api.session import TrainerSession
@@ -75,7 +76,7 @@ class Controller:
         self.pool = ReplicaPool(record.state, config.weights, stall, budget, bus)
         self.pool.keeps_cache = config.keeps_cache
         for name, engine in parts.replicas.items():
-            self.pool.add(name, engine)
+            self.pool.add(name, engine, for_evaluations=name == EVALUATION_REPLICA)
         self.registry = Registry(run.name, parts.expected, self.pool, parts.connect)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
         self.dispatcher = Dispatcher(record, self.pool, config, checks, timeline, bus)

@@ -64,8 +64,6 @@ HIDDEN_BYTES: Final = 1 << 28
 """Bytes of the hidden states of one request to a teacher, and of the student's beside it."""
 SCORE_SECONDS: Final = 3600.0
 """Within which a teacher that is busy with the run's rollouts, or restarting, must answer one request."""
-UP_SECONDS: Final = 600.0
-"""Within which the evaluator's own replica must be up, after a restart too."""
 
 
 class Evaluator:
@@ -78,10 +76,8 @@ class Evaluator:
         teachers: Mapping[str, TeacherClient],
         connect: Callable[[str], ReplicaEngine],
         environments: Mapping[str, Environment] = MappingProxyType({}),
-        replica: ReplicaEngine | None = None,
     ) -> None:
-        """`connect`: a client of the replica at a URL. `replica`: the evaluator's own; None: those that it is
-        told to ask. Step 0 is the student that `config` names."""
+        """`connect`: a client of the replica at a URL. Step 0 is the student that `config` names."""
         self._config, self._weights, self._teachers, self._connect = config, weights, teachers, connect
         self._settings = config.evaluation or EvaluationConfig()
         if self._settings.threads is not None:
@@ -92,7 +88,6 @@ class Evaluator:
         self._sets = open_sets(config, open_prompts(config, self._tokenizer, context), self._tokenizer)
         self._generation = Generation(config, environments, context, self._vocab)
         self._route = Router(config.teachers).route
-        self._own = replica
         self._pools: dict[str, RewardPool] = {}
         """Set → its pool, kept for the next evaluation, since workers take a second to start."""
         self._spent: dict[wire.Version, float] = {}
@@ -106,10 +101,8 @@ class Evaluator:
     async def complete(self, request: wire.CompletionsRequest) -> wire.CompletionsReply:
         """Generate what is not on disk yet."""
         began, version = time.monotonic(), request.version
-        replica = self._own or self._connect(request.replica or "")
+        replica = self._connect(request.replica)
         try:
-            if self._own is not None:
-                await self._bring(self._own, version)
             for name in (HELD_OUT, *request.sets):
                 path, prompt_set = file_of(self._config.run_dir, version, name), self._sets[name]
                 if not path.is_file():
@@ -120,8 +113,7 @@ class Evaluator:
         except Unreachable as error:
             return wire.CompletionsReply(version=version, lost=str(error))
         finally:
-            if replica is not self._own:
-                await replica.aclose()
+            await replica.aclose()
         self._spent = {version: time.monotonic() - began}
         return wire.CompletionsReply(version=version)
 
@@ -138,17 +130,6 @@ class Evaluator:
 
         told = f"{replica.url} generated no token for rollout.stall_timeout_seconds = {limit:g} s"
         return await unless(until_stalled(progresses, limit), work, f"{told}: it is stalled")
-
-    async def _bring(self, replica: ReplicaEngine, version: wire.Version) -> None:
-        """Bring the evaluator's own replica to `version`, once it is up."""
-        until = time.monotonic() + UP_SECONDS
-        while not await replica.alive():
-            if time.monotonic() > until:
-                raise Unreachable(f"{replica.url}, evaluation.replica, was not up for {UP_SECONDS:.0f} s")
-            await asyncio.sleep(1.0)
-        loaded = (await replica.state()).version
-        if version.step > 0 or (loaded is not None and loaded.step > 0):
-            await replica.update(wire.UpdateRequest(version=version), self._config.weights.timeout_seconds)
 
     # --- evaluation ---------------------------------------------------------------------------------------
 

@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
-
 from distill.aio import Signal, unless, until_stalled
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig, Metric
@@ -180,11 +178,7 @@ class Evaluations:
     async def _complete(self, version: wire.Version, sets: list[str]) -> None:
         """Have all completions generated. Raises Unreachable when too many replicas are lost on the way."""
         for _ in range(LOST_REPLICAS):
-            request = wire.CompletionsRequest(version=version, sets=sets)
-            has_replica = self._config.replica is not None
-            reply = await (
-                self._evaluator.complete(request) if has_replica else self._complete_on_held(request)
-            )
+            reply = await self._complete_on_held(version, sets)
             if problem := checks.same_version(reply, version):
                 raise WireError(f"the evaluator's answer about completions cannot be used: {problem}")
             if (lost := reply.lost) is None:
@@ -193,16 +187,16 @@ class Evaluations:
             await asyncio.sleep(self.retry_seconds)
         raise Unreachable(f"{LOST_REPLICAS} replicas were lost while they generated with {version}: {lost}")
 
-    async def _complete_on_held(self, request: wire.CompletionsRequest) -> wire.CompletionsReply:
-        async with hold(self._pool, request.version, self._hold_seconds) as replica:
-            request = msgspec.structs.replace(request, replica=replica.engine.url)
+    async def _complete_on_held(self, version: wire.Version, sets: list[str]) -> wire.CompletionsReply:
+        async with hold(self._pool, version, self._hold_seconds) as replica:
+            request = wire.CompletionsRequest(version=version, replica=replica.engine.url, sets=sets)
             self._timeline.level(replica.name, "evaluate", 1)
             try:
                 return await replica.unless_lost(self._evaluator.complete(request))
             except Unreachable as error:
                 if not replica.lost.is_set():
                     raise
-                return wire.CompletionsReply(version=request.version, lost=str(error))
+                return wire.CompletionsReply(version=version, lost=str(error))
             finally:
                 self._timeline.level(replica.name, "evaluate", 0)
 

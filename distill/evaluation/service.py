@@ -2,9 +2,8 @@
 
     python -m distill.evaluation.service --config runs/NAME/roles/evaluator.json --port PORT
 
-The file is a RunConfig as JSON; --controller says where teachers, environments and its own replica are, if it
-does not. /health answers once the prompts are read. Evaluations and probes run one at a time, completions
-beside them.
+The file is a RunConfig as JSON; --controller says where teachers and environments are, if it does not.
+/health answers once the prompts are read. Evaluations and probes run one at a time, completions beside them.
 Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 
@@ -227,8 +226,7 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
         for name, environment in config.environments.items()
     }
     connect = partial(HttpReplica, token=token, claim=claim)
-    replica = next(map(connect, where.get("evaluation.replica", ())), None)
-    evaluator = Evaluator(config, weights, teachers, connect, environments, replica)
+    evaluator = Evaluator(config, weights, teachers, connect, environments)
     keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
     asgi = app(evaluator.complete, keeper, partial(probe, config, teachers), token, claim)
     serve_app(asgi, host, port, grace=5)

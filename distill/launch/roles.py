@@ -24,7 +24,7 @@ from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.launch import replica_command
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.topology import EVALUATOR, TRAINER, Process, places, servers
+from distill.topology import EVALUATION_REPLICA, EVALUATOR, TRAINER, Process, places, servers
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync.base import secrets as hidden
@@ -104,8 +104,11 @@ class Plan:
 def plan_of(config: RunConfig, at: Mapping[str, Place]) -> Plan:
     """Where all servers are: by `urls`, else `at` the names of their processes."""
     where = places(config, at)
+    replicas = {f"student-{i}": place for i, place in enumerate(where["student"])}
+    if dedicated := where.get("evaluation.replica"):
+        replicas[EVALUATION_REPLICA] = dedicated[0]
     return Plan(
-        {f"student-{i}": place for i, place in enumerate(where["student"])},
+        replicas,
         {name: where[f"teachers.{name}"] for name in config.teachers},
         {name: where[f"environments.{name}"] for name in config.environments},
         next(iter(where.get("evaluation.placement", ())), None),

@@ -44,13 +44,13 @@ class Broadcasts:
     def listening(self) -> bool:
         """Whether to broadcast now: to all replicas that come up within `start_seconds`, later to any."""
         starting = self._count == 0 and time.monotonic() < self._until
-        return len(self._live()) >= (len(self._pool.replicas) if starting else 1)
+        return len(self._live()) >= (len(self._pool.members()) if starting else 1)
 
     def _live(self) -> list[Replica]:
-        members, now = self._pool.replicas.values(), time.monotonic()
+        now = time.monotonic()
         return [
             member
-            for member in members
+            for member in self._pool.members()
             if member.phase is not Phase.ABSENT
             and not (member.lost.is_set() or member.held or (member.refuses and now < member.rests_until))
         ]

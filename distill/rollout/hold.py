@@ -5,6 +5,7 @@
             ─▶ at the version, until the block ends ─▶ brought to the newest version ─▶ serving
 
 What it has in flight goes on beside the evaluation. The other replicas go on; with one replica rollouts wait.
+`evaluation.replica`, where there is one, is held instead of one that others need.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ async def hold(pool: ReplicaPool, version: Version, seconds: float) -> AsyncIter
 
 async def _choose(pool: ReplicaPool, version: Version, seconds: float) -> Replica:
     """The serving replica that need not go back, with the fewest completions in flight."""
-    loop = asyncio.get_running_loop()
+    loop, alone = asyncio.get_running_loop(), bool(pool.members(for_evaluations=True))
     deadline = loop.time() + seconds
     while True:
-        willing = [replica for replica in pool.serving() if not (replica.held or replica.refuses)]
+        willing = [replica for replica in pool.serving(alone) if not (replica.held or replica.refuses)]
         if willing:
             return min(willing, key=lambda replica: (pool.is_ahead(replica, version), replica.in_flight))
         if (left := deadline - loop.time()) <= 0:
-            raise Unreachable(f"no replica serves that could generate with {version}: see their logs")
+            of = "evaluation.replica does not serve, which" if alone else "no replica serves that"
+            raise Unreachable(f"{of} could generate with {version}: see the logs of replicas")
         await pool.changed.wait(min(left, pool.retry_seconds))
 
 

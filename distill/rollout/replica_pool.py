@@ -8,6 +8,9 @@ A serving replica is updated at its own pace while it generates. One that refuse
 in flight and is sent nothing until it takes one. A lost one gives its unfinished prompts back and joins again
 when it answers. One that generates no token of its work is lost too. One of another run is removed; the run
 ends when it has no other.
+
+`evaluation.replica` is a member that evaluations alone use: it follows no version, but is brought to the one
+that is evaluated (hold.py).
 """
 
 from __future__ import annotations
@@ -45,8 +48,11 @@ class Phase(Enum):
 class Replica:
     """One replica as the controller sees it."""
 
-    def __init__(self, name: str, engine: ReplicaEngine, founding: bool = False) -> None:
+    def __init__(
+        self, name: str, engine: ReplicaEngine, founding: bool = False, for_evaluations: bool = False
+    ) -> None:
         self.name, self.engine = name, engine
+        self.for_evaluations = for_evaluations  # alone: it completes no prompts to train on
         self.founding = founding  # it belongs to the run's configuration
         self.phase = Phase.ABSENT
         self.version: Version | None = None  # what it serves; None: the folder it was started with
@@ -116,10 +122,13 @@ class ReplicaPool:
 
     # --- members ------------------------------------------------------------------------------------------
 
-    def add(self, name: str, engine: ReplicaEngine) -> None:
-        """Let a replica join; it serves as soon as it answers and holds a published version."""
+    def add(self, name: str, engine: ReplicaEngine, for_evaluations: bool = False) -> None:
+        """Let a replica join; it serves as soon as it answers and holds a published version.
+
+        `for_evaluations`: for them alone; it serves whatever it holds.
+        """
         assert name not in self.replicas, f"replica {name} is a member already"
-        self.replicas[name] = Replica(name, engine, founding=not self._running)
+        self.replicas[name] = Replica(name, engine, not self._running, for_evaluations)
         if self._running:
             self._start(name)
 
@@ -161,8 +170,13 @@ class ReplicaPool:
         """Whether it is a member that was not excluded."""
         return self.replicas.get(replica.name) is replica and not replica.excluded
 
-    def serving(self) -> list[Replica]:
-        return [replica for replica in self.replicas.values() if replica.phase is Phase.SERVING]
+    def members(self, for_evaluations: bool = False) -> list[Replica]:
+        """Those that prompts to train on are for, or those that evaluations alone use."""
+        return [replica for replica in self.replicas.values() if replica.for_evaluations == for_evaluations]
+
+    def serving(self, for_evaluations: bool = False) -> list[Replica]:
+        """Of `members`."""
+        return [replica for replica in self.members(for_evaluations) if replica.phase is Phase.SERVING]
 
     def able(self) -> list[Replica]:
         """Those that take requests now, the least busy first: not held, refusing updates or at rest."""
@@ -192,7 +206,7 @@ class ReplicaPool:
     def _exclude(self, replica: Replica) -> bool:
         replica.excluded = True
         self.report_lost(replica)
-        return not all(member.excluded for member in self.replicas.values())
+        return not all(member.excluded for member in self.members(replica.for_evaluations))
 
     def refused(self, replica: Replica, retry_after: float | None) -> None:
         """It refused a request: send it nothing for `retry_after` seconds (None: with backoff)."""
@@ -247,7 +261,7 @@ class ReplicaPool:
 
     async def _expel(self, replica: Replica, error: WrongServer) -> None:
         """Remove a replica of another run. Raises its error when it was to begin with, or is the last."""
-        if (replica.founding and replica.joined == 0) or len(self.replicas) == 1:
+        if (replica.founding and replica.joined == 0) or self.members() == [replica]:
             raise WrongServer(f"replica {replica.name}: {error}") from error
         logger.error("replica %s is taken out of this run: %s", replica.name, error)
         del self.replicas[replica.name]
@@ -313,7 +327,9 @@ class ReplicaPool:
                 continue
             version = replica.version
             stranded = version is None and self.newest_broadcast is not None
-            if not stranded and (version is None or self._state.may_exist(version)):
+            if replica.for_evaluations or (
+                not stranded and (version is None or self._state.may_exist(version))
+            ):
                 return
             if stranded:
                 self._events.emit(Stranded(replica.name))
@@ -327,9 +343,10 @@ class ReplicaPool:
         After a restart of the trainer the newest published version may be behind what the replica holds: it
         stays where it is until the trainer has caught up.
         """
-        if self._state.target is None or replica.version == self._state.target.version:
+        newest = self._state.target
+        if replica.for_evaluations or newest is None or replica.version == newest.version:
             return None
-        target, version, step_of = self._state.target.version, replica.version, self._state.step_of
+        target, version, step_of = newest.version, replica.version, self._state.step_of
         if version is None or not self._state.may_exist(version) or step_of(target) >= step_of(version):
             return target
         return None

@@ -13,8 +13,8 @@ class CompletionsRequest(Message, frozen=True):
     """Generate the completions of an evaluation and keep them on disk. Controller → evaluator."""
 
     version: Version
-    replica: str | None = None
-    """URL of a replica that is held at `version`; None: the evaluator has one of its own."""
+    replica: str
+    """URL of a replica that is held at `version`."""
     sets: list[str] = []
     """Named sets to complete, besides the held-out prompts."""
 

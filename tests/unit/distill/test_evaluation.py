@@ -66,10 +66,10 @@ def _ends_workers() -> Iterator[None]:
         MADE.pop().close()
 
 
-def evaluator(models: Path, teacher: Any, vllm: Any, own: Any = None, **evaluation: Any) -> Evaluator:
+def evaluator(models: Path, teacher: Any, vllm: Any, **evaluation: Any) -> Evaluator:
     weights: Any = Folders(models / "student")
     config = configure(models, **evaluation)
-    MADE.append(Evaluator(config, weights, {"t": teacher}, lambda url: vllm, replica=own))
+    MADE.append(Evaluator(config, weights, {"t": teacher}, lambda url: vllm))
     return MADE[-1]
 
 
@@ -247,16 +247,6 @@ async def test_completions_on_disk_are_evaluated_by_another_process_and_not_gene
     again = await evaluated(evaluator(models, teacher, replica))
     assert len(replica.served) == requests == 3
     assert again.reverse_kl == pytest.approx(first.reverse_kl, rel=1e-6)
-
-
-async def test_a_replica_of_its_own_is_brought_to_the_version(models: Path) -> None:
-    replica = Replica(models / "student", None)  # type: ignore[arg-type]
-    placed = {"urls": ["http://127.0.0.1:1"]}
-    one = evaluator(models, Teacher(models / "teacher"), replica, replica, replica=placed)
-    await evaluated(one)
-    assert replica.updates == []
-    await evaluated(one, Version(0, 2))
-    assert replica.updates == [Version(0, 2)]
 
 
 def test_the_first_and_the_newest_versions_are_kept(tmp_path: Path) -> None:

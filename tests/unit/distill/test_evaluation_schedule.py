@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from in_memory import MemoryEvaluator, MemoryPrompts
+from in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica
 from msgspec.structs import replace
 from pydantic import ValidationError
 from small_config import make_config
@@ -24,7 +24,7 @@ from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from distill.record.record import Record
 from distill.record.store import Store
-from distill.rollout.replica_pool import ReplicaPool
+from distill.rollout.replica_pool import Phase, ReplicaPool
 from sync.base.errors import RemoteError, Unreachable
 from sync.wire import Estimate, EvalReport, SetReport, Version
 
@@ -69,6 +69,8 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> 
     own = {"urls": ["http://127.0.0.1:1"]}
     config = make_config(evaluation={"every": every, "replica": own, **more}, run={"steps": 100})
     pool = ReplicaPool(record.state, config.weights, 0.0, ErrorBudget(8, Events()), Events())
+    pool.add("evaluation-replica", MemoryReplica(), for_evaluations=True)
+    pool.replicas["evaluation-replica"].phase = Phase.SERVING
     budget = ErrorBudget(8, Events())
     silent = Evaluations(evaluator, config, record, pool, Timeline(), lambda *_: None, lambda _: None, budget)
     silent.retry_seconds = 0.005

@@ -224,7 +224,9 @@ async def test_an_evaluation_that_is_asked_for_again_is_not_made_again() -> None
         first, again = await asyncio.gather(*(post(client, Version(0, 3)) for _ in range(2)))
         assert first.content == again.content
         assert made == [Version(0, 3)]
-        await client.post("/v1/completions", content=encode(CompletionsRequest(version=Version(0, 3))))
+        await client.post(
+            "/v1/completions", content=encode(CompletionsRequest(version=Version(0, 3), replica="http://r"))
+        )
         await post(client, Version(0, 3))
     assert made == [Version(0, 3)] * 2
 
@@ -248,10 +250,12 @@ async def test_generation_ends_when_its_caller_leaves_and_the_next_one_is_served
     bound = listen("127.0.0.1", 0, None)
     async with serving(app(complete, evaluate, no_probe, "", Claim()), bound):
         evaluator = HttpEvaluator(f"http://127.0.0.1:{bound.getsockname()[1]}")
-        waiting = asyncio.create_task(evaluator.complete(CompletionsRequest(version=Version(0, 0))))
+        waiting = asyncio.create_task(
+            evaluator.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+        )
         await asyncio.wait_for(began.wait(), 60)
         waiting.cancel()
         await asyncio.wait_for(ended.wait(), 60)
-        reply = await evaluator.complete(CompletionsRequest(version=Version(0, 1)))
+        reply = await evaluator.complete(CompletionsRequest(version=Version(0, 1), replica="http://r"))
         assert (reply.version, reply.lost) == (Version(0, 1), None)
         await evaluator.aclose()

@@ -195,7 +195,7 @@ async def evaluator() -> Series:
     url = "http://127.0.0.1:{1}".format(*bound.getsockname())
     async with serving(app(complete, fail, fail, TOKEN, Claim()), bound):
         client = HttpEvaluator(url, TOKEN)
-        await client.complete(CompletionsRequest(version=Version(0, 0)))
+        await client.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
         with pytest.raises(RemoteError, match="no teacher answers"):
             await client.evaluate(Version(0, 0))
         await client.aclose()

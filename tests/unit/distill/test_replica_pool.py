@@ -862,3 +862,28 @@ async def test_a_held_replica_that_generates_nothing_is_stalled() -> None:
         async with hold(world.pool, Version(0, 0), 60.0) as held:
             await asyncio.wait_for(held.lost.wait(), LONG)
         assert world.stalled == ["a"]
+
+
+async def test_a_replica_for_evaluations_alone_is_brought_to_their_versions_and_sent_nothing_else() -> None:
+    world = World(a=MemoryReplica())
+    world.pool.add("own", own := MemoryReplica(version=Version(7, 3)), for_evaluations=True)
+    async with world.running():
+        world.publish(Version(0, 1))
+        world.publish(Version(0, 2))
+        await world.until(lambda: world.serving() == ["a"] and bool(world.pool.serving(True)))
+        await world.until(lambda: world.pool.replicas["a"].version == Version(0, 2))
+        assert [replica.name for replica in world.pool.able()] == ["a"]
+        assert world.broadcasts.listening(), "a broadcast waits for no replica of evaluations"
+        for step in (1, 2):
+            async with hold(world.pool, Version(0, step), 60.0) as held:
+                assert (held.name, held.version) == ("own", Version(0, step))
+        world.publish(Version(0, 3))
+        await asyncio.sleep(LONG)
+        assert own.updates == [Version(0, 1), Version(0, 2)]
+        final = FinalDigests(version=Version(0, 3), digests=weights_of(Version(0, 3)))
+        assert await compare_weights(world.pool, final) == {"a": True}
+        own.up = False
+        world.pool.report_lost(held)
+        with pytest.raises(Unreachable, match=r"evaluation\.replica does not serve, which could generate"):
+            async with hold(world.pool, Version(0, 2), 5.0):
+                raise AssertionError
