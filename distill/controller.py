@@ -69,7 +69,6 @@ class Controller:
             run=run.name,
             seed=run.seed,
             rules=rules(config),
-            validator=checks,
             events=bus,
         )
         stall, group = config.rollout.stall_timeout_seconds, record.state.rules.group

@@ -21,13 +21,11 @@ from distill.record import changes as r
 from distill.record.changes import Change, LineageOpened, Opened, facts
 from distill.record.load import load
 from distill.record.resume import resume
-from distill.record.rollout import DropReason, Location, RequeueReason, Rollout
+from distill.record.rollout import DropReason, RequeueReason, Rollout
 from distill.record.state import RunState
 from distill.record.store import Store
-from distill.record.validation import Validator
 from sync.base.errors import ConfigError
 from sync.wire import RunIdentity, Version, unpack
-from sync.wire.checks import Problem
 
 GROUP_BROKEN = "another completion of its prompt was dropped"
 _TEACHER_TURNS = 1  # stream of random numbers of a run's seed, beside that of the prompts' order
@@ -45,17 +43,15 @@ class Record:
         run: str,
         seed: int,
         rules: Rules,
-        validator: Validator | None = None,
         events: Events | None = None,
     ) -> None:
         """Go on from the rows of the run (none: a new run).
 
-        `validator`: of rollouts that are read back; one that fails is quarantined. Raises DataError when
-        something is damaged, ConfigError when it is another run's or of other prompts.
+        Raises DataError when something is damaged, ConfigError when it is another run's or of other prompts.
         """
         self.store, self.state = store, load(store.connection, rules, store.read)
         store.facts = lambda: facts(self.state, store.at)
-        self._prompts, self._name, self._validator = prompts, run, validator
+        self._prompts, self._name = prompts, run
         self._events, self._admitted = events or Events(), asyncio.Event()
         bound, per_prompt, rows = rules.bound, prompts.per_prompt, prompts.rows
         limits = bound.limit, bound.hard, bound.half_life
@@ -110,22 +106,19 @@ class Record:
         self.write(r.Issued(prompts, self._prompts.cursor, by_teacher))
         return [self.state.pending[prompt.id] for prompt in prompts]
 
-    def requeue(self, lost: Iterable[Rollout], reason: RequeueReason, tokens: int = 0) -> list[Rollout]:
-        """Note that these completions were lost; returns the rollouts that are to be sent again.
+    def requeue(self, lost: Rollout, reason: RequeueReason, tokens: int = 0) -> Rollout | None:
+        """Note that a completion was lost; returns the rollout when it is to be sent again, else drops it.
 
-        `tokens`: what is known to have been generated of them.
+        `tokens`: what is known to have been generated of it.
         """
-        ids, pending = [rollout.id for rollout in lost], self.state.pending
-        if not ids:
-            return []
-        self.write(r.Requeued(ids, reason, tokens))
-        limit = self.state.rules.max_attempts
-        if spent := [i for i in ids if pending[i].attempts >= limit]:
+        pending, limit = self.state.pending, self.state.rules.max_attempts
+        self.write(r.Requeued([lost.id], reason, tokens))
+        if pending[lost.id].attempts >= limit:
             why: DropReason = reason if reason in ("straggler", "over_long", "unusable") else "engine_failed"
-            self.drop(spent, why, f"{limit} completions were lost ({reason})")
-        if broken := [i for i in ids if i in pending and self.state.is_broken(i)]:
-            self.drop(broken, "group_broken", GROUP_BROKEN)
-        return [pending[i] for i in ids if i in pending]
+            self.drop([lost.id], why, f"{limit} completions were lost ({reason})")
+        elif self.state.is_broken(lost.id):
+            self.drop([lost.id], "group_broken", GROUP_BROKEN)
+        return pending.get(lost.id)
 
     def drop(self, ids: list[str], reason: DropReason, detail: str, tokens: int = 0) -> None:
         """These will not be trained on; `tokens` were generated for them and are not on record.
@@ -139,10 +132,9 @@ class Record:
         if self.state.broken and (ids := [i for i in self.state.buffer if self.state.is_broken(i)]):
             self.write(r.Dropped(ids, "group_broken", 0, GROUP_BROKEN))
 
-    def admit(self, rollouts: Iterable[Rollout]) -> None:
-        """Put scored rollouts into the buffer."""
-        for rollout in rollouts:
-            self.write(r.Admitted(rollout))
+    def admit(self, rollout: Rollout) -> None:
+        """Put a scored rollout into the buffer."""
+        self.write(r.Admitted(rollout))
         self._drop_broken()
         self._admitted.set()
 
@@ -158,7 +150,7 @@ class Record:
                 self.drop(too_old, "too_old", f"older than {hard} at step {state.next_step}")
             if lost := sorted({*part} & {*too_old}):
                 logger.warning("trainers died on a batch with %s: too old to be tried by themselves", lost)
-            if await self._usable_in_memory(chosen) and (chosen or not part):
+            if chosen or not part:
                 break
         if not chosen:
             return None
@@ -185,15 +177,12 @@ class Record:
             if checkpoint.step >= reached.step and checkpoint not in state.checkpoints:
                 self.write(r.Checkpointed(checkpoint, str(checkpoint)))
         suspected = state.suspect
-        goes_on = resume(state, checkpoint, self._usable, rolled_back=without is not None)
+        goes_on = resume(state, checkpoint, rolled_back=without is not None)
         start, origin, branch = goes_on.start, goes_on.origin, goes_on.branch
         batched = {id for batch in state.batches.values() for id in batch.ids}
         left, parts = [id for id in without or () if id in batched], _parts_from(state, branch)
-        gone, in_batches = (
-            {*left},
-            (rollout for batch in state.batches.values() for rollout in batch.rollouts),
-        )
-        self._unneeded(batch for batch in in_batches if batch.id in gone)
+        batches = state.batches.values()
+        self._unneeded(rollout for batch in batches for rollout in batch.rollouts if rollout.id in {*left})
         number = len(state.lineages)
         opening = LineageOpened(number, checkpoint, start, origin, branch, fingerprint, left, ranks, parts)
         self.write(opening)
@@ -227,46 +216,12 @@ class Record:
         logger.warning("rollout %s is quarantined, %s: %s", prompt.id, reason, detail)
         self._events.emit(Quarantined(prompt, reason, detail, tokens))
 
-    def _usable(self, batch: Batch) -> bool:
-        """Whether it can be handed out again; one that was trained once can be."""
-        checked = [self._checked(rollout) for rollout in batch.rollouts]
-        whole = [rollout for rollout in checked if isinstance(rollout, Rollout)]
-        if len(whole) == len(checked):
-            batch.rollouts = whole
-        return len(whole) == len(checked)
-
-    def _checked(self, rollout: Rollout) -> Rollout | Problem:
-        """A rollout with its arrays, or what is wrong with it; one that was admitted here was checked."""
-        if not rollout.is_released:
-            return rollout
-        whole = self._read(rollout.id)
-        return whole if self._validator is None else self._validator.recorded(whole, self.state)
-
-    async def _usable_in_memory(self, chosen: list[str]) -> bool:
-        """Whether all of `chosen` are in memory, as after a restart they are not.
-
-        If not, reads them back, one after the other between the loop's other tasks, in the order of the
-        files, and quarantines those that cannot be used: what is chosen may be another choice afterwards.
-        """
-        buffer, where = self.state.buffer, self.state.where
-        released = [id for id in chosen if buffer[id].is_released]
-        released.sort(key=lambda id: where.get(id, Location()))
-        for rollout in released:
-            await asyncio.sleep(0)
-            if rollout not in buffer:  # dropped meanwhile, or with its group
-                continue
-            checked = self._checked(buffer[rollout])
-            if isinstance(checked, Rollout):
-                buffer[rollout] = checked
-                continue
-            self.drop([rollout], "unusable", str(checked))
-            self._quarantined(Prompt(rollout, []), "unusable", str(checked), [])
-        return not released
-
     def rollouts(self, batch: Batch) -> list[Rollout]:
         """The rollouts of a batch, in order; released ones are read back."""
-        checked = ((rollout, self._checked(rollout)) for rollout in batch.rollouts)
-        return [rollout if isinstance(rollout, Rollout) else self._read(old.id) for old, rollout in checked]
+        released = [rollout.id for rollout in batch.rollouts if rollout.is_released]
+        released.sort(key=self.state.where.__getitem__)  # a block is unpacked once
+        whole = {rollout: self._read(rollout) for rollout in released}
+        return [whole.get(rollout.id, rollout) for rollout in batch.rollouts]
 
     def _read(self, rollout: str) -> Rollout:
         whole = self.store.read(self.state.where[rollout])

@@ -6,18 +6,17 @@ checkpoints/latest ┴▶ resume ──▶ `distill run CONFIG --resume --dry-ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill.buffer import Batch, Rules
+from distill.buffer import Rules
 from distill.prompts.stream import Cursor
 from distill.record.load import load
 from distill.record.state import RunState
 from distill.record.store import RECORD, open_read_only, reader
 from student_trainer.checkpoint_files import CHECKPOINTS, choose
-from sync.base.errors import DataError
 from sync.wire import Version
 
 
@@ -48,17 +47,11 @@ class Resume:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def resume(
-    state: RunState, checkpoint: Version | None, usable: Callable[[Batch], bool], *, rolled_back: bool = False
-) -> Resume:
-    """What a trainer that starts from `checkpoint` goes on from.
-
-    `usable`: whether a batch that no trainer has trained can be handed out. `rolled_back`: none is handed out
-    again.
-    """
+def resume(state: RunState, checkpoint: Version | None, *, rolled_back: bool = False) -> Resume:
+    """What a trainer that starts from `checkpoint` goes on from; `rolled_back`: no batch is used again."""
     start, origin = checkpoint.step if checkpoint else 0, state.lineages.origin_of(checkpoint)
     branch = start
-    while origin is not None and not rolled_back and _is_handed_out_again(state, origin, branch, usable):
+    while origin is not None and not rolled_back and _is_handed_out_again(state, origin, branch):
         branch += 1
     files = {location.file for location in state.where.values()}
     counts = len(state.pending), len(state.buffer)
@@ -66,12 +59,10 @@ def resume(
     return Resume(state.cursor, *counts, checkpoint, origin, branch, target, tuple(sorted(files)))
 
 
-def _is_handed_out_again(state: RunState, origin: int, step: int, usable: Callable[[Batch], bool]) -> bool:
-    """Not a batch that is gone, that trainers died on, or that none has trained and that is unusable."""
+def _is_handed_out_again(state: RunState, origin: int, step: int) -> bool:
+    """Not a batch that is gone, or that trainers died on."""
     batch = state.batches.get(Version(state.lineages.owner(origin, step), step))
-    if batch is None:
-        return False
-    return batch is not state.suspect and (batch.trained or usable(batch))
+    return batch is not None and batch is not state.suspect
 
 
 def resume_of(run_dir: Path, rules: Rules) -> Resume:
@@ -79,21 +70,13 @@ def resume_of(run_dir: Path, rules: Rules) -> Resume:
 
     Raises DataError where the record or every checkpoint is damaged.
     """
-    read = reader(run_dir)
-
-    def usable(batch: Batch) -> bool:
-        try:
-            return all(read(state.where[rollout]) for rollout in batch.ids)
-        except DataError:
-            return False
-
     with closing(open_read_only(run_dir / RECORD)) as connection:
-        state = load(connection, rules, read)
+        state = load(connection, rules, reader(run_dir))
     state.bisection.handed_out = -1  # as the start of the controller will leave it
     path = choose(run_dir / CHECKPOINTS).path
     checkpoint = Version.parse(path.name) if path else None
     back = state.rolled_back
-    return resume(state, back.to if back else checkpoint, usable, rolled_back=back is not None)
+    return resume(state, back.to if back else checkpoint, rolled_back=back is not None)
 
 
 def lines(start: Resume) -> Iterator[str]:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import msgspec
 
 from distill.config import RolloutConfig
-from distill.record.rollout import Rollout
-from distill.record.state import RunState
 from sync.wire import (
     Array,
     Generated,
@@ -44,7 +42,7 @@ def sampling_of(config: RolloutConfig) -> Sampling:
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates what engines and the record return for one run; None: no problem."""
+    """Validates what engines return for one run; None: no problem."""
 
     sampling: Sampling
     want: Want
@@ -85,33 +83,6 @@ class Validator:
         """Of a teacher's scores of `count` completion tokens; `keep`: it was to keep them."""
         gather, want = self.sampling.student_topk, msgspec.structs.replace(self.want, keep=keep)
         return checks.scored(answer, count, gather, want, self.vocab_size, hidden_size)
-
-    def recorded(self, rollout: Rollout, state: RunState) -> Rollout | Problem:
-        """A rollout read back as it may be trained on, or why it may not."""
-        if rollout.scored is None:
-            return Problem("scores", "missing", "of every completion token")
-        count, vocab = rollout.length, self.vocab_size
-        k = 0 if rollout.kept else self.sampling.student_topk
-        top_k = self.sampling.top_k if self.sampling.mask and not rollout.by_teacher else 0
-        routing = None if rollout.by_teacher else self.routing
-        limit = max(count, self.sampling.max_tokens)  # the limit may have been lowered since
-        problem = checks.first(
-            checks.prompt(rollout.prompt, vocab),
-            checks.prompt(rollout.teacher_prompt or rollout.prompt, vocab),
-            checks.tokens(rollout.tokens, rollout.logprob, limit, vocab),
-            checks.spans(rollout.spans, 0 if rollout.by_teacher else count),
-            checks.own(rollout.own, count),
-            checks.topk_ids("topk_ids", rollout.topk_ids, count, k, vocab, -1),
-            checks.mask(rollout.mask, rollout.tokens, vocab, top_k, least=0),
-            checks.routes(rollout.routes, rollout.prompt.shape[0] + count - 1, routing),
-            self.scored(rollout.scored, count, keep=rollout.kept is not None),
-        )
-        if problem is not None:
-            return problem
-        if why := state.span_problem(rollout.spans):
-            return Problem("spans", why, "of versions that this run published")
-        scored = checks.without_bad_entropy(rollout.scored, count)
-        return msgspec.structs.replace(rollout, scored=scored)
 
 
 def repetitive(tokens: Array, repeats: int | None) -> str | None:

@@ -156,7 +156,7 @@ class Episodes:
                     self._record.state.sent([rollout.id], first)
 
     def _requeue(self, rollout: Rollout, lost: Lost) -> None:
-        if not self._record.requeue([rollout], lost.reason, lost.tokens):
+        if not self._record.requeue(rollout, lost.reason, lost.tokens):
             raise Dropped
 
 

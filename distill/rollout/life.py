@@ -21,7 +21,6 @@ again begins a life for every rollout that is pending.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Literal
 
 from msgspec.structs import replace
@@ -69,31 +68,32 @@ class Lives:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._group:
-            pending = list(self._record.state.pending.values())
-            self._begin(self._record.requeue(pending, "controller_restarted"))
+            for rollout in list(self._record.state.pending.values()):
+                self._begin(self._record.requeue(rollout, "controller_restarted"))
             for queue in (self.generation, self.scoring):
                 self._group.create_task(queue.run())
-            await self._dispatcher.run(lambda count: self._begin(self._record.issue(count)))
+            await self._dispatcher.run(lambda count: self._begin(*self._record.issue(count)))
 
-    def _begin(self, rollouts: Iterable[Rollout]) -> None:
+    def _begin(self, *rollouts: Rollout | None) -> None:
         for rollout in rollouts:
-            self._group.create_task(self.life(rollout))
+            if rollout is not None:
+                self._group.create_task(self.life(rollout))
 
     async def life(self, rollout: Rollout) -> None:
         """The whole life of a rollout. One that `continues` was completed in the life of its episode."""
-        following: list[Rollout] = []
+        following: list[Rollout | None] = []
         try:
             if rollout.by_teacher:
                 rollout = await self.generation.answer(rollout)
             elif not rollout.continues:
                 rollout, reason, parts = await self._completed(rollout)
                 self._check_limits(rollout, reason)
-                following = parts if self._record.state.rules.group == 1 else []
+                following = [*parts] if self._record.state.rules.group == 1 else []
             self._screen(rollout)
             rollout = await self._rewarded(rollout)
-            self._record.admit([await self.scoring.answer(rollout)])
+            self._record.admit(await self.scoring.answer(rollout))
         except Lost as lost:
-            following = self._record.requeue([rollout], lost.reason, lost.tokens)
+            following = [self._record.requeue(rollout, lost.reason, lost.tokens)]
         except Unusable as end:
             if end.quarantined:
                 self._record.reject(rollout, end.reason, end.detail)
@@ -101,7 +101,7 @@ class Lives:
                 self._record.drop([rollout.id], end.reason, end.detail, end.tokens)
         except Dropped:
             pass
-        self._begin(following)
+        self._begin(*following)
         self._events.changed.wake()
 
     # --- the steps ----------------------------------------------------------------------------------------

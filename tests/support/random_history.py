@@ -116,7 +116,8 @@ class History:
             more = scored(some[0], self.applied, self.applied, name=f"{some[0].id}+1")
             episode = msgspec.structs.replace(scored(some[0], *[self.applied] * 5), own=((0, 2), (4, 5)))
             done = [*([more, episode] if self.rng.random() < 0.5 else [episode, more]), *done[1:]]
-        self.record.admit(done)
+        for rollout in done:
+            self.record.admit(rollout)
 
     async def hello(self) -> None:
         kept = [version for version in self.saved[-self.keep :] if self.state.passed(version)]
@@ -176,11 +177,13 @@ class History:
         self.record = opened(self.folder, self.rules)
 
     async def requeue(self) -> None:
-        self.record.requeue(list(self.state.pending.values())[:2], "replica_lost")
+        for rollout in list(self.state.pending.values())[:2]:
+            self.record.requeue(rollout, "replica_lost")
 
     async def spend_attempts(self) -> None:
         for _ in range(self.rng.randint(1, self.rules.max_attempts)):
-            self.record.requeue(list(self.state.pending.values())[:1], "aborted", 7)
+            for rollout in list(self.state.pending.values())[:1]:
+                self.record.requeue(rollout, "aborted", 7)
 
     async def drop(self) -> None:
         self.record.drop(list(self.state.pending)[:1], "empty", "nothing came", 0)

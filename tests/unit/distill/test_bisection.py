@@ -7,32 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 from audited import check
 from in_memory import MemoryPrompts, MemoryTrainer
 
-from distill.buffer import rules
 from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.stream import PromptStream
 from distill.record.audit import AuditReport
-from distill.record.changes import HandedOut
-from distill.record.record import Record
-from distill.record.rollout import Rollout
-from distill.record.store import Store
 from sync.wire import (
-    Array,
     BatchRequest,
-    Scored,
     Stop,
     TrainBatch,
-    TrainerWelcome,
     Version,
-    VersionSpan,
-    pack,
 )
 
 
@@ -235,63 +223,3 @@ async def test_groups_of_completions_are_tried_and_quarantined_whole(
 
 
 # --- records of a release that recorded what it should not have -------------------------------------------
-
-
-def rollout_of(name: str, number: int, **changes: Any) -> Rollout:
-    logprob = pack(np.full(3, -1.0, "f4"))
-    good = Rollout(
-        name, number, pack(np.array([1, 2], "i4")), pack(np.arange(3, dtype="i4")), logprob,
-        [VersionSpan(Version(0, 0), 0, 3)], False, "t", Scored(name, logprob),
-    )  # fmt: skip
-    return msgspec.structs.replace(good, **changes)
-
-
-NAN = pack(np.array([-1.0, np.nan, -1.0], "f4"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"scored": Scored("p", NAN)}, "logprob is nan"),
-        ({"scored": Scored("p", pack(np.zeros(2, "f4")))}, "logprob is of shape [2]"),
-        ({"tokens": pack(np.array([0, 50, 1], "i4"))}, "token_ids is 50"),
-        ({"tokens": Array("i4", (3,), bytes(8))}, "token_ids is 8 bytes"),
-        ({"prompt": pack(np.array([1, -2], "i4"))}, "prompt is -2"),
-        ({"spans": [VersionSpan(Version(0, 0), 0, 2)]}, "spans is [0, 2)"),
-        ({"topk_ids": pack(np.zeros((3, 2), "i4"))}, "topk_ids is of shape [3, 2]"),
-        (
-            {"own": [(0, 1), (2, 4)]},
-            "own is [0, 1), [2, 4), and must be apart, in order, from 0 on and up to 3",
-        ),
-    ],
-)
-@pytest.mark.parametrize("formed", [False, True])
-async def test_a_run_with_a_bad_answer_on_its_record_goes_on_without_it(
-    controller, config, tmp_path: Path, changes: dict[str, Any], why: str, formed: bool
-) -> None:
-    settings = config()
-    store, prompts = Store(tmp_path, "never"), PromptStream(MemoryPrompts(), 0)
-    record = Record(store, prompts, run="test", seed=0, rules=rules(settings))
-    await record.open_lineage(None, "model")
-    issued = record.issue(8)
-    record.admit([rollout_of(one.id, one.number, **(changes if one.number == 3 else {})) for one in issued])
-    if formed:
-        assert await record.form_batch() is not None
-        record.write(HandedOut(Version(0, 0)))
-    await store.commit()
-    store.close()
-
-    quarantine: list[Quarantined] = []
-    run = controller(settings, hooks=Hooks(quarantined=quarantine.append), vocab_size=50)
-    trainer = Dying(run.session)
-    summary = await until_done(run, trainer)
-    assert summary is not None
-    assert summary["completed"]
-    assert [(one.prompt.id, one.reason) for one in quarantine] == [("0:3:0", "unusable")]
-    assert why in quarantine[0].detail
-    assert {"0:2:0", "0:4:0"} <= {i for ids in trainer.ledger[1].values() for i in ids}
-    trainer.welcomes.insert(
-        0, TrainerWelcome(version=Version(0, 0), parent=None, teachers=["t"], run=run.record.run)
-    )
-    report = audited(tmp_path, trainer)
-    assert report.ok, report.violations

@@ -70,7 +70,7 @@ class Run:
 
     async def compose(self, version: Version) -> Batch:
         for number, asked in enumerate(self.record.issue(RULES.batch + 1)):
-            self.record.admit([generated(asked, Version(version.lineage, max(0, version.step - number % 3)))])
+            self.record.admit(generated(asked, Version(version.lineage, max(0, version.step - number % 3))))
         batch = await self.record.form_batch()
         assert batch is not None
         return batch

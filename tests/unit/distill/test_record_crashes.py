@@ -337,7 +337,8 @@ def test_a_blank_page_is_refused_or_changes_nothing_that_a_restart_knows(tmp_pat
 async def test_arrays_that_are_damaged_are_named_when_they_are_needed(tmp_path: Path) -> None:
     record = opened(tmp_path)
     await record.open_lineage(None, "model")
-    record.admit([scored(issued, Version(0, 0)) for issued in record.issue(3)])
+    for issued in record.issue(3):
+        record.admit(scored(issued, Version(0, 0)))
     await record.store.commit()
     record.store.close()
     [path] = (tmp_path / "arrays").iterdir()
@@ -346,8 +347,10 @@ async def test_arrays_that_are_damaged_are_named_when_they_are_needed(tmp_path: 
     path.write_bytes(data)
     again = opened(tmp_path)
     await again.open_lineage(None, "model")
+    batch = await again.form_batch()
+    assert batch is not None
     with pytest.raises(DataError, match=rf"{path.name} is damaged in the \d+ bytes from \d+ on"):
-        await again.form_batch()
+        again.rollouts(batch)
     again.store.close()
 
 
