@@ -19,7 +19,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -186,7 +186,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
     replicas = {f"student-{i}": NoisyReplica(seed=i, longest=part.tokens) for i in range(part.replicas)}
     teachers = {name: NoisyTeacher() for name in names}
     for role in (*replicas.values(), *teachers.values()):
-        role.apart, role.width = apart, part.width  # type: ignore[attr-defined, union-attr]
+        role.apart, role.width = apart, part.width
 
     def write(file: int, data: memoryview) -> int:
         nonlocal written
@@ -263,17 +263,17 @@ class Blocks:
             began, worked = time.perf_counter(), time.thread_time()
             run(handle)
             if (seconds := time.perf_counter() - began) > 0.001:
-                task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
-                of: Any = task.get_coro() if isinstance(task, asyncio.Task) else handle._callback  # type: ignore[attr-defined]
+                task = getattr(handle._callback, "__self__", None)
+                of: Any = task.get_coro() if isinstance(task, asyncio.Task) else handle._callback
                 name, longest = getattr(of, "__qualname__", str(of)), self._seconds
                 both = zip(longest.get(name, (0.0, 0.0)), (seconds, time.thread_time() - worked), strict=True)
-                longest[name] = tuple(map(max, both))  # type: ignore[assignment]
+                longest[name] = tuple(map(max, both))
 
-        asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]
+        asyncio.Handle._run = timed
         try:
             yield
         finally:
-            asyncio.Handle._run = run  # type: ignore[method-assign]
+            asyncio.Handle._run = run
 
     def longest(self) -> list[Figures]:
         """The greatest five, without those of `train`, which collects garbage."""
@@ -286,23 +286,13 @@ class Blocks:
 
 
 def used(folder: Path) -> Figures:
-    """MiB of memory and disk now, after a garbage collection."""
+    """MiB of memory and of the record's files now, after a garbage collection."""
     gc.collect()
-    others = [*folder.glob("ledger/*"), folder / "metrics.jsonl", folder / "timeline.jsonl"]
-    return {
-        "RSS, MiB": psutil.Process().memory_info().rss / MIB,
-        "rows, MiB": _mib(folder.glob("run.db*")),
-        "arrays, MiB": _mib(folder.glob("arrays/*")),
-        "ledger, metrics, timeline, MiB": _mib(others),
-    }
-
-
-def _mib(paths: Iterable[Path]) -> float:
-    total = 0
-    for path in paths:
-        with suppress(FileNotFoundError):  # archived meanwhile
-            total += path.stat().st_size
-    return total / MIB
+    sizes = {"RSS, MiB": psutil.Process().memory_info().rss / MIB, "rows, MiB": 0.0, "arrays, MiB": 0.0}
+    for path in [*folder.glob("run.db*"), *folder.glob("arrays/*")]:
+        with suppress(FileNotFoundError):  # freed meanwhile
+            sizes["rows, MiB" if path.parent == folder else "arrays, MiB"] += path.stat().st_size / MIB
+    return sizes
 
 
 def measured(folder: Path, part: Part, objective: str = "", scores: str = "inline") -> Figures:

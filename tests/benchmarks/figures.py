@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import psutil
 import typer
@@ -72,9 +72,7 @@ def with_json(
 
     extra = inspect.Parameter("json_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
     signature = inspect.signature(run, eval_str=True)
-    measured.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), extra]
-    )
+    measured.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])
     measured.__annotations__ = run.__annotations__ | {"json_file": JsonFile}
     return measured
 
@@ -90,24 +88,15 @@ def chosen(option: str, text: str, names: Collection[str]) -> list[str]:
 # --- trials -----------------------------------------------------------------------------------------------
 
 
-class Work(NamedTuple):
-    """A variant: `run` is timed on what `prepare`, untimed, returns."""
-
-    run: Callable[..., object]
-    prepare: Callable[[], Any] | None = None
-    """None: `run` takes nothing."""
-
-
 def interleaved(
-    works: Mapping[str, Work], rounds: int, clock: Callable[[], float] = time.perf_counter
+    works: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
     """Seconds by `clock` of every work, once in each round. The caller has run all before, to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
-            arguments = [work.prepare()] if work.prepare else []
             began = clock()
-            work.run(*arguments)
+            work()
             seconds[name].append(clock() - began)
     return seconds
 
@@ -244,7 +233,9 @@ def cell(value: Any) -> str:
     """Three digits of a number below a thousand."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "–" if value is None else str(value)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

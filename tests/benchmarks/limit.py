@@ -47,7 +47,7 @@ from student_trainer.objectives.config import needs, student_topk
 from student_trainer.step import loss_of, train_step
 from student_trainer.varlen import pack_rows
 from sync.base.decoding import json_decoder
-from sync.base.errors import ConfigError, DistillError
+from sync.base.errors import DistillError
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.wire import Scored, ScoreRequest, ScoreSequence, TrainBatch, Version, VersionSpan, encode, pack
 from teacher_service.batching import split
@@ -55,15 +55,7 @@ from teacher_service.engines.head import find_head
 from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.messages import read_score
 from tests.benchmarks import ROOT
-from tests.benchmarks.figures import (
-    ConfigFile,
-    Figures,
-    Work,
-    command,
-    cores,
-    interleaved,
-    listing,
-)
+from tests.benchmarks.figures import Figures, command, cores, interleaved, listing
 
 ROUNDS: Final = 15
 STEPS_AT_ONCE: Final = 4
@@ -106,8 +98,8 @@ def settings_of(scale: str, seed: int) -> list[str]:
     if scale == "toy":
         return []
     shape = {"layers": 8, "steps": 0, "rows": 0, "rate": 0.0, "muon": False, "both_choices": False}
-    student = Recipe(width=384, heads=12, kv_heads=6, feed_forward=1152, **shape)  # type: ignore[arg-type]
-    teacher = Recipe(width=512, heads=16, kv_heads=8, feed_forward=1536, **shape)  # type: ignore[arg-type]
+    student = Recipe(width=384, heads=12, kv_heads=6, feed_forward=1152, **shape)
+    teacher = Recipe(width=512, heads=16, kv_heads=8, feed_forward=1536, **shape)
 
     def make(unfinished: Path) -> None:
         torch.manual_seed(seed)
@@ -118,10 +110,8 @@ def settings_of(scale: str, seed: int) -> list[str]:
     return [*LARGE, f"student.path={pair.student}", f"teachers.sorter.path={pair.teacher}"]
 
 
-def run(config: ConfigFile = None, scale: ScaleName = "toy") -> Figures:
-    """Measure the three computations of a step; the first teacher of the file scores."""
-    if config is not None:
-        return measured(api.load_config(config))
+def run(scale: ScaleName = "toy") -> Figures:
+    """Measure the three computations of a step of the quickstart."""
     path, settings = quickstart.source(0)
     return measured(api.load_config(path, [*settings, *settings_of(scale, 0)]))
 
@@ -129,12 +119,8 @@ def run(config: ConfigFile = None, scale: ScaleName = "toy") -> Figures:
 def measured(config: RunConfig) -> Figures:
     """ms of processor time per step by computation, and the time of a step of which nothing else is left.
 
-    Raises ConfigError for a run of episodes, DistillError when vLLM fails.
+    Raises DistillError when vLLM fails.
     """
-    if config.environments:
-        raise ConfigError(
-            "a step of episodes has no fixed cost: measure a configuration without environments"
-        )
     tokenizer = load_tokenizer(config.student)
     prompts = [prompt.token_ids for prompt in open_prompts(with_evaluation(config), tokenizer).held_out]
     batch = [prompts[i % len(prompts)] for i in range(config.rollout.batch)]
@@ -146,7 +132,7 @@ def measured(config: RunConfig) -> Figures:
     torch.set_num_threads(1)
     step = Step(config, vocab_size(tokenizer), rollouts)
     train_batch = step.packed(step.score())
-    works = {"score": Work(step.score), "train": Work(lambda: step.train(train_batch))}
+    works = {"score": step.score, "train": lambda: step.train(train_batch)}
     interleaved(works, 2)
     taken = interleaved(works, ROUNDS, time.process_time)
     costs = {"generate": 1000 * generated["seconds"] / STEPS_AT_ONCE}

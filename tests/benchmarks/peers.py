@@ -90,7 +90,7 @@ def run(
     trials: dict[str, list[Figures]] = {}
     precision: dict[str, str] = {}
     for side in ("TRL", "ours"):
-        probe: Callable[[str], float] = lambda name, side=side: trial(  # type: ignore[misc] # noqa: E731
+        probe: Callable[[str], float] = lambda name, side=side: trial(  # noqa: E731
             side, 0, name, PROBE_STEPS, size._replace(learns=False)
         )["step_ms"]
         precision[side] = min(PRECISIONS, key=probe)

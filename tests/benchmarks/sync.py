@@ -1,11 +1,11 @@
 """A weight sync in parts, one after the other; what is finished is kept in the folder.
 
-    codec       bytes and speed of the delta of one optimizer step            toy, large
-    transports  publish and stage through every store                         toy, large
-    swaps       pause, apply and lost engine time of a real replica           toy, large
-    whole_run   what all of it costs a run that trains                        toy
+    codec       bytes and speed of the delta of one optimizer step
+    transports  publish and stage through every store
+    swaps       pause, apply and lost engine time of a real replica
 
-`large` has 101 M parameters and comes with `--full`.
+Of the quickstart's student, and with `--full` of a model of 101 M parameters. What a run loses to them
+are `sync` in its summary.json and `perf/publish_seconds` in its metrics.
 
 Servers of stores run on loopback, each in a process of its own.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import httpx
 import numpy as np
@@ -62,13 +61,10 @@ from tests.benchmarks.figures import (
     Figures,
     Folder,
     TrialCache,
-    Work,
     chosen,
     command,
     interleaved,
     listing,
-    run_quickstart,
-    step_lines,
 )
 
 CHANGED: Final = 0.01
@@ -83,7 +79,6 @@ TURNS: Final = 4
 RATES: Final = (1e-6, 3e-6, 1e-5, 5e-5)
 ROUNDS: Final = 5
 EFFORTS: Final[tuple[Effort, ...]] = ("fast", "small")
-WHOLE_RUN_STEPS, SETTLED = 80, 20
 
 
 class Size(NamedTuple):
@@ -141,14 +136,15 @@ def bits(masters: np.ndarray) -> np.ndarray:
 def codec_row(rate: float, old: np.ndarray, new: np.ndarray) -> Figures:
     """Bytes per parameter; GB/s of dense weights by processor time."""
     sizes: Figures = {}
-    works = {"compare": Work(partial(np.not_equal, old, new, out=np.ones(old.shape, bool)))}
+    works: dict[str, Any] = {"compare": partial(np.not_equal, old, new, out=np.ones(old.shape, bool))}
     for effort in EFFORTS:
         blob, target = encode(effort, old, new), old.ravel().copy()
         codec.apply(target, blob, "bf16")
         assert np.array_equal(target, new.ravel())
         sizes[f"{effort}: bytes per parameter"] = len(blob) / old.size
-        works[f"{effort}: encode"] = Work(partial(encode, effort, old, new))
-        works[f"{effort}: decode"] = Work(partial(codec.apply, blob=blob, kind="bf16"), old.ravel().copy)
+        works[f"{effort}: encode"] = partial(encode, effort, old, new)
+        copies = iter([old.ravel().copy() for _ in range(ROUNDS)])
+        works[f"{effort}: decode"] = lambda copies=copies, blob=blob: codec.apply(next(copies), blob, "bf16")
     seconds = interleaved(works, ROUNDS, time.process_time)
     speeds = {f"{name}, GB/s": old.nbytes / median(taken) / 1e9 for name, taken in seconds.items()}
     return {"lr": rate, "changed": float((old != new).mean())} | sizes | speeds
@@ -210,7 +206,6 @@ def _server(name: str) -> Iterator[str]:
     """Address of a server among the tests, which prints it and ends with its standard input."""
     line = [sys.executable, str(SUPPORT / f"{name}.py")]  # it imports its neighbours
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         address = process.stdout.readline().strip()
         if not address:
             raise ConfigError(f"{name} did not start")
@@ -360,26 +355,13 @@ async def _own_reloads(url: str, count: int) -> float:
     return median(seconds)
 
 
-# --- the whole --------------------------------------------------------------------------------------------
-
-
-def whole_run(_: Size, folder: Path) -> Figures:
-    """What syncing costs a quickstart, by its own files. Raises DistillError when it fails."""
-    settings = [f"evaluation.every={WHOLE_RUN_STEPS}", "evaluation.prompts=64", "tracking.wandb=disabled"]
-    run_quickstart(folder / "quickstart", 0, WHOLE_RUN_STEPS, settings)
-    steps = step_lines(folder / "quickstart")[SETTLED:]
-    summary = json.loads((folder / "quickstart" / "summary.json").read_text())
-    seconds = steps[-1]["time"] - steps[0]["time"]
-    row = {"steps": len(steps), "step, ms": 1e3 * seconds / (len(steps) - 1)}
-    row["trainer's share for publishing"] = sum(line["perf/publish_seconds"] for line in steps[1:]) / seconds
-    return {"rows": [row | {"pause, ms": 1e3 * summary["sync"]["pause_seconds"]}]}
+# --- the command ------------------------------------------------------------------------------------------
 
 
 PARTS: Final[dict[str, Callable[[Size, Path], Figures]]] = {
     "codec": run_codec,
     "transports": run_stores,
     "swaps": run_swaps,
-    "whole_run": whole_run,
 }
 
 
@@ -388,14 +370,13 @@ def run(
     full: Annotated[bool, typer.Option("--full", help="At 101 M parameters too.")] = False,
     parts: Annotated[str, typer.Option(help="Parts, with commas.")] = ",".join(PARTS),
 ) -> dict[str, Figures]:
-    """Measure a weight sync in parts: codec, transports, swaps, whole_run."""
+    """Measure a weight sync in parts: codec, transports, swaps."""
     folder, names, figures = folder.absolute(), chosen("--parts", parts, PARTS), {}
     cache = TrialCache(folder)
     for size in SIZES if full else ("toy",):
         figures[size] = {
             name: cache.get({"size": size, "part": name}, partial(PARTS[name], SIZES[size], folder))
             for name in names
-            if (size, name) != ("large", "whole_run")
         }
     return figures
 

@@ -25,13 +25,12 @@ import numpy as np
 import psutil
 import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from distill.launch.preflight import serving
 from distill.launch.roles import Ports
 from distill.launch.supervise import ChildSpec
 from sync import wire
-from sync.base.errors import ConfigError
 from sync.vllm.plugin import PLUGIN
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import Item
@@ -39,7 +38,6 @@ from teacher_service.engines.transformers import PASS_TOKENS, padded_ids, rectan
 from tests.benchmarks.figures import (
     START_SECONDS,
     Figures,
-    Work,
     command,
     cpu_seconds,
     interleaved,
@@ -63,7 +61,6 @@ def run(
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 7,
 ) -> Figures:
     """Measure how fast a teacher scores tokens, against a stock vLLM server and a plain forward pass."""
-    check_context(model)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as loop, Ports() as ports:
@@ -79,19 +76,6 @@ def run(
         finally:
             pin(cores)
             loop.run(stack.aclose())
-
-
-def check_context(model: str) -> None:
-    """Raise ConfigError when there is no such model, or the load is too long for it."""
-    longest = PROMPT_TOKENS + COMPLETION_TOKENS + 1
-    try:
-        context = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
-    except OSError as error:
-        raise ConfigError(f"{model} is no model: {str(error).splitlines()[0]}") from None
-    if context < longest:
-        raise ConfigError(
-            f"{model} takes {context} tokens: choose a model that takes {longest}, as this load"
-        )
 
 
 def pin(cores: set[int]) -> None:
@@ -114,7 +98,7 @@ def timed(turns: dict[str, Turn], positions: int, repeats: int) -> Figures:
         turns[name]()
         used[name].append(cpu_seconds(members) - before)
 
-    taken = interleaved({name: Work(partial(turn, name)) for name in turns}, repeats)
+    taken = interleaved({name: partial(turn, name) for name in turns}, repeats)
     return {
         name: {
             "positions/s": positions / median(taken[name]),
