@@ -10,35 +10,21 @@ from pathlib import Path
 
 import pytest
 from run_on_words import over, prepare
+from tiny_models import save_words
 from vllm_replica import VOCABULARY, save_model
 
 from distill.record.audit import audit
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.run,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
 MORE, STUDENT_END, TEACHER_END = 8, 62, 1
 TABLES = "samples_every = 1\nsamples = 16\n[evaluation]\nevery = 1\nprompts = 8\n"
-
-
-def base_tokenizer(folder: Path) -> None:
-    """The words of the teacher and MORE of its own; other words begin, pad and end."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {f"w{i}": i for i in range(VOCABULARY + MORE)}
-    words = Tokenizer(models.WordLevel(ids, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"eos_token": f"w{STUDENT_END}", "pad_token": f"w{STUDENT_END}", "bos_token": "w63"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
 
 
 def test_a_base_student_learns_its_teachers_end_and_never_samples_ids_of_its_own(tmp_path: Path) -> None:
     config = prepare(tmp_path, "base", 2, more=TABLES)
     save_model("Qwen3", 0, tmp_path / "student", padding=MORE)
-    base_tokenizer(tmp_path / "student")
+    own = {"eos_token": f"w{STUDENT_END}", "pad_token": f"w{STUDENT_END}", "bos_token": "w63"}
+    save_words(tmp_path / "student", (f"w{i}" for i in range(VOCABULARY + MORE)), **own)
     for more in ([], [*over("run.steps=4"), "--resume"]):
         command = [sys.executable, "-m", "distill.cli.main", "run", str(config), *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)

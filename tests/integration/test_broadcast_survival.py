@@ -15,19 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from kill_target import KillTarget
 from run_on_letters import NAME, command
-from stopped_run import KillTarget
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import language_model
 
 from distill.record.audit import audit
 from distill.tasks.sort_letters import EOS_ID, PAD_ID, VOCABULARY
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.run,
-    pytest.mark.faults,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.faults, pytest.mark.filterwarnings("ignore")]
 BROADCASTS = (
     'weights={transport="broadcast", timeout_seconds=3600.0}',
     "trainer.checkpoint_every=0",
@@ -39,20 +34,15 @@ BROADCASTS = (
 
 def save_untied_llama(folder: Path) -> None:
     """Random weights in the place of the student's; the tokenizer stays."""
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    fields = {
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "tie_word_embeddings": False,
+    }
+    fields |= {"vocab_size": len(VOCABULARY), "intermediate_size": 96, "initializer_range": 0.02}
+    model = language_model("Llama", **fields)
+    model.to(torch.bfloat16).save_pretrained(folder)
 
 
 def said(kill_target: KillTarget, words: str) -> int:

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
 from run_on_letters import NAME, ROOT, command
-from transformers import AutoModelForCausalLM
+from tiny_models import save_adapter
 
 from distill.config.loading import load
 
@@ -20,21 +18,10 @@ ARGUMENTS = ["--max-tokens", "5", "--temperature", "0.01"]
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
-def save_adapter(base: Path, folder: Path) -> None:
-    """An adapter that changes every answer."""
-    torch.manual_seed(1)
-    settings = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    wrapped.save_pretrained(folder)
-
-
 def test_piped_prompts_get_two_answers_each_and_no_process_is_left(tmp_path: Path) -> None:
     command(tmp_path, 1)
     run, base = tmp_path / NAME, tmp_path / "student"
-    save_adapter(base, run / "final")
+    save_adapter(base, run / "final", seed=1, rank=4, std=0.5)  # changes every answer
     config = load(tmp_path / f"{NAME}.toml", ["trainer.lora.rank=4"]).model_dump(mode="json")
     (run / "config.json").write_text(json.dumps(config))
     process = subprocess.Popen(
@@ -45,7 +32,6 @@ def test_piped_prompts_get_two_answers_each_and_no_process_is_left(tmp_path: Pat
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdin is not None
     process.stdin.write("kdzmb>\n\n")
     process.stdin.flush()
     family: set[psutil.Process] = set()

@@ -15,22 +15,17 @@ from typing import Any
 
 import pytest
 import recorded_run
+from kill_target import KillTarget
 from recorded import rollouts_of, rows_of
 from recorded_run import generated
 from run_on_letters import BATCH, NAME, command
-from stopped_run import KillTarget
 
 from distill.record.audit import AuditReport, audit
 from distill.record.rollout import Rollout
 from distill.tasks.sort_letters import ASK, ASK_ID, EOS
 from sync.wire import Array, VersionSpan, unpack
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.run,
-    pytest.mark.faults,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.faults, pytest.mark.filterwarnings("ignore")]
 STEPS, TURNS = 6, 3
 ENVIRONMENT = f"""
 import asyncio, json, os, pathlib, random

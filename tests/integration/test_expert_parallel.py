@@ -8,19 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import launched_trainer
 import pytest
 import torch
-from launched_trainer import (
-    STOP,
-    VOCAB,
-    Running,
-    Share,
-    StubController,
-    folder_digests,
-    settings,
-    until,
-    words,
-)
+from launched_trainer import STOP, Running, Share, StubController, folder_digests, settings, until, words
 from one_process import routed, same_step
 from safetensors.torch import load_file
 
@@ -36,7 +27,7 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-SIZE: dict[str, Any] = {"vocab_size": VOCAB + 2, "hidden_size": 32, "num_hidden_layers": 3}
+SIZE: dict[str, Any] = {"vocab_size": launched_trainer.VOCAB + 2, "hidden_size": 32, "num_hidden_layers": 3}
 SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 SIZE |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None, "num_experts_per_tok": 2}
 NAMED = SIZE | {"num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 24}
@@ -136,7 +127,6 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
     with Mirror(tmp_path / "mirror", store, "test") as mirror:
         for version in whole.stub.told(wire.Published):
             mirror.promote(mirror.stage(version.version).version)
-            assert mirror.path is not None
             published = load_file(mirror.path / "model.safetensors")
             assert published.keys() == rounded.keys()
             if version.version.step == 0:

@@ -21,12 +21,7 @@ from distill.record.audit import AuditReport, audit
 from student_trainer import checkpoint
 from student_trainer.ranks import Ranks
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.run,
-    pytest.mark.faults,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.faults, pytest.mark.filterwarnings("ignore")]
 STEPS = 80
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SIZES = {"": 192, "arrays": 24, "checkpoints": 48, "store": 48}
@@ -109,6 +104,5 @@ def filled(kill_target: KillTarget, disks: dict[str, Path]) -> AuditReport:
     free(disks[""])
     kill_target.end()
     newest, _ = checkpoint.find(disks["checkpoints"], ALONE)
-    assert newest is not None
     assert newest.name.endswith(f"{STEPS:08d}")
     return audit(kill_target.run_dir)

@@ -1,80 +1,33 @@
 """A whole LoRA run with real engines, and a replica that follows adapters: in flight, digests, equality."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
-import httpx
 import numpy as np
-import psutil
 import pytest
 import torch
+import vllm_replica
 from flat_tensors import digests
 from forked import output_of
 from huggingface_hub import ModelCard
-from ports import free_port
 from run_on_words import ROOT, over, prepare
 from safetensors.torch import load_file, save_file
-from vllm_replica import (
-    Server,
-    broadcast,
-    generate,
-    generate_across,
-    prompt_logprobs,
-    save_model,
-    update,
-)
+from tiny_models import save_adapter
+from vllm_replica import Server, Versions, broadcast, distance, generate, prompt_logprobs, update
 
-from distill.evaluation.models import merged
+from distill.evaluation.models import load_model, merged
 from sync.base.errors import RemoteError
-from sync.base.settings import DirectoryStoreConfig, ModelSource
+from sync.base.settings import ModelSource
 from sync.base.tokenizers import fingerprint, load_tokenizer
-from sync.weights.publish import Publisher, Slice
-from sync.weights.snapshots import checkpoint
-from sync.weights.stores import open_store
-from sync.wire import ReplicaState, RunIdentity, Version, VersionSpan, unpack
+from sync.wire import ReplicaState, Version, VersionSpan
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.run,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
 RANK, STEPS, TOLERANCE = 4, 5, 0.12
 SEQUENCES = [np.random.default_rng(i).integers(2, 64, 30).tolist() for i in range(16)]
-
-
-def save_adapter(base: Path, seed: int, folder: Path) -> None:
-    """A random adapter of all linear layers, as peft saves it."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    settings = LoraConfig(r=RANK, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    wrapped.save_pretrained(folder)
-
-
-def publish(store: Path, adapters: list[Path]) -> None:
-    """Steps 1, 2, … of lineage 1; each is an adapter."""
-    places = checkpoint.tensors(adapters[0])
-    slices = [Slice(n, at.shape, at.kind, 0, int(np.prod(at.shape))) for n, at in places.items()]
-    publisher = Publisher(
-        open_store(DirectoryStoreConfig(), store),
-        RunIdentity("tests", model=checkpoint.fingerprint(adapters[0])),
-        slices,
-    )
-    for step, folder in enumerate(adapters, 1):
-        bits = checkpoint.bits(checkpoint.tensors(folder))
-        publisher.anchor(Version(1, step), None, folder, bits, "lora")
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +35,16 @@ def setup(tmp_path_factory):
     """(base folder, adapter folders of steps 1 to 3, a server that follows, a fresh one that will)"""
     work = tmp_path_factory.mktemp("lora")
     base, adapters = work / "base", [work / "one", work / "two", work / "altered"]
-    save_model("Qwen3", 0, base)
+    vllm_replica.save_model("Qwen3", 0, base)
     for seed, folder in enumerate(adapters[:2]):
-        save_adapter(base, seed, folder)
+        save_adapter(base, folder, seed, RANK)
     subprocess.run(["cp", "-r", adapters[1], adapters[2]], check=True)
     tensors = load_file(adapters[2] / "adapter_model.safetensors")
     tensors[sorted(tensors)[0]] *= 1.5
     save_file(tensors, adapters[2] / "adapter_model.safetensors", {"format": "pt"})
     servers = [Server(base, work, index, lora_rank=RANK) for index in range(2)]
     try:
-        publish(work / "store", adapters)
+        Versions(work / "store", adapters, "lora")
         for server in servers:
             server.wait()
         yield base, adapters, *servers
@@ -101,18 +54,10 @@ def setup(tmp_path_factory):
 
 
 def error(base: Path, adapter: Path | None, prompt: list[int], answer, start: int = 0) -> float:
-    """Largest distance in nats between the engine's log-probabilities and the merged model's."""
-    from transformers import AutoModelForCausalLM
-
-    if adapter is None:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    else:
-        model = merged(ModelSource(path=str(base)), adapter, torch.float32)
-    tokens = unpack(answer.token_ids).astype(np.int64)
-    with torch.no_grad():
-        logits = model.eval()(torch.tensor([prompt + tokens.tolist()])).logits[0]
-    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1][torch.arange(len(tokens)), tokens]
-    return float(np.abs(unpack(answer.logprob) - expected.numpy())[start:].max())
+    """`distance` to the merged model."""
+    source = ModelSource(path=str(base))
+    model = merged(source, adapter, torch.float32) if adapter else load_model(source, "cpu")
+    return distance(model, prompt, answer, start)
 
 
 async def test_a_replica_follows_adapters_while_it_generates(setup):
@@ -130,7 +75,7 @@ async def test_a_replica_follows_adapters_while_it_generates(setup):
             first_read.setdefault(step, reply.bytes_read)
 
         updates = [partial(updated, step) for step in (1, 2)]
-        answers = await generate_across(peer, [[5, 6, 7], [8, 9]], updates, max_tokens=400)
+        answers = await vllm_replica.generate_across(peer, [[5, 6, 7], [8, 9]], updates, max_tokens=400)
         assert min(first_read.values()) > 0
         (after,) = await generate(peer, [[5, 6, 7]], max_tokens=24)
     for prompt, answer in zip([[5, 6, 7], [8, 9]], answers, strict=True):
@@ -199,41 +144,24 @@ threads = 1
 """
 
 
-def stock_completion(folder: Path, log: Path) -> str:
-    """What vLLM's server, without anything of ours in it, generates with the model in `folder`."""
-    port = free_port()
-    words = [
-        "--model",
-        str(folder),
-        "--enforce-eager",
-        "--max-model-len=64",
-        "--dtype=float32",  # in bf16 vLLM 0.32 dies by SIGILL on processors with AMX
-        "--kv-cache-memory-bytes=67108864",
-        f"--port={port}",
-    ]
-    environment = {"VLLM_PLUGINS": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *words],
-            env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=600) as client:
-            while True:
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get("/health").is_success:
-                        break
-                assert process.poll() is None, log.read_text()[-3000:]
-                time.sleep(0.2)
-            answer = client.post("/v1/completions", json={"prompt": [5, 6], "model": str(folder)})
-            return str(answer.raise_for_status().json()["choices"][0]["text"])
-    finally:
-        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.terminate()
-        process.wait(600)
-        assert not psutil.wait_procs(family, 60)[1]
+STOCK = """
+import sys, vllm
+options = {"enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 26}
+llm = vllm.LLM(sys.argv[1], dtype="float32", **options)  # bf16 dies by SIGILL on processors with AMX
+print("said", llm.generate({"prompt_token_ids": [5, 6]})[0].outputs[0].text)
+"""
+
+
+def stock_completion(folder: Path) -> str:
+    """What vLLM, without anything of ours in it, generates with the model in `folder`."""
+    own = {"VLLM_PLUGINS": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    line, environment = (
+        [sys.executable, "-c", STOCK, str(folder)],
+        os.environ | own | {"OMP_NUM_THREADS": "1"},
+    )
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.partition("said ")[2].strip()
 
 
 def call(*words: str) -> str:
@@ -274,7 +202,7 @@ def test_a_whole_run_trains_publishes_swaps_evaluates_and_merges_adapters(tmp_pa
 
     call("export", str(run), str(tmp_path / "merged"))
     assert ModelCard.load(tmp_path / "merged/README.md").data.library_name == "transformers"
-    assert stock_completion(tmp_path / "merged", tmp_path / "stock.log")
+    assert stock_completion(tmp_path / "merged")
     expected = merged(ModelSource(path=str(tmp_path / "student")), run / "final").state_dict()
     found = load_file(tmp_path / "merged/model.safetensors")
     assert all(torch.equal(found[name], expected[name]) for name in found)

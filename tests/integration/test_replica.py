@@ -12,23 +12,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import vllm_replica
 from flat_tensors import digests
 from safetensors.torch import load_file, save_file
-from vllm_replica import (
-    CONTEXT,
-    TOKEN,
-    VOCABULARY,
-    Server,
-    Versions,
-    broadcast,
-    generate,
-    generate_across,
-    prompt_logprobs,
-    save_model,
-    until,
-    update,
-)
-from weight_proof import prompt_scores
+from vllm_replica import TOKEN, VOCABULARY, Server, broadcast, generate, logp_TV, prompt_logprobs, update
 
 from distill.launch.supervise import first_error
 from student_trainer.objectives.divergences import mask_log_mass
@@ -61,12 +48,12 @@ def setup(tmp_path_factory):
     work = tmp_path_factory.mktemp("replica")
     folders = [work / name for name in ("zero", "one", "two", "scaled")]
     for seed, folder in enumerate(folders[:3]):
-        save_model("Qwen3", seed, folder)
+        vllm_replica.save_model("Qwen3", seed, folder)
     scale_projection(folders[2], folders[3], 1.5)
     spare = Server(folders[2], work, 1, env={"VLLM_SERVER_DEV_MODE": "1"})
     servers = [Server(folders[0], work, 0), spare]
     try:
-        versions = Versions(work / "store", folders)
+        versions = vllm_replica.Versions(work / "store", folders)
         for server in servers:
             server.wait()
         yield servers[0], versions, servers[1]
@@ -88,23 +75,15 @@ def folders(setup):
 # --- what is measured -------------------------------------------------------------------------------------
 
 
-def logp_TV(folder: Path, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of transformers in fp32 at every completion position."""
+def model_of(folder: Path):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + completion])).logits[0] / temperature
-    return logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def error(
-    folder: Path, prompt: list[int], answer: Generated, start: int = 0, temperature: float = 1.0
-) -> float:
-    """Largest distance in nats between the engine's log-probabilities and transformers', from `start` on."""
-    tokens = unpack(answer.token_ids).astype(np.int64)
-    expected = logp_TV(folder, prompt, tokens.tolist(), temperature)[torch.arange(len(tokens)), tokens]
-    return float(np.abs(unpack(answer.logprob) - expected.numpy())[start:].max())
+def error(folder: Path, *of, **more) -> float:
+    """`distance` to the model of a folder."""
+    return vllm_replica.distance(model_of(folder), *of, **more)
 
 
 # --- tests ------------------------------------------------------------------------------------------------
@@ -209,7 +188,7 @@ async def test_requests_in_flight_go_on_across_updates(server, folders):
             partial(update, peer, first, kv_on_swap="keep"),
             partial(update, peer, 3 - first, kv_on_swap="recompute"),
         ]
-        answers = await generate_across(peer, PROMPTS[:4], updates, max_tokens=500)
+        answers = await vllm_replica.generate_across(peer, PROMPTS[:4], updates, max_tokens=500)
     for prompt, answer in zip(PROMPTS, answers, strict=False):
         steps = [span.version.step for span in answer.spans]
         assert steps[-2:] == [first, 3 - first]
@@ -220,7 +199,7 @@ async def test_requests_in_flight_go_on_across_updates(server, folders):
 
 
 async def test_bad_prompts_fail_alone(server):
-    prompts = [[5, 6], [], [VOCABULARY], [-1], [3] * CONTEXT, [7, 8]]
+    prompts = [[5, 6], [], [VOCABULARY], [-1], [3] * vllm_replica.CONTEXT, [7, 8]]
     async with server.peer() as peer:
         answers = await generate(peer, prompts, max_tokens=4)
         assert [type(answer) for answer in answers] == [Generated, *[GenerateFailed] * 4, Generated]
@@ -234,7 +213,9 @@ async def test_the_students_own_topk_holds_the_most_likely_ids_whatever_was_samp
         answers = await generate(peer, PROMPTS[:6], max_tokens=24, student_topk=4)
         narrow = await generate(peer, [[5, 6]], max_tokens=24, student_topk=VOCABULARY + 2, top_p=0.2)
     for prompt, answer in zip(PROMPTS, answers, strict=False):
-        expected_TV = logp_TV(folders[state.version.step - 1], prompt, unpack(answer.token_ids).tolist())
+        expected_TV = logp_TV(
+            model_of(folders[state.version.step - 1]), prompt, unpack(answer.token_ids).tolist()
+        )
         ids_TK = torch.from_numpy(unpack(answer.topk_ids).astype(np.int64))
         kth_T1 = expected_TV.topk(4).values[:, -1:]
         assert bool((expected_TV.gather(1, ids_TK) > kth_T1 - TOLERANCE).all())
@@ -265,7 +246,7 @@ async def test_every_token_comes_with_the_ids_that_it_was_sampled_from(server, f
     for prompt, answer in zip(PROMPTS, answers, strict=False):
         assert wire.checks.generated(answer, Sampling(**sampling, mask=True), VOCABULARY) is None
         token_ids = unpack(answer.token_ids)
-        expected_TV = logp_TV(folder, prompt, token_ids.tolist(), 0.7)
+        expected_TV = logp_TV(model_of(folder), prompt, token_ids.tolist(), 0.7)
         ids_TK = torch.from_numpy(answer.mask.padded())
         for row_V, ids_K in zip(expected_TV, ids_TK, strict=True):
             left = ids_K[ids_K >= 0]  # more than top_k are ties of the last of them
@@ -357,17 +338,6 @@ async def test_only_the_token_opens_a_route_and_health_is_open(server):
         assert (await client.post("/pause")).status_code == 401
 
 
-async def test_what_the_proof_cannot_ask_is_one_message(server):
-    with pytest.raises(RemoteError, match=r"/v1/models answered 401: .*needs the bearer token"):
-        await prompt_scores(server.url, "another token", [[5, 6]])
-    with pytest.raises(RemoteError, match=r"/nowhere/v1/models answered 404"):
-        await prompt_scores(f"{server.url}/nowhere", TOKEN, [[5, 6]])
-    with pytest.raises(RemoteError, match=r"/v1/completions answered 400"):
-        await prompt_scores(server.url, TOKEN, [[VOCABULARY + 7]])
-    (scores,) = await prompt_scores(server.url, TOKEN, [[5, 6]])
-    assert len(scores) == 2
-
-
 async def test_a_client_that_leaves_aborts_its_completions(server):
     async with server.peer() as peer:
         flight = asyncio.create_task(generate(peer, PROMPTS * 4, max_tokens=500))
@@ -377,7 +347,7 @@ async def test_a_client_that_leaves_aborts_its_completions(server):
         flight.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await flight
-        await until(peer, lambda state: state.requests == 0)
+        await vllm_replica.until(peer, lambda state: state.requests == 0)
 
 
 async def test_a_revert_brings_the_old_weights_back(setup):
@@ -400,11 +370,11 @@ async def test_two_workers_with_an_untied_head_biases_and_rows_without_a_token_t
     """From the store, then by broadcast. Half of what this Llama would sample is padding."""
     folders = [tmp_path / name for name in ("zero", "one")]
     for seed, folder in enumerate(folders):
-        save_model("Llama", seed, folder, padding=VOCABULARY, attention_bias=True)
+        vllm_replica.save_model("Llama", seed, folder, padding=VOCABULARY, attention_bias=True)
     server = Server(folders[0], tmp_path, 0, engine_args={"tensor-parallel-size": 2})
     try:
         server.wait()
-        Versions(tmp_path / "store", folders)
+        vllm_replica.Versions(tmp_path / "store", folders)
         async with server.peer() as peer:
             for folder, step in ((folders[0], None), (folders[1], 2), (folders[0], 3)):
                 if step == 2:
@@ -417,7 +387,7 @@ async def test_two_workers_with_an_untied_head_biases_and_rows_without_a_token_t
                     tokens = torch.from_numpy(unpack(answer.token_ids).astype(np.int64))
                     assert int(tokens.max()) < VOCABULARY
                     assert int(unpack(answer.topk_ids).max()) < VOCABULARY
-                    whole = logp_TV(folder, prompt, tokens.tolist())[:, :VOCABULARY].log_softmax(-1)
+                    whole = logp_TV(model_of(folder), prompt, tokens.tolist())[:, :VOCABULARY].log_softmax(-1)
                     expected = whole[torch.arange(len(tokens)), tokens].numpy()
                     assert float(np.abs(unpack(answer.logprob) - expected).max()) < TOLERANCE
             state = await peer.call("/distill/v1/state?digests=1", None, ReplicaState)

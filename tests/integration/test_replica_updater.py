@@ -182,7 +182,6 @@ async def test_vllms_own_routes_offer_the_adapter_once_it_is_in_place(
     async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
         assert (await client.get("/distill/v1/state")).status_code == 200
         assert offered == {}
-        assert routes._updater is not None
         routes._updater._mirror.close()
         routes._updater._mirror = Slots()
         message = to(1) if route == "update" else GenerateRequest(Sampling(max_tokens=1), [])

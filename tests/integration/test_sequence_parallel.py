@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 from attention_families import model
-from launched_trainer import (
-    STOP,
-    VOCAB,
-    Running,
-    StubController,
-    folder_digests,
-    settings,
-    until,
-    words,
-)
+from launched_trainer import STOP, VOCAB, Running, StubController, folder_digests, settings, until, words
 from one_process import routed, same_step, sharing
 
 from student_trainer import ledger
@@ -94,7 +85,6 @@ def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(
     with Mirror(tmp_path / "mirror", store, "test") as mirror:
         for published in first.told(Published):
             mirror.promote(mirror.stage(published.version).version)
-        assert mirror.path is not None
         assert folder_digests(mirror.path) == folder_digests(run_dir / "final") == final.digests
     lineage = ledger.read(run_dir / "ledger")[0]
     assert lineage.steps == {step + 1: [f"s{step}-r{row}" for row in range(6)] for step in range(2)}

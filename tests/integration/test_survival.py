@@ -12,20 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from kill_target import DEEPSPEED, ENGINE_OF
+from kill_target import DEEPSPEED, ENGINE_OF, KillTarget
 from recorded import rows_of
 from run_on_letters import BATCH, CHECKPOINT_EVERY, NAME, command
-from stopped_run import KillTarget
 
 from distill.record.audit import AuditReport, audit
 from distill.topology import EVALUATOR
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.run,
-    pytest.mark.faults,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.faults, pytest.mark.filterwarnings("ignore")]
 STEPS = 8
 """From the launcher's death to the end: until then the run takes as many as come."""
 SERVERS = ["student-0", "teacher-only"]
@@ -80,21 +74,19 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
         )
 
 
-def test_the_run_completes_with_every_guarantee_kept(survivor: Survivor) -> None:
-    assert survivor.report.ok, survivor.report
-    assert survivor.summary["completed"]
-    steps = survivor.summary["steps"]
-    assert 0 < survivor.report.trained <= steps * BATCH, "a batch that kills two trainers is trained in parts"
-    assert survivor.report.open_prompts == [], "every rollout was trained once, or dropped with its reason"
-    assert survivor.report.oldest <= 2
-
-
-def test_the_replica_holds_the_trainers_weights_at_the_end(survivor: Survivor) -> None:
-    assert survivor.summary["weights_identical"]
-
-
-def test_no_process_outlives_a_launcher_or_a_guardian(survivor: Survivor) -> None:
-    assert survivor.orphans == 0
+def test_the_run_completes_with_every_guarantee_kept_and_leaves_no_process(survivor: Survivor) -> None:
+    report, summary = survivor.report, survivor.summary
+    assert report.ok, report
+    assert summary["completed"]
+    assert 0 < report.trained <= summary["steps"] * BATCH, (
+        "a batch that kills two trainers is trained in parts"
+    )
+    assert report.open_prompts == [], "every rollout was trained once, or dropped with its reason"
+    assert report.oldest <= 2
+    assert report.again > 0
+    assert report.differing == [], "steps that were trained again gave the same weights bit for bit"
+    assert summary["weights_identical"], "the replica holds the trainer's"
+    assert survivor.orphans == 0, "of a launcher and of a guardian"
 
 
 @pytest.mark.parametrize("role", ["student-0", "teacher-only", EVALUATOR])
@@ -104,12 +96,11 @@ def test_a_server_that_is_stopped_is_told_with_the_rule_and_killed(survivor: Sur
     assert kills >= (2 if role == "student-0" else 1), "the student's once more for its engine"
 
 
-def test_a_trainer_without_all_heartbeats_is_told_and_killed(survivor: Survivor) -> None:
+def test_a_trainer_without_all_heartbeats_and_a_stopped_engine_are_told_with_the_rule(
+    survivor: Survivor,
+) -> None:
     assert re.search(r"no heartbeat of trainer rank [01] for run.health_timeout_seconds", survivor.said)
     assert "trainer is killed, to be restarted" in survivor.said
-
-
-def test_a_server_whose_engine_is_stopped_is_told_with_the_rule_and_killed(survivor: Survivor) -> None:
     assert "generated no token for rollout.stall_timeout_seconds = 40 s" in survivor.said
 
 
@@ -120,8 +111,3 @@ def test_every_death_of_the_trainer_costs_at_most_the_steps_since_a_checkpoint(s
     for checkpoint, start, branch in others:
         assert start == (checkpoint or 0)
         assert branch - start <= CHECKPOINT_EVERY + 2
-
-
-def test_steps_that_were_trained_again_gave_the_same_weights_bit_for_bit(survivor: Survivor) -> None:
-    assert survivor.report.again > 0
-    assert survivor.report.differing == []

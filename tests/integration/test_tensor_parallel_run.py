@@ -10,17 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from kill_target import KillTarget
 from recorded import rows_of
 from run_on_words import over, prepare
-from stopped_run import KillTarget
 
 from distill.record.audit import audit
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.wide,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.wide, pytest.mark.filterwarnings("ignore")]
 STEPS, TEACHER = 12, "teacher-teacher"
 SETTINGS = (
     "student.engine_args.tensor-parallel-size=2",

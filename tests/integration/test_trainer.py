@@ -19,26 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import launched_trainer
 import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
 from forked import start
-from launched_trainer import (
-    ROOT,
-    STOP,
-    VOCAB,
-    Running,
-    StubController,
-    folder_digests,
-    members,
-    settings,
-    shares,
-    until,
-    wait_for,
-    words,
-)
+from launched_trainer import STOP, Running, StubController, folder_digests, members, settings, shares, until
 from ports import free_port
 from safetensors.torch import load_file
 
@@ -67,14 +55,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path_factory.mktemp("models")
-    size = {"vocab_size": VOCAB + 2, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    size = {
+        "vocab_size": launched_trainer.VOCAB + 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
     size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(0)
     qwen = Qwen3ForCausalLM(Qwen3Config(**size, head_dim=8, tie_word_embeddings=True))
     llama = LlamaForCausalLM(LlamaConfig(**size, tie_word_embeddings=False))
     for name, model in (("qwen", qwen), ("llama", llama)):
         model.to(torch.bfloat16).save_pretrained(folder / name)
-        words().save_pretrained(folder / name)
+        launched_trainer.words().save_pretrained(folder / name)
     return folder
 
 
@@ -184,7 +177,6 @@ def test_two_ranks_train_and_publish_a_tied_model(whole: Whole, tmp_path: Path) 
     store = open_store(DirectoryStoreConfig(), whole.run_dir / "store")
     with Mirror(tmp_path / "mirror", store, "test") as mirror:
         mirror.promote(mirror.stage(Version(0, 4)).version)
-        assert mirror.path is not None
         assert folder_digests(mirror.path) == final.digests
     lineages = ledger.read(whole.run_dir / "ledger")
     assert sorted(lineages[0].steps[2]) == [f"s1-r{index}" for index in range(6)]
@@ -202,7 +194,9 @@ def test_resumed_and_stopped_by_signal_equals_uninterrupted(
     begin_from(parent, tmp_path)
     config = settings(models, tmp_path, resumed.url, "qwen", trainer=trainer, **FULL)
     with Running(config) as running:
-        wait_for(lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4], running)
+        launched_trainer.wait_for(
+            lambda: [r.version.step for r in resumed.told(StepReport)] == [3, 4], running
+        )
         os.killpg(running.process.pid, signal.SIGTERM)  # all of them, as a terminal does
         assert running.end() == 0, running.log
     (hello,) = resumed.told(wire.TrainerHello)
@@ -354,7 +348,7 @@ def test_ranks_leave_when_the_launcher_is_killed_which_ends_by_the_signal_of_a_r
     stub = controller(until(1, Wait()))
     config = settings(models, tmp_path, stub.url, "llama", trainer={"ranks": 1}, **TOPK)
     with Running(config) as running:
-        wait_for(lambda: stub.told(StepReport), running)
+        launched_trainer.wait_for(lambda: stub.told(StepReport), running)
         launcher = psutil.Process(running.process.pid)
         (launcher if of == "launcher" else launcher.children()[0]).kill()
         assert running.process.wait(600.0) == -signal.SIGKILL
@@ -379,7 +373,7 @@ class TeacherProcess:
 
     def start(self) -> None:
         arguments = ["--config", str(self._config), "--name", "only", "--port", self.url.rpartition(":")[2]]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(launched_trainer.ROOT)}
         with open(os.devnull, "wb") as nowhere:
             self._child = start([sys.executable, "-m", "teacher_service", *arguments], environment, nowhere)
 

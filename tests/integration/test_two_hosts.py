@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,41 +38,32 @@ options = {{ endpoint = "http://{a}:9000", region = "us-east-1" }}
 """
 
 
-class Processes:
+class Processes(contextlib.ExitStack):
     """What runs on the hosts; leaving the context ends it all."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
-        self._running: list[subprocess.Popen[bytes]] = []
         secret = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "DISTILL_TOKEN": "shared"}
         self._environment = os.environ | secret | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def start(self, name: str, line: list[str]) -> subprocess.Popen[bytes]:
         with (self._folder / f"{name}.log").open("wb") as log:
-            self._running.append(
-                subprocess.Popen(line, env=self._environment, stdout=log, stderr=log, cwd=self._folder)
-            )
-        return self._running[-1]
+            started = subprocess.Popen(line, env=self._environment, stdout=log, stderr=log, cwd=self._folder)
+        self.callback(ended, started)
+        return started
 
     def log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()[-4000:]
 
-    def close(self) -> None:
-        for process in self._running:
-            process.terminate()
-        for process in self._running:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.close()
+def ended(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], say: Callable[[], str]) -> None:
@@ -82,16 +74,14 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], say: 
         time.sleep(0.1)
 
 
-def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(
-    tmp_path: Path, processes: Processes
-) -> None:
+def test_a_run_over_a_thin_link_completes_although_the_link_is_cut(tmp_path: Path) -> None:
     distill = [sys.executable, "-P", "-m", "distill.cli.main"]
     steps = tmp_path / "runs/two-hosts/metrics.jsonl"
 
     def reached(step: int) -> bool:
         return steps.is_file() and len(steps.read_text().splitlines()) >= step
 
-    with SlowLink() as link:
+    with Processes(tmp_path) as processes, SlowLink() as link:
         a, b = link.hosts
         config = str(prepare(tmp_path, "two-hosts", STEPS, more=STORE.format(a=a.address)))
         there = over(f"student.host={b.address}", "student.port=8100", f"run.folder={tmp_path}/elsewhere")

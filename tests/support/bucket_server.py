@@ -198,11 +198,7 @@ def get_xorb(hub: Hub, request: Request, name: str) -> Reply:
 
 def get_token(hub: Hub, request: Request, bucket: str) -> Reply:
     expires = str(int(time.time()) + 3600)
-    headers = {
-        "X-Xet-Cas-Url": hub.base,
-        "X-Xet-Access-Token": "token",
-        "X-Xet-Token-Expiration": expires,
-    }
+    headers = {"X-Xet-Cas-Url": hub.base, "X-Xet-Access-Token": "token", "X-Xet-Token-Expiration": expires}
     return as_json({"casUrl": hub.base, "accessToken": "token", "exp": int(expires)}, headers=headers)
 
 

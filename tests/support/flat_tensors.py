@@ -13,9 +13,7 @@ from sync.weights.snapshots.checkpoint import TensorMeta
 
 
 def plan_of(
-    weights: Mapping[str, torch.Tensor],
-    bucket_bytes: int = BUCKET_BYTES,
-    adapter_config: str | None = None,
+    weights: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES, adapter_config: str | None = None
 ) -> Plan:
     """For these tensors, in their order."""
     metas = [

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import torch
 from forked import start
+from plain_step import flat_rows
 from ports import Handler
 from safetensors.torch import load_file
 
@@ -116,7 +117,6 @@ def rows(step: int, indices: range, full: bool) -> Rows:
     logp = torch.cat([kind[0] for kind in kinds]) if kinds else torch.zeros(0, VOCAB)
     token = np.concatenate([*completions, np.zeros(0, np.int64)]).astype(np.int64)
     best = logp.topk(4, dim=1)
-    flat = [part for pair in zip(prompts, completions, strict=True) for part in pair]
     more: dict[str, Any] = {
         "teacher_topk_ids": pack(best.indices.numpy().astype(np.int32)),
         "teacher_topk_logprob": pack(best.values.numpy().astype(np.float32)),
@@ -124,14 +124,12 @@ def rows(step: int, indices: range, full: bool) -> Rows:
     if full:
         hidden = np.concatenate([kind[1] for kind in kinds]) if kinds else np.zeros((0, HIDDEN))
         more = {"teacher_hidden": pack(hidden.astype(np.float32))}
-    return Rows(
-        ids=[f"s{step}-r{index}" for index in indices],
-        tokens=pack(np.concatenate([*flat, np.zeros(0)]).astype(np.int32)),
-        prompt_lens=pack(np.array([len(p) for p in prompts], np.int32)),
-        completion_lens=pack(np.array([len(c) for c in completions], np.int32)),
+    return flat_rows(
+        [f"s{step}-r{index}" for index in indices],
+        prompts,
+        completions,
         behavior_logprob=pack(np.full(count, -3.3, np.float32)),
         token_step=pack(np.full(count, max(0, step - 1), np.int32)),
-        teacher=pack(np.zeros(len(prompts), np.int32)),
         teacher_logprob=pack(logp.numpy()[np.arange(count), token].astype(np.float32)),
         truncated=pack(np.zeros(len(prompts), np.uint8)),
         **more,
@@ -163,10 +161,7 @@ STOP = wire.Stop(reason="enough", checkpoint=False)
 
 
 def settings(models: Path, run_dir: Path, url: str, model: str, **more: Any) -> TrainerConfig:
-    overrides = {
-        "optimizer.params": {"eps": 0.1, "torch_adam": True},
-        **more.pop("overrides", {}),
-    }
+    overrides = {"optimizer.params": {"eps": 0.1, "torch_adam": True}, **more.pop("overrides", {})}
     trainer = {
         "deepspeed": str(ROOT / "configs/deepspeed/zero3_cpu.json"),
         "overrides": overrides,

@@ -82,7 +82,6 @@ async def complete(engine: Observed, name: str, prompt: list[int], tokens: int, 
     completion = await vllm_compat.complete(engine, prompt, params, name)
     answer = completions.generated(name, completion, sampling)
     assert isinstance(answer, Generated), answer
-    assert answer.mask is not None
     output = engine.outputs[name]
     native = output.outputs[0]
     masks = [list(ids) for ids in native.sampling_mask.token_ids]

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from student_trainer.engine import Student, head_shape
 from student_trainer.ranks import Ranks
 from student_trainer.varlen import pack_rows
+from sync.wire import Array, Rows, pack
 
 VOCAB, PADDED = 21, 24
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -64,6 +66,25 @@ class PlainEngine:
 
     def get_global_grad_norm(self) -> float:
         return float(torch.cat([g.flatten() for g in self.gradients]).norm())
+
+
+def flat_rows(
+    ids: Sequence[str], prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], **arrays: Any
+) -> Rows:
+    """Rows of these tokens; log-probabilities are −2, steps and teachers 0, where `arrays` have none."""
+    count, flat = (
+        sum(map(len, completions)),
+        [part for pair in zip(prompts, completions, strict=True) for part in pair],
+    )
+
+    def i4(values: Any) -> Array:
+        return pack(np.array(values, "i4"))
+
+    least = pack(np.full(count, -2.0, "f4"))
+    given = {"behavior_logprob": least, "teacher_logprob": least, "token_step": i4([0] * count)}
+    given |= {"teacher": i4([0] * len(ids)), "prompt_lens": i4([*map(len, prompts)])}
+    given |= {"completion_lens": i4([*map(len, completions)]), "tokens": i4(np.concatenate([*flat, []]))}
+    return Rows(ids=[*ids], **(given | arrays))
 
 
 class Meeting:

@@ -14,15 +14,8 @@ from in_memory import MemoryPrompts
 
 from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream
-from distill.record.changes import (
-    Checkpointed,
-    Evaluated,
-    HandedOut,
-    RolledBack,
-    Stepped,
-    VersionApplied,
-    VersionPublished,
-)
+from distill.record import changes
+from distill.record.changes import Checkpointed, Evaluated, HandedOut, RolledBack, Stepped, VersionApplied
 from distill.record.load import load
 from distill.record.record import Record
 from distill.record.rollout import Rollout
@@ -131,7 +124,6 @@ class History:
     async def step(self) -> None:
         if self.trainer is None:
             await self.hello()
-        assert self.trainer is not None
         batch = self.state.batch_of(self.trainer.step) or await self.record.form_batch()
         if batch is None:
             return
@@ -143,7 +135,7 @@ class History:
         self.trained[self.trainer] = batch.ids
         self.record.write(Stepped(self.trainer))
         kind = "delta" if self.rng.random() < 0.8 else "broadcast"
-        self.record.write(VersionPublished(self.trainer, kind, 1, 2, 0.1))
+        self.record.write(changes.VersionPublished(self.trainer, kind, 1, 2, 0.1))
 
     async def follow(self) -> None:
         target = self.state.target

@@ -117,7 +117,6 @@ def compared(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     found["parameter"], found["gradient"] = max(gaps.items(), key=lambda pair: pair[1])
     found["metrics"], found["expected"] = metrics, expected
     if "kept" in case:
-        assert group is not None
         micro = collate(rows_of_length(case["kept"]), 3, VOCAB, varlen)
         found["kept"] = [kept_bytes(alone, micro, loss), kept_bytes(together, divided(micro, group), loss)]
     return found

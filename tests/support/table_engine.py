@@ -11,17 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sync.wire import Head, pack
-from teacher_service.engines.base import (
-    CAPABILITIES,
-    EngineCompletion,
-    EngineInfo,
-    EnginePrompt,
-    EngineScores,
-    GenerationParams,
-    Item,
-    ScoreOptions,
-    Steps,
-)
+from teacher_service.engines import base
+from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item, ScoreOptions
 
 NextToken = Callable[[np.ndarray], np.ndarray]
 """Token ids [L] → log-probabilities [L, V]: row i is the distribution of the token after position i."""
@@ -40,11 +31,10 @@ class TableEngine:
         size = vocab_size if self._table is None else len(self._table)
         if size is None:
             raise TypeError("a function needs vocab_size")
-        can = tuple(name for name in CAPABILITIES if name != "hidden" or self._table is not None)
-        self.engine_info = EngineInfo("table", "float32", "table", size, size, max_length, can)
+        can = tuple(name for name in base.CAPABILITIES if name != "hidden" or self._table is not None)
+        self.engine_info = base.EngineInfo("table", "float32", "table", size, size, max_length, can)
 
     def _row(self, token_ids_L: np.ndarray) -> np.ndarray:
-        assert self._table is not None
         return self._table[token_ids_L]
 
     def score(self, items: Sequence[Item], options: ScoreOptions) -> EngineScores:
@@ -74,7 +64,7 @@ class TableEngine:
             else None,
         )
 
-    def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
+    def generate(self, prompts: Sequence[EnginePrompt], params: base.GenerationParams) -> base.Steps:
         """See `Engine.generate`; one prompt a step, and no stop ids but those of `params`."""
         completions = []
         for prompt in prompts:
@@ -82,7 +72,7 @@ class TableEngine:
             completions.append(self._complete(prompt, params))
         yield completions
 
-    def _complete(self, prompt: EnginePrompt, params: GenerationParams) -> EngineCompletion:
+    def _complete(self, prompt: EnginePrompt, params: base.GenerationParams) -> EngineCompletion:
         rng, ids, ended = np.random.default_rng(prompt.seed), prompt.token_ids_P, False
         logprobs: list[float] = []
         while len(logprobs) < params.max_tokens and not ended:

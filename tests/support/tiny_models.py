@@ -31,6 +31,20 @@ def language_model(kind: str, seed: int = 0, **fields: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
+def save_adapter(base: Path, folder: Path, seed: int, rank: int, std: float = 0.3) -> None:
+    """A random adapter of all linear layers of the model in `base`, in bf16, as peft saves it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=std)
+    wrapped.save_pretrained(folder)
+
+
 def save_words(folder: Path, words: Iterable[str], **special: str) -> None:
     """A tokenizer of words between spaces, the first for unknown ones; `special`: tokens by their roles."""
     ids = {word: place for place, word in enumerate(words)}

@@ -70,12 +70,7 @@ def bisecting(rng: random.Random, spelled: float = 0.0, sloppy: float = 0.0) -> 
 
 
 async def played(
-    environment: Environment,
-    tokenizer: Any,
-    name: str,
-    task: int,
-    student: Student,
-    seconds: float = 120.0,
+    environment: Environment, tokenizer: Any, name: str, task: int, student: Student, seconds: float = 120.0
 ) -> dict[str, Any]:
     """One episode by the loop that a run has, as facts."""
     said: list[list[int]] = []
@@ -196,7 +191,6 @@ async def sums() -> dict[str, Any]:
         )
         errors = await played(environment, tokenizer, "errors", 0, student(*wrong))
         question = re.search(r"(\d+)\*(\d+)\+(\d+)=", errors["text"])
-        assert question is not None
         a, b, c = map(int, question.groups())
         right = student(compute(f"{a}*{b}") + compute("2+2"), compute(f"{a * b}+{c}"), "…")
         return {
@@ -212,7 +206,6 @@ async def toy() -> dict[str, Any]:
 
     def caller(text: str) -> list[int]:
         question = re.match(r"u:(\d\d)\*(\d\d)\+(\d\d)=", text)
-        assert question is not None
         a, b, c = map(int, question.groups())
         said = [f"{a}{b}", f"{a}*{b}", f"{a * b}+{c}", str(a * b + c)][text.count("a:") - 1]
         words = [*said, calculate.EOS]

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
@@ -59,22 +59,19 @@ def save_model(kind: str, seed: int, folder: Path, end: bool = False, padding: i
 class Versions:
     """Steps 1, 2, … of lineage 1 in a directory store; step i holds the weights of folder i - 1."""
 
-    def __init__(self, store: Path, folders: list[Path]) -> None:
+    def __init__(self, store: Path, folders: list[Path], kind: Literal["full", "lora"] = "full") -> None:
+        """`kind`: of every anchor; adapters are anchors alone."""
         self.folders, self.store_path = folders, store
         places = checkpoint.tensors(folders[0])
         slices = [
-            Slice(name, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int)))
-            for name, at in places.items()
+            Slice(n, at.shape, at.kind, 0, int(np.prod(at.shape, dtype=int))) for n, at in places.items()
         ]
-        publisher = Publisher(
-            open_store(DirectoryStoreConfig(), store),
-            wire.RunIdentity("tests", model=checkpoint.fingerprint(folders[0])),
-            slices,
-        )
+        identity = wire.RunIdentity("tests", model=checkpoint.fingerprint(folders[0]))
+        publisher = Publisher(open_store(DirectoryStoreConfig(), store), identity, slices)
         for step, folder in enumerate(folders, 1):
             bits = checkpoint.bits(checkpoint.tensors(folder))
-            if step == 1:
-                publisher.anchor(Version(1, step), None, folder, bits)
+            if step == 1 or kind == "lora":
+                publisher.anchor(Version(1, step), None, folder, bits, kind)
             else:
                 publisher.delta(Version(1, step), bits)
 
@@ -161,7 +158,6 @@ async def until(peer: Peer, holds: Callable[[ReplicaState], bool]) -> None:
 async def more_tokens(peer: Peer, flight: asyncio.Task[Any], count: int = 4) -> None:
     """Until the replica has generated so many more, or `flight` has ended."""
     before = (await peer.call("/distill/v1/state", None, ReplicaState)).tokens
-    assert before is not None
     await until(peer, lambda state: flight.done() or (state.tokens or 0) >= before + count)
 
 
@@ -189,11 +185,7 @@ async def update(peer: Peer, step: int, **options: Any) -> UpdateReply:
 
 
 async def broadcast(
-    peer: Peer,
-    folder: Path,
-    step: int,
-    workers: int = 1,
-    keep: Callable[[str], bool] = lambda name: True,
+    peer: Peer, folder: Path, step: int, workers: int = 1, keep: Callable[[str], bool] = lambda name: True
 ) -> UpdateReply:
     """Bring a replica to version `step` by a broadcast of those tensors of a folder that are to be kept."""
     weights = {name: tensor for name, tensor in checkpoint.read_folder(folder) if keep(name)}
@@ -223,3 +215,19 @@ async def prompt_logprobs(server: Server, sequences: list[list[int]], model: str
             response = await client.post(f"{server.url}/v1/completions", json=body)
             out.append(response.raise_for_status().json()["choices"][0]["prompt_logprobs"])
     return out
+
+
+@torch.no_grad()
+def logp_TV(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of a transformers model at every completion position."""
+    logits = model.eval()(torch.tensor([prompt + completion])).logits[0] / temperature
+    return logits.log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def distance(
+    model: Any, prompt: list[int], answer: wire.Generated, start: int = 0, temperature: float = 1.0
+) -> float:
+    """Largest, in nats, between the engine's log-probabilities and a model's, from `start` on."""
+    tokens = wire.unpack(answer.token_ids).astype(np.int64)
+    expected = logp_TV(model, prompt, tokens.tolist(), temperature)[torch.arange(len(tokens)), tokens]
+    return float(np.abs(wire.unpack(answer.logprob) - expected.numpy())[start:].max())
