@@ -308,7 +308,6 @@ def test_a_head_ends_with_a_process_that_is_killed() -> None:
         "with Ray(RayCluster(type='ray')): print('up', flush=True); time.sleep(1000)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
     assert owner.stdout.readline() == "up\n"
     below = psutil.Process(owner.pid).children(recursive=True)
     assert any(process.name() == "raylet" for process in below)

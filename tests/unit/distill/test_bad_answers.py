@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
+import in_memory
 import msgspec
 import numpy as np
 import pytest
@@ -21,15 +22,7 @@ from audited import check
 from corrupted_messages import SpoiledEvaluator, SpoiledReplica, SpoiledSession, SpoiledTeacher, Spoiler
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from in_memory import (
-    ROUTING,
-    MemoryEvaluator,
-    MemoryPrompts,
-    MemoryReplica,
-    MemoryTeacher,
-    MemoryTrainer,
-    fetching,
-)
+from in_memory import ROUTING, MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
 
 from distill.config import RunConfig
 from distill.controller import Controller
@@ -118,9 +111,9 @@ async def spoiled_run(
     )
     run.pool._retry_seconds = run.pool.poll_seconds = 0.02
     trainer = MemoryTrainer(
-        SpoiledSession(run.session, spoiler),  # type: ignore[arg-type]
+        SpoiledSession(run.session, spoiler),
         checkpoint_every=7,
-        scores=fetching({"t": teacher}, want, own),
+        scores=in_memory.fetching({"t": teacher}, want, own),
     )
     running, training = asyncio.create_task(run.run()), asyncio.create_task(trainer.run())
     async with asyncio.timeout(600):
@@ -180,11 +173,7 @@ def check_trained(shares: list[wire.TrainBatch]) -> None:
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(
-    seed=st.integers(0, 1 << 32),
-    scores=st.sampled_from(["inline", "reference"]),
-    more=st.booleans(),
-)
+@given(seed=st.integers(0, 1 << 32), scores=st.sampled_from(["inline", "reference"]), more=st.booleans())
 def test_a_run_whose_servers_lie_ends_with_every_rollout_accounted_for(
     config, tmp_path_factory: pytest.TempPathFactory, seed: int, scores: str, more: bool
 ) -> None:

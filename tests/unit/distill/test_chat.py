@@ -55,7 +55,7 @@ def conversations(template: str | None, sampling: Mapping[str, Any] = {}, **mode
     config = make_config()
     rollout = config.rollout.model_copy(update=sampling)
     config = config.model_copy(update={"prompts": prompts, "rollout": rollout})
-    return Conversations(config, tokenizer, models)  # type: ignore[arg-type]
+    return Conversations(config, tokenizer, models)
 
 
 async def test_each_model_continues_a_conversation_of_its_own_until_the_reset() -> None:

@@ -241,42 +241,29 @@ ALTERNATING = (
 NO_TOOLS = "{% for m in messages if m['role'] != 'tool' %}" + TEMPLATE.partition("%}")[2]
 
 
+SYSTEM, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "4"}
+USER, PICTURE = {"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "image"}]}
+RAISED = r"template raised TemplateError \({}\) for messages of roles {}"
+
+
 @pytest.mark.parametrize(
     ("template", "options", "problem"),
     [
+        (ALTERNATING, {"first": SYSTEM}, "turn 0: .*" + RAISED.format("no system role", "system")),
         (
             ALTERNATING,
-            {"first": {"role": "system", "content": "s"}},
-            r"turn 0: .*template raised TemplateError "
-            r"\(no system role\) for messages of roles system",
+            {"second": TOOL},
+            "turn 1: .*" + RAISED.format("roles must alternate", "user, assistant, tool: say messages of"),
         ),
-        (
-            ALTERNATING,
-            {"second": {"role": "tool", "content": "4"}},
-            r"turn 1: .*template raised TemplateError "
-            r"\(roles must alternate\) for messages of roles user, assistant, tool: say messages of",
-        ),
-        (
-            ALTERNATING,
-            {"second": [{"role": "user", "content": "a"}] * 2},
-            r"turn 1: .*user, assistant, user, user",
-        ),
-        (
-            NO_TOOLS,
-            {"second": {"role": "tool", "content": "4"}},
-            r"turn 1: .*leaves a message of role 'tool' out",
-        ),
+        (ALTERNATING, {"second": [USER] * 2}, r"turn 1: .*user, assistant, user, user"),
+        (NO_TOOLS, {"second": TOOL}, r"turn 1: .*leaves a message of role 'tool' out"),
         (TEMPLATE, {"first": 42}, r"talk.say, turn 0: a turn is 42: give a text"),
         (TEMPLATE, {"first": []}, r"turn 0: a turn is \[\]"),
         (TEMPLATE, {"second": [7]}, r"turn 1: a message is 7: give a role and a content"),
         (TEMPLATE, {"second": {"content": "x"}}, r"turn 1: a message is .* give a role"),
-        (TEMPLATE, {"first": {"role": "user", "content": None}}, r"content is None: give a text"),
-        (TEMPLATE, {"first": {"role": "user", "content": [{"type": "image"}]}}, r"only parts of type 'text'"),
-        (
-            TEMPLATE,
-            {"first": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "3"}]},
-            r"the last message is the assistant's, '3'",
-        ),
+        (TEMPLATE, {"first": USER | {"content": None}}, r"content is None: give a text"),
+        (TEMPLATE, {"first": PICTURE}, r"only parts of type 'text'"),
+        (TEMPLATE, {"first": [USER, {"role": "assistant", "content": "3"}]}, r"is the assistant's, '3'"),
     ],
 )
 async def test_what_no_turn_can_be_made_of_is_named_by_turn_template_roles_and_argument(

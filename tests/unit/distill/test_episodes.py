@@ -112,7 +112,6 @@ async def test_an_episode_is_one_rollout_whose_own_tokens_are_what_the_replicas_
         assert {i for i in range(len(tokens)) if logprob[i] != 0} == {
             i for start, end in one.own for i in range(start, end)
         }
-        assert one.mask is not None
         of_turns = [some_masks(said, 4) for _, said in turns]
         said = np.zeros(len(tokens), bool)
         said[[i for start, end in one.own for i in range(start, end)]] = True
@@ -309,7 +308,7 @@ async def test_a_hundredfold_straggler_changes_no_step_time(play, tmp_path: Path
         )  # fmt: skip
         trainer = MemoryTrainer(run.session, step_seconds=0.2)
         ended: list[float] = []
-        trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())  # type: ignore[misc]
+        trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())
         await finish(run, trainer)
         seconds.append(ended[-8] - ended[4])  # the last batches have what was issued before, and wait for it
     assert seconds[1] <= 1.01 * seconds[0]
@@ -336,7 +335,7 @@ async def test_an_episode_that_grows_too_old_in_its_environment_makes_room_at_on
         run, trained = play(found, config, replicas=replicas, store=store)
         trainer = MemoryTrainer(run.session, step_seconds=0.1)
         ended: list[float] = []
-        trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())  # type: ignore[misc]
+        trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())
         await finish(run, trainer)
         seconds.append(ended[-8] - ended[10])
         assert len(trained) == 60 * 8

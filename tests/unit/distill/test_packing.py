@@ -38,7 +38,7 @@ def rollout(number: int, prompt: int, length: int, **scores: Array | None) -> Ro
         [span for span in spans if span.end > span.start],
         number % 2 == 1,
         "t1",
-        wire.Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **scores),  # type: ignore[arg-type]
+        wire.Scored(f"r{number}", pack(np.full(length, -1.0 - number, "f4")), **scores),
     )
 
 
@@ -68,11 +68,8 @@ def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
     assert unpack(rows.tokens)[:7].tolist() == [1000, 1001, 1002, 1003, 1004, 1005, 1006]
     assert unpack(rows.token_step)[:5].tolist() == [3, 3, 3, 3, 5]
     assert rows.behavior_logprob.shape == rows.teacher_logprob.shape == (7,)
-    assert rows.teacher_topk_ids is not None
     assert unpack(rows.teacher_topk_ids)[:5].tolist() == np.arange(15).reshape(5, 3).tolist()
-    assert rows.teacher_hidden is not None
     assert rows.teacher_hidden.data[:20] == bytes(range(20))
-    assert rows.truncated is not None
     assert unpack(rows.truncated).tolist() == [1, 0]
 
 
@@ -81,7 +78,6 @@ def test_sampling_masks_follow_their_tokens_and_a_teachers_tokens_have_none() ->
     made = [replace(rollout(1, 2, 4), mask=mask), replace(rollout(2, 1, 3), by_teacher=True, spans=[])]
     (batch,) = pack_batch(formed(made), 1, Shape(99, list(TEACHERS), supervised=2), step)
     (rows,) = batch.micro_batches
-    assert rows.mask is not None
     assert rows.mask.padded().tolist() == [[0, -1, -1], [1, 2, 3], [-1, -1, -1], [-1, -1, -1]]
     (batch,) = shares(made[1:], 1, 99)
     assert batch.micro_batches[0].mask is None
@@ -94,7 +90,6 @@ def test_routes_follow_their_rows_and_a_teachers_row_has_none() -> None:
     (batch,) = pack_batch(formed(made), 1, Shape(99, list(TEACHERS), supervised=2), step)
     (rows,) = batch.micro_batches
     routed = {"r1": some_routes(range(4)), "r2": None, "r3": some_routes(range(9, 13))}
-    assert rows.route_lens is not None
     assert dict(zip(rows.ids, unpack(rows.route_lens).tolist(), strict=True)) == {"r1": 3, "r2": 0, "r3": 3}
     assert rows.routes == wire.joined([routed[id] for id in rows.ids if id != "r2"])
     (batch,) = shares(made[1:2], 1, 99)
@@ -111,7 +106,6 @@ def test_an_environments_tokens_travel_as_context_and_are_not_counted() -> None:
     (rows,) = batch.micro_batches
     assert (rows.ids, batch.denominator) == (["r1", "r0", "r2"], 4 + 3 + 2)
     assert unpack(rows.completion_lens).tolist() == [7, 3, 2]
-    assert rows.own is not None
     assert unpack(rows.own).tolist() == [1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1]
     (batch,) = shares(made[1:], 1, 1000)
     assert batch.micro_batches[0].own is None, "no token of an environment is in this micro-batch"
@@ -137,7 +131,6 @@ def test_an_episode_is_cut_behind_the_last_of_the_students_first_tokens(
     assert rows.own is None or unpack(rows.own).tolist() == mask
     assert unpack(rows.tokens).tolist() == [1000 + t for t in range(2 + length)]
     assert unpack(rows.token_step).tolist() == [3, 3, 3, 5, 5, 5, 5][:length]
-    assert rows.teacher_topk_ids is not None
     assert unpack(rows.teacher_topk_ids).tolist() == unpack(topk)[:length].tolist()
 
 
@@ -146,7 +139,7 @@ def test_kept_and_inline_scores_and_the_teachers_they_are_of_never_share_a_micro
     inline = [rollout(i, 1, 2, hidden=hidden) for i in range(2)]
     kept = []
     for number, own in enumerate(PROMPTS, 2):
-        one = rollout(number, 1, 2, kept=wire.Kept("u", f"b-{number}", 9, b"d"))  # type: ignore[arg-type]
+        one = rollout(number, 1, 2, kept=wire.Kept("u", f"b-{number}", 9, b"d"))
         kept.append(replace(one, teacher=f"t{number % 2}", teacher_prompt=own))
     (batch,) = shares([*kept, *inline], 1, 1000)
     found = {tuple(rows.ids): rows for rows in batch.micro_batches}
@@ -209,11 +202,8 @@ def test_flat_arrays_follow_the_rows() -> None:
     assert unpack(rows.behavior_logprob).tolist() == [-0.5] * 4 + [-1.5] * 3
     assert unpack(rows.teacher_logprob).tolist() == [-1.0] * 4 + [-2.0] * 3
     assert unpack(rows.teacher).tolist() == [1, 1]
-    assert rows.truncated is not None
     assert unpack(rows.truncated).tolist() == [0, 1]
-    assert rows.teacher_topk_ids is not None
     assert unpack(rows.teacher_topk_ids).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3], [4, 5]]
-    assert rows.teacher_topk_logprob is not None
     assert rows.teacher_topk_logprob.dtype == "f2"
     assert rows.teacher_hidden is None
     assert rows.reward is None
@@ -250,7 +240,6 @@ def test_unlike_precisions_meet_in_single() -> None:
     half, bits = pack(np.array([[1.5]], "f2")), Array("bf16", (1, 1), np.array([0x4020], "<u2").tobytes())
     (batch,) = shares([rollout(0, 1, 1, hidden=half), rollout(1, 1, 1, hidden=bits)], 1, 1000)
     (rows,) = batch.micro_batches
-    assert rows.teacher_hidden is not None
     assert rows.teacher_hidden.dtype == "f4"
     assert unpack(rows.teacher_hidden).tolist() == [[1.5], [2.5]]
 
@@ -284,8 +273,6 @@ def test_weights_and_baselines_follow_their_rows() -> None:
     batches = pack_batch(formed(rollouts, weights), 2, Shape(5, list(TEACHERS), group=4), step)
     rows = [micro for batch in batches for micro in batch.micro_batches]
     for micro in rows:
-        assert micro.weight is not None
-        assert micro.baseline is not None
         assert unpack(micro.weight).tolist() == [np.float32(weights[int(i[1:])]) for i in micro.ids]
         assert unpack(micro.baseline).tolist() == [0.75] * len(micro.ids)
     assert sum(len(micro.ids) for micro in rows) == 4
@@ -331,7 +318,6 @@ def test_tokens_of_weights_that_a_rollback_left_behind_are_off_the_path() -> Non
     (batch,) = pack_batch(formed([rollout(1, 2, 5)]), 1, Shape(99, list(TEACHERS)), step_of)
     (rows,) = batch.micro_batches
     assert unpack(rows.token_step).tolist() == [3, 3, 4, 4, 4]
-    assert rows.off_path is not None
     assert unpack(rows.off_path).tolist() == [0, 0, 1, 1, 1]
     (batch,) = shares([rollout(1, 2, 5)], 1, 99)
     assert batch.micro_batches[0].off_path is None
@@ -344,7 +330,6 @@ def test_rows_say_which_of_them_the_teacher_generated_and_those_are_of_the_steps
     (batch,) = shares([rollout(0, 1, 4), written], 1, 100)
     (rows,) = batch.micro_batches
     assert rows.ids == ["r0", "r2"]
-    assert rows.by_teacher is not None
     assert unpack(rows.by_teacher).tolist() == [0, 1]
     assert unpack(rows.token_step).tolist() == [3, 3, 5, 5, 6, 6, 6]
     (plain,) = shares([rollout(0, 1, 4)], 1, 100)

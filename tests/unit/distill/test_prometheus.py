@@ -37,16 +37,7 @@ from student_trainer.objectives.token_statistics import MEANS
 from sync import wire
 from sync.base.errors import DistillError, RemoteError
 from sync.vllm import metrics as replica_metrics
-from sync.wire import (
-    Behaviour,
-    CompletionsReply,
-    CompletionsRequest,
-    Estimate,
-    EvalReport,
-    PartReport,
-    SetReport,
-    Version,
-)
+from sync.wire import Behaviour, CompletionsReply, CompletionsRequest, Estimate, EvalReport, Version
 from sync.wire.claims import Claim
 from teacher_service.batching import Metrics
 from teacher_service.kept import KeptScores
@@ -232,7 +223,7 @@ def names(exported: Series, evaluator: Series) -> set[str]:
 
 def test_every_metric_of_the_dashboard_is_exported(names: set[str]) -> None:
     panels, used = json.loads(dashboard.FILE.read_text())["panels"], dashboard.metrics()
-    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
     engine = (Path(folder) / "v1/metrics/loggers.py").read_text()
     assert len(used) > 40
     assert all(f'"{name}"' in (ROOT / "student_trainer/step.py").read_text() for name in BESIDE_MEANS)
@@ -294,8 +285,8 @@ async def test_a_run_logs_documented_names_and_all_of_them(controller: Any, conf
 
 def test_figures_of_sets_and_of_the_trainer_are_documented() -> None:
     value = Estimate(0.5, 0.4, 0.6)
-    one = SetReport(1, 1, 1, 0.0, 0, value, value, value)
-    part = PartReport(1, 1, 2.0, None, 0.5, 0.25)
+    one = wire.SetReport(1, 1, 1, 0.0, 0, value, value, value)
+    part = wire.PartReport(1, 1, 2.0, None, 0.5, 0.25)
     plain = EvalReport(Version(0, 1), 1.0, None, 1, 1, 0.0, 0.0)
     report = replace(
         plain, reverse_kl_error=0.1, pass_rate=0.5, reward=0.5, sets={"gsm8k": one},

@@ -58,7 +58,6 @@ def open_rows(folder: Path, rows: list[dict[str, Any]], **prompts: Any) -> Promp
 def rewarded(name: str, answer: str, completion: str) -> Reward:
     prompts = JsonlPrompts(type="jsonl", path=Path("p"), answer_field="gold", reward_fn=name)
     source = reward_source(prompts, Letters())
-    assert source is not None
     prompt = Prompt("1", [1], "default", answer)
     return load_rewards(source.prompts)(prompt, source.read(prompt, [*Letters().encode(completion), EOS]))
 
@@ -99,9 +98,7 @@ def test_math_verify_compares_final_answers(answer: str, right: str, wrong: str)
     assert rewarded("math", answer, right).answer != rewarded("math", answer, wrong).answer
 
 
-def test_a_check_that_math_verify_has_no_time_for_is_no_wrong_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_check_that_math_verify_has_no_time_for_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = pytest.importorskip("math_verify.errors")
 
     def at_once(seconds: float) -> None:
@@ -172,7 +169,6 @@ def test_a_reward_function_reads_special_tokens_but_the_end() -> None:
     call = tokenizer.convert_tokens_to_ids(["<call>", "a", "c", "</call>"])
     for ids, stop in ((call, []), ([*call, 0], []), ([*call, 5], [5])):
         source = reward_source(prompts, tokenizer, stop)
-        assert source is not None
         assert source.read(Prompt("1", [1]), ids) == "<call>ac</call>"
 
 
@@ -188,7 +184,6 @@ def test_equal_answers_have_equal_names_and_functions_without_answers_have_none(
 def test_rows_are_rewarded_if_a_reward_function_is_set(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "gold": i + 1} for i in range(30)]
     split = open_rows(tmp_path, rows, answer_field="gold", reward_fn="number")
-    assert split.rewards is not None
     reward_fn = load_rewards(split.rewards.prompts)
     for prompt in (split.train[0], split.held_out[0]):
         right = int(prompt.text.split("+")[0]) + 1
@@ -345,7 +340,6 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool
         type="jsonl", path=Path("p"), reward_fn="of_mine:reward_fn", reward_timeout_seconds=5.0
     )
     source = reward_source(prompts, letter_tokenizer())
-    assert source is not None
     made = RewardPool(source)
     yield made
     made.close()
@@ -472,6 +466,5 @@ def test_a_function_is_tried_before_a_run_in_another_process(pool: RewardPool) -
 
 def test_a_function_that_cannot_be_loaded_is_refused_from_its_process() -> None:
     source = reward_source(TaskPrompts(type="task", task="no_such_task"), letter_tokenizer())
-    assert source is not None
     with pytest.raises(ConfigError, match=r"prompts\.task 'no_such_task' cannot be loaded"):
         RewardPool(source).check(asking("pid"))

@@ -17,19 +17,10 @@ from small_config import make_config
 from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, MixturePrompts
 from distill.launch.run_folder import content
-from distill.prompts import streaming
+from distill.prompts import sources, streaming
 from distill.prompts.rewards import load_rewards
 from distill.prompts.rows import RowReader
-from distill.prompts.sources import (
-    CountedEnvironmentSource,
-    EnvironmentSource,
-    PromptSplit,
-    TableSource,
-    _hold_out_together,
-    data_sources,
-    keep_position,
-    open_prompts,
-)
+from distill.prompts.sources import EnvironmentSource, PromptSplit, TableSource, data_sources, keep_position
 from distill.prompts.stream import DRAWS, Cursor, Mixture, Prompt, PromptStream, by_weight
 from distill.prompts.streaming import StreamSource, open_stream
 from sync.base.errors import ConfigError, DataError
@@ -292,7 +283,7 @@ def mixed(tmp_path: Path, **more: Any) -> RunConfig:
 
 
 def opened_mixture(config: RunConfig) -> PromptSplit:
-    return open_prompts(config, Letters(), 64)
+    return sources.open_prompts(config, Letters(), 64)
 
 
 @pytest.mark.parametrize("kind", ["file", "filtered", "stream"])
@@ -317,13 +308,13 @@ def test_parts_of_one_environment_train_on_no_task_that_another_holds_out(tmp_pa
         name: PromptSplit(train, [EnvironmentSource("e", 0)[task] for task in range(count)], None)
         for name, count, train in (
             ("a", 6, EnvironmentSource("e", 6)),
-            ("b", 2, CountedEnvironmentSource("e", 2, 30)),
+            ("b", 2, sources.CountedEnvironmentSource("e", 2, 30)),
         )
     }
     parts = {name: {"type": "environment", "environment": "e"} for name in splits}
-    _hold_out_together(MixturePrompts.model_validate({"type": "mixture", "parts": parts}), splits)
+    sources._hold_out_together(MixturePrompts.model_validate({"type": "mixture", "parts": parts}), splits)
     assert [splits[name].train[0].task for name in "ab"] == [6, 6]
-    assert len(splits["b"].train) == 26  # type: ignore[arg-type]
+    assert len(splits["b"].train) == 26
 
 
 def test_a_configured_mixture_holds_out_of_each_part_and_rewards_by_part(tmp_path: Path) -> None:
@@ -334,7 +325,6 @@ def test_a_configured_mixture_holds_out_of_each_part_and_rewards_by_part(tmp_pat
     assert held.isdisjoint(prompt.text for prompt in trained)
     assert data_sources(split) == {"math", "law"}
     rewards = split.rewards
-    assert rewards is not None
     worker = load_rewards(rewards.prompts)
     of = {prompt.source: prompt for prompt in trained}
     found = [worker(of[part], rewards.read(of[part], [*letters("7")])).value for part in ("math", "law")]

@@ -150,8 +150,7 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
     config = make_config(prompts={"type": "task", "task": "tasks_of_mine.broken"}, evaluation=None)
     with pytest.raises(DataError, match=r"broken', prompt\(\) raised KeyError .* for index 0, seed 0"):
         open_prompts(config, letter_tokenizer(), 64)
-    source = reward_source(config.prompts, letter_tokenizer())  # type: ignore[arg-type]
-    assert source is not None
+    source = reward_source(config.prompts, letter_tokenizer())
     reward_fn = load_rewards(source.prompts)
     passes = r"prompts\.task 'tasks_of_mine\.broken', passes\(\)"
     with pytest.raises(
@@ -183,7 +182,7 @@ class Fixed:
 def test_prompts_of_a_task_are_checked_as_rows_are_with_or_without_an_evaluation(
     text: str, token_ids: list[int] | None, problem: str
 ) -> None:
-    source = TaskSource("mine", Fixed(text, token_ids), 0, letter_tokenizer().encode)  # type: ignore[arg-type]
+    source = TaskSource("mine", Fixed(text, token_ids), 0, letter_tokenizer().encode)
     for held_out in (0, 4):
         with pytest.raises(DataError, match=rf"prompt '{text}' of task mine: .*{problem}"):
             source.checked(held_out, letter_tokenizer(), 3)
@@ -191,8 +190,7 @@ def test_prompts_of_a_task_are_checked_as_rows_are_with_or_without_an_evaluation
 
 def test_a_task_reads_the_end_token_where_a_completion_ends_at_another_id_of_the_run() -> None:
     config = make_config(prompts={"type": "task", "task": "tasks_of_mine.broken"})
-    source = reward_source(config.prompts, letter_tokenizer(), [0])  # type: ignore[arg-type]
-    assert source is not None
+    source = reward_source(config.prompts, letter_tokenizer(), [0])
     prompt = Prompt("0", [5])
     assert source.read(prompt, [5, 6, 0]) == source.read(prompt, [5, 6, EOS_ID]) == [5, 6, EOS_ID]
     assert source.read(prompt, [5, 0, 6]) == [5, 0, 6]

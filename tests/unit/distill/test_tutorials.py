@@ -45,7 +45,7 @@ def test_every_configuration_passes_the_preflight(tmp_path: Path, monkeypatch: p
     lines = [line for page in pages for line in COMMAND.findall(page.read_text().replace("\\\n", ""))]
     commands = {" ".join(line.split()): parsed(shlex.split(line, comments=True)) for line in lines}
     understood = {
-        config.run.name: len(checks.check(config).split.train)  # type: ignore[arg-type]
+        config.run.name: len(checks.check(config).split.train)
         for arguments in commands.values()
         if arguments["config"].is_file()
         for config in [load(arguments["config"], arguments["overrides"])]

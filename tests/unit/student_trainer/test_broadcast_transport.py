@@ -54,7 +54,6 @@ class Listeners(RecordedClient):
         self._dead = dead
 
     def audience(self, published: Published) -> Audience:
-        assert published.rendezvous is not None
         self.reported.append(published)
         group, size = f"0-{len(self.reported)}", 3 if len(self.reported) <= self._dead else 2
         ticket = BroadcastTicket(published.rendezvous, group, 1, size)
@@ -143,7 +142,7 @@ def test_versions_to_evaluate_go_to_the_store_too(
 ) -> None:
     """The first, the last, and the first to pass a multiple, each once, also where it is broadcast again."""
     controller, store = Listeners(dead=0), Kept()
-    keeping = Keeping(store, every, publish_every, 7)  # type: ignore[arg-type]
+    keeping = Keeping(store, every, publish_every, 7)
     publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
     publishing.start(Version(0, 0))
     for step in [*range(publish_every, 8, publish_every), 7]:
@@ -160,7 +159,7 @@ def test_a_version_that_no_replica_receives_goes_to_the_store_all_the_same(
 ) -> None:
     monkeypatch.setattr("student_trainer.transports._PAUSE_SECONDS", 0.0)
     controller, store = Listeners(dead=4), Kept()
-    keeping = Keeping(store, 0, 1, 7)  # type: ignore[arg-type]
+    keeping = Keeping(store, 0, 1, 7)
     publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
     publishing.start(VERSION)
     assert (store.published, publishing.arrived, publishing.anchor_due) == ([VERSION], None, True)
@@ -185,7 +184,7 @@ def test_a_version_that_the_store_did_not_take_goes_there_when_broadcast_again(
             return attempt
 
     controller, store = Listeners(dead=0), Failing()
-    keeping = Keeping(store, 0, 1, 7)  # type: ignore[arg-type]
+    keeping = Keeping(store, 0, 1, 7)
     publishing = Publishing(BroadcastTransport(sender, TwoTensors(), controller, keeping).stage)
     publishing.start(Version(0, 0))
     for step in (0, 1):  # the first is broadcast again

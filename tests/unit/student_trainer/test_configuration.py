@@ -6,7 +6,6 @@ import base64
 import json
 import math
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from student_trainer.objectives.config import Full, Sampled, TopK, needs
 from student_trainer.objectives.divergences import Discount, build, discount
 from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError
-from sync.base.settings import read_settings
 from sync.wire import Want
 
 JSONS = sorted((Path(__file__).parents[3] / "configs/deepspeed").glob("*.json"))
@@ -77,30 +75,24 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ({"zero_optimization.stage": 2}, "stage is 2"),
         ({"fp16.enabled": True}, "fp16 skips steps"),
         (
-            {"bf16.enabled": "auto", "zero_optimization.stage3_max_live_parameters": "auto"},
-            r'bf16\.enabled, zero_optimization\.stage3_max_live_parameters is "auto".*write the value',
+            {"bf16.enabled": "auto", "fp16.enabled": "auto"},
+            r'bf16\.enabled, fp16\.enabled is "auto".*write the',
         ),
         (
-            {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "bf16.enabled": "auto"},
-            "gradient_accumulation_steps is 'auto': rollout.batch decides this alone: .* leave",
+            {"gradient_accumulation_steps": "auto"},
+            "steps is 'auto': rollout.batch decides this alone: .* leave",
         ),
         (
             {"train_batch_size": "auto", "bf16.enabled": "auto"},
-            "train_batch_size is 'auto': rollout.batch decides this alone: .* leave",
+            "train_batch_size is 'auto': rollout.batch dec",
         ),
         ({"optimizer.params.lr": "auto"}, r"optimizer\.params\.lr is 'auto': trainer\.lr decides"),
         ({"fp16.enabled": "auto"}, r'fp16\.enabled is "auto"'),
         ({"optimizer.params.betas": "auto"}, r'optimizer\.params\.betas is "auto"'),
         ({"bf16.enabled": "false"}, r"bf16\.enabled is 'false': write true or false"),
         ({"zero_optimization.offload_param.device": "nvme"}, "offload_param.device is 'nvme'.*set cpu"),
-        (
-            {"zero_optimization.cpu_offload": True},
-            r"cpu_offload is True, .* zero_optimization\.offload_optimizer\.device",
-        ),
-        (
-            {"zero_optimization.cpu_offload_param": True},
-            r"cpu_offload_param is True, .* zero_optimization\.offload_param\.device",
-        ),
+        ({"zero_optimization.cpu_offload": True}, r"cpu_offload is True, .*\.offload_optimizer\.device"),
+        ({"zero_optimization.cpu_offload_param": True}, r"_param is True, .*\.offload_param\.device"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
         ({"train_batch_size": 4}, "set rollout.batch"),
         ({"lr": 5e-4}, r"lr is 0\.0005: trainer\.lr decides this alone"),
@@ -112,17 +104,11 @@ def test_one_field_is_overridden_however_its_path_is_written(overrides: dict[str
         ),
         ({"optimizer": {"type": "AdmW"}}, "'AdmW' is unknown: did you mean 'AdamW'"),
         ({"scheduler.type": "WarmupLR"}, r"scheduler is .*'WarmupLR'.*set trainer\.lr_schedule"),
-        (
-            {"gradient_cliping": 1.0},
-            "gradient_cliping is not read by DeepSpeed: did you mean 'gradient_clipping'",
-        ),
+        ({"gradient_cliping": 1.0}, "cliping is not read by DeepSpeed: did you mean 'gradient_clipping'"),
         ({"data_types.grad_acum_dtype": "fp32"}, r"data_types\.grad_acum_dtype .* mean 'grad_accum_dtype'"),
         ({"activation_checkpointing.profil": True}, "did you mean 'profile'"),
         ({"zero_optimization.reduce_bucket": 9}, r"refused by DeepSpeed.*\n.*reduce_bucket"),
-        (
-            {"zero_optimization.stage3_max_live_parameters": "x"},
-            r"refused by DeepSpeed.*\n.*max_live_parameters",
-        ),
+        ({"zero_optimization.stage3_max_live_parameters": "x"}, r"refused by DeepSpeed.*\n.*max_live_param"),
         ({"amp.enabled": True}, "refused by DeepSpeed: NVIDIA Apex"),
         ({"gradient_clipping.value": 1.0}, "'gradient_clipping' is 1.0"),
     ],
@@ -135,14 +121,8 @@ def test_what_the_trainer_cannot_work_with_is_refused(overrides: dict[str, Any],
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            {"zero_optimization.offload_param.device": "cpu"},
-            "offload_param is set and .*is 2: AutoEP",
-        ),
-        (
-            {"zero_optimization.offload_optimizer.device": "cpu"},
-            "offload_optimizer is set and .*: AutoEP",
-        ),
+        ({"zero_optimization.offload_param.device": "cpu"}, "offload_param is set and .*is 2: AutoEP"),
+        ({"zero_optimization.offload_optimizer.device": "cpu"}, "offload_optimizer is set and .*: AutoEP"),
         ({"use_data_before_expert_parallelism": True}, "neighbouring ranks share experts, leave it out"),
     ],
 )
@@ -204,14 +184,6 @@ def test_a_missing_or_broken_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     with pytest.raises(ConfigError, match="no optimizer section"):
         deepspeed_config(config(tmp_path / "bad.json").trainer)
-
-
-def test_the_trainers_own_file_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "trainer.json").write_text('{"run": "r", "stepps": 3}')
-    with pytest.raises(ConfigError, match="stepps"):
-        read_settings(TrainerConfig, tmp_path / "trainer.json")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_settings(TrainerConfig, tmp_path / "none.json")
 
 
 def started_on(argv: list[str]) -> Any:
@@ -290,12 +262,6 @@ def test_every_objective_has_a_divergence_and_states_its_needs() -> None:
         assert objectives.student_topk(objective) == k
     assert discount(TopK(discount=0.5, rho_cap=2.0)) == Discount(0.5, 2.0, None)
     assert discount(TopK()) is discount(Full()) is None
-
-
-def test_what_the_controller_imports_brings_no_torch() -> None:
-    code = "import sys, student_trainer.objectives.config, student_trainer.launch, student_trainer.ledger"
-    code += ", student_trainer.__main__; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_head_shapes_of_model_families() -> None:

@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    OPTConfig,
-    Qwen3Config,
-    get_cosine_schedule_with_warmup,
-    get_linear_schedule_with_warmup,
-)
+import transformers
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
 from student_trainer.config import TrainerSettings
 from student_trainer.engine import apply_rate, hyperparameters, without_randomness
@@ -34,7 +26,10 @@ def optimizer(rate: float = RATE, **more: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("kind", "make"),
-    [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)],
+    [
+        ("linear", transformers.get_linear_schedule_with_warmup),
+        ("cosine", transformers.get_cosine_schedule_with_warmup),
+    ],
 )
 def test_rates_are_those_of_transformers_schedules(kind: str, make: Any) -> None:
     theirs, ours = optimizer(), optimizer()
@@ -87,7 +82,9 @@ CONFIGS = [
     GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=32),
     OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=32, layerdrop=0.5),
     LlamaConfig(**SMALL, intermediate_size=32, attention_dropout=0.2),
-    Qwen3Config(**SMALL, intermediate_size=32, num_key_value_heads=1, head_dim=8, attention_dropout=0.2),
+    transformers.Qwen3Config(
+        **SMALL, intermediate_size=32, num_key_value_heads=1, head_dim=8, attention_dropout=0.2
+    ),
     MixtralConfig(**SMALL, intermediate_size=32, num_key_value_heads=1, router_jitter_noise=0.3),
 ]
 

@@ -91,12 +91,7 @@ def test_what_cannot_be_shared_is_named() -> None:
             "trainer.expert_parallel decides this alone",
         ),
         (2, "zero3_cpu.json", {"expert_parallel.top_k": 2}, "trainer.expert_parallel decides this alone"),
-        (
-            2,
-            "zero3_offload.json",
-            {},
-            "zero_optimization.offload_param is set and trainer.expert_parallel",
-        ),
+        (2, "zero3_offload.json", {}, "zero_optimization.offload_param is set and trainer.expert_parallel"),
     ],
 )
 def test_a_section_of_ones_own_and_offload_are_refused(
@@ -167,7 +162,7 @@ def test_bf16_has_a_limit_that_rounding_keeps_and_another_function_does_not() ->
     assert check_experts(before, student, student, ALONE) < limit / 5
     for layer in student.modules():
         if getattr(layer, "_is_autoep_layer", False):
-            layer.router.route_norm = False  # type: ignore[union-attr, assignment]
+            layer.router.route_norm = False
     with pytest.raises(ConfigError, match=f"limit {limit:g}"):
         check_experts(before, student, student, ALONE)
     assert quantile == 0.5
@@ -197,8 +192,8 @@ def partitioned(student: Student, rank: int) -> Iterator[Ranks]:
         length = -(-parameter.numel() // count)
         padding = length * count - parameter.numel()
         flat = torch.nn.functional.pad(parameter.detach().flatten(), (0, padding), value=9.0)
-        parameter.ds_tensor, parameter.ds_shape = flat.split(length)[position], parameter.shape  # type: ignore[attr-defined]
-        parameter.ds_zero_partition_rank = position  # type: ignore[attr-defined]
+        parameter.ds_tensor, parameter.ds_shape = flat.split(length)[position], parameter.shape
+        parameter.ds_zero_partition_rank = position
     yield Ranks(rank, 4, torch.device("cpu"))
 
 
@@ -212,7 +207,7 @@ def test_shards_of_four_ranks_tile_the_saved_checkpoint_bit_for_bit(family: str)
         replace_layers(student, section_of(student), 2, rank % 2)
         for layer in student.modules():
             if getattr(layer, "_is_autoep_layer", False):
-                layer.ep_group = object()  # type: ignore[assignment]
+                layer.ep_group = object()
         for ranks in partitioned(student, rank):
             weights = Weights(student.model, ranks)
             assert weights.fingerprint == plain.fingerprint
@@ -239,7 +234,7 @@ def test_a_rank_has_whole_and_keeps_what_the_preflight_counts(family: str) -> No
     assert rest == total - layers * counted
     for layer in student.modules():
         if getattr(layer, "_is_autoep_layer", False):
-            layer.ep_group = object()  # type: ignore[assignment]
+            layer.ep_group = object()
     for _ in partitioned(student, 1):
         shards: Any = [*student.model.parameters()]
         kept = sum(parameter.ds_tensor.numel() for parameter in shards)

@@ -63,7 +63,6 @@ def test_the_heads_gradient_is_summed_where_it_is() -> None:
     with LargestTensor() as largest:
         total, _ = chunked_loss(hidden.requires_grad_(), head, targets, loss, 8)
         total.backward()
-    assert weight.grad is not None
     assert largest.heads == {weight.data_ptr(), weight.grad.data_ptr()}
 
 
@@ -87,7 +86,6 @@ def test_every_token_is_compared_with_the_teacher_it_was_routed_to() -> None:
     value, _ = chunked_loss(hidden.requires_grad_(), head, targets, loss, 16)
     logp = (hidden @ weight.t()).log_softmax(1)
     expected = 0.0
-    assert targets.teacher_hidden_NG is not None
     for index, teacher in enumerate(loss.heads):
         mine = targets.teacher_N == index
         own = targets.teacher_hidden_NG[mine][:, : teacher.weight_VH.shape[1]]
@@ -124,7 +122,5 @@ def test_rows_beyond_the_tokenizer_do_not_exist() -> None:
     for value in values:
         value.backward()
     assert torch.equal(values[0], values[1])
-    assert padded.grad is not None
-    assert whole.grad is not None
     assert torch.equal(padded.grad[:V], whole.grad)
     assert not padded.grad[V:].any()

@@ -647,7 +647,6 @@ def test_a_discount_without_the_later_ratios_is_far_from_the_gradient(gamma: flo
         head = Head(layer, HeadShape(ACTIONS), chunk=7)
         loss, _ = head(hidden_CH, row_goal, Loss(build(Sampled(rho_cap=None)), discount))
         loss.backward()
-        assert layer.weight.grad is not None
         found.append(float((layer.weight.grad.t() - exact).norm() / exact.norm()))
     assert found[0] < 1e-5
     assert found[1] > error

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from plain_step import flat_rows
 from trainer_fakes import ALONE, RecordedClient, RecordedLearner, recorded_transport
 
 from student_trainer.__main__ import _exit_code as exit_code
@@ -24,12 +25,11 @@ from student_trainer.transports import Publishing, SnapshotTransport
 from sync import wire
 from sync.base.errors import DataError, RemoteError, StoreError, Unreachable
 from sync.weights.snapshots.admin import Collected, Odd
-from sync.wire import Published, Rows, StepReport, Stop, TrainBatch, Version, Wait, pack
+from sync.wire import Published, StepReport, Stop, TrainBatch, Version, Wait, pack
 
 
 def batch(step: int) -> TrainBatch:
-    nothing = pack(np.zeros(0, np.int32))
-    rows = Rows([f"r{step}"], nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    rows = flat_rows([f"r{step}"], [[]], [[]])
     return TrainBatch(version=Version(0, step), denominator=1, micro_batches=[rows])
 
 
@@ -57,7 +57,7 @@ class Story:
         self.trainer = Trainer(config, ALONE, self.learner, self.client, publishing, ledger)
 
     def reported(self) -> list[str]:
-        return [f"{type(event).__name__} {event.version.step}" for event in self.client.reported]  # type: ignore[attr-defined]
+        return [f"{type(event).__name__} {event.version.step}" for event in self.client.reported]
 
 
 def test_a_step_is_trained_recorded_published_saved_and_then_reported(tmp_path: Path) -> None:
@@ -91,16 +91,32 @@ def test_of_ranks_that_share_rows_the_first_names_them(tmp_path: Path) -> None:
     assert (found.steps, found.tokens) == ({1: []}, {1: 0})
 
 
-def test_versions_between_two_publications_are_not_published(tmp_path: Path) -> None:
-    story = Story(tmp_path, [batch(step) for step in range(5)], publish_every=2)
-    train(story.trainer)
-    assert [line for line in story.lines if line.startswith("publish")] == ["publish 2", "publish 4"]
+@pytest.mark.parametrize(
+    ("batches", "options", "outcome", "lines"),
+    [
+        (3, {"publish_every": 2}, Outcome.STOP, ["step 0", "step 1", "publish 2", "step 2"]),
+        (1, {"checkpoint": True}, Outcome.STOP_AND_CHECKPOINT, ["step 0", "publish 1", "save 1"]),
+        (
+            2,
+            {"checkpoint": True, "checkpoint_every": 2},
+            Outcome.STOP_AND_CHECKPOINT,
+            ["step 0", "publish 1", "step 1", "publish 2", "save 2"],
+        ),
+    ],
+    ids=["versions between", "stop decides whether to save", "the last step is saved once"],
+)
+def test_what_is_published_and_saved(
+    tmp_path: Path, batches: int, options: dict[str, Any], outcome: Outcome, lines: list[str]
+) -> None:
+    story = Story(tmp_path, [batch(step) for step in range(batches)], **options)
+    assert train(story.trainer) is outcome
+    assert story.lines == lines
 
 
 def test_a_waiting_trainer_publishes_again_on_request(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)])
     answers: list[Any] = [Wait(), Wait(publish=True), Wait(), batch(0), Stop(reason="over", checkpoint=False)]
-    story.client.poll = lambda version: answers.pop(0)  # type: ignore[method-assign]
+    story.client.poll = lambda version: answers.pop(0)
     assert train(story.trainer) is Outcome.STOP
     assert story.lines == ["publish 0", "step 0", "publish 1"]
 
@@ -137,18 +153,6 @@ def test_the_clock_of_rank_0_alone_decides_for_every_rank(tmp_path: Path, rank: 
     assert votes == [due]
 
 
-def test_stop_decides_whether_a_checkpoint_is_saved(tmp_path: Path) -> None:
-    story = Story(tmp_path, [batch(0)], checkpoint=True)
-    assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
-    assert story.reported() == ["StepReport 1", "CheckpointSaved 1"]
-
-
-def test_a_checkpoint_of_the_last_step_is_not_overwritten_at_the_end(tmp_path: Path) -> None:
-    story = Story(tmp_path, [batch(0), batch(1)], checkpoint=True, checkpoint_every=2)
-    assert train(story.trainer) is Outcome.STOP_AND_CHECKPOINT
-    assert [line for line in story.lines if line.startswith("save")] == ["save 2"]
-
-
 def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(step) for step in range(5)])
 
@@ -169,7 +173,7 @@ def test_a_trainer_that_was_rolled_back_saves_no_checkpoint(tmp_path: Path) -> N
     def confirm(version: Version) -> None:
         raise RemoteError(f"{version} is not of the current lineage")
 
-    story.client.confirm = confirm  # type: ignore[method-assign]
+    story.client.confirm = confirm
     with pytest.raises(RemoteError, match="not of the current lineage"):
         checkpoint(story.trainer)
     assert story.lines == []
@@ -177,7 +181,7 @@ def test_a_trainer_that_was_rolled_back_saves_no_checkpoint(tmp_path: Path) -> N
 
 def test_a_batch_for_other_weights_is_refused(tmp_path: Path) -> None:
     story = Story(tmp_path, [batch(0)])
-    story.client.poll = lambda version: batch(7)  # type: ignore[method-assign]
+    story.client.poll = lambda version: batch(7)
     with pytest.raises(DataError, match="batch is for L000-v00000007, the trainer is at L000-v00000000"):
         train(story.trainer)
 
@@ -232,7 +236,7 @@ class FakePeer:
 
 def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
     peer = FakePeer([batch(0), batch(1), Wait(), Stop(reason="", checkpoint=False)])
-    source = ControllerClient(peer, 1, 2)  # type: ignore[arg-type]
+    source = ControllerClient(peer, 1, 2)
     assert source.poll(Version(0, 0)) == batch(0)
     source.expect(Version(0, 1))
     deadline = time.monotonic() + 600.0
@@ -242,15 +246,15 @@ def test_the_next_batch_is_fetched_while_a_step_trains() -> None:
     assert source.poll(Version(0, 1)) == batch(1)
     assert source.poll(Version(0, 2)) == Wait()
     assert isinstance(source.poll(Version(0, 2)), Stop)
-    steps, (rank, world) = [body.version.step for _, body in peer.asked], (1, 2)  # type: ignore[union-attr]
+    steps, (rank, world) = [body.version.step for _, body in peer.asked], (1, 2)
     assert steps == [0, 1, 2, 2]
-    assert {(body.rank, body.world_size) for _, body in peer.asked} == {(rank, world)}  # type: ignore[union-attr]
+    assert {(body.rank, body.world_size) for _, body in peer.asked} == {(rank, world)}
     source.close()
 
 
 def test_a_signal_ends_the_wait_for_a_batch() -> None:
     peer, asked = FakePeer([Wait()], at_once=False), threading.Event()
-    source = ControllerClient(peer, stopping=asked)  # type: ignore[arg-type]
+    source = ControllerClient(peer, stopping=asked)
     threading.Timer(0.05, asked.set).start()
     assert source.poll(Version(0, 0)) == Wait()
     assert peer.asked == [], "the answer had not come"
@@ -259,7 +263,7 @@ def test_a_signal_ends_the_wait_for_a_batch() -> None:
 
 
 def test_a_controller_that_is_gone_ends_the_trainer() -> None:
-    source = ControllerClient(FakePeer([Unreachable("gone")]))  # type: ignore[arg-type]
+    source = ControllerClient(FakePeer([Unreachable("gone")]))
     with pytest.raises(Unreachable, match="gone"):
         source.poll(Version(0, 0))
     source.close()
@@ -268,7 +272,7 @@ def test_a_controller_that_is_gone_ends_the_trainer() -> None:
 def test_events_arrive_in_order_and_a_lost_one_is_raised() -> None:
     events = [StepReport(version=Version(0, step), metrics={}, seconds={}) for step in range(3)]
     peer = FakePeer([wire.Ok(), wire.Ok(), Unreachable("gone")])
-    controller = ControllerClient(peer)  # type: ignore[arg-type]
+    controller = ControllerClient(peer)
     for event in events:
         controller.report(event)
     with pytest.raises(Unreachable, match="gone"):
@@ -280,7 +284,7 @@ def test_a_start_is_confirmed_behind_its_events_and_by_a_silent_controller_too()
     event = StepReport(version=Version(0, 3), metrics={}, seconds={})
     answers = [wire.Ok(), wire.Ok(), Unreachable("gone"), RemoteError("rolled back")]
     peer = FakePeer(answers)
-    controller = ControllerClient(peer)  # type: ignore[arg-type]
+    controller = ControllerClient(peer)
     controller.report(event)
     controller.confirm(Version(0, 4))
     assert [body for _, body in peer.asked] == [event, wire.Heartbeat(version=Version(0, 4), rank=0)]
@@ -292,7 +296,7 @@ def test_a_start_is_confirmed_behind_its_events_and_by_a_silent_controller_too()
 
 def test_a_stopped_trainer_does_not_wait_for_a_controller_that_is_gone() -> None:
     peer = FakePeer([wire.Ok()], at_once=False)
-    controller = ControllerClient(peer)  # type: ignore[arg-type]
+    controller = ControllerClient(peer)
     controller.report(StepReport(version=Version(0, 1), metrics={}, seconds={}))
     controller.close(0.05)
     assert peer.asked == [], "it was not waited for"
@@ -312,7 +316,6 @@ class FakePublisher:
     def anchor(
         self, version: Version, parent: Version | None, folder: Path | None, shards: Any, kind: Any
     ) -> Published:
-        assert folder is not None
         assert folder.is_dir()
         return self._report(kind, version)
 
@@ -336,7 +339,7 @@ def to_a_store(
     tmp_path: Path, publisher: FakePublisher, learner: RecordedLearner, client: RecordedClient, collect: Any
 ) -> Publishing:
     scratch: Any = tmp_path / "scratch"
-    return Publishing(SnapshotTransport(publisher, learner, client, scratch, None, collect).stage)  # type: ignore[arg-type]
+    return Publishing(SnapshotTransport(publisher, learner, client, scratch, None, collect).stage)
 
 
 def snapshots(
@@ -353,21 +356,37 @@ def go(publishing: Publishing, *steps: int) -> None:
     publishing.settle()
 
 
-def test_an_anchor_comes_first_and_again_when_it_is_due(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapters", "failures", "published"),
+    [
+        (False, 0, [("full", 0), ("delta", 1), ("delta", 2), ("full", 3), ("delta", 4)]),
+        (False, 1, [("full", 0), ("full", 2), ("full", 3), ("delta", 4)]),
+        (True, 0, [("lora", 0), ("lora", 1), ("lora", 2), ("lora", 3), ("lora", 4)]),
+    ],
+    ids=[
+        "an anchor first and when it is due",
+        "an anchor behind a version that failed",
+        "adapters are whole",
+    ],
+)
+def test_versions_are_anchors_or_deltas(
+    tmp_path: Path, adapters: bool, failures: int, published: list[tuple[str, int]]
+) -> None:
     publisher = FakePublisher()
-    path, client = snapshots(tmp_path, publisher)
+    path, client = snapshots(tmp_path, publisher, adapters)
     path.start(Version(0, 0))
+    publisher.failures = failures
     go(path, 1, 2, 3, 4)
-    assert publisher.done == [("full", 0), ("delta", 1), ("delta", 2), ("full", 3), ("delta", 4)]
-    kinds = [event.kind for event in client.reported if isinstance(event, Published)]
-    assert kinds == [kind for kind, _ in publisher.done]
+    assert publisher.done == published
+    told = [(event.kind, event.version.step) for event in client.reported if isinstance(event, Published)]
+    assert told == published
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_rank_0_alone_votes_for_an_anchor(tmp_path: Path) -> None:
     client, learner, publisher = RecordedClient(), RecordedLearner(), FakePublisher()
     learner.ranks = Ranks(1, 2, torch.device("cpu"))
-    transport = SnapshotTransport(publisher, learner, client, tmp_path, None, nothing_collected)  # type: ignore[arg-type]
+    transport = SnapshotTransport(publisher, learner, client, tmp_path, None, nothing_collected)
     assert transport.stage(Version(0, 2), False)() is False
     assert publisher.anchor_due
     assert client.reported == []
@@ -391,24 +410,6 @@ def test_garbage_is_collected_after_an_anchor_in_the_background_at_most_every_te
     assert collected.wait(600)
 
 
-def test_adapters_are_always_published_whole(tmp_path: Path) -> None:
-    publisher = FakePublisher()
-    path, _ = snapshots(tmp_path, publisher, adapters=True)
-    path.start(Version(0, 0))
-    go(path, 1, 2)
-    assert publisher.done == [("lora", 0), ("lora", 1), ("lora", 2)]
-
-
-def test_a_version_that_fails_is_skipped_and_followed_by_an_anchor(tmp_path: Path) -> None:
-    publisher = FakePublisher()
-    path, client = snapshots(tmp_path, publisher)
-    path.start(Version(0, 0))
-    publisher.failures = 1
-    go(path, 1, 2)
-    assert publisher.done == [("full", 0), ("full", 2)]
-    assert [event.version.step for event in client.reported if isinstance(event, Published)] == [0, 2]
-
-
 def begun(tmp_path: Path, batches: list[TrainBatch], failures: int) -> tuple[Story, FakePublisher]:
     """A run after its first version; so many publications fail from then on."""
     story, publisher = Story(tmp_path, batches), FakePublisher()
@@ -427,7 +428,7 @@ def waiting_story(tmp_path: Path, answers: list[Any], failures: int) -> tuple[St
         story.trainer.publishing.settle()
         return answers.pop(0)
 
-    story.client.poll = poll  # type: ignore[method-assign]
+    story.client.poll = poll
     return story, publisher
 
 
@@ -535,7 +536,7 @@ def test_a_last_version_that_failed_has_no_digests_and_is_an_error(
 
 def test_other_errors_of_a_publication_end_the_run(tmp_path: Path) -> None:
     publisher = FakePublisher()
-    publisher.delta = lambda version, shards: [][1]  # type: ignore[method-assign]
+    publisher.delta = lambda version, shards: [][1]
     path, _ = snapshots(tmp_path, publisher)
     path.publish(Version(0, 1), anchor=False)
     with pytest.raises(IndexError):

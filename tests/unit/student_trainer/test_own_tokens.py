@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from plain_step import ALONE, VOCAB, Meeting, PlainEngine, Together, difference, student
+from plain_step import ALONE, VOCAB, Meeting, PlainEngine, Together, difference, flat_rows, student
 from torch import Tensor
 
 from distill.batching.packing import Shape, pack_batch
@@ -26,7 +26,7 @@ from student_trainer.objectives import config as objectives
 from student_trainer.objectives.config import Full, ObjectiveConfig, Sampled, TaskReward, TopK, needs
 from student_trainer.objectives.divergences import Discount, Targets, build, future_credit, sampled
 from student_trainer.step import Rewards, advantages, collate, loss_of, train_step
-from sync.wire import Rows, Scored, TrainBatch, Version, VersionSpan, pack, unpack
+from sync.wire import Scored, TrainBatch, Version, VersionSpan, pack, unpack
 
 TEACHERS = ("a", "b")
 STEP, K = 3, 4
@@ -211,7 +211,6 @@ def advantage_by_hand(
     peers = [one for one in made if not group or one.id.split(":")[0] == rollout.id.split(":")[0]]
     rewards = [one.reward for one in peers if not one.by_teacher and one.reward is not None]
     baseline = sum(rewards) / len(rewards) if rewards else 0.0
-    assert rollout.reward is not None
     count = sum(len(places(one, config.max_supervised_tokens)) for one in made)
     turns = zip(rollout.own, rollout.earned, strict=False)
     earned = {t: value for (start, end), value in turns for t in range(start, end)}
@@ -296,26 +295,21 @@ def test_credit_of_a_later_turn_passes_over_what_the_environment_said_between() 
     )
     draws = list(itertools.product(range(v), repeat=2))
     said = {0: 7, 1: 5, 2: 9}
-    flat = [id for y, z in draws for id in (0, y, said[y], z)]
     odd = [-5.0, -3.0, -1.0]
 
     def flat_of(table: list[Tensor]) -> np.ndarray:
         return np.array([x for y, z in draws for x in (table[0][y], odd[y], table[1][y, z])], "f4")
 
-    count, i4 = len(draws), np.int32
-    rows = Rows(
-        ids=["r"] * count,
-        tokens=pack(np.array(flat, i4)),
-        prompt_lens=pack(np.ones(count, i4)),
-        completion_lens=pack(np.full(count, 3, i4)),
+    count = len(draws)
+    rows = flat_rows(
+        ["r"] * count,
+        [[0]] * count,
+        [(y, said[y], z) for y, z in draws],
         behavior_logprob=pack(flat_of(stale)),
-        token_step=pack(np.zeros(3 * count, i4)),
-        teacher=pack(np.zeros(count, i4)),
         teacher_logprob=pack(flat_of(teacher)),
         own=pack(np.tile(np.array([1, 0, 1], np.uint8), count)),
     )
     micro = collate(rows, 1, 10)
-    assert micro.targets.row_N is not None
     assert micro.targets.row_N.tolist() == [row for row in range(count) for _ in range(2)]
     assert micro.positions_C.tolist() == [4 * row + place for row in range(count) for place in (0, 2)]
     leaf, deep = one.clone().requires_grad_(), two.clone().requires_grad_()
@@ -350,23 +344,17 @@ def test_rewards_of_turns_are_unbiased_where_a_turn_gets_no_credit_for_those_bef
     one, two, first, second = (
         torch.randn(size, generator=g, dtype=torch.float64) for size in ((v,), (v, v), (v,), (v, v))
     )
-    draws, i4 = list(itertools.product(range(v), repeat=2)), np.int32
+    draws = list(itertools.product(range(v), repeat=2))
     count = len(draws)
-    rows = Rows(
-        ids=["r"] * count,
-        tokens=pack(np.array([id for y, z in draws for id in (0, y, 9, z)], i4)),
-        prompt_lens=pack(np.ones(count, i4)),
-        completion_lens=pack(np.full(count, 3, i4)),
-        behavior_logprob=pack(np.zeros(3 * count, "f4")),
-        token_step=pack(np.zeros(3 * count, i4)),
-        teacher=pack(np.zeros(count, i4)),
-        teacher_logprob=pack(np.zeros(3 * count, "f4")),
+    rows = flat_rows(
+        ["r"] * count,
+        [[0]] * count,
+        [(y, 9, z) for y, z in draws],
         reward=pack(np.array([first[y] + second[y, z] for y, z in draws], "f4")),
         own=pack(np.tile(np.array([1, 0, 1], np.uint8), count)),
         earned=pack(np.array([x for y, _ in draws for x in (0, 0, first[y])], "f4")),
     )
     found = advantages(rows, Rewards(0.4, 2 * count), 2 * count)
-    assert found is not None
     advantage_D2 = found.double().reshape(count, 2)
     assert advantage_D2[:, 1].tolist() == pytest.approx([float(second[y, z]) - 0.4 for y, z in draws])
     leaf, deep = one.clone().requires_grad_(), two.clone().requires_grad_()
@@ -376,6 +364,6 @@ def test_rewards_of_turns_are_unbiased_where_a_turn_gets_no_credit_for_those_bef
         c * (a[0] * p[y] + a[1] * q[y, z]) for (y, z), c, a in zip(draws, chance, advantage_D2, strict=True)
     )
     expected = sum((p[y] + q[y, z]).exp() * (first[y] + second[y, z]) for y, z in draws)
-    wanted = torch.autograd.grad(expected, (leaf, deep), retain_graph=True)  # type: ignore[arg-type]
-    got = torch.autograd.grad(surrogate, (leaf, deep))  # type: ignore[arg-type]
+    wanted = torch.autograd.grad(expected, (leaf, deep), retain_graph=True)
+    got = torch.autograd.grad(surrogate, (leaf, deep))
     assert difference(got, wanted) <= 1e-6

@@ -9,28 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import routed_models
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from routed_models import (
-    BY_RANKS,
-    CHOSEN,
-    CONFIGS,
-    EXPERTS,
-    GROUPED,
-    LOCAL,
-    PUBLISHED,
-    SCORED,
-    SERVED,
-    TOKENS_RL,
-    VOCAB,
-    build,
-    config_of,
-    gradients,
-    live_routes,
-    loss_of,
-    untrained,
-)
+from routed_models import CHOSEN, CONFIGS, EXPERTS, TOKENS_RL, VOCAB, build, gradients, live_routes, loss_of
 from small_config import make_config
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -223,15 +206,21 @@ def test_the_table_of_families_is_that_of_the_tests() -> None:
     page = (Path(__file__).parents[3] / "docs/large-models.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ((?:yes|refused|not).*) \|$", page, re.MULTILINE)
     told = {name: [cell.strip() == "yes" for cell in cells.split("|")] for name, cells in rows}
-    lists = (CONFIGS, BY_RANKS, PUBLISHED, SERVED, SCORED)
-    shown = [{config_of(family).model_type for family in families} for families in lists]
+    lists = (
+        CONFIGS,
+        routed_models.BY_RANKS,
+        routed_models.PUBLISHED,
+        routed_models.SERVED,
+        routed_models.SCORED,
+    )
+    shown = [{routed_models.config_of(family).model_type for family in families} for families in lists]
     assert told == {name: [name in families for families in shown] for name in shown[0]}
     assert shown[0] == {*model_facts.FAMILIES}
     assert shown[1] == {*parallelism.FAMILIES}
 
 
 def test_a_student_whose_experts_replicas_cannot_update_is_refused(tmp_path: Path) -> None:
-    config_of("gpt-oss").save_pretrained(tmp_path)
+    routed_models.config_of("gpt-oss").save_pretrained(tmp_path)
     (problem,) = model_problems(make_config(student={"path": str(tmp_path)}))
     assert "the student is a gpt_oss: vLLM loads its experts past the reload" in problem
     assert not [*model_problems(make_config(student={"path": str(tmp_path)}, trainer={"lora": {}}))]
@@ -269,7 +258,7 @@ def test_a_student_with_adapters_trains_through_the_routes() -> None:
 
 
 def test_a_dense_model_has_no_routers() -> None:
-    dense = untrained("Qwen3", GROUPED | {"intermediate_size": 24, "head_dim": 8})
+    dense = routed_models.untrained("Qwen3", routed_models.GROUPED | {"intermediate_size": 24, "head_dim": 8})
     adapters = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     assert routers(dense) == ()
     assert routers(Student(get_peft_model(dense, adapters), HeadShape(VOCAB), 64)) == ()
@@ -287,9 +276,12 @@ class Block(torch.nn.Module):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: untrained("Phimoe", LOCAL), "PhimoeTopKRouter at model.layers.0.mlp"),
         (
-            lambda: untrained("Jamba", LOCAL | {"use_mamba_kernels": False}),
+            lambda: routed_models.untrained("Phimoe", routed_models.LOCAL),
+            "PhimoeTopKRouter at model.layers.0.mlp",
+        ),
+        (
+            lambda: routed_models.untrained("Jamba", routed_models.LOCAL | {"use_mamba_kernels": False}),
             "blocks of experts with 0 known",
         ),
         (Block, "num_local_experts = 4"),
@@ -381,7 +373,7 @@ def test_a_router_that_never_ran_is_refused() -> None:
 
 @every_family
 def test_the_preflight_reads_the_same_routing_from_the_configuration(family: str) -> None:
-    found = routers(untrained(*CONFIGS[family]))
+    found = routers(routed_models.untrained(*CONFIGS[family]))
     kind, fields = CONFIGS[family]
     config = getattr(transformers, f"{kind}Config")(**fields)
     assert routing(config) == (len(found), CHOSEN, EXPERTS)

@@ -145,10 +145,7 @@ def test_divergences_that_take_no_sample_are_of_the_whole_vocabulary(objective: 
 def test_a_token_without_a_mask_is_of_the_whole_vocabulary() -> None:
     token_N, behavior = torch.arange(V), STALE.log_softmax(0)
     targets = replace(
-        goal(list(range(V))),
-        token_N=token_N,
-        behavior_logp_N=behavior,
-        mask_NK=torch.full((V, 3), -1),
+        goal(list(range(V))), token_N=token_N, behavior_logp_N=behavior, mask_NK=torch.full((V, 3), -1)
     )
     same(gradient(build(SAMPLED), targets, behavior.exp()), exact(kl_within(list(range(V)))))
 

@@ -8,20 +8,13 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from plain_step import ALONE, VOCAB, PlainEngine, difference, student
+from plain_step import ALONE, VOCAB, PlainEngine, difference, flat_rows, student
 
 from distill.metrics.names import FIGURES
 from student_trainer.engine import Student, check_head
 from student_trainer.head import HeadShape, HeadWeights, Loss
-from student_trainer.objectives.config import (
-    SFT,
-    Full,
-    ObjectiveConfig,
-    Sampled,
-    StudentTopK,
-    TaskReward,
-    TopK,
-)
+from student_trainer.objectives import config as objectives
+from student_trainer.objectives.config import SFT, Full, ObjectiveConfig, Sampled, TaskReward, TopK
 from student_trainer.step import Stopwatch, collate, loss_of, train_step
 from student_trainer.varlen import PackedRows
 from sync.base.errors import ConfigError, DataError
@@ -47,16 +40,11 @@ def scored_rows(teacher: Student, indices: list[int], step: int = 3) -> Rows:
     logq_CV = torch.cat(log_rows)
     token_C = torch.from_numpy(np.concatenate(completions))
     best = logq_CV.topk(5, dim=1)
-    count = len(token_C)
-    flat = [part for pair in zip(prompts, completions, strict=True) for part in pair]
-    return Rows(
-        ids=[str(index) for index in indices],
-        tokens=pack(np.concatenate(flat).astype(np.int32)),
-        prompt_lens=pack(np.array([len(p) for p in prompts], np.int32)),
-        completion_lens=pack(np.array([len(c) for c in completions], np.int32)),
-        behavior_logprob=pack(np.full(count, -2.0, np.float32)),
-        token_step=pack(np.full(count, step - 1, np.int32)),
-        teacher=pack(np.zeros(len(indices), np.int32)),
+    return flat_rows(
+        [str(index) for index in indices],
+        prompts,
+        completions,
+        token_step=pack(np.full(len(token_C), step - 1, np.int32)),
         teacher_logprob=pack(logq_CV.gather(1, token_C[:, None])[:, 0].numpy()),
         teacher_topk_ids=pack(best.indices.numpy().astype(np.int32)),
         teacher_topk_logprob=pack(best.values.numpy()),
@@ -107,9 +95,7 @@ def test_packing_padding_and_chunks_do_not_change_the_gradient(config: Objective
             assert other[name] == pytest.approx(metrics[0][name], rel=1e-5)
 
 
-def test_parts_of_a_step_are_timed_and_summed_over_its_micro_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_of_a_step_are_timed_and_summed_over_its_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
     monkeypatch.setattr(Stopwatch, "_now", lambda self: next(ticks) ** 2)
     teacher, clock = student(1), Stopwatch(torch.device("cpu"))
@@ -134,9 +120,7 @@ def test_a_kernel_counts_for_the_part_that_launched_it() -> None:
 @pytest.mark.parametrize("varlen", [False, True])
 def test_a_rank_without_rows_adds_nothing(varlen: bool) -> None:
     teacher = student(1)
-    rows, nothing = scored_rows(teacher, [1, 2]), scored_rows(teacher, [0])
-    empty = pack(np.zeros(0, np.int32)), pack(np.zeros(0, np.float32))
-    nothing = Rows([], empty[0], empty[0], empty[0], empty[1], empty[0], empty[0], empty[1])
+    rows, nothing = scored_rows(teacher, [1, 2]), flat_rows([], [], [])
     found = []
     for parts in ([rows], [rows, nothing]):
         engine = PlainEngine(student(2, varlen=varlen), 0.1)
@@ -145,11 +129,11 @@ def test_a_rank_without_rows_adds_nothing(varlen: bool) -> None:
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("config", [*OBJECTIVES, StudentTopK(k=5)], ids=str)
+@pytest.mark.parametrize("config", [*OBJECTIVES, objectives.StudentTopK(k=5)], ids=str)
 def test_a_student_equal_to_its_teacher_is_a_fixed_point_of_a_whole_step(config: ObjectiveConfig) -> None:
     teacher = student(1)
     rows = scored_rows(teacher, [0, 1, 2, 3, 4])
-    if isinstance(config, StudentTopK):
+    if isinstance(config, objectives.StudentTopK):
         rows = own_topk(rows)
     engine = PlainEngine(student(1), 0.1)
     metrics = train_step(engine, batch([rows]), spec(config, teacher), ALONE)
@@ -356,7 +340,7 @@ def test_a_rows_weight_multiplies_its_share_of_the_gradient_and_the_denominator_
     alone = [gradient(rows_of([index])) for index in (3, 4, 5)]
     shares = [w * n / tokens.sum() for w, n in zip(weights, tokens, strict=True)]
     expected = [sum(s * g for s, g in zip(shares, parts, strict=True)) for parts in zip(*alone, strict=True)]
-    assert difference(weighted, expected) <= 1e-6  # type: ignore[arg-type]
+    assert difference(weighted, expected) <= 1e-6
     assert difference(weighted, gradient(rows)) > 1e-3
 
 
