@@ -16,6 +16,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import socket
 from collections.abc import Awaitable
 from typing import Any, Final, TypeVar
 
@@ -99,6 +100,7 @@ def serve_on_held_port() -> None:
 
     def join_port(args: Any, **_: Any) -> Any:
         address, listener = setup(args, reuse_port=True)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # frames leave as completions end
         os.register_at_fork(after_in_child=listener.close)  # or the engine would hold the port on its own
         return address, listener
 

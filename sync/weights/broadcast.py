@@ -49,7 +49,7 @@ from sync.base.address import address_towards
 from sync.base.decoding import json_decoder
 from sync.base.errors import SnapshotError, Unreachable
 from sync.weights.buckets import Digests, Plan, nbytes
-from sync.weights.rendezvous import Group, Meeting, Served, Visitor, backend_name, broadcast_key, used
+from sync.weights.rendezvous import Group, Meeting, Served, Visitor, backend_name, used
 from sync.weights.snapshots.checkpoint import TensorMeta
 from sync.weights.snapshots.checkpoint import tensor_digest as digest
 from sync.wire import Audience, BroadcastTicket
@@ -104,7 +104,7 @@ class BroadcastSender:
         self._timeout = timedelta(seconds=timeout)
         self._device = torch.device(device)
         self._host = host
-        self._served = Served(host, port, broadcast_key(token))
+        self._served = Served(host, port, token)
         self._group: Group | None = None  # of the last broadcast
 
     @property
@@ -232,24 +232,22 @@ class Receiver:
 
     def __init__(self, timeout: float, device: torch.device | str = "cpu", token: str | None = None) -> None:
         self.timeout, self.device = timedelta(seconds=timeout), torch.device(device)
-        self._key = broadcast_key(token)
+        self._token = token
         self._group: Group | None = None  # of the last broadcast
 
     def receive(self, ticket: BroadcastTicket) -> Reception:
         return Reception(self, ticket)
 
-    @contextlib.contextmanager
-    def meeting(self, ticket: BroadcastTicket) -> Iterator[Meeting]:
-        """A meeting over a connection of its own: a waiting one cannot be shared."""
-        with contextlib.closing(Visitor(ticket.address, self._key, self.timeout)) as visitor:
-            yield Meeting(visitor.ask, ticket.group, self.timeout)
+    def meeting(self, ticket: BroadcastTicket) -> Meeting:
+        """Where the members of the ticket's broadcast meet."""
+        return Meeting(Visitor(ticket.address, self._token, self.timeout).ask, ticket.group, self.timeout)
 
     def group_name(self, ticket: BroadcastTicket) -> str:
         """Name of the group in which it has the ticket's rank, or _NEW."""
         kept = self._group
         return kept.name if kept is not None and kept.rank == ticket.rank else _NEW
 
-    def group(self, name: str, ticket: BroadcastTicket) -> Group:
+    def group(self, name: str, ticket: BroadcastTicket, store: Meeting) -> Group:
         """The one that is held, where that is `name`; else, for _NEW, one under the ticket's name. Not held
         meanwhile: `keep` it when its broadcast has succeeded."""
         kept, self._group = self._group, None
@@ -257,15 +255,9 @@ class Receiver:
             if kept.name == name:
                 return kept
             kept.close()
-        with contextlib.ExitStack() as failed:
-            visitor = Visitor(ticket.address, self._key, self.timeout)
-            failed.callback(visitor.close)
-            store = Meeting(visitor.ask, ticket.group, self.timeout)
-            host, _, port = ticket.address.rpartition(":")
-            address, members = address_towards(host, int(port)), (ticket.rank, ticket.world_size)
-            group = Group(store, *members, address, self.timeout, self.device, visitor.close)
-            failed.pop_all()
-        return group
+        host, _, port = ticket.address.rpartition(":")
+        address = address_towards(host, int(port))
+        return Group(store, ticket.rank, ticket.world_size, address, self.timeout, self.device)
 
     def keep(self, group: Group) -> None:
         self._group = group
@@ -281,7 +273,7 @@ class Reception:
     def __init__(self, receiver: Receiver, ticket: BroadcastTicket) -> None:
         self.bytes_received = 0
         self._receiver, self._given_up = receiver, threading.Event()
-        self._groups: list[Group] = []
+        self._store, self._groups = receiver.meeting(ticket), list[Group]()
         self._received = in_thread(lambda: self._receive(ticket))
         threading.Thread(target=self._heed, args=(ticket,), name="broadcast watch", daemon=True).start()
 
@@ -305,11 +297,10 @@ class Reception:
     def _heed(self, ticket: BroadcastTicket) -> None:
         """End when the sender says that it gave up."""
         try:
-            with self._receiver.meeting(ticket) as store:
-                while not self.done:
-                    if store.come(["given up"]):
-                        _fail(self._received, SnapshotError(store.get("given up").decode()))
-                        self._give_up()
+            while not self.done:
+                if why := self._store.find("given up"):
+                    _fail(self._received, SnapshotError(why.decode()))
+                    self._give_up()
         except RuntimeError as error:  # the sender is gone: receiving finds out by itself
             logger.info("broadcast %s: its sender does not answer: %s", ticket.group, error)
             self._give_up()
@@ -321,30 +312,29 @@ class Reception:
 
     def _receive(self, ticket: BroadcastTicket) -> Received:
         device, backend = self._receiver.device, backend_name(self._receiver.device)
-        given_up = self._given_up.is_set
-        with self._receiver.meeting(ticket) as store:
-            if store.check(["given up"]):
-                raise SnapshotError(store.get("given up").decode())
-            if (sent_by := store.get("backend", given_up).decode()) != backend:  # they could never meet
-                raise SnapshotError(
-                    f"the trainer broadcasts with {sent_by} and this replica is on a {device.type} device, "
-                    f'which receives with {backend}: set weights.transport = "snapshot", or run both on one '
-                    "kind"
-                )
-            text = store.get("plan", given_up)
-            plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(text))
-            store.set(f"here/{ticket.rank}", self._receiver.group_name(ticket))
-            group = self._receiver.group(store.told("go", given_up).decode(), ticket)
-            with used(group, self._groups, given_up):
-                tensors = self._receive_buckets(group, plan)
-                sent = json_decoder(dict[str, str]).decode(store.told("digests", given_up))
-                digests = {name: digest(tensor) for name, tensor in tensors.items()}
-                if digests != sent:
-                    wrong = sorted(name for name in sent if digests.get(name) != sent[name])
-                    raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
-            self._receiver.keep(group)
-            store.set(f"received/{ticket.rank}", "1")
-            return Received(ticket.group, tensors, digests, plan.adapter_config)
+        given_up, store = self._given_up.is_set, self._store
+        if why := store.find("given up", 0.0):
+            raise SnapshotError(why.decode())
+        if (sent_by := store.get("backend", given_up).decode()) != backend:  # they could never meet
+            raise SnapshotError(
+                f"the trainer broadcasts with {sent_by} and this replica is on a {device.type} device, "
+                f'which receives with {backend}: set weights.transport = "snapshot", or run both on one '
+                "kind"
+            )
+        text = store.get("plan", given_up)
+        plan = Plan(*json_decoder(tuple[list[TensorMeta], int, str | None]).decode(text))
+        store.set(f"here/{ticket.rank}", self._receiver.group_name(ticket))
+        group = self._receiver.group(store.told("go", given_up).decode(), ticket, store)
+        with used(group, self._groups, given_up):
+            tensors = self._receive_buckets(group, plan)
+            sent = json_decoder(dict[str, str]).decode(store.told("digests", given_up))
+            digests = {name: digest(tensor) for name, tensor in tensors.items()}
+            if digests != sent:
+                wrong = sorted(name for name in sent if digests.get(name) != sent[name])
+                raise SnapshotError(f"tensors {wrong[:3]} did not arrive as they were sent")
+        self._receiver.keep(group)
+        store.set(f"received/{ticket.rank}", "1")
+        return Received(ticket.group, tensors, digests, plan.adapter_config)
 
     def _receive_buckets(self, group: Group, plan: Plan) -> dict[str, torch.Tensor]:
         whole_N, device = torch.empty(plan.nbytes, dtype=torch.uint8), self._receiver.device

@@ -256,7 +256,7 @@ def bind_alone(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for reuse in (0, 1):
         with contextlib.ExitStack() as closing:
-            bound = closing.enter_context(socket.socket(family))
+            bound = closing.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
             try:
                 bound.bind((host, port))
@@ -273,7 +273,7 @@ def join_port(host: str, port: int) -> socket.socket:
     """A socket to listen with, on a port that a launcher may hold; see `distill.launch.roles`. Raises
     ConfigError when another server listens there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    joined = socket.socket(family)
+    joined = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
         joined.setsockopt(socket.SOL_SOCKET, option, 1)
     try:

@@ -23,7 +23,7 @@ from sync.base.errors import ConfigError, DataError, Overloaded, RemoteError, Un
 from sync.base.own_code import own_code
 from sync.wire import EpisodeFailed, EvalRequest, Ok, Version, Wait, client, decode, encode, frame
 from sync.wire.client import SLOWEST, BlockingPeer, Peer
-from sync.wire.server import TokenGuard, check_bind, read_message, refuse, reply
+from sync.wire.server import TokenGuard, bind_alone, check_bind, join_port, read_message, refuse, reply
 
 BAD_URLS = [
     "",
@@ -402,3 +402,24 @@ async def test_only_answers_that_may_be_long_are_read_beyond_64_mib_and_none_is_
             await peer.once("/x", None, 600.0)
     async with asking(Scripted()) as peer:
         assert isinstance(await peer.once("/x", None, 600.0), memoryview)
+
+
+@pytest.mark.parametrize("listen", [bind_alone, join_port])
+def test_an_answer_of_several_writes_does_not_wait_for_the_peers_acknowledgement(listen):
+    """asyncio turns Nagle's algorithm off for sockets that name TCP, which those it is given need not do."""
+
+    async def accepted() -> int:
+        nodelay = asyncio.get_running_loop().create_future()
+
+        async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            nodelay.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen("127.0.0.1", 0)
+        async with await asyncio.start_server(serve, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await nodelay
+
+    assert asyncio.run(accepted()) != 0
