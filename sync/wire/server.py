@@ -33,6 +33,7 @@ from sync.wire import CONTENT_TYPE, Message, decode, encode
 from sync.wire.claims import MISDIRECTED, MODEL_HEADER, RUN_HEADER, Claim, parse
 from sync.wire.peers import ROLE_HEADER, Role
 
+logger = logging.getLogger(__name__)
 MAX_BODY: Final = 1 << 30
 """Bytes of a request."""
 ON_LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
@@ -80,6 +81,8 @@ class TokenGuard:
         if scope["type"] == "http" and self._token and scope["path"] != "/health":
             header = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(header, b"Bearer " + self._token.encode()):
+                address, _ = scope.get("client") or ("somebody", 0)
+                logger.warning("%s was refused: it does not hold the run's token", address)
                 await refuse(401, f"this route needs the bearer token of {TOKEN_VARIABLE}")(
                     scope, receive, send
                 )

@@ -250,7 +250,7 @@ class Obliging:
         await self._app(*asgi)
 
 
-def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadcast(monkeypatch):
+def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadcast(monkeypatch, caplog):
     """It comes in the middle: one receiver waits for the other. Then it poses as the sender."""
     sender = BroadcastSender("127.0.0.1", 0, 600.0, token="of the run")
     first = receiver(600.0, token="of the run").receive(BroadcastTicket(sender.address, "g", 1, 3))
@@ -266,6 +266,7 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
     )
     assert stranger.returncode == 0, stranger.stderr
     assert stranger.stdout.count("does not answer") == stranger.stdout.count("needs the bearer token") == 6
+    assert caplog.text.count("127.0.0.1 was refused: it does not hold the run's token") == 6
     second = receiver(600.0, token="of the run").receive(BroadcastTicket(sender.address, "g", 2, 3))
     for reception in (first, second):
         assert reception.result().digests == DIGESTS
