@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from hmac import compare_digest
 from time import monotonic
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -30,7 +30,7 @@ from torch import distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from sync.base.errors import RemoteError, Unreachable, WireError
-from sync.wire import Message, decode, encode
+from sync.wire import KeyReply, KeyRequest, decode, encode
 from sync.wire.client import MAX_SMALL, BlockingPeer, in_loop
 from sync.wire.server import KEEP_ALIVE_SECONDS, TokenGuard, bind_alone, read_message, refuse, reply
 
@@ -38,26 +38,6 @@ T = TypeVar("T")
 _PATH: Final = "/v1/keys"
 _SLICE_SECONDS: Final = 0.25
 """Longest that the server lets one request wait for keys."""
-
-
-class Ask(Message, frozen=True):
-    """Receiver → sender: one request for keys, all of one group."""
-
-    do: Literal["set", "get", "wait", "delete"]
-    keys: list[str]
-    value: bytes = b""
-    seconds: float = 0.0
-    """Of "get" and "wait": how long to wait until all keys are set, at most a slice."""
-    nonce: bytes = b""
-    """Random, of this request alone: the answer is sealed with it."""
-
-
-class Told(Message, frozen=True):
-    """Sender → receiver, answer to `Ask`."""
-
-    value: bytes | None
-    """Of a key; None: it is not set, or not all of them are within the time."""
-    seal: bytes = b""
 
 
 def _seal(token: str | None, nonce: bytes, value: bytes | None) -> bytes:
@@ -72,7 +52,7 @@ def _seal(token: str | None, nonce: bytes, value: bytes | None) -> bytes:
 class Meeting(Store):
     """A store as torch's groups use it, over `ask`, every key under `group`. Keep it while torch uses it."""
 
-    def __init__(self, ask: Callable[[Ask], bytes | None], group: str, timeout: timedelta) -> None:
+    def __init__(self, ask: Callable[[KeyRequest], bytes | None], group: str, timeout: timedelta) -> None:
         super().__init__()
         self._ask, self.name, self._timeout = ask, group, timeout
 
@@ -81,11 +61,11 @@ class Meeting(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value
-        self._ask(Ask(do="set", keys=self._names([key]), value=data))
+        self._ask(KeyRequest(do="set", keys=self._names([key]), value=data))
 
     def find(self, key: str, seconds: float = _SLICE_SECONDS) -> bytes | None:
         """Value of a key, which is there or comes within `seconds`, at most a slice; None: it does not."""
-        return self._ask(Ask(do="get", keys=self._names([key]), seconds=seconds))
+        return self._ask(KeyRequest(do="get", keys=self._names([key]), seconds=seconds))
 
     def get(self, key: str, given_up: Callable[[], bool] = lambda: False) -> bytes:
         """Value of a key; waits until it is set. Raises as `wait` does."""
@@ -98,11 +78,11 @@ class Meeting(Store):
         return self._come(lambda: self.find(key), [key], math.inf, given_up)
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(Ask(do="delete", keys=self._names([key]))) is not None
+        return self._ask(KeyRequest(do="delete", keys=self._names([key]))) is not None
 
     def check(self, keys: list[str], seconds: float = 0.0) -> bool:
         """Whether all keys are set, now or within `seconds`, at most a slice."""
-        return self._ask(Ask(do="wait", keys=self._names(keys), seconds=seconds)) is not None
+        return self._ask(KeyRequest(do="wait", keys=self._names(keys), seconds=seconds)) is not None
 
     def wait(
         self, keys: list[str], timeout: timedelta | None = None, given_up: Callable[[], bool] = lambda: False
@@ -114,7 +94,7 @@ class Meeting(Store):
     def _come(
         self, look: Callable[[], T | None], keys: list[str], seconds: float, given_up: Callable[[], bool]
     ) -> T:
-        """What `look` finds at last, asked again and again for `seconds`."""
+        """What `look` finds at last. Raises as `wait` does."""
         deadline = monotonic() + seconds
         while (value := look()) is None:
             if given_up() or monotonic() > deadline:
@@ -141,11 +121,11 @@ class Served:
         self._server = uvicorn.Server(uvicorn.Config(app, **limits, **quiet))
         self._serving = in_loop(self._server.serve(sockets=[listener]))
 
-    def ask(self, ask: Ask) -> bytes | None:
+    def ask(self, ask: KeyRequest) -> bytes | None:
         """What a request finds; any thread may ask. Raises ConnectionResetError when this is closed."""
         return in_loop(self._find(ask)).result()
 
-    async def _find(self, ask: Ask) -> bytes | None:
+    async def _find(self, ask: KeyRequest) -> bytes | None:
         async with self._changed:
             if self._closed:
                 raise ConnectionResetError("the sender is closed")
@@ -169,11 +149,11 @@ class Served:
 
     async def _answer(self, request: Request) -> Response:
         try:
-            ask = await read_message(request, Ask, MAX_SMALL)
+            ask = await read_message(request, KeyRequest, MAX_SMALL)
             value = await self._find(ask)
         except (WireError, ConnectionResetError) as error:
             return refuse(400, str(error))
-        return reply(Told(value=value, seal=_seal(self._token, ask.nonce, value)))
+        return reply(KeyReply(value=value, seal=_seal(self._token, ask.nonce, value)))
 
     def close(self) -> None:
         """Stop listening; who asks after this is refused."""
@@ -195,11 +175,11 @@ class Visitor:
         self._address, self._token, self._seconds = address, token, timeout.total_seconds()
         self._peer = BlockingPeer(url, token)
 
-    def ask(self, ask: Ask) -> bytes | None:
+    def ask(self, ask: KeyRequest) -> bytes | None:
         """The server's answer; any thread may ask."""
         ask = msgspec.structs.replace(ask, nonce=secrets.token_bytes(32))
         try:
-            told = decode(self._peer.once(_PATH, encode(ask), self._seconds, max_bytes=MAX_SMALL), Told)
+            told = decode(self._peer.once(_PATH, encode(ask), self._seconds, max_bytes=MAX_SMALL), KeyReply)
         except (Unreachable, RemoteError, WireError) as error:
             raise RuntimeError(
                 f"the sender at {self._address} does not answer ({error}): it must run, with the same token"

@@ -11,6 +11,7 @@ Producer → consumer
                                    CheckpointSaved, FinalDigests
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, TeacherServers, Audience,
                                    BroadcastMembers
+    student replica → trainer rank KeyRequest;  trainer rank → student replica  KeyReply
     server, people → controller    ServerRegisters, ServerLeaves
     controller → server            ServerLease;  → people, evaluator  Servers
     trainer machine → controller   GangJoins;  controller → trainer machine  Gang

@@ -171,6 +171,27 @@ class BroadcastTicket(msgspec.Struct, frozen=True):
     world_size: int
 
 
+class KeyRequest(Message, frozen=True):
+    """Receiver → sender of a broadcast: set, read, delete or await keys of its group."""
+
+    do: Literal["set", "get", "wait", "delete"]
+    keys: list[str]
+    value: bytes = b""
+    seconds: float = 0.0
+    """Of "get" and "wait": how long to wait until all keys are set, at most a slice."""
+    nonce: bytes = b""
+    """Random, of this request alone: the answer is sealed with it."""
+
+
+class KeyReply(Message, frozen=True):
+    """Sender → receiver, answer to KeyRequest."""
+
+    value: bytes | None
+    """Of a key; None: it is not set, or not all of them are within the time."""
+    seal: bytes
+    """What only a holder of the run's token can say of nonce and value."""
+
+
 class UpdateRequest(Message, frozen=True):
     """Controller → replica: stage `version` while generating, then pause, swap, stamp, resume."""
 

@@ -216,11 +216,12 @@ def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
 STRANGER = """
 import contextlib, socket, sys
 from datetime import timedelta
-from sync.weights.rendezvous import Ask, Visitor
+from sync.weights.rendezvous import Visitor
+from sync.wire import KeyRequest
 asks = [
-    Ask(do="set", keys=["g/given up"], value=b"by a stranger"),
-    Ask(do="delete", keys=["g/plan"]),
-    Ask(do="get", keys=["g/plan"]),
+    KeyRequest(do="set", keys=["g/given up"], value=b"by a stranger"),
+    KeyRequest(do="delete", keys=["g/plan"]),
+    KeyRequest(do="get", keys=["g/plan"]),
 ]
 for token in (None, "a guess"):
     for ask in asks:
