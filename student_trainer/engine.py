@@ -151,7 +151,7 @@ class Head(nn.Module):
         head = HeadWeights(self.weight, self.bias, self.shape)
         if targets is None or loss is None:
             return project(hidden_CH, self.weight, self.bias)
-        if loss.discount is not None and targets.row_N is not None:
+        if loss.discount is not None and targets.row_N is not None and loss.discount.applies(targets):
             logp_C = token_logp(hidden_CH.detach(), head, targets.token_N, self.chunk)
             factor_C = loss.discount.factor(logp_C, targets)
             credited = logp_C - targets.teacher_logp_N, factor_C, targets.row_N

@@ -30,7 +30,7 @@ from student_trainer.routing import LIVE, placed
 from student_trainer.sequence_split import SequenceGroup, SplitRows, split
 from student_trainer.varlen import PackedRows
 from sync.base.errors import DataError
-from sync.wire import Rows, TrainBatch, unpack
+from sync.wire import Rows, Segment, TrainBatch, unpack
 
 
 def loss_of(
@@ -217,10 +217,16 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
         fresh_C &= unpack(rows.off_path) == 0
     if by_teacher_C is not None:
         fresh_C &= ~by_teacher_C
+    behavior_logp_C, teacher_logp_C = (
+        _floats(rows, name) for name in ("behavior_logprob", "teacher_logprob")
+    )
+    segment_C = None if rows.segment is None else torch.tensor(unpack(rows.segment))
+    if segment_C is not None:  # an unscored token has d = 0 but for its age
+        teacher_logp_C = torch.where(segment_C == Segment.UNSCORED, behavior_logp_C, teacher_logp_C)
     return Targets(
         token_N=torch.from_numpy(token_C),
-        behavior_logp_N=_floats(rows, "behavior_logprob"),
-        teacher_logp_N=_floats(rows, "teacher_logprob"),
+        behavior_logp_N=behavior_logp_C,
+        teacher_logp_N=teacher_logp_C,
         fresh_N=torch.from_numpy(fresh_C),
         support_NK=None if ids is None else torch.tensor(unpack(ids), dtype=torch.int64),
         support_logp_NK=_floats(rows, name),
@@ -230,6 +236,7 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
         teacher_hidden_NG=_floats(rows, "teacher_hidden"),
         mask_NK=None if rows.mask is None else torch.from_numpy(rows.mask.padded()),
         row_N=torch.from_numpy(row_C),
+        goes_on_N=None if segment_C is None else segment_C == Segment.GOES_ON,
     )
 
 

@@ -18,7 +18,19 @@ from distill.buffer import Batch, StepOf
 from distill.prompts.stream import group_of
 from distill.record.rollout import Rollout
 from sync.base.errors import DataError
-from sync.wire import Array, Rows, SamplingMask, Scored, TrainBatch, VersionSpan, cut, joined, pack
+from sync.wire import (
+    Array,
+    Rows,
+    SamplingMask,
+    Scored,
+    Segment,
+    TrainBatch,
+    VersionSpan,
+    cut,
+    joined,
+    pack,
+    unpack,
+)
 
 
 @dataclass(frozen=True)
@@ -83,13 +95,15 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     """The rollout up to the `tokens`-th token of the student's; its reward stays that of the whole."""
     if tokens is None or rollout.own_length <= tokens:
         return rollout
-    limit = _place(rollout, tokens)
+    limit, scores = _place(rollout, tokens), scores_of(rollout)
+    if scores.segment is not None:  # what is cut off of a segment would be missing in its score
+        begins_T = unpack(scores.segment) != Segment.GOES_ON
+        limit = int(np.flatnonzero(begins_T[: limit + 1])[-1])
 
     def first(struct: Rollout | Scored, names: Iterable[str]) -> dict[str, Array]:
         arrays = ((name, getattr(struct, name)) for name in names)
         return {name: cut(array, limit) for name, array in arrays if isinstance(array, Array)}
 
-    scores = scores_of(rollout)
     spans = tuple(
         VersionSpan(span.version, span.start, min(span.end, limit))
         for span in rollout.spans
@@ -182,8 +196,7 @@ def rows_of(
         student_topk_ids=student("topk_ids"),
         student_topk_teacher_logprob=teacher("gathered"),
         teacher_hidden=teacher("hidden"),
-        # only measured: some teachers can give it and others cannot
-        teacher_entropy=None if any(score.entropy is None for score in scores) else teacher("entropy"),
+        teacher_entropy=teacher("entropy") if all(score.entropy for score in scores) else None,
         reward=_array("f4", rewards) if rewarded else None,
         truncated=_array("u1", [rollout.truncated for rollout in rollouts]),
         weight=_array("f4", [weights[rollout.id] for rollout in rollouts]) if weights else None,
@@ -196,6 +209,7 @@ def rows_of(
         routes=joined(routes) if routes else None,
         route_lens=_array("i4", [_places(rollout.routes) for rollout in rollouts]) if routes else None,
         earned=_earned(rollouts),
+        segment=_segments(scores),
         off_path=off_path,
     )
 
@@ -220,6 +234,13 @@ def _mask(rollouts: Sequence[Rollout]) -> SamplingMask | None:
     if all(rollout.mask is None for rollout in rollouts):
         return None
     return SamplingMask.joined([rollout.mask or SamplingMask.none(rollout.length) for rollout in rollouts])
+
+
+def _segments(scores: Sequence[Scored]) -> Array | None:
+    """`Rows.segment`, where any teacher has a tokenizer of its own."""
+    if all(score.segment is None for score in scores):
+        return None
+    return joined([score.segment or pack(np.zeros(score.logprob.shape, "u1")) for score in scores])
 
 
 def _earned(rollouts: Sequence[Rollout]) -> Array | None:

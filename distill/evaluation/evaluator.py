@@ -46,7 +46,9 @@ from distill.evaluation.sets import PromptSet, open_sets
 from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import VOTING
 from distill.prompts.sources import longest_sequence, open_prompts
+from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
+from distill.translation import TextTeacher
 from sync import wire
 from sync.base.errors import DataError, DistillError, RemoteError, Unreachable, WireError
 from sync.base.tokenizers import load_tokenizer, vocab_size
@@ -254,6 +256,7 @@ class Evaluator:
         for name in routed:
             settings, info = self._config.teachers[name], await self._teachers[name].first_info()
             changes = settings.follow_student_every is not None or settings.prompt_transform is not None
+            changes |= settings.tokenizer == "own"
             if changes or "generate" not in info.can:
                 return None
         completions = [
@@ -297,7 +300,8 @@ class Evaluator:
         by_teacher: dict[str, list[_Routed]] = {}
         for number, completion in enumerate(completions):
             routed = by_teacher.setdefault(self._route(prompts[completion.index].source), [])
-            routed += [_Routed.of(number, part) for part in completion.sequences if part.own]
+            prompt = prompts[completion.index]
+            routed += [_Routed.of(number, prompt, part) for part in completion.sequences if part.own]
         return [await self._compare(student, name, routed) for name, routed in by_teacher.items()]
 
     async def _compare(self, student: TransformersEngine, name: str, routed: list[_Routed]) -> ReverseKL:
@@ -305,7 +309,7 @@ class Evaluator:
         teacher = self._teachers[name]
         info = await teacher.first_info()
         follows = self._config.teachers[name].follow_student_every is not None  # its head is soon another
-        kl = ReverseKL("hidden" in info.can and not follows)
+        kl = ReverseKL("hidden" in info.can and not follows and not isinstance(teacher, TextTeacher))
         want, options = wire.Want(hidden=kl.is_exact), ScoreOptions(hidden=kl.is_exact)
         device = find_device(self._settings.device)
         student_head = await asyncio.to_thread(head_of, student.head(), device)
@@ -321,16 +325,17 @@ class Evaluator:
             both = zip(answers, part, strict=True)
             scored = [_usable(name, answer, item, want, self._vocab, size) for answer, item in both]
             if not kl.is_exact:
-                return mine.logprob_C - np.concatenate([wire.unpack(score.logprob) for score in scored])
+                theirs = np.concatenate([wire.unpack(score.logprob) for score in scored])
+                return np.where(_unscored(scored), 0.0, mine.logprob_C - theirs).astype("f4")
             assert mine.hidden_CH is not None, "it was asked for"
-            theirs = [tensor_of(score.hidden, device) for score in scored if score.hidden is not None]
-            return exact(student_head, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(theirs))
+            hidden = [tensor_of(score.hidden, device) for score in scored if score.hidden is not None]
+            return exact(student_head, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(hidden))
 
-        width = max(info.hidden_size, student.engine_info.hidden_size)
+        width = max(info.hidden_size, student.engine_info.hidden_size) if kl.is_exact else 1
         for numbers, part in parts([route.item for route in routed], HIDDEN_BYTES // (4 * width)):
             sequences = [
-                wire.ScoreSequence(str(i), wire.pack(item.token_ids_L), item.first)
-                for i, item in enumerate(part)
+                _sequence(str(i), item, routed[number].prompt, teacher)
+                for i, (number, item) in enumerate(zip(numbers, part, strict=True))
             ]
             answers, mine = await asyncio.gather(
                 teacher.score(sequences, want, SCORE_SECONDS), asyncio.to_thread(student.score, part, options)
@@ -347,17 +352,43 @@ class _Routed(NamedTuple):
     """A sequence of a completion, for its teacher."""
 
     completion: int
+    prompt: Prompt
     item: Item
     own_L: np.ndarray
     """bool: the student sampled the token; no other counts."""
 
     @classmethod
-    def of(cls, completion: int, tokens: Tokens) -> _Routed:
+    def of(cls, completion: int, prompt: Prompt, tokens: Tokens) -> _Routed:
         token_ids_L = np.concatenate([np.array(tokens.prompt_ids, np.int32), tokens.token_ids])
         own_L, first = np.zeros(len(token_ids_L), bool), len(tokens.prompt_ids)
         for start, end in tokens.own:
             own_L[first + start : first + end] = True
-        return cls(completion, Item(token_ids_L, first), own_L)
+        return cls(completion, prompt, Item(token_ids_L, first), own_L)
+
+
+def _sequence(id: str, item: Item, prompt: Prompt, teacher: TeacherClient) -> wire.ScoreSequence:
+    """What the teacher is sent: behind the prompt as it is shown to it, the student's completion."""
+    token_ids_L, first = item.token_ids_L, item.first
+    if isinstance(teacher, TextTeacher):
+        shown = teacher.translation.prompt(prompt)
+        token_ids_L, first = np.concatenate([np.array(shown, np.int32), token_ids_L[first:]]), len(shown)
+    return wire.ScoreSequence(id, wire.pack(token_ids_L), first)
+
+
+def _unscored(scores: Sequence[wire.Scored]) -> np.ndarray:
+    """bool [N]: the teacher says nothing of the token."""
+    none = [wire.Segment.BEGINS]
+    return (
+        np.concatenate(
+            [
+                np.repeat(none, score.logprob.shape[0])
+                if score.segment is None
+                else wire.unpack(score.segment)
+                for score in scores
+            ]
+        )
+        == wire.Segment.UNSCORED
+    )
 
 
 def _usable(

@@ -29,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from distill import translation
 from distill.aio import cancel
 from distill.config import RunConfig
 from distill.evaluation.schedule import score
@@ -54,7 +55,6 @@ from sync.wire.server import (
     run_role,
     serve_app,
 )
-from teacher_service.client import TeacherClient
 
 log = logging.getLogger("distill.evaluation.service")
 
@@ -212,9 +212,8 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
         follow(controller_place, token, at)
 
     where = places(config, at)
-    teachers = {
-        name: TeacherClient(name, where[f"teachers.{name}"], token, claim=claim) for name in config.teachers
-    }
+    places_of = {name: where[f"teachers.{name}"] for name in config.teachers}
+    teachers, _ = translation.clients(config, places_of, token, claim)
     environments = {
         name: EnvironmentClient(
             name,

@@ -129,7 +129,10 @@ def chatting(
         student = _student(config, run_dir, version, moved.run.folder / "student")
         models = {f"student-{version}": student}
         if with_teachers:
-            models |= {name: _served_here(teacher) for name, teacher in config.teachers.items()}
+            sharing = {name: t for name, t in config.teachers.items() if t.tokenizer != "own"}
+            for name in config.teachers.keys() - sharing.keys():
+                say(f"teacher {name} is left out: it has a tokenizer of its own")
+            models |= {name: _served_here(teacher) for name, teacher in sharing.items()}
         alone = moved.model_copy(update={"teachers": models, "environments": {}, "evaluation": None})
         plan = plan_servers(alone.with_(student={"replicas": 0, "urls": []}), token, ports)
         clients = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import NamedTuple
 
+from distill import translation
 from distill.config import RunConfig
 from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
@@ -33,8 +34,6 @@ from sync.base.errors import ConfigError
 from sync.weights.subscribe import check_local
 from sync.wire import RunIdentity
 from sync.wire.claims import Claim
-from teacher_service.client import TeacherClient
-from teacher_service.router import load_transforms
 
 GRACE_SECONDS = 10.0
 
@@ -137,11 +136,12 @@ async def run_preflight(config: RunConfig, split: PromptSplit, say: Callable[[Fi
 
 def connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> live.Engines:
     """Clients of the servers of a plan."""
+    teachers, transforms = translation.clients(config, plan.teachers, token, claim)
     return live.Engines(
-        {name: TeacherClient(name, urls, token, claim=claim) for name, urls in plan.teachers.items()},
+        teachers,
         HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None,
         {name: HttpReplica(url, token, claim=claim) for name, url in plan.replicas.items()},
-        load_transforms(config.teachers),
+        transforms,
         {
             name: EnvironmentClient(name, urls, token, claim, config.environments[name].call_timeout_seconds)
             for name, urls in plan.environments.items()

@@ -218,6 +218,8 @@ def _others(config: RunConfig) -> Iterator[str]:
         )
     elif isinstance(chosen, TopK) and kept is not None:
         unmasked = "objective.drop_rho_outside would judge p/μ of the whole vocabulary, below 1 within masks"
+    elif any(teacher.tokenizer == "own" for teacher in config.teachers.values()):
+        unmasked = "a teacher scores text, whose segments are credited to tokens of several masks"
     elif isinstance(chosen, Own):
         unmasked = "an objective of your own is given the whole vocabulary, and μ is of the mask"
     if rollout.top_k and unmasked:
@@ -241,6 +243,12 @@ def _teachers(config: RunConfig) -> Iterator[str]:
     yield from objective.unserved(config)
     for name, teacher in config.teachers.items():
         check_following(config, name)
+        if teacher.tokenizer == "own" and config.environments:
+            yield (
+                f"teacher {name!r} has a tokenizer of its own and scores the text of completions, and "
+                "episodes of environments are written in the student's chat format: take a teacher that "
+                "shares its vocabulary"
+            )
         if config.evaluation is not None and teacher.prompt_transform is not None:
             yield (
                 f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "

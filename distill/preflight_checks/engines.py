@@ -30,6 +30,7 @@ from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts,
 from distill.prompts.stream import Prompt
 from distill.record.validation import sampling_of
 from distill.rollout.replica_client import ReplicaEngine
+from distill.translation import TextTeacher
 from sync import wire
 from sync.base import tokenizers
 from sync.base.errors import ConfigError
@@ -141,28 +142,34 @@ class _Checks:
         longest = self.longest + max(len(ids) - prompt_length for ids, prompt_length in seen)
         lengths = longest, config.rollout.max_tokens, info.max_length
         template = tokenizers.chat_template_fingerprint(tokenizer)
+        known, score = config.student.known_ids, teacher.score
         basics = [
-            probes.same_tokenizer(
-                tokenizers.fingerprint(tokenizer, config.student.known_ids), info, config.student.known_ids
-            ),
-            probes.same_template(template, info, needed=shares_template(config, name)),
             capabilities(config, info),
             probes.fits("it", *lengths, "raise the teacher's max_length"),
         ]
+        if isinstance(teacher, TextTeacher):
+            score = teacher.score_ids
+        else:
+            basics = [
+                probes.same_tokenizer(tokenizers.fingerprint(tokenizer, known), info, known),
+                probes.same_template(template, info, needed=shares_template(config, name)),
+                *basics,
+            ]
         passed = [self._note(finding, name) for finding in basics]
         if not all(passed):
             return
         settings, token_limit, prompts = config.preflight, config.rollout.max_tokens, [ids for ids, _ in seen]
         tolerance = settings.score_tolerance or (1e-3 if info.dtype == "float32" else 0.1)
         sequences = probes.probe_sequences(prompts, settings.sequences, min(PROBE_TOKENS, token_limit))
-        finding, noise = await probes.repeatable(teacher.score, sequences, tolerance)
+        finding, noise = await probes.repeatable(score, sequences, tolerance)
         if not self._note(finding, name):
             return
-        self._note(await probes.not_shifted(teacher.score, sequences[0], info.vocab_size, noise), name)
+        self._note(await probes.not_shifted(score, sequences[0], info.vocab_size, noise), name)
         if settings.longest:
             whole = probes.longest_sequence(prompts, longest, token_limit)
-            self._note(await probes.not_truncated(teacher.score, whole, info.vocab_size), name)
-        self.scored[name] = sequences, await probes.scores(teacher.score, sequences), tolerance
+            self._note(await probes.not_truncated(score, whole, info.vocab_size), name)
+        if not isinstance(teacher, TextTeacher):  # the student cannot read its ids
+            self.scored[name] = sequences, await probes.scores(score, sequences), tolerance
 
     def _prompts(self, name: str) -> list[tuple[Sequence[int], int]]:
         """Prompts as the teacher sees them, each with its length as the student sees it."""

@@ -19,6 +19,7 @@ from student_trainer.objectives.config import (
     Full,
     ObjectiveConfig,
     Own,
+    Sampled,
     TopK,
     needs,
     student_topk,
@@ -78,7 +79,10 @@ def with_objective(config: RunConfig) -> Resolved:
         if "hidden" not in can(teacher)
     ]
     chosen: ObjectiveConfig
-    if unserved:
+    if by_text := [name for name, teacher in config.teachers.items() if teacher.tokenizer == "own"]:
+        chosen = Sampled(**{name: value for name, value in mixing.items() if name in Sampled.model_fields})
+        reason = f"teacher {by_text[0]!r} has a tokenizer of its own"
+    elif unserved:
         chosen, reason = topk, unserved[0]
     elif (step := score_bytes(config, full) * step_tokens) > FULL_STEP_BYTES:
         chosen, reason = topk, f"{_costs(config, full)}, more than {FULL_STEP_BYTES / GB:g} GB"
@@ -162,6 +166,8 @@ def can(teacher: TeacherConfig) -> tuple[str, ...]:
     without = {"hidden"} if teacher.follow_student_every is not None else set()  # its head moves
     if teacher.engine == "vllm" and teacher.generate_url is None:
         without |= {"generate"}
+    if teacher.tokenizer == "own":  # of others' ids it knows nothing
+        without |= {"hidden", "topk", "gather", "generate"}
     return tuple(name for name in ENGINE_CAN.get(teacher.engine, CAPABILITIES) if name not in without)
 
 
@@ -217,11 +223,12 @@ def unserved(config: RunConfig) -> Iterator[str]:
             instead = ""
             if missing == ["generate"]:
                 instead = f", or teachers.{name}.generate_url to a vLLM server of its model"
-            elif teacher.engine != "transformers" and not lacking(config, ENGINE_CAN["transformers"]):
+            elif not lacking(config, can(teacher.model_copy(update={"engine": "transformers"}))):
                 instead = f", or teachers.{name}.engine = 'transformers'"
+            other = " (it has a tokenizer of its own)" if teacher.tokenizer == "own" else ""
             yield (
                 f'objective "{config.objective.type}" needs {needs}, and engine {teacher.engine!r} of '
-                f"teacher {name!r} gives {', '.join(capabilities)}: "
+                f"teacher {name!r}{other} gives {', '.join(capabilities)}: "
                 f"set {remedy(config, capabilities)}{instead}"
             )
         elif teacher.engine in ENGINE_CAN and (problem := too_many(config, MAX_TOPK)):

@@ -16,8 +16,9 @@ from distill.config import RunConfig
 from distill.config.loading import recorded
 from distill.config.prompts import EnvironmentPrompts, RowPrompts, sources_of
 from distill.prompts.rows import REFUSALS, rendered
-from distill.prompts.sources import PromptSplit, text_config
+from distill.prompts.sources import PromptSplit, sample_prompts, text_config
 from distill.prompts.stream import Mixture, Prompt
+from distill.translation import translations
 from sync.base import tokenizers
 from sync.base.errors import ConfigError, DataError
 from sync.base.settings import ModelSource
@@ -56,13 +57,17 @@ def resolve(config: RunConfig, templated: dict[str, bool]) -> tuple[RunConfig, A
     }
     for name, theirs in readable.items():
         teacher = config.teachers[name]
-        try:
-            agreement = tokenizers.agree(tokenizer, theirs)
-        except DataError as error:
-            raise DataError(
-                f"student {config.student.path} and teacher {teacher.path} have different vocabularies, "
-                f"{error}: token ids must mean the same to both, choose models of one family"
-            ) from None
+        agreement, why = _agreement(config, name, tokenizer, theirs)
+        if agreement is None:
+            lines += [why] if why else []
+            config = config.with_(teachers={name: {"tokenizer": "own"}})
+            if templated[name] and not theirs.chat_template:
+                raise DataError(
+                    f"teacher {teacher.path} has a tokenizer of its own and no chat template to render "
+                    f"prompts by: name one in teachers.{name}.chat_template, or set prompts.template = "
+                    '"plain"'
+                )
+            continue
         rows, largest = _rows(teacher, size), max(largest, tokenizers.vocab_size(theirs))
         known = min(known, agreement.known_ids, rows)
         differences = [*agreement.lines]
@@ -74,12 +79,37 @@ def resolve(config: RunConfig, templated: dict[str, bool]) -> tuple[RunConfig, A
             config, line = _template(config, name, tokenizer, theirs)
             differences += [line] if line else []
         lines += [_OF.format(name) + difference for difference in differences]
-    _check_needed(tokenizer, known, any(templated.values()))
-    config, more = _with_ends(config, readable, tokenizer, known)
+    sharing = [name for name, teacher in config.teachers.items() if teacher.tokenizer != "own"]
+    _check_needed(tokenizer, known, any(templated[name] for name in sharing))
+    config, more = _with_ends(
+        config, {name: readable[name] for name in sharing if name in readable}, tokenizer, known
+    )
     if known < largest:
         same = {"known_ids": known}
-        config = config.with_(student=same, teachers=dict.fromkeys(config.teachers, same))
+        config = config.with_(student=same, teachers=dict.fromkeys(sharing, same))
     return config, tokenizer, [*lines, *more]
+
+
+def _agreement(
+    config: RunConfig, name: str, tokenizer: Any, theirs: Any
+) -> tuple[tokenizers.Agreement | None, str]:
+    """What student and teacher mean alike; None: the teacher scores text, and why, if that is our choice.
+
+    Raises DataError where ids must mean the same and do not.
+    """
+    teacher = config.teachers[name]
+    if teacher.tokenizer == "own":
+        return None, ""
+    try:
+        return tokenizers.agree(tokenizer, theirs), ""
+    except DataError as error:
+        differ = f"student {config.student.path} and teacher {teacher.path} have different vocabularies"
+        if teacher.tokenizer == "auto":
+            return None, f'{differ}, {error}: the teacher scores text (teachers.{name}.tokenizer = "own")'
+        raise DataError(
+            f"{differ}, {error}: token ids must mean the same to both where teachers.{name}.tokenizer is "
+            '"student". Choose models of one family, or set it to "own"'
+        ) from None
 
 
 def _with_ends(
@@ -125,7 +155,7 @@ def _readable(teacher: TeacherConfig) -> Any | None:
     try:
         return tokenizers.load_tokenizer(teacher)
     except ConfigError:
-        if not teacher.urls:
+        if not teacher.urls or teacher.tokenizer == "own":
             raise
         return None
 
@@ -231,7 +261,11 @@ def first_prompts(config: RunConfig, split: PromptSplit, tokenizer: Any) -> list
         lines += _shown(first, where, tokenizer)
     ends = sorted({*end_ids(config.student, tokenizer), *config.rollout.stop_token_ids})
     names = _names(tokenizer, ends) if ends else "no token: only rollout.max_tokens ends them"
-    return [*lines, f"prompts: completions end at {names}"]
+    lines.append(f"prompts: completions end at {names}")
+    first = [prompt for prompt in sample_prompts(split) if prompt.token_ids]
+    for name, translation in translations(config).items():
+        lines += [_OF.format(name) + line for line in translation.figures(first)]
+    return lines
 
 
 def _shown(prompts: Sequence[Prompt], where: str, tokenizer: Any) -> Iterator[str]:

@@ -146,22 +146,27 @@ def row_encoder(tokenizer: Any, config: RowsConfig) -> Encode:
             )
 
     def chat(prompt: str | list[Any]) -> Sequence[int]:
-        prompt = listed(prompt)
-        if isinstance(prompt, str):
+        if isinstance(prompt := listed(prompt), str):
             check_not_rendered(prompt, control)
-            prompt = [{"role": "user", "content": prompt}]
-        messages = checked(prompt, template, config.drop_answer)
-        if suffix and messages[-1]["role"] != "user":
-            raise DataError(
-                "prompts.prompt_suffix is appended to the last message, which must be the user's, and this "
-                f"is {messages[-1]!r:.80}: change the row, or leave the suffix out"
-            )
-        messages[-1]["content"] += suffix
-        if system is not None and messages[0]["role"] not in INSTRUCTING:
-            messages.insert(0, {"role": "system", "content": system})
-        return render(tokenizer, messages, kwargs)
+        return render(tokenizer, conversation(prompt, config, template), kwargs)
 
     return chat
+
+
+def conversation(prompt: str | list[Any], config: RowsConfig, template: str) -> list[dict[str, Any]]:
+    """Messages that a row's prompt is rendered from by a chat template. Raises DataError."""
+    if isinstance(prompt := listed(prompt), str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = checked(prompt, template, config.drop_answer)
+    if config.prompt_suffix and messages[-1]["role"] != "user":
+        raise DataError(
+            "prompts.prompt_suffix is appended to the last message, which must be the user's, and this "
+            f"is {messages[-1]!r:.80}: change the row, or leave the suffix out"
+        )
+    messages[-1]["content"] += config.prompt_suffix
+    if config.system_prompt is not None and messages[0]["role"] not in INSTRUCTING:
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return messages
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
@@ -189,6 +194,9 @@ class RowReader:
     """Finds control tokens, which rows are not expected to hold."""
     noticed: Counter[str] = field(default_factory=Counter)
     """What is odd about rows that are used → rows."""
+    kept_for: str | None = None
+    """The student's chat template, where prompts keep their messages (`Prompt.messages`); None: they do
+    not."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a filter that lets prompts pass which do not fit."""
@@ -259,7 +267,10 @@ class RowReader:
             self.noticed["have a field 'tools', which no prompt shows"] += 1
         if chat and self.control and (token := self.control.search(_all_text(value))):
             self.noticed[f"hold a control token in their text, such as {token.group()!r}"] += 1
-        return Prompt(row.name, ids, source, answer, value if isinstance(value, str) else "")
+        text, messages = value if isinstance(value, str) else "", ""
+        if chat and self.kept_for is not None:
+            messages = json.dumps([conversation(value, config, self.kept_for), config.chat_template_kwargs])
+        return Prompt(row.name, ids, source, answer, text, messages=messages)
 
     @property
     def notes(self) -> tuple[str, ...]:

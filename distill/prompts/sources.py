@@ -127,11 +127,11 @@ class TableSource:
 
     def __init__(self, rows: Iterable[Prompt]) -> None:
         flat, ends = array("i"), array("q", [0])
-        self._names: list[tuple[str, str, str | None, str]] = []
+        self._names: list[tuple[str, str, str | None, str, str]] = []
         for row in rows:
             flat.extend(row.token_ids)
             ends.append(len(flat))
-            self._names.append((row.id, row.source, row.answer, row.text))
+            self._names.append((row.id, row.source, row.answer, row.text, row.messages))
         self._flat, self._ends = np.frombuffer(flat, "i4") if flat else np.empty(0, "i4"), ends
         self._rows: Sequence[int] = range(len(self._names))
 
@@ -151,7 +151,7 @@ class TableSource:
     @property
     def sources(self) -> set[str]:
         """Data sources of the whole table, so of what is held out as well."""
-        return {source for _, source, _, _ in self._names}
+        return {source for _, source, *_ in self._names}
 
     @property
     def longest(self) -> int:
@@ -159,8 +159,9 @@ class TableSource:
 
     def __getitem__(self, index: int) -> Prompt:
         row = self._rows[index]
-        name, source, answer, text = self._names[row]
-        return Prompt(name, self._flat[self._ends[row] : self._ends[row + 1]].tolist(), source, answer, text)
+        name, source, answer, text, messages = self._names[row]
+        ids = self._flat[self._ends[row] : self._ends[row + 1]].tolist()
+        return Prompt(name, ids, source, answer, text, messages=messages)
 
 
 # --- training and held-out prompts
@@ -275,7 +276,9 @@ def _open(
         held_out = source.checked(held_out_count, tokenizer, longest)
         return PromptSplit(source, held_out, rewards)
     control = control_tokens(tokenizer)
-    reader = RowReader(prompts, row_encoder(tokenizer, prompts), longest, control=control)
+    rendered_again = any(teacher.tokenizer == "own" for teacher in config.teachers.values())
+    template = str(tokenizer.chat_template) if rendered_again else None
+    reader = RowReader(prompts, row_encoder(tokenizer, prompts), longest, control=control, kept_for=template)
     if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
         stream, held_out = open_stream(prompts, reader, config.run.seed, held_out_count, LARGEST_SHARE)
         split = PromptSplit(stream, held_out, rewards)

@@ -33,6 +33,9 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     then. None: the prompt is completed once."""
     task: int = 0
     """Number of the environment's task."""
+    messages: str = ""
+    """JSON of [messages, variables of the template] that `token_ids` were rendered from, for a teacher that
+    renders them by its own template; empty: none does, or there are none."""
 
 
 def group_of(prompt: str) -> str:

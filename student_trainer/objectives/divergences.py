@@ -77,6 +77,9 @@ class Targets:
     whole vocabulary. None: of every token"""
     row_N: Tensor | None = None
     """int64: row of the micro-batch, ascending; None where nothing is credited across tokens"""
+    goes_on_N: Tensor | None = None
+    """bool: the token goes on the segment of text that the one before it is in: log q of a segment stands at
+    its last token, 0 at the others; None: every token is a segment"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Targets:
         """The same with every tensor changed: moved, or cut to some of the tokens."""
@@ -408,7 +411,7 @@ def build(objective: config.ObjectiveConfig) -> Objective:
 
 def discount(objective: config.ObjectiveConfig) -> Discount | None:
     """How later tokens are credited; None: credit is immediate."""
-    if not isinstance(objective, config.PolicyGradientTerms) or not objective.discount:
+    if not isinstance(objective, config.PolicyGradientTerms):
         return None
     return Discount(objective.discount, objective.rho_cap, objective.drop_rho_outside)
 
@@ -418,17 +421,30 @@ def discount(objective: config.ObjectiveConfig) -> Discount | None:
 
 @dataclass(frozen=True)
 class Discount:
-    """How later tokens' d is credited to a token, γ > 0: see `sampled`."""
+    """How later tokens' d is credited to a token: see `sampled`.
+
+    γ is 1 within a segment of text that the teacher scores as one. With log q of the segment at its last
+    token, Σ d over the segment is log p − log q of all of it, and each of its tokens is credited with what it
+    and those behind it contribute: by the chain rule the gradient of the segment's KL.
+    """
 
     gamma: float
     rho_cap: float | None
     drop_rho_outside: tuple[float, float] | None
 
+    def applies(self, targets: Targets) -> bool:
+        """Whether a token may be credited with more than its own d."""
+        return self.gamma > 0 or targets.goes_on_N is not None
+
     def factor(self, logp_N: Tensor, targets: Targets) -> Tensor:
         """γ·min(ρ, c) of every token, which its d and all behind it are multiplied by; 0 where ρ is dropped,
         and for tokens of the teacher, which have no ρ."""
         weight_N = weight(ratio(logp_N, targets.behavior_logp_N), self.rho_cap, self.drop_rho_outside)
-        return torch.where(own(targets), self.gamma * weight_N, 0.0)
+        if targets.goes_on_N is not None:
+            weight_N = torch.where(targets.goes_on_N, weight_N, self.gamma * weight_N)
+        else:
+            weight_N = self.gamma * weight_N
+        return torch.where(own(targets), weight_N, 0.0)
 
 
 def future_credit(d_N: Tensor, factor_N: Tensor, row_N: Tensor) -> Tensor:

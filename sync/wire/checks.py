@@ -26,7 +26,7 @@ import numpy as np
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
 from sync.wire.evaluator import CompletionsReply, EvalReport, PartReport
 from sync.wire.replica import MASK_TIES, Generated, Routing, Sampling, SamplingMask, UpdateReply
-from sync.wire.teacher import DIGEST_BYTES, Head, Kept, Scored, TeacherCompletion, Want
+from sync.wire.teacher import DIGEST_BYTES, Head, Kept, Scored, Segment, TeacherCompletion, Want
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport
 
 ROUNDING: Final = 0.02
@@ -59,6 +59,7 @@ class Range(NamedTuple):
 
 LOGPROB: Final = Range(-math.inf, ROUNDING, "finite and at most 0")
 FINITE: Final = Range(-math.inf, math.inf, "finite")
+U1: Final = ("u1",)
 I4: Final = ("i4",)
 F4: Final = ("f4",)
 HALF: Final = ("f2", "f4")
@@ -274,6 +275,7 @@ def scored(
         array("gathered", answer.gathered, HALF, (count, gather), LOGPROB, asked=gather > 0),
         topk_ids("gather_ids", answer.gather_ids, count, gather * with_ids, vocab_size, -1),
         array("hidden", answer.hidden, WIDE, (count, hidden_size), FINITE, asked=hidden),
+        array("segment", answer.segment, U1, (count,), ids(len(Segment))) if answer.segment else None,
     ) or (_mass(answer.topk_logprob) if answer.topk_logprob else None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Final, Literal
 
 import msgspec
@@ -76,6 +77,16 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """BLAKE3 of the body, DIGEST_BYTES of it: the record holds one for every rollout."""
 
 
+class Segment(enum.IntEnum):
+    """What a token is to the shortest run of tokens that is, as text, a run of the teacher's tokens too. The
+    log-probability of the run stands at its last token, 0 at the others."""
+
+    BEGINS = 0
+    GOES_ON = 1
+    UNSCORED = 2
+    """It holds the first bytes of a character that the completion was cut off in: `logprob` says nothing."""
+
+
 class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A teacher's scores of one sequence: nats, full support, at `Want.temperature`. Every array but
     `logprob` is None when it was not asked for, or is kept."""
@@ -97,6 +108,8 @@ class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):
     """bf16 or f4 [T, H]"""
     kept: Kept | None = None
     """What was asked for besides `logprob`, with `Want.keep`; None: it is here."""
+    segment: Array | None = None
+    """u1 [T] of Segment, from a teacher with a tokenizer of its own; None: every token is scored by itself"""
 
 
 class ScoreRefused(msgspec.Struct, frozen=True, tag=True):

@@ -109,6 +109,8 @@ class Rows(msgspec.Struct, frozen=True):
     """i4 [R]: tokens of each row with recorded routes: all but the last, or 0; None with `routes`"""
     earned: Array | None = None
     """f4 [C]: the part of the row's reward that was given for turns before the token's; None: 0 everywhere"""
+    segment: Array | None = None
+    """u1 [C] of Segment; None: every token is scored by itself"""
     off_path: Array | None = None
     """u1 [C]: 1 where weights sampled the token that the trainer's lineage does not pass through, as after a
     rollback, so that its `token_step` is where that lineage branched; None: nowhere"""

@@ -137,18 +137,23 @@ def test_an_adapter_to_evaluate_is_to_be_merged_first(distill: Distill, tmp_path
     assert f"holds an adapter: distill export {tmp_path} FOLDER merges it into its base" in message
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(distill: Distill, models: Path, tmp_path: Path) -> None:
+def test_a_teacher_of_another_vocabulary_needs_a_tokenizer_of_its_own_and_the_sampled_objective(
+    distill: Distill, models: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "teacher"
     shutil.copytree(models / "teacher", other)
     path = other / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["model"]["vocab"] |= {"a": VOCABULARY.index("b"), "b": VOCABULARY.index("a")}
     path.write_text(json.dumps(tokenizer))
-    message = distill(f"teachers.sorter.path={other}")
+    path_is = f"teachers.sorter.path={other}"
+    message = distill(path_is, "teachers.sorter.tokenizer=student")
     assert "have different vocabularies, 2 of 29 token ids mean other text to the teacher: " in message
     assert "is 'a' and 'b'" in message
     assert "token ids must mean the same to both" in message
-    assert "choose models of one family" in message
+    message = distill(path_is, "objective.type=full")
+    assert "(it has a tokenizer of its own) gives entropy" in message
+    assert 'set objective.type = "sampled"' in message
 
 
 def jsonl(folder: Path, rows: str) -> str:

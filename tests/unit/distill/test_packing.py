@@ -57,6 +57,18 @@ def formed(rollouts: list[Rollout], weights: list[float] | None = None) -> Batch
     return Batch(Version(0, 6), rollouts, [0] * len(rollouts), weights or [])
 
 
+def test_a_completion_is_cut_where_a_segment_of_text_begins() -> None:
+    """Four tokens are allowed, and the third and fourth are scored with the fifth."""
+    segment = pack(np.array([0, 1, 0, 1, 1, 0], "u1"))
+    text, plain = rollout(1, 2, 6, segment=segment), rollout(2, 2, 3)
+    (batch,) = pack_batch(formed([text, plain]), 1, Shape(99, list(TEACHERS), supervised=4), step)
+    (rows,) = batch.micro_batches
+    assert rows.segment is not None
+    cut = dict(zip(rows.ids, unpack(rows.completion_lens).tolist(), strict=True))
+    assert cut == {"r1": 2, "r2": 3}
+    assert sorted(unpack(rows.segment).tolist()) == [0, 0, 0, 0, 1]
+
+
 def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:
     topk = pack(np.arange(24, dtype="i4").reshape(8, 3))
     long = rollout(1, 2, 8, topk_ids=topk, hidden=Array("bf16", (8, 2), bytes(range(32))))

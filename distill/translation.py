@@ -1,0 +1,328 @@
+"""A teacher with a tokenizer of its own: it scores the text of a completion, not its ids.
+
+    student's ids ─▶ bytes ─▶ text ─▶ teacher's ids ─▶ log q of each ─▶ log q of each segment ─▶ trainer
+
+A segment is the shortest run of the student's tokens that covers the same bytes as a run of the teacher's. By
+the chain rule log q of a segment is the sum over the teacher's tokens in it. Special tokens stand for
+themselves: the student's end of a completion is the teacher's, another one that of the same name, or its
+name as text. Bytes that are no UTF-8 are the replacement character to the teacher. The last segment of a
+completion that a limit cut off is not scored: it may have gone on.
+
+The teacher is asked about one way of cutting a text, its tokenizer's own, and p is that of the tokens that
+the student sampled. So the divergence is that of texts, less the entropy of the student's ways of cutting a
+text, plus what the teacher holds on other ways than its tokenizer's.
+
+Letters: L ids of the student's completion, M of the teacher's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from distill.config import RunConfig
+from distill.interfaces import Transform
+from distill.prompts.rows import plain_ids, render
+from distill.prompts.stream import Prompt
+from sync import wire
+from sync.base.address import Place
+from sync.base.errors import DataError
+from sync.base.tokenizers import end_ids, end_of_turn, load_tokenizer, special_ids
+from sync.wire import Scored, ScoreRefused, Segment, pack, unpack
+from sync.wire.claims import Claim
+from teacher_service.client import TeacherClient
+from teacher_service.router import load_transforms
+
+_SPACE: Final = "\u2581"
+"""What tokenizers of SentencePiece's kind write for a space."""
+_SHOWN: Final = 12
+"""Tokens that are shown."""
+
+
+class Aligned(NamedTuple):
+    """A completion as the teacher is given it."""
+
+    token_ids: np.ndarray
+    """i4 [M]"""
+    segment: np.ndarray
+    """u1 [L] of Segment"""
+    ends: np.ndarray
+    """i8: where each segment ends in M"""
+
+    def scores(self, logprob_M: np.ndarray) -> np.ndarray:
+        """f4 [L]: log q of segments at its last token, 0 elsewhere; from log q of the teacher's tokens."""
+        until = np.concatenate([[0.0], logprob_M.cumsum(dtype="f8")])[self.ends]
+        goes_on_L = np.append(self.segment[1:], Segment.BEGINS) == Segment.GOES_ON
+        scores_L = np.zeros(len(self.segment), "f4")
+        scores_L[~goes_on_L & (self.segment != Segment.UNSCORED)] = np.diff(until, prepend=0.0)
+        return scores_L
+
+    def alone(self) -> np.ndarray:
+        """i8: places in L of the tokens that are one token to the teacher too."""
+        begins = np.flatnonzero(self.segment == Segment.BEGINS)
+        scored = int((self.segment != Segment.UNSCORED).sum())
+        single = np.diff(begins, append=scored) == 1
+        return begins[single & (np.diff(self.ends, prepend=0) == 1)]
+
+
+class Translation:
+    """From prompts and completions of the student to those of one teacher."""
+
+    def __init__(self, student: Any, teacher: Any, ends: Collection[int]) -> None:
+        """`student`, `teacher`: tokenizers of transformers; `ends`: the student's ids that end a completion.
+
+        Raises DataError for a tokenizer whose tokens are no text, and for a teacher without an end.
+        """
+        self._student, self._teacher, self._ends = student, teacher, frozenset(ends)
+        self._student_bytes, self._teacher_bytes = token_bytes(student), token_bytes(teacher)
+        end = end_of_turn(teacher)
+        if (end := teacher.eos_token_id if end is None else end) is None:
+            raise DataError(
+                f"the tokenizer of {teacher.name_or_path} has no end token, and no chat template that ends a "
+                "turn with one: set eos_token in its tokenizer_config.json"
+            )
+        self.end = int(end)
+        """The teacher's id for the end of a completion."""
+
+    @cached_property
+    def special(self) -> dict[int, int]:
+        """The student's special ids → the teacher's: of the same name, or both end a completion."""
+        theirs = {self._teacher.convert_ids_to_tokens(id_): id_ for id_ in special_ids(self._teacher)}
+        names = {id_: self._student.convert_ids_to_tokens(id_) for id_ in special_ids(self._student)}
+        same = {id_: theirs[name] for id_, name in names.items() if name in theirs}
+        stops = {self.end, self._teacher.eos_token_id}
+        return same | {id_: self.end for id_ in self._ends if same.get(id_) not in stops}
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt as the teacher's own template renders it. Raises DataError for what it refuses."""
+        if not prompt.messages:
+            return plain_ids(self._teacher, prompt.text or self._student.decode(prompt.token_ids))
+        messages, variables = json.loads(prompt.messages)
+        return render(self._teacher, messages, variables)
+
+    def completion(self, token_ids: Sequence[int]) -> Aligned:
+        """A completion of the student. Raises DataError for text that the teacher's tokenizer changes."""
+        runs, start = list[Aligned](), 0
+        for place in [place for place, id_ in enumerate(token_ids) if id_ in self.special]:
+            runs.append(self._text(token_ids[start:place], followed=True))
+            other = np.array([self.special[token_ids[place]]], "i4")
+            runs.append(Aligned(other, np.array([Segment.BEGINS], "u1"), np.array([1])))
+            start = place + 1
+        runs.append(self._text(token_ids[start:], followed=False))
+        sizes = np.cumsum([0, *(len(run.token_ids) for run in runs)])
+        ends = [run.ends + size for run, size in zip(runs, sizes, strict=False)]
+        return Aligned(
+            np.concatenate([run.token_ids for run in runs]),
+            np.concatenate([run.segment for run in runs]),
+            np.concatenate(ends),
+        )
+
+    def _text(self, token_ids: Sequence[int], followed: bool) -> Aligned:
+        """Tokens between two special ones; `followed`: one stands behind them."""
+        pieces = [self._student_bytes[id_] for id_ in token_ids]
+        text, byte_of = read(b"".join(pieces))
+        theirs = self.encode(text)
+        ours_L = np.cumsum([len(piece) for piece in pieces], dtype="i8")
+        theirs_M = byte_of[np.cumsum([len(self._teacher_bytes[id_]) for id_ in theirs], dtype="i8")]
+        known_M = np.flatnonzero(theirs_M >= 0)
+        shared = np.intersect1d(ours_L, theirs_M[known_M])
+        shared = shared if followed else shared[:-1]
+        last_L = np.searchsorted(ours_L, shared, "right")
+        ends = known_M[np.searchsorted(theirs_M[known_M], shared, "right") - 1] + 1
+        segment = np.full(len(pieces), Segment.GOES_ON, "u1")
+        segment[np.concatenate([[0], last_L])[: len(last_L)]] = Segment.BEGINS
+        segment[last_L[-1] if len(last_L) else 0 :] = Segment.UNSCORED
+        return Aligned(np.array(theirs[: ends[-1] if len(ends) else 0], "i4"), segment, ends)
+
+    def figures(self, prompts: Sequence[Prompt]) -> list[str]:
+        """What is to be known of the two tokenizers, in words; `prompts`: texts to cut."""
+        cut = [(prompt.token_ids, self.completion(prompt.token_ids)) for prompt in prompts]
+        ours = sum(len(ids) for ids, _ in cut)
+        theirs = sum(len(aligned.token_ids) for _, aligned in cut)
+        alone = sum(len(aligned.alone()) for _, aligned in cut)
+        shared = {*self._student_bytes} & {*self._teacher_bytes}
+        names = [
+            f"{self._student.convert_ids_to_tokens(id_)!r} is {self._teacher.convert_ids_to_tokens(other)!r}"
+            for id_, other in sorted(self.special.items())
+        ]
+        ids, aligned = cut[0]
+        texts = [
+            "|".join(tokenizer.decode([id_]) for id_ in some[:_SHOWN])
+            for tokenizer, some in ((self._student, ids), (self._teacher, aligned.token_ids.tolist()))
+        ]
+        return [
+            f"{alone / ours:.0%} of the tokens of {len(cut)} prompts are one token to both, {ours:,} of the "
+            f"student's are {theirs:,} of the teacher's; {len(shared):,} tokens, of "
+            f"{len(self._student_bytes):,} and {len(self._teacher_bytes):,}, are the same text",
+            f"special tokens: {', '.join(names[:_SHOWN])}",
+            f"{texts[0]!r} is {texts[1]!r} to the teacher",
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """The teacher's ids of text that follows other text. Raises DataError for text that it changes.
+
+        SentencePiece's kind writes a space before what it takes for a beginning: it is given a line's end to
+        begin with, whose ids are taken away again.
+        """
+        tried = [self._cut(text), self._cut("\n" + text)]
+        for before, ids in zip((b"", b"\n"), tried, strict=True):
+            start, data = 0, b""
+            while data.lstrip(b" ") != before and start < len(ids):
+                data, start = data + self._teacher_bytes[ids[start]], start + 1
+            if b"".join(self._teacher_bytes[id_] for id_ in ids[start:]) == text.encode():
+                return ids[start:]
+        changed = self._teacher.decode(tried[0])
+        raise DataError(
+            f"the tokenizer of {self._teacher.name_or_path} changes text: {text!r:.60} is {changed!r:.60} to "
+            "it. A teacher that scores text must keep it: choose one whose tokenizer neither normalises nor "
+            "lacks characters"
+        )
+
+    def _cut(self, text: str) -> list[int]:
+        encoded = self._teacher(text, add_special_tokens=False, split_special_tokens=True)
+        return [int(id_) for id_ in encoded["input_ids"]]
+
+
+class TextTeacher(TeacherClient):
+    """The client of a teacher that scores text: sequences have its ids up to `start`, then the student's."""
+
+    def __init__(self, translation: Translation, *arguments: Any) -> None:
+        """`arguments`: of TeacherClient."""
+        super().__init__(*arguments)
+        self.translation = translation
+
+    async def score_ids(
+        self,
+        sequences: Sequence[wire.ScoreSequence],
+        want: wire.Want = wire.Want(),
+        deadline: float | None = None,
+    ) -> list[Scored | ScoreRefused]:
+        """Scores of the teacher's own ids."""
+        return await super().score(sequences, want, deadline)
+
+    async def score(
+        self,
+        sequences: Sequence[wire.ScoreSequence],
+        want: wire.Want = wire.Want(),
+        deadline: float | None = None,
+    ) -> list[Scored | ScoreRefused]:
+        """Log-probabilities by segment and nothing else; refused: text that the teacher cannot have."""
+        aligned = await asyncio.to_thread(lambda: [self._aligned(sequence) for sequence in sequences])
+        asked = [
+            wire.ScoreSequence(sequence.id, _given(sequence, other), sequence.start)
+            for sequence, other in zip(sequences, aligned, strict=True)
+            if isinstance(other, Aligned) and len(other.token_ids)
+        ]
+        answers = await self.score_ids(asked, replace(want, entropy=False), deadline) if asked else []
+        answered = {answer.id: answer for answer in answers}
+        return [
+            _by_segment(sequence.id, other, answered.get(sequence.id))
+            if isinstance(other, Aligned)
+            else other
+            for sequence, other in zip(sequences, aligned, strict=True)
+        ]
+
+    def _aligned(self, sequence: wire.ScoreSequence) -> Aligned | ScoreRefused:
+        try:
+            return self.translation.completion(unpack(sequence.token_ids)[sequence.start :].tolist())
+        except DataError as error:
+            return ScoreRefused(sequence.id, str(error))
+
+
+def _given(sequence: wire.ScoreSequence, aligned: Aligned) -> wire.Array:
+    """i4 [L]: a sequence with the teacher's ids in the completion's place."""
+    return pack(np.concatenate([unpack(sequence.token_ids)[: sequence.start], aligned.token_ids]), "i4")
+
+
+def _by_segment(id: str, aligned: Aligned, answer: Scored | ScoreRefused | None) -> Scored | ScoreRefused:
+    """`answer`: to the teacher's ids; None: there are none."""
+    if isinstance(answer, ScoreRefused):
+        return answer
+    logprob_M = np.zeros(0, "f4") if answer is None else unpack(answer.logprob)
+    if logprob_M.shape != aligned.token_ids.shape:
+        text = f"logprob of shape {logprob_M.shape} for {len(aligned.token_ids)} tokens"
+        return ScoreRefused(id, text, unusable=True)
+    return Scored(id, pack(aligned.scores(logprob_M)), segment=pack(aligned.segment))
+
+
+def translations(config: RunConfig) -> dict[str, Translation]:
+    """Of every teacher with a tokenizer of its own. Raises ConfigError, DataError."""
+    names = [name for name, teacher in config.teachers.items() if teacher.tokenizer == "own"]
+    if not names:
+        return {}
+    student = load_tokenizer(config.student)
+    ends = {*end_ids(config.student, student), *config.rollout.stop_token_ids}
+    return {name: Translation(student, load_tokenizer(config.teachers[name]), ends) for name in names}
+
+
+def clients(
+    config: RunConfig, urls: Mapping[str, Sequence[Place]], token: str | None, claim: Claim
+) -> tuple[dict[str, TeacherClient], dict[str, Transform]]:
+    """Clients of the teachers at `urls`, and what those see that do not see the student's prompts."""
+    by_name = translations(config)
+    made = {
+        name: TextTeacher(by_name[name], name, places, token, claim)
+        if name in by_name
+        else TeacherClient(name, places, token, claim)
+        for name, places in urls.items()
+    }
+    prompts = {name: translation.prompt for name, translation in by_name.items()}
+    return made, prompts | load_transforms(config.teachers)
+
+
+def read(data: bytes) -> tuple[str, np.ndarray]:
+    """Text of bytes, and of each place between two bytes of its UTF-8 the place in `data`, i8; -1: none, as
+    within a replacement character, which stands for what is no UTF-8."""
+    text, places, start = "", [0], 0
+    while start < len(data):
+        valid, wrong = data[start:], 0
+        try:
+            valid.decode()
+        except UnicodeDecodeError as error:
+            valid, wrong = valid[: error.start], error.end - error.start
+        text += valid.decode()
+        places += range(start + 1, start + len(valid) + 1)
+        start += len(valid) + wrong
+        if wrong:
+            text += "\ufffd"
+            places += [-1, -1, start]
+    return text, np.array(places, "i8")
+
+
+def token_bytes(tokenizer: Any) -> list[bytes]:
+    """What each id is as UTF-8, or a part of it; an added token is its name. Raises DataError where tokens
+    alone do not say: their text depends on their neighbours, or is not kept."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = json.loads(backend.to_str())["decoder"] if backend is not None else None
+    kinds = {step["type"] for step in (decoder or {}).get("decoders", [decoder or {"type": "Fuse"}])}
+    if backend is None or (
+        other := kinds - {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "Fuse", "Strip"}
+    ):
+        why = f"decodes by {', '.join(sorted(other))}" if backend is not None else "has no fast form"
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path} {why}, so that its tokens alone do not say which "
+            "bytes they are: student and teacher with different tokenizers need one of byte-level BPE's or "
+            "SentencePiece's kind"
+        )
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+
+    def of(token: str) -> bytes:
+        if "ByteLevel" in kinds:
+            return bytes(alphabet[character] for character in token)
+        if "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
+            return bytes.fromhex(token[3:5])
+        return (token.replace(_SPACE, " ") if kinds & {"Replace", "Metaspace"} else token).encode()
+
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    known = [b""] * (max(vocabulary.values()) + 1)
+    for token, id_ in vocabulary.items():
+        known[id_] = token.encode() if token in added else of(token)
+    return known
