@@ -7,9 +7,11 @@ import logging
 import time
 from collections.abc import Mapping
 
+from distill import waits
 from distill.evaluation.schedule import Evaluations
 from distill.record.changes import Concluded
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
+from distill.waits import EVALUATION
 from sync.base.errors import DistillError
 from sync.wire import FinalDigests, Version
 
@@ -33,7 +35,8 @@ async def conclude(
             return Concluded(version, weights, [])
     elif final is not None and evaluations is not None:
         try:
-            await evaluations.now(final.version, last=True)
+            with waits.on("the run's end", "evaluation", of=lambda: [EVALUATION]):
+                await evaluations.now(final.version, last=True)
         except DistillError as error:
             failure = str(error)
     return Concluded(version, weights, end_problems(version, counted, failure, seconds or 0.0))
@@ -67,7 +70,8 @@ async def _compared(pool: ReplicaPool, replica: Replica, final: FinalDigests, de
         left = deadline - time.monotonic()
         if left <= 0 or (replica.version != final.version and not pool.is_stored(final.version)):
             return None
-        await pool.changed.wait(min(left, pool.retry_seconds))
+        with waits.on("the run's end", replica.name, progress=replica.joined):
+            await pool.changed.wait(min(left, pool.retry_seconds))
     return None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from distill import events
+from distill import events, waits
 from distill.aio import cancel, until
 from distill.batching.batcher import StepBatcher
 from distill.batching.packing import Shape
@@ -39,13 +39,14 @@ from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.life import Lives
 from distill.rollout.replica_pool import ReplicaPool
 from distill.scoring import ScoreReleases
-from distill.topology import EVALUATION_REPLICA
+from distill.topology import EVALUATION_REPLICA, servers
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
 from distill.trainer_api.session import TrainerSession
 from sync.wire import Heartbeat, Published, StepReport, TrainerWelcome
 
 logger = logging.getLogger(__name__)
+ROOT_LOOK_SECONDS = 1.0
 
 
 class Controller:
@@ -61,6 +62,7 @@ class Controller:
         self.config, self._parts, self._hooks, run = config, parts, hooks, config.run
         self.events = bus = Events()
         self.timeline = timeline = Timeline(hooks.span, earlier=parts.earlier)
+        self.waits = waits.Waits(timeline.blocked)
         budget = ErrorBudget(config.guard.bad_answers, bus)
         checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size, parts.routing)
         self.record = record = Record(
@@ -85,7 +87,7 @@ class Controller:
         padded = config.trainer.packing == "padded"
         shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group, padded)
         self.session = TrainerSession(record, shape, self.broadcasts, run.steps, bus)
-        self.batcher = StepBatcher(record, self.session, self.lives, config, timeline, bus)
+        self.batcher = StepBatcher(record, self.session, self.lives, config, bus)
         self.guard, self.advice = Guard(config.guard), Advice(config)
         self.heartbeats = Heartbeats(run.health_timeout_seconds, bus)
         self.evaluations: Evaluations | None = None
@@ -95,12 +97,14 @@ class Controller:
             )
         self._step: dict[str, float] = {}
         """Figures of the newest step that this process was told of."""
+        self._stepped = time.monotonic()
         self._socket = listen(config.controller.host, config.controller.port, token)
         gangs = Gangs(run.name, config.trainer.nodes)
-        self._app = application(self.session, self.registry, gangs, parts, self.figures, token)
+        self._app = application(self.session, self.registry, gangs, parts, self.figures, self.why, token)
         self._checkpoint_saved, self._left, self._interrupted = asyncio.Event(), False, False
         self._stop_reason: str | None = None
         self._failure: str | None = None
+        self.root = ""
         self._end, self._starting = Concluded(None, {}, []), True
         parts.claim.run = record.run
         self._subscribe()
@@ -117,7 +121,7 @@ class Controller:
         on(StepReport, self._step_reported)
         on(Published, self._published)
         on(Checkpointed, lambda _: self._checkpoint_saved.set())
-        on(Heartbeat, self.heartbeats.heard)
+        on(Heartbeat, self.heartbeats.heard, lambda beat: self.waits.report(beat.does))
         # replicas and servers
         on(VersionApplied, self.record.write, self._note_update)
         on(events.Membership, lambda event: self._hooks.say(f"replica {event.replica} {event.what}"))
@@ -136,11 +140,14 @@ class Controller:
             self.batcher.run(),
             self.heartbeats.run(),
             self._tidy(),
+            self.waits.watch(self._stands_still),
+            self._note_root(),
             *([self.evaluations.run()] if self.evaluations else []),
         ]
 
     async def run(self) -> dict[str, Any]:
         """Until the trainer has left; the controller's part of summary.json. Errors of a stage are raised."""
+        waits.use(self.waits)
         try:
             async with serving(self._app, self._socket):
                 tasks = [asyncio.create_task(stage) for stage in self._tasks()]
@@ -192,13 +199,13 @@ class Controller:
         self.heartbeats.forget()
         self.events.changed.wake()
 
-    def withhold(self) -> None:
+    def withhold(self, why: str) -> None:
         """Hand out no batch until `allow`: rollouts are made meanwhile."""
-        self.session.withheld = True
+        self.session.withheld = why
 
     def allow(self) -> None:
         """Training may begin."""
-        self.session.withheld = False
+        self.session.withheld = ""
         self.session.wake()
 
     def pause(self, reason: PauseReason, detail: str) -> None:
@@ -217,6 +224,22 @@ class Controller:
         self._socket.close()
         self.record.store.close()
 
+    async def _note_root(self) -> None:
+        """For the display, which is in a thread: the root of what the trainer waits for."""
+        while True:
+            self.root = self.waits.root()
+            await asyncio.sleep(ROOT_LOOK_SECONDS)
+
+    def _stands_still(self, chain: list[waits.Wait]) -> None:
+        """Tell people; start a server of ours again that the root waits for. Replicas and trainer are watched
+        by what they generate, and by heartbeats."""
+        logger.error("the run stands still:\n%s", "\n".join(self.why()))
+        self._hooks.alert("the run stands still", str(chain[-1]))
+        for party in chain[-1].of():
+            for process in servers(self.config):
+                if party in (f"teacher {process.subject}", f"environment {process.subject}"):
+                    self.events.emit(events.Stalled(process.name))
+
     # --- handlers -----------------------------------------------------------------------------------------
 
     def _trainer_opened(self, welcome: TrainerWelcome) -> None:
@@ -234,7 +257,7 @@ class Controller:
         self.timeline.step(TRAINER, report)
         self.dispatcher.depth.step(report.seconds.get("wait", 0.0), sum(report.seconds.values()))
         self.events.changed.wake()
-        self._step = of_step(self.record.state, report)
+        self._step, self._stepped = of_step(self.record.state, report), time.monotonic()
         figures = self._step | self.metrics()
         self._hooks.step(report.version, figures)
         newest = [of_evaluation(evaluation) for evaluation in self.record.state.evaluations[-1:]]
@@ -250,7 +273,7 @@ class Controller:
         if guard.action == "rollback" and state.rollbacks < guard.max_rollbacks and self._hooks.set_back:
             back = retreat(state, self.guard.since, self.config.trainer.keep_checkpoints, problem)
         if back is None:
-            self.withhold()
+            self.withhold(problem)
             self.pause("guard", f"{problem}; no batch is handed out either: look at it, then stop the run")
             return
         logger.error("%s: back to %s", problem, back.to or "the model folder")
@@ -311,6 +334,12 @@ class Controller:
         for report in self.record.state.evaluations:
             values |= of_evaluation(report)
         return values | self.metrics()
+
+    def why(self) -> list[str]:
+        """What the run waits for, for people: the newest step, then `Waits.why`."""
+        reached, ago = self.record.state.reached, time.monotonic() - self._stepped
+        step = "no step yet" if reached is None else f"step {reached.step} of {self.config.run.steps}"
+        return [f"{step}, {ago:.0f} s ago" if self._step else step, *self.waits.why()]
 
     def summary(self) -> dict[str, Any]:
         """The controller's part of summary.json."""

@@ -38,9 +38,9 @@ class Quarantined(NamedTuple):
 
 
 class Stalled(NamedTuple):
-    """ReplicaPool, Heartbeats: the process of a role makes no progress."""
+    """ReplicaPool, Heartbeats, Controller: the process of a role makes no progress."""
 
-    role: str  # a replica's name, or "trainer"
+    role: str  # a server's name, or "trainer"
 
 
 class Membership(NamedTuple):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
+from distill import waits
 from distill.aio import Signal
 from distill.config import BufferConfig, RunConfig
 from distill.events import AT_FAULT, ErrorBudget
@@ -24,6 +25,7 @@ from distill.metrics.timeline import REPLICAS, Timeline
 from distill.record.rollout import Rollout
 from distill.record.validation import Validator
 from distill.rollout.ends import Unusable
+from distill.waits import SCORING, TEACHER_GENERATION
 from sync import wire
 from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.base.retry import Backoff, isolate
@@ -45,7 +47,7 @@ Outcome = Answer | ScoreRefused
 class Scoring:
     """Adds to completed rollouts the scores by the teacher of their source."""
 
-    what = "score"
+    what, name = "score", SCORING
     waits_for = REPLICAS
 
     def __init__(self, parts: Components, config: BufferConfig, validator: Validator) -> None:
@@ -96,7 +98,7 @@ class TeacherGeneration:
     like one.
     """
 
-    what = "teacher_generate"
+    what, name = "teacher_generate", TEACHER_GENERATION
     waits_for = None
 
     def __init__(self, parts: Components, config: RunConfig, validator: Validator) -> None:
@@ -243,7 +245,8 @@ class TeacherQueue:
     async def _serve(self, queue: _Queue) -> None:
         while True:
             while not queue.waiting or (queue.busy and len(queue.waiting) < self._batch):
-                await queue.changed.wait()
+                with self._idle(queue):
+                    await queue.changed.wait()
             if len(queue.waiting) < self._batch:
                 await asyncio.sleep(self.linger)
             batch = [queue.waiting.popleft() for _ in range(min(self._batch, len(queue.waiting)))]
@@ -251,7 +254,8 @@ class TeacherQueue:
                 continue
             self._note_busy(queue, 1)
             try:
-                outcomes = await self._outcomes(queue.teacher, [question.message for question in batch])
+                with self._asked(queue, len(batch)):
+                    outcomes = await self._outcomes(queue.teacher, [question.message for question in batch])
                 for question, outcome in zip(batch, outcomes, strict=True):
                     self._settle(queue, question, outcome)
             finally:
@@ -262,9 +266,14 @@ class TeacherQueue:
         queue.busy += change
         role = f"teacher {queue.teacher}"
         self._timeline.level(role, self._job.what, queue.busy)
-        if self._job.waits_for is not None:
-            self._timeline.waits(role, None if queue.busy else self._job.waits_for)
         queue.changed.wake()
+
+    def _asked(self, queue: _Queue, count: int) -> waits.Wait:
+        return waits.on(self._job.name, f"teacher {queue.teacher}", lambda: f"{count} rollouts")
+
+    def _idle(self, queue: _Queue) -> waits.Wait:
+        cause = None if queue.busy else self._job.waits_for
+        return waits.on(f"teacher {queue.teacher}", "rollouts", cause=cause, idle=True)
 
     async def _outcomes(self, teacher: str, messages: list[Message]) -> list[Outcome]:
         """One per message; a request that fails is halved until the message at fault fails alone."""

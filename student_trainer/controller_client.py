@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, Final
@@ -45,6 +46,9 @@ class ControllerClient:
         self._thread = ThreadPoolExecutor(1, "events")
         self._announcing = ThreadPoolExecutor(thread_name_prefix="audience")
         self._lock = threading.Lock()
+        self.publishing: Callable[[], str] = str
+        """What is published now, in words; empty: nothing. Of rank 0."""
+        self._does: dict[str, tuple[str, float]] = {}
         self._sent: list[Future[wire.Ok]] = []
 
     def hello(self, hello: wire.TrainerHello, seconds: float | None = None) -> wire.TrainerWelcome:
@@ -57,12 +61,24 @@ class ControllerClient:
     def head(self, teacher: str) -> wire.Head:
         return self._peer.call(f"/v1/teachers/{teacher}/head", None, wire.Head, max_bytes=MAX_ANSWER)
 
+    def does(self, what: str, who: str = "trainer") -> None:
+        """What heartbeats say that this process does, from now on."""
+        if self._does.get(who, ("", 0.0))[0] != what:
+            self._does[who] = what, time.monotonic()
+
+    def heartbeat(self, version: wire.Version) -> wire.Heartbeat:
+        """What rank 0 does is in its own."""
+        self.does(self.publishing() or "publishes nothing", "publisher")
+        now = time.monotonic()
+        does = {who: (what, now - since) for who, (what, since) in self._does.items()}
+        return wire.Heartbeat(version=version, rank=self._rank, does={} if self._rank else does)
+
     def beat(self, version: wire.Version, seconds: float) -> None:
         """Send a heartbeat every `seconds`, from a thread, until a newer start was welcomed."""
 
         def send() -> None:
-            heartbeat = wire.Heartbeat(version=version, rank=self._rank)
             while True:
+                heartbeat = self.heartbeat(version)
                 try:
                     self._peer.call("/v1/event", heartbeat, wire.Ok, seconds)
                 except (Unreachable, Overloaded):  # a controller that starts again has missed nothing

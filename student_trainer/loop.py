@@ -108,6 +108,7 @@ def run(config: TrainerConfig) -> None:
     heads = teacher_heads(config, client, welcome, learner)
     learner.begin(welcome, loss_of(config.objective, welcome.teachers, heads, learner.ends))
     publishing = Publishing(open_transport(config, learner, client, welcome))
+    client.publishing = publishing.words
     publishing.start(welcome.version)
     saved = catch_stop_signals(stopping, int(os.environ.get("LOCAL_SIZE", "1")))
     ledger = Ledger(config.run_dir / "ledger", welcome.version, welcome.parent, ranks.rank)
@@ -121,13 +122,16 @@ def run(config: TrainerConfig) -> None:
 
 def train(trainer: Trainer) -> Outcome:
     """Train until Stop or a signal, and say which. A checkpoint ends it unless Stop asks for none."""
+    does = trainer.client.does
     while True:
+        does(f"it asks for batch {trainer.version.step}")
         times = [time.monotonic()]
         outcome, batch = agreed_batch(trainer)
         times.append(time.monotonic())
         if batch is None:
             break
         trainer.client.expect(after(trainer.version))
+        does(f"it trains step {trainer.version.step + 1}")
         metrics = trainer.learner.train(batch)
         record(trainer, batch)
         times.append(time.monotonic())
@@ -244,6 +248,9 @@ def publish(trainer: Trainer, anchor: bool = False) -> None:
 
     `anchor`: as one, whether it is due or not.
     """
+    trainer.client.does(
+        f"it waits until {trainer.publishing.newest} is published, and copies {trainer.version}"
+    )
     due = settle(trainer)
     trainer.publishing.publish(trainer.version, anchor or due)
 
@@ -280,6 +287,7 @@ def checkpoint(trainer: Trainer) -> None:
         return
     if trainer.ranks.rank == 0:
         trainer.client.confirm(trainer.version)
+    trainer.client.does(f"it saves the checkpoint of {trainer.version}")
     path = trainer.learner.save()
     trainer.saved, trainer.saved_at = trainer.version, time.monotonic()
     if trainer.ranks.rank == 0:

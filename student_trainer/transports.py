@@ -46,6 +46,7 @@ from student_trainer.ranks import Ranks
 from student_trainer.weights import DTYPES
 from sync.base.address import own_address, token_from_environment
 from sync.base.decoding import json_decoder
+from sync.base.durable import waiting_for_space
 from sync.base.errors import ConfigError, SnapshotError, StoreError, Unreachable
 from sync.base.retry import retrying
 from sync.weights.broadcast import BroadcastSender
@@ -109,6 +110,13 @@ class Publishing:
             running, self._running = self._running, None
             running.result()
         return True
+
+    def words(self) -> str:
+        """What is on its way, and whether it waits for disk space; empty: nothing is. From any thread."""
+        running = self._running
+        if running is None or running.done():
+            return ""
+        return "; ".join([f"it publishes {self.newest}", *waiting_for_space])
 
     def repeats(self, due: bool) -> bool:
         """Whether to publish the newest version again: it is `due` or has failed, and REPEAT_SECONDS have

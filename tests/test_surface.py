@@ -13,7 +13,7 @@ FUNCTIONS = "Config DistillError evaluate load_config load_run plan preflight ru
 COMMANDS = (
     "audit chat compare control environment evaluate evaluator export init kubernetes logs "
     "overview plan preflight prune quickstart report run samples servers slurm sql student sync teacher "
-    "trace train version"
+    "trace train version why"
 )
 MESSAGES = (
     "Audience BatchRequest BroadcastMembers CheckpointSaved CompletionsReply CompletionsRequest "
@@ -24,7 +24,7 @@ MESSAGES = (
     "ReplicaState ScoreReply ScoreRequest ScoresRelease ServerLease ServerLeaves ServerRegisters Servers "
     "StepReport Stop "
     "TeacherGenerateReply TeacherGenerateRequest TeacherInfo TeacherServers TrainBatch TrainerHello "
-    "TrainerWelcome Turn UpdateReply UpdateRequest Wait"
+    "TrainerWelcome Turn UpdateReply UpdateRequest Wait Why"
 )
 ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError Replaced "

@@ -1,16 +1,19 @@
-"""Forms the next batch as soon as a trainer asks for it, and tracks what the trainer is blocked on."""
+"""Forms the next batch as soon as a trainer asks for it; what it waits for, the trainer waits for."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
+from distill import waits
 from distill.config import RunConfig, WaitForLate
 from distill.events import Events
-from distill.metrics.timeline import LATE, REPLICAS, TEACHERS, TRAINER, Timeline
+from distill.metrics.timeline import LATE, REPLICAS, TEACHERS, TRAINER
 from distill.record.record import Record
 from distill.rollout.life import Lives
 from distill.trainer_api.session import TrainerSession
+from distill.waits import BATCHER, DISPATCHER, RECORD, SCORING, UNDER_WAY
 
 LATE_POLL_SECONDS = 0.2  # between two looks whether a late rollout that a batch waits for has been lost
 
@@ -45,11 +48,10 @@ class StepBatcher:
         session: TrainerSession,
         lives: Lives,
         config: RunConfig,
-        timeline: Timeline,
         events: Events,
     ) -> None:
         self._record, self._session, self._lives = record, session, lives
-        self._steps, self._timeline, self._changed = config.run.steps, timeline, events.changed
+        self._steps, self._changed = config.run.steps, events.changed
         late = config.buffer.late
         self.late = LateWait(late.seconds if isinstance(late, WaitForLate) else 0.0)
 
@@ -58,25 +60,40 @@ class StepBatcher:
         while True:
             while session.live and state.next_step <= session.requested and self._possible():
                 if left := self.late.left(state.next_step, state.expiring()):
-                    self._note_blocked()
-                    await self._changed.wait(min(left, LATE_POLL_SECONDS))
+                    with self._lacking():
+                        await self._changed.wait(min(left, LATE_POLL_SECONDS))
                     continue
-                batch = await self._record.form_batch()
-                self._changed.wake()  # the buffer has room
-                if batch is None:
-                    break
-                self._lives.episodes.leave_too_old()
-                await session.prepare(batch.version.step)
-            self._note_blocked()
-            await self._changed.wait()
+                with waits.on(TRAINER, f"batch {state.next_step}", lambda: "formed", of=lambda: [RECORD]):
+                    batch = await self._record.form_batch()
+                    self._changed.wake()  # the buffer has room
+                    if batch is None:
+                        break
+                    self._lives.episodes.leave_too_old()
+                    await session.prepare(batch.version.step)
+            with self._lacking():
+                await self._changed.wait()
 
-    def _note_blocked(self) -> None:
-        """What the trainer is blocked on, if it is."""
-        state, session = self._record.state, self._session
-        blocked = session.live and session.ready < session.requested < self._steps
-        generated = len(state.buffer) + self._lives.scoring.open >= state.rules.batch
+    def _lacking(self) -> waits.Wait:
+        """The trainer's wait for the batch that it asked for; else the wait for the trainer."""
+        state, session, step = self._record.state, self._session, self._session.requested
+        if not session.live or step >= self._steps or (session.ready >= step and not session.withheld):
+            begun = "" if session.live else "none has begun"
+            return waits.on(BATCHER, TRAINER, lambda: begun, progress=(session.live, step))
+        wait = partial(waits.on, TRAINER, f"batch {step}", progress=step)
+        if session.ready >= step:
+            return wait(lambda: session.withheld, of=lambda: ())
+        need = state.rules.batch
+        generated = len(state.buffer) + self._lives.scoring.open >= need
         cause = LATE if self.late.waiting else TEACHERS if generated else REPLICAS
-        self._timeline.waits(TRAINER, cause if blocked else None)
+        rollouts = lambda: f"{len(state.buffer)} of {need} rollouts"  # noqa: E731
+        return wait(rollouts, of=partial(self._makers, cause), cause=cause)
+
+    def _makers(self, cause: str) -> Collection[str]:
+        """Who waits for the rollouts that the next batch lacks."""
+        if cause == TEACHERS:
+            return SCORING, RECORD
+        under_way = self._record.state.outstanding - self._lives.dispatcher.unsent
+        return UNDER_WAY if under_way >= self._record.state.rules.batch else (DISPATCHER,)
 
     def _possible(self) -> bool:
         """Whether a batch can be formed, or nothing more comes before the old rollouts are dropped."""

@@ -538,6 +538,18 @@ def sql(
     write_figures(json_file, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
+@app.command(rich_help_panel=RUNS)
+def why(run_dir: RunDir) -> None:
+    """Print what a run waits for, from the trainer's wait down to its root, with seconds.
+
+    Example: distill why runs/NAME
+    """
+    from distill.cli.why import lines
+
+    for line in lines(run_dir):
+        typer.echo(line)
+
+
 @app.command(rich_help_panel=RESULTS)
 def audit(run_dir: RunDir, json_file: JsonFile = None) -> None:
     """Check a run's guarantees against its record, the trainer's ledger and the checkpoints."""

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+from distill import waits
 from distill.aio import Signal, unless, until_stalled
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig, Metric
@@ -25,6 +26,7 @@ from distill.record.changes import Evaluated
 from distill.record.record import Record
 from distill.rollout.hold import hold
 from distill.rollout.replica_pool import ReplicaPool
+from distill.waits import EVALUATION
 from sync import wire
 from sync.base.errors import RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import checks
@@ -178,7 +180,8 @@ class Evaluations:
     async def _complete(self, version: wire.Version, sets: list[str]) -> None:
         """Have all completions generated. Raises Unreachable when too many replicas are lost on the way."""
         for _ in range(LOST_REPLICAS):
-            reply = await self._complete_on_held(version, sets)
+            with waits.on(EVALUATION, "evaluator", lambda: f"completions of {version}"):
+                reply = await self._complete_on_held(version, sets)
             if problem := checks.same_version(reply, version):
                 raise WireError(f"the evaluator's answer about completions cannot be used: {problem}")
             if (lost := reply.lost) is None:
@@ -204,7 +207,8 @@ class Evaluations:
         """A validated report. Raises WireError for one that cannot be recorded."""
         try:
             await self._complete(version, sets)
-            report = await self._evaluator.evaluate(version)
+            with waits.on(EVALUATION, "evaluator", lambda: f"the report of {version}"):
+                report = await self._evaluator.evaluate(version)
             if report.version != version:
                 raise RemoteError(
                     f"the evaluator was asked for {version} and reports {report.version}: it serves another "

@@ -166,7 +166,7 @@ class _Launcher:
         self._claim = Claim()
         self._clients = connect(config, plan, token, self._claim)
         self._controller = Controller(config, self._components(), self._hooks(), token)
-        self._controller.withhold()
+        self._controller.withhold("the engines are compared (run.preflight)")
         folder.keep_url(config.controller, self._controller.url)
         children = {child.name: child for child in plan.children}
         if config.controller.trainer == "launch":
@@ -184,7 +184,7 @@ class _Launcher:
 
     async def run(self, signals: contextlib.ExitStack) -> dict[str, Any]:
         """The controller's figures. `signals`: until it is left, a signal does not end the process."""
-        self._display.start(self._supervisor.status)
+        self._display.start(self._supervisor.status, lambda: self._controller.root)
         try:
             if self._config.tracking.wandb != "disabled":
                 run = self._controller.record.run

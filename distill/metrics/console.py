@@ -37,6 +37,8 @@ LINES_WITHOUT_TERMINAL: Final = 12
 WINDOW: Final = 40
 """Newest steps, over which rates and busy shares are taken."""
 REFRESH_SECONDS: Final = 0.5
+STILL_SECONDS: Final = 10.0
+"""Without a step, after which the panel says what the run waits for."""
 CLOSE_SECONDS: Final = 5.0
 """Longest wait at the end for a terminal that accepts no output."""
 MOST_NAMES: Final = 8
@@ -78,6 +80,8 @@ class Shown:
 
     config: RunConfig
     status: Status = dict
+    root: Callable[[], str] = str
+    """What the run waits for at last, in words."""
     began: float = field(default_factory=time.monotonic)
     """Monotonic seconds; of a resumed run so long before its newest start as the earlier ones took."""
     steps: deque[Logged] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))
@@ -116,9 +120,9 @@ class ProgressDisplay:
         self._terminal = console.is_terminal and not console.is_dumb_terminal
         self._thread = threading.Thread(target=self._show, name="display", daemon=True)
 
-    def start(self, status: Status = dict) -> None:
-        """Begin to show; `status`: of the processes that were started for the run."""
-        self._shown.status = status
+    def start(self, status: Status = dict, root: Callable[[], str] = str) -> None:
+        """Begin to show; `status`: of the processes that were started for the run, `root`: see Shown."""
+        self._shown.status, self._shown.root = status, root
         if not self._terminal and (names := status()):
             self.say(f"starting: {', '.join(names)}")
         self._thread.start()
@@ -236,6 +240,8 @@ def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
         progress = f"step {step} of {shown.config.run.steps}, {clock(now - at)} ago"
         progress += "" if left is None else f", {clock(left)} left"
     yield "progress", f"{progress}, {clock(now - shown.began)} elapsed"
+    last = shown.steps[-1].at if shown.steps else shown.began
+    yield "stands still", shown.root() if now - last > STILL_SECONDS and not starting else ""
     if shown.steps:
         figures, rate = dict(shown.steps[-1].figures), shown.per_second("train/tokens_total")
         figures |= {"buffer/age_limit": rules(shown.config).bound.hard}

@@ -13,12 +13,15 @@ from typing import Any
 
 import msgspec
 
+from distill.waits import TRAINER as TRAINER
 from sync.wire import StepReport
 
-REPLICAS, TEACHERS, TRAINER, LATE = "replicas", "teachers", "trainer", "late rollouts"
+REPLICAS, TEACHERS, LATE = "replicas", "teachers", "late rollouts"
 """What a role can be blocked on."""
 CUT_SECONDS = 5.0
 """Longest that work is under way at a step's end without a span: a run that goes on can be measured."""
+JOINED_SECONDS = 0.01
+"""Longest pause between two waits of a role for the same that are one."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -42,6 +45,17 @@ class _Role:
     """Kind of work under way → since when."""
 
 
+@dataclass(slots=True)
+class _Blocked:
+    """A role's waits for the same cause, without a break between them."""
+
+    since: float
+    level: int = 1
+    """Waits now."""
+    until: float = 0.0
+    """End of the last one, at level 0."""
+
+
 class Timeline:
     """Sums per role, of all starts of the controller. `sink` receives each span when it ends."""
 
@@ -57,22 +71,28 @@ class Timeline:
         self._earlier = earlier
         self._began = clock()
         self._roles: dict[str, _Role] = defaultdict(_Role)
-        self._waits: dict[str, tuple[str, float]] = {}
-        """Role that is blocked now → on what, since when."""
+        self._blocked: dict[tuple[str, str], _Blocked] = {}
+        """Role and cause of the newest waits."""
         self._waited: dict[tuple[str, str], float] = defaultdict(float)
 
-    def waits(self, role: str, on: str | None) -> None:
-        """`role` is blocked on `on` from now on; None: it is not blocked."""
-        blocked, since = self._waits.get(role, (None, 0.0))
-        if blocked == on:
-            return
-        now = self._clock()
-        if blocked is not None:
-            self._waited[role, blocked] += now - since
-            self._emit(Span(role, f"wait for {blocked}", since, now))
-            del self._waits[role]
-        if on is not None:
-            self._waits[role] = on, now
+    def blocked(self, role: str, cause: str, begins: bool) -> None:
+        """One of the waits of `role` that count as `cause` begins or ends; see `distill.waits`."""
+        now, blocked = self._clock(), self._blocked.get((role, cause))
+        if not begins:
+            assert blocked is not None, "a wait ends that began"
+            blocked.level -= 1
+            blocked.until = now
+        elif blocked is not None and (blocked.level or now - blocked.until <= JOINED_SECONDS):
+            blocked.level += 1
+        else:
+            self._close(role, cause)
+            self._blocked[role, cause] = _Blocked(now)
+
+    def _close(self, role: str, cause: str) -> None:
+        """Count waits that have ended."""
+        if (blocked := self._blocked.pop((role, cause), None)) is not None:
+            self._waited[role, cause] += blocked.until - blocked.since
+            self._emit(Span(role, f"wait for {cause}", blocked.since, blocked.until))
 
     def figures(self) -> dict[str, Any]:
         """Seconds of all starts: in all, and by role those with work, without, and blocked by each cause."""
@@ -84,8 +104,9 @@ class Timeline:
         waited: dict[str, dict[str, float]] = defaultdict(dict)
         for (role, cause), seconds in self._waited.items():
             waited[role][cause] = seconds
-        for role, (cause, since) in self._waits.items():
-            waited[role][cause] = waited[role].get(cause, 0.0) + now - since
+        for (role, cause), blocked in self._blocked.items():
+            seconds = (now if blocked.level else blocked.until) - blocked.since
+            waited[role][cause] = waited[role].get(cause, 0.0) + seconds
         run = now - self._began
         idle = {name: max(0.0, run - seconds) for name, seconds in busy.items()}
         present = {"run_seconds": run, "busy_seconds": busy, "idle_seconds": idle, "waited_seconds": waited}
@@ -136,6 +157,8 @@ class Timeline:
                 if now - start >= seconds:
                     self._emit(Span(role, what, start, now))
                     state.active[what] = now
+        for role, cause in [key for key, blocked in self._blocked.items() if not blocked.level]:
+            self._close(role, cause)
 
     def _emit(self, span: Span) -> None:
         if self._sink is not None and span.end > span.start:
@@ -145,7 +168,8 @@ class Timeline:
         """Reset the sums of this start: its start-up is left out."""
         self._began = now = self._clock()
         self._waited.clear()
-        self._waits = {role: (on, now) for role, (on, _) in self._waits.items()}
+        for blocked in self._blocked.values():
+            blocked.since, blocked.until = now, max(now, blocked.until)
         for role in self._roles.values():
             role.busy = 0.0
             role.since = None if role.since is None else now

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from sync.base.address import TOKEN_FILE, controller_url, token_from_environment
+from sync.base.address import controller_url, token_of_run
 from sync.base.errors import DistillError, RemoteError
 from sync.wire.client import BlockingPeer
 
@@ -52,10 +52,8 @@ def open_copy(path: Path) -> sqlite3.Connection:
 
 
 def _download(path: Path, copy: Path) -> None:
-    kept = path.with_name(TOKEN_FILE)
     try:
-        token = token_from_environment() or (kept.read_text().strip() if kept.is_file() else None)
-        answer = BlockingPeer(controller_url(path.parent), token).once(
+        answer = BlockingPeer(controller_url(path.parent), token_of_run(path.parent)).once(
             "/v1/record", None, SECONDS, max_bytes=1 << 62
         )
         copy.write_bytes(answer)

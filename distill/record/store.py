@@ -29,6 +29,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from distill import waits
 from distill.record.blocks import pack_block, unpack_block
 from distill.record.rollout import Location, Prompts, Rollout
 from sync.base.durable import force, is_full, make_folder
@@ -176,19 +177,23 @@ class Store:
                 self.execute(_FACT, key, msgspec.json.encode(value).decode())
             self._lists.append((self._items, self._arrays))
             self._items, self._arrays, self._changed = [], [], False
-        waiting = False
-        while self._lists:
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._writer, self._flush, forced)
-                break
-            except (OSError, sqlite3.OperationalError) as error:
-                if not _is_full(error):
-                    raise
-                if not waiting:
-                    logger.error("disk full: the record in %s waits for space, the run pauses", self.folder)
-                waiting = True
-                await asyncio.sleep(self._retry_seconds)
-        if waiting:
+        full = False
+        with waits.on(
+            waits.RECORD, waits.DISK, lambda: f"{self.folder} {'is full' if full else 'is written'}"
+        ):
+            while self._lists:
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self._writer, self._flush, forced)
+                    break
+                except (OSError, sqlite3.OperationalError) as error:
+                    if not _is_full(error):
+                        raise
+                    if not full:
+                        paused = "disk full: the record in %s waits for space, the run pauses"
+                        logger.error(paused, self.folder)
+                    full = True
+                    await asyncio.sleep(self._retry_seconds)
+        if full:
             logger.warning("the record in %s has space again, the run continues", self.folder)
 
     async def free(self) -> int:

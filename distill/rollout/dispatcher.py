@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Literal, NamedTuple
 
+from distill import waits
 from distill.buffer import depth
 from distill.config import RunConfig
 from distill.events import AT_FAULT, Events, Quarantined
@@ -22,6 +23,7 @@ from distill.record.validation import Validator
 from distill.rollout.ends import Lost, Unneeded
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
+from distill.waits import DISPATCHER, GENERATION, PUBLISHER
 from sync.base.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version
 from sync.wire.checks import Problem
@@ -85,7 +87,8 @@ class Dispatcher:
         self._prompts: deque[_Call] = deque()  # issued, or requeued, and to be sent
         self._turns: deque[_Call] = deque()  # of episodes under way, to be sent
         self.depth = depth(config)
-        self._blocked: set[str] = set()  # replicas that are blocked on the trainer
+        self._idle: dict[str, waits.Wait] = {}  # of replicas without work, whose room is used up
+        self._sent = 0  # rollouts, in all
         self._closing = False
         self.paused: set[PauseReason] = set()  # while there is a reason, no new request is sent
 
@@ -95,12 +98,15 @@ class Dispatcher:
             try:
                 while True:
                     while (loading := self._record.loading(self._most_new())) is not None:
-                        await asyncio.wrap_future(loading)
+                        with waits.on(DISPATCHER, "prompts", lambda: "they are read"):
+                            await asyncio.wrap_future(loading)
                     await self._dispatch(group, begin)
-                    self._note_blocked()
-                    await self._events.changed.wait()
+                    self._note_idle()
+                    with waits.on(DISPATCHER, "room", self._lacking, of=self._blocking, progress=self._sent):
+                        await self._events.changed.wait()
             finally:
                 self._closing = True
+                waits.keep(self._idle, set(), self._idle_wait)
 
     async def complete(self, rollout: Rollout, last: Replica | None = None) -> Completion:
         """The completion of a rollout, or of the turn of an episode, preferably by the replica `last`.
@@ -111,6 +117,11 @@ class Dispatcher:
         (self._turns if rollout.source_prompt.environment else self._prompts).append(call)
         self._events.changed.wake()
         return await call.completed
+
+    @property
+    def unsent(self) -> int:
+        """Outstanding rollouts that no batch takes before more is sent: they wait to be, or are too old."""
+        return len(self._prompts) + len(self._turns) + self._hopeless()
 
     # --- prompts out --------------------------------------------------------------------------------------
 
@@ -132,6 +143,7 @@ class Dispatcher:
         begun = [call.rollout.id for call in calls if not call.rollout.own]
         self._record.state.sent(begun, replica.version or Version(0, 0))
         self._load(replica, len(calls))
+        self._sent += len(calls)
         task = group.create_task(self._send(request))
         replica.streams.add(task)
         task.add_done_callback(partial(self._ended, request))
@@ -209,13 +221,50 @@ class Dispatcher:
         too_old, members = self._record.state.is_too_old, self._pool.replicas.values()
         return sum(each.in_flight for each in members if too_old(each.version or Version(0, 0)))
 
-    def _note_blocked(self) -> None:
-        """An idle replica is blocked on the trainer when its room is used up, else on nothing."""
-        idle = [replica for replica in self._pool.able() if replica.in_flight == 0]
-        before, hopeless = self._blocked, self._hopeless()
-        self._blocked = {replica.name for replica in idle if not self._room(replica, hopeless)}
-        for name in before | self._blocked:  # one that was blocked may have been removed
-            self._timeline.waits(name, TRAINER if name in self._blocked else None)
+    def _note_idle(self) -> None:
+        """An idle replica waits for the trainer when its room is used up, else for nothing."""
+        hopeless, able = self._hopeless(), self._pool.able()
+        blocked = {each.name for each in able if not each.in_flight and not self._room(each, hopeless)}
+        waits.keep(self._idle, blocked, self._idle_wait)
+
+    def _idle_wait(self, name: str) -> waits.Wait:
+        return waits.on(name, "room", of=lambda: [DISPATCHER], cause=TRAINER, idle=True)
+
+    def _blocking(self) -> Collection[str]:
+        """The parties for which nothing more is sent."""
+        able, newest, reached = self._pool.able(), self._record.state.target, self._record.state.reached
+        if self.paused:
+            return self.paused
+        if not able:
+            return [replica.name for replica in self._pool.members()]
+        if self._all_full():
+            return [GENERATION]
+        if behind := self._behind():
+            return [replica.name for replica in behind]
+        return [TRAINER if newest is None or newest.version == reached else PUBLISHER]
+
+    def _lacking(self) -> str:
+        """Why nothing more is sent, in words."""
+        state, members = self._record.state, self._pool.members()
+        if self.paused:
+            return f"paused for {', '.join(self.paused)}"
+        if not self._pool.able():
+            return "; ".join(replica.condition for replica in members) or "there is no replica"
+        if self._all_full():
+            return f"every replica has rollout.max_in_flight = {self._config.max_in_flight} completions"
+        if behind := self._behind():
+            return "; ".join(f"{replica.name} is at {replica.version}" for replica in behind)
+        newest = state.target and state.target.version
+        return f"{state.outstanding} rollouts are under way or buffered, the newest version is {newest}"
+
+    def _all_full(self) -> bool:
+        size = self._config.request_size if self._prompts else 1
+        return all(replica.in_flight + size > self._config.max_in_flight for replica in self._pool.able())
+
+    def _behind(self) -> list[Replica]:
+        """Serving replicas that lack the newest version."""
+        target = self._record.state.target
+        return [r for r in self._pool.serving() if target and r.version != target.version]
 
     async def _send(self, request: _Request) -> None:
         """One request from start to end; leaves in it what was not answered, and why."""
@@ -228,10 +277,12 @@ class Dispatcher:
         try:
             await self._record.store.commit()
             limit = self._config.completion_timeout_seconds
+            left = lambda: f"{len(request.missing)} of {count} completions"  # noqa: E731
             async with asyncio.timeout(None if limit is None else PATIENCE * limit):
-                async with aclosing(replica.engine.generate(message)) as answers:
-                    async for answer in answers:
-                        self._answered(request, answer)
+                with waits.on(GENERATION, replica.name, left):
+                    async with aclosing(replica.engine.generate(message)) as answers:
+                        async for answer in answers:
+                            self._answered(request, answer)
             if request.missing:
                 raise WireError(f"{len(request.missing)} of {count} prompts were not answered: each must be")
         except TimeoutError:

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from distill import waits
 from distill.config import RunConfig
 from distill.environments.episode import (
     Environment,
@@ -37,6 +38,7 @@ from distill.record.rollout import Rollout
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.ends import Dropped, Lost, Unneeded, Unusable
 from distill.rollout.replica_pool import Replica
+from distill.waits import PLAY
 from sync.base.errors import DistillError, Unreachable, WireError
 from sync.base.retry import Backoff
 from sync.wire import Array, Generated
@@ -123,7 +125,8 @@ class Episodes:
                     self._budget.function_failed(f"environment {name}", rollout.id, error)
                     raise Unusable("environment_failed", str(error)) from error
                 logger.warning("episode %s begins again: %s", rollout.id, error)
-                await asyncio.sleep(self._backoff[name].next())
+                with waits.on(PLAY, f"environment {name}", lambda: f"episode {rollout.id} begins again"):
+                    await asyncio.sleep(self._backoff[name].next())
                 self._requeue(rollout, Lost("environment_lost"))
             else:
                 self._budget.good(f"environment {name}")
@@ -201,7 +204,8 @@ class _Patient:
         try:
             async with asyncio.timeout(None) as self.patience[id]:
                 self._note()
-                yield
+                with waits.on(PLAY, f"environment {self.name}", lambda: f"episode {id}"):
+                    yield
         except TimeoutError:
             raise _Left from None
         finally:

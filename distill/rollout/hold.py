@@ -14,7 +14,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from distill import waits
 from distill.rollout.replica_pool import Replica, ReplicaPool
+from distill.waits import EVALUATION, GENERATION
 from sync.base.errors import DistillError, Unreachable
 from sync.wire import Version
 
@@ -55,10 +57,14 @@ async def _choose(pool: ReplicaPool, version: Version, seconds: float) -> Replic
         if (left := deadline - loop.time()) <= 0:
             of = "evaluation.replica does not serve, which" if alone else "no replica serves that"
             raise Unreachable(f"{of} could generate with {version}: see the logs of replicas")
-        await pool.changed.wait(min(left, pool.retry_seconds))
+        state = lambda: "; ".join(replica.condition for replica in pool.members(alone))  # noqa: E731
+        with waits.on(EVALUATION, "a replica", state, of=lambda: [*pool.replicas], progress=version):
+            await pool.changed.wait(min(left, pool.retry_seconds))
 
 
 async def _bring(pool: ReplicaPool, replica: Replica, version: Version) -> None:
     while replica.in_flight and pool.is_ahead(replica, version):
-        await pool.changed.wait()
+        old = lambda: f"{replica.in_flight} completions of {replica.version}"  # noqa: E731
+        with waits.on(EVALUATION, replica.name, old, of=lambda: [GENERATION], progress=replica.in_flight):
+            await pool.changed.wait()
     await pool.update_locked(replica, pool.request_for(version))

@@ -25,6 +25,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from distill import waits
 from distill.config import AtLimit, RunConfig
 from distill.events import ErrorBudget, Events
 from distill.interfaces import Components
@@ -58,7 +59,7 @@ class Lives:
         budget: ErrorBudget,
         events: Events,
     ) -> None:
-        self._record, self._dispatcher, self._rewards = record, dispatcher, parts.rewards
+        self._record, self.dispatcher, self._rewards = record, dispatcher, parts.rewards
         self._config, self._guard = config.rollout, config.guard
         self._budget, self._events = budget, events
         generation = TeacherGeneration(parts, config, validator)
@@ -72,7 +73,7 @@ class Lives:
                 self._begin(self._record.requeue(rollout, "controller_restarted"))
             for queue in (self.generation, self.scoring):
                 self._group.create_task(queue.run())
-            await self._dispatcher.run(lambda count: self._begin(*self._record.issue(count)))
+            await self.dispatcher.run(lambda count: self._begin(*self._record.issue(count)))
 
     def _begin(self, *rollouts: Rollout | None) -> None:
         for rollout in rollouts:
@@ -113,7 +114,7 @@ class Lives:
         if rollout.source_prompt.environment:
             rollout, answer, parts = await self.episodes.play(rollout)
         else:
-            answer, _ = await self._dispatcher.complete(rollout)
+            answer, _ = await self.dispatcher.complete(rollout)
         return rollout.completed(answer), answer.finish_reason, parts
 
     def _check_limits(self, rollout: Rollout, finish_reason: str) -> None:
@@ -152,7 +153,8 @@ class Lives:
             return rollout
         function = "the reward_fn"
         try:
-            reward = await self._rewards.reward(rollout.source_prompt, unpack(rollout.tokens).tolist())
+            with waits.on(waits.REWARD, "the reward workers", lambda: rollout.id):
+                reward = await self._rewards.reward(rollout.source_prompt, unpack(rollout.tokens).tolist())
         except DistillError as error:
             self._budget.function_failed(function, rollout.id, error)
             raise Unusable("function_failed", str(error)) from error

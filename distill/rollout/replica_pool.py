@@ -23,11 +23,13 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
 
+from distill import waits
 from distill.aio import Signal, cancel, unless, until_stalled
 from distill.events import ErrorBudget, Events, Membership, Stalled, Stranded
 from distill.record.changes import VersionApplied
 from distill.record.state import RunState
 from distill.rollout.replica_client import ReplicaEngine
+from distill.waits import PUBLISHER, STORE
 from sync.base.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
 from sync.base.retry import Backoff
 from sync.base.settings import WeightsConfig
@@ -72,6 +74,13 @@ class Replica:
     def server(self) -> str:
         """It, for people and for the count of its bad answers."""
         return f"replica {self.name} at {self.engine.url}"
+
+    @property
+    def condition(self) -> str:
+        """It, and why it takes no requests, in words."""
+        states = {"is excluded": self.excluded, "is held": self.held, "refuses updates": self.refuses}
+        state = next((words for words, holds in states.items() if holds), f"is {self.phase.value}")
+        return f"{self.name} {state.replace('_', ' ')}"
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`, cancelled when the replica is lost first (Unreachable)."""
@@ -318,7 +327,8 @@ class ReplicaPool:
             except DistillError as error:
                 self._failed(replica, "cannot join yet", error)
                 replica.phase = Phase.ABSENT
-            await asyncio.sleep(backoff.next())
+            with waits.on(replica.name, f"the process at {replica.engine.url}", progress=replica.joined):
+                await asyncio.sleep(backoff.next())
 
     async def _catch_up(self, replica: Replica) -> None:
         while True:
@@ -333,7 +343,8 @@ class ReplicaPool:
                 return
             if stranded:
                 self._events.emit(Stranded(replica.name))
-            await self._published.wait(self.poll_seconds)
+            with waits.on(replica.name, "a version", of=lambda: [PUBLISHER], progress=version or False):
+                await self._published.wait(self.poll_seconds)
             if replica.lost.is_set():
                 raise Unreachable(f"replica {replica.name} was lost while it waited for a version")
 
@@ -400,8 +411,10 @@ class ReplicaPool:
         """The same, by a task that holds `replica.busy`."""
         if replica.version == request.version and request.broadcast is None:
             return None
-        began = time.monotonic()
-        reply = await replica.unless_lost(replica.engine.update(request, self._weights.timeout_seconds))
+        began, source = time.monotonic(), STORE if request.broadcast is None else PUBLISHER
+        with waits.on(replica.name, source, lambda: f"it loads {request.version}"):
+            update = replica.engine.update(request, self._weights.timeout_seconds)
+            reply = await replica.unless_lost(update)
         if problem := checks.same_version(reply, request.version):
             raise WireError(f"its answer to an update cannot be used: {problem}")
         replica.version, replica.refuses = reply.version, False

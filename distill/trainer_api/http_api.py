@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from distill.interfaces import Components
 from distill.metrics.prometheus import Figures
+from distill.record.store import Store
 from distill.registry import Gangs, Registry
 from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
@@ -55,9 +56,11 @@ def application(
     gangs: Gangs,
     parts: Components,
     figures: Callable[[], dict[str, float]],
+    why: Callable[[], list[str]],
     token: str | None,
 ) -> Starlette:
-    """The ASGI application. `figures` by name, for Prometheus; `token` None: no guard."""
+    """The ASGI application. `figures` by name, for Prometheus; `why`: what the run waits for, in lines.
+    `token` None: no guard."""
     teachers, metrics = parts.teachers, process_registry()
     metrics.register(Figures(figures))
     heads: dict[str, bytes] = {}
@@ -91,11 +94,7 @@ def application(
         name = request.path_params["name"]
         return reply(teachers[name].servers()) if name in teachers else unknown(name)
 
-    async def record(_: Request) -> Response:
-        return StreamingResponse(_pieces(await parts.store.copy()), media_type="application/vnd.sqlite3")
-
     routes = [
-        Route("/v1/record", while_serving(record)),
         Route("/v1/hello", _messages(wire.TrainerHello, session.hello), methods=["POST"]),
         Route("/v1/batch", while_serving(batch), methods=["POST"]),
         Route("/v1/event", _messages(Event, session.event), methods=["POST"]),
@@ -103,8 +102,21 @@ def application(
         Route("/v1/teachers/{name}/head", while_serving(head)),
         Route("/v1/teachers/{name}", servers),
         *_server_routes(registry, gangs),
+        *_people_routes(parts.store, why),
     ]
     return server.application(Role.CONTROLLER, routes, metrics, token or "", parts.claim, statuses=_STATUSES)
+
+
+def _people_routes(store: Store, why: Callable[[], list[str]]) -> list[Route]:
+    """What people ask of a run that goes on."""
+
+    async def record(_: Request) -> Response:
+        return StreamingResponse(_pieces(await store.copy()), media_type="application/vnd.sqlite3")
+
+    async def waiting(_: Request) -> Response:
+        return reply(wire.Why(lines=why()))
+
+    return [Route("/v1/record", while_serving(record)), Route("/v1/why", waiting)]
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

@@ -51,7 +51,7 @@ class TrainerSession:
         self.live = False  # a trainer of the current lineage said hello to this controller
         self.ready = -1  # newest step whose batch is safe on disk
         self.requested = -1  # newest step that a rank requested
-        self.withheld = False  # no batch is handed out while set
+        self.withheld = ""  # why no batch is handed out; empty: they are
         self.final: FinalDigests | None = None  # the trainer's last message
 
     @property

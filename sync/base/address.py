@@ -127,6 +127,12 @@ def token_from_environment() -> str | None:
     return token
 
 
+def token_of_run(run_dir: Path) -> str | None:
+    """The bearer token of this process, else the one in a run's folder; None: there is neither."""
+    kept = run_dir / TOKEN_FILE
+    return token_from_environment() or (kept.read_text().strip() if kept.is_file() else None)
+
+
 def controller_url(run_dir: Path) -> str:
     """Where a run's controller is, or was when it last started. Raises ConfigError."""
     path = run_dir / CONTROLLER_FILE

@@ -15,6 +15,8 @@ T = TypeVar("T")
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 RETRY_SECONDS = 5.0
 """Pause between two attempts to write to a full disk."""
+waiting_for_space: list[str] = []
+"""What this process cannot write now, because a disk is full; in words."""
 _WORDS = tuple(os.strerror(number) for number in FULL)
 _log = logging.getLogger(__name__)
 
@@ -120,7 +122,9 @@ def until_disk_space(
             why = problem or "another rank"
             _log.error("disk full: %s waits for space, %s pauses (%s)", what, paused, why)
         waiting = True
+        waiting_for_space.append(said := f"{what} waits for disk space")
         time.sleep(RETRY_SECONDS)
+        waiting_for_space.remove(said)
     if waiting:
         _log.warning("%s has space again, %s continues", what, paused)
     return result

@@ -13,7 +13,7 @@ Producer → consumer
                                    BroadcastMembers
     student replica → trainer rank KeyRequest;  trainer rank → student replica  KeyReply
     server, people → controller    ServerRegisters, ServerLeaves
-    controller → server            ServerLease;  → people, evaluator  Servers
+    controller → server            ServerLease;  → people, evaluator  Servers;  → people  Why
     trainer machine → controller   GangJoins;  controller → trainer machine  Gang
     controller → evaluator         CompletionsRequest, EvalRequest, ProbeRequest
     evaluator → controller         CompletionsReply, EvalReport, ProbeReply

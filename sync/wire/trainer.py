@@ -157,6 +157,8 @@ class Heartbeat(Message, frozen=True):
     version: Version
     """TrainerWelcome.version of this start."""
     rank: int
+    does: dict[str, tuple[str, Amount]] = {}
+    """"trainer", "publisher" → what it does now, in words, and for how many seconds; of rank 0 alone."""
 
 
 class StepReport(Message, frozen=True):
@@ -279,6 +281,12 @@ class Servers(Message, frozen=True):
     """Controller → people, evaluator: every server of the run, answer to GET /v1/servers."""
 
     servers: list[ServerStatus]
+
+
+class Why(Message, frozen=True):
+    """Controller → people: what the run waits for, answer to GET /v1/why."""
+
+    lines: list[str]
 
 
 class GangJoins(Message, frozen=True):

@@ -23,6 +23,9 @@ class RecordedClient:
         self._batches = {batch.version: batch for batch in batches}
         self._stop = Stop(reason="all batches were trained on", checkpoint=checkpoint)
 
+    def does(self, what: str, who: str = "trainer") -> None:
+        """Nobody is told."""
+
     def expect(self, version: Version) -> None:
         """Nothing to fetch."""
 

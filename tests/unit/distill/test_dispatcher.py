@@ -29,6 +29,7 @@ from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.life import Lives
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import ReplicaPool
+from distill.waits import Waits, use
 from sync.base.errors import Overloaded, RemoteError
 from sync.base.settings import WeightsConfig
 from sync.wire import (
@@ -96,6 +97,7 @@ class Bench:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        use(Waits(self.timeline.blocked))
         tasks = [asyncio.create_task(part) for part in (self.pool.run(), self.lives.run())]
         yield
         for task in tasks:

@@ -13,6 +13,7 @@ from distill.interfaces import Hooks
 from distill.metrics.results import earlier_seconds
 from distill.metrics.timeline import Span, Timeline
 from distill.metrics.trackers import MetricsFile, log_all
+from distill.waits import Waits
 from sync.wire import Published, StepReport, Version
 
 
@@ -96,21 +97,34 @@ def test_start_up_can_be_left_out(timeline: Recorded) -> None:
 
 
 def test_blocked_time_is_summed_until_now(timeline: Recorded) -> None:
-    causes = [(2.0, "replicas"), (3.0, "teachers"), (0.0, "teachers"), (4.0, None), (5.0, "replicas")]
-    for seconds, cause in causes:
-        timeline.waits("trainer", cause)
-        timeline.now += seconds
-    timeline.waits("r0", "trainer")
-    timeline.now += 1.0
-    of_trainer = {"replicas": 2.0 + 5.0 + 1.0, "teachers": 3.0}
-    assert timeline.seconds("waited") == {"trainer": of_trainer, "r0": {"trainer": 1.0}}
-    assert timeline.spans == [
-        Span("trainer", "wait for replicas", 100.0, 102.0),
-        Span("trainer", "wait for teachers", 102.0, 105.0),
-    ]
-    timeline.restart()
-    timeline.now += 0.5
-    assert timeline.seconds("waited") == {"trainer": {"replicas": 0.5}, "r0": {"trainer": 0.5}}
+    on = Waits(timeline.blocked).on
+    for seconds, cause in [(2.0, "replicas"), (3.0, "teachers"), (0.0, "teachers"), (4.0, None)]:
+        with on("trainer", "batch 1", cause=cause):
+            timeline.now += seconds
+    with on("trainer", "batch 1", cause="replicas"), on("trainer", "batch 1", cause="replicas"):
+        timeline.now += 5.0
+        with on("r0", "room", cause="trainer"):
+            timeline.now += 1.0
+        of_trainer = {"replicas": 2.0 + 5.0 + 1.0, "teachers": 3.0}
+        assert timeline.seconds("waited") == {"trainer": of_trainer, "r0": {"trainer": 1.0}}
+        timeline.cut()
+        assert timeline.spans == [
+            Span("trainer", "wait for replicas", 100.0, 102.0),
+            Span("trainer", "wait for teachers", 102.0, 105.0),
+            Span("r0", "wait for trainer", 114.0, 115.0),
+        ]
+        timeline.restart()
+        timeline.now += 0.5
+    assert timeline.seconds("waited") == {"trainer": {"replicas": 0.5}}
+
+
+def test_a_wait_that_goes_on_after_a_wake_is_one_span(timeline: Recorded) -> None:
+    on = Waits(timeline.blocked).on
+    for _ in range(3):
+        with on("trainer", "batch 1", cause="replicas"):
+            timeline.now += 1.0
+    timeline.cut()
+    assert timeline.spans == [Span("trainer", "wait for replicas", 100.0, 103.0)]
 
 
 def test_seconds_of_earlier_starts_are_added_name_by_name() -> None:
@@ -122,8 +136,8 @@ def test_seconds_of_earlier_starts_are_added_name_by_name() -> None:
     }
     timeline = Recorded(earlier)
     timeline.add("trainer", "train", 100.0, 104.0, busy=True)
-    timeline.waits("trainer", "teachers")
-    timeline.now = 110.0
+    with Waits(timeline.blocked).on("trainer", "batch 1", cause="teachers"):
+        timeline.now = 110.0
     assert timeline.figures() == {
         "run_seconds": 60.0,
         "busy_seconds": {"trainer": 24.0, "student-3": 9.0},

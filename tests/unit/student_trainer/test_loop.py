@@ -280,6 +280,24 @@ def test_events_arrive_in_order_and_a_lost_one_is_raised() -> None:
     assert [body for _, body in peer.asked] == events
 
 
+def test_heartbeats_of_rank_0_say_what_it_does_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clients = [ControllerClient(FakePeer([]), rank) for rank in range(2)]  # type: ignore[arg-type]
+    for client in clients:
+        client.does("it saves the checkpoint of L000-v00000004")
+        client.publishing = lambda: "it publishes L000-v00000004"
+    now = 103.0
+    clients[0].does("it saves the checkpoint of L000-v00000004")
+    assert [client.heartbeat(Version(0, 0)).does for client in clients] == [
+        {
+            "trainer": ("it saves the checkpoint of L000-v00000004", 3.0),
+            "publisher": ("it publishes L000-v00000004", 0.0),
+        },
+        {},
+    ]
+
+
 def test_a_start_is_confirmed_behind_its_events_and_by_a_silent_controller_too() -> None:
     event = StepReport(version=Version(0, 3), metrics={}, seconds={})
     answers = [wire.Ok(), wire.Ok(), Unreachable("gone"), RemoteError("rolled back")]

@@ -1,0 +1,219 @@
+"""Waits of a run's parties for one another: who, for what, since when, and what is known of it now.
+
+    with waits.on("trainer", "batch 412", lambda: f"{have} of {need} rollouts", of=["dispatcher"]):
+        await …
+
+Nothing in the controller's stages waits for another party in any other way. The parties that can end a wait
+(`of`) may wait too, so waits form chains: `chain` follows the longest wait of each party to the root, which
+waits for nobody. Timeline counts the waits that have a `cause`.
+
+A controller sets its `Waits` with `use` before it starts its tasks, which inherit it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Set
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+from distill.aio import until_stalled
+
+TRAINER: Final = "trainer"
+BATCHER: Final = "batcher"
+"""Forms batches."""
+DISPATCHER: Final = "dispatcher"
+"""Sends prompts and turns to replicas."""
+GENERATION: Final = "generation"
+"""A request to a replica."""
+TEACHER_GENERATION: Final = "the teacher's generation"
+SCORING: Final = "scoring"
+"""A request to a teacher."""
+PLAY: Final = "play"
+"""A call of an environment."""
+EVALUATION: Final = "evaluation"
+REWARD: Final = "reward"
+RECORD: Final = "record"
+"""The commits of the record."""
+DISK: Final = "disk space"
+PUBLISHER: Final = "publisher"
+"""The trainer's publication of a version."""
+STORE: Final = "the store"
+"""Of published versions."""
+UNDER_WAY: Final = (GENERATION, TEACHER_GENERATION, PLAY, REWARD, SCORING, RECORD)
+"""Who waits for what a rollout needs next, once it is under way."""
+MOST_LINES: Final = 12
+ROOT_SECONDS: Final = 900.0
+"""Longest that the root of the trainer's chain stays the same before people are told, and a server of ours
+that it waits for is started again."""
+CONTINUED_SECONDS: Final = 1.0
+"""A wait that is entered again after at most so long, without progress between, has gone on."""
+
+
+def _nothing(*_: object) -> str:
+    """The default of every callback."""
+    return ""
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """One party's wait; it lasts while this is entered as a context."""
+
+    waits: Waits
+    who: str
+    what: str
+    detail: Callable[[], str]
+    of: Callable[[], Collection[str]]
+    """Parties that can end it now."""
+    cause: str | None
+    """What `Timeline` counts it as, for `who`; None: as nothing."""
+    progress: Hashable
+    """Entered again with the same, it has gone on; None: it is another wait."""
+    idle: bool
+    """It has no work, so that nobody waits for it: no chain follows this."""
+    since: float
+
+    def __enter__(self) -> Wait:
+        self.waits.enter(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.waits.leave(self)
+
+    def __str__(self) -> str:
+        detail = self.detail()
+        seconds = time.monotonic() - self.since
+        return f"{self.who} waits {seconds:.0f} s for {self.what}{': ' if detail else ''}{detail}"
+
+
+class Waits:
+    """All waits of one run. `blocked(who, cause, begins)` is told of those with a cause."""
+
+    def __init__(self, blocked: Callable[[str, str, bool], object] = _nothing) -> None:
+        self._blocked = blocked
+        self._open: dict[Wait, None] = {}
+        self.does: dict[str, tuple[str, float]] = {}
+        """Party of which reports come → what it does, in words, and since when."""
+        self._left: dict[tuple[str, str], tuple[Hashable, float, float]] = {}
+        """(who, what) → progress, since and end of the last such wait that declared progress."""
+
+    def on(
+        self,
+        who: str,
+        what: str,
+        detail: Callable[[], str] = _nothing,
+        *,
+        of: Callable[[], Collection[str]] | None = None,
+        cause: str | None = None,
+        progress: Hashable = None,
+        idle: bool = False,
+    ) -> Wait:
+        """`who` waits for `what`, in words, while the context lasts; `of` None: `what` is a party."""
+        since = time.monotonic()
+        return Wait(self, who, what, detail, of or (lambda: (what,)), cause, progress, idle, since)
+
+    def enter(self, wait: Wait) -> None:
+        if wait.progress is not None and (left := self._left.get((wait.who, wait.what))):
+            progress, since, end = left
+            if progress == wait.progress and wait.since - end <= CONTINUED_SECONDS:
+                wait.since = since
+        self._open[wait] = None
+        if wait.cause is not None:
+            self._blocked(wait.who, wait.cause, True)
+
+    def leave(self, wait: Wait) -> None:
+        del self._open[wait]
+        if wait.progress is not None:
+            now = time.monotonic()
+            for key in [key for key, (*_, end) in self._left.items() if now - end > CONTINUED_SECONDS]:
+                del self._left[key]
+            self._left[wait.who, wait.what] = wait.progress, wait.since, now
+        if wait.cause is not None:
+            self._blocked(wait.who, wait.cause, False)
+
+    def of(self, who: Collection[str]) -> list[Wait]:
+        """The waits of these parties but for want of work, the longest first."""
+        waiting = (wait for wait in self._open if wait.who in who and not wait.idle)
+        return sorted(waiting, key=lambda wait: wait.since)
+
+    def chain(self, who: str) -> list[Wait]:
+        """From the wait of `who` to the root's; empty: it waits for nothing. The last is the first again
+        where they wait for one another."""
+        chain, parties = list[Wait](), tuple[str, ...]([who])
+        while waiting := self.of(parties):
+            chain.append(waiting[0])
+            if waiting[0] in chain[:-1]:
+                break
+            parties = tuple(waiting[0].of())
+        return chain
+
+    def report(self, does: Mapping[str, tuple[str, float]]) -> None:
+        """Note what parties elsewhere do, and for how many seconds."""
+        self.does |= {who: (what, time.monotonic() - seconds) for who, (what, seconds) in does.items()}
+
+    def root(self) -> str:
+        """The root of the trainer's chain, in words; empty: nothing waits."""
+        chain = self.chain(TRAINER) or self.of([BATCHER])
+        return next(iter(self._doing(chain)), str(chain[-1])) if chain else ""
+
+    def why(self) -> list[str]:
+        """What the trainer waits for, down to the root; then what else waits, the longest first."""
+        alike: dict[tuple[str, str], list[Wait]] = {}
+        for wait in self.of({wait.who for wait in self._open} - {BATCHER}):
+            alike.setdefault((wait.who, wait.what), []).append(wait)
+
+        def line(wait: Wait) -> str:
+            others = len(alike.pop((wait.who, wait.what), [wait])) - 1
+            return f"{wait}{f' (and {others} more)' if others else ''}"
+
+        chain = self.chain(TRAINER)
+        lines = [f"{'  ← ' if place else ''}{line(wait)}" for place, wait in enumerate(chain)]
+        if chain and chain[-1] in chain[:-1]:
+            lines.append("  … and so on: they wait for one another")
+        lines = lines or ["trainer waits for nothing"]
+        lines += [f"  ← {words}" for words in self._doing(chain or self.of([BATCHER]))]
+        return [*lines, *(f"beside it, {line(waiting[0])}" for waiting in [*alike.values()][:MOST_LINES])]
+
+    async def watch(self, stalled: Callable[[list[Wait]], None], seconds: float = ROOT_SECONDS) -> None:
+        """Call `stalled` with the trainer's chain whenever its root has not changed for `seconds`."""
+        root: tuple[object, ...] | None = None
+
+        async def progresses() -> bool:
+            nonlocal root
+            before, chain = root, self.chain(TRAINER) or self.of([BATCHER])
+            root = (chain[-1].who, chain[-1].what, chain[-1].since) if chain else None
+            return root is None or root != before
+
+        while True:
+            await until_stalled(progresses, seconds)
+            if chain := self.chain(TRAINER) or self.of([BATCHER]):
+                stalled(chain)
+
+    def _doing(self, chain: list[Wait]) -> list[str]:
+        """What the parties at the root of a chain do, as far as they report it."""
+        now, parties = time.monotonic(), chain[-1].of() if chain else ()
+        does = [(party, *self.does[party]) for party in parties if party in self.does]
+        return [f"{party}: {what}, for {now - since:.0f} s" for party, what, since in does]
+
+
+_OUTSIDE = Waits()
+_current: ContextVar[Waits] = ContextVar("waits", default=_OUTSIDE)
+
+
+def use(waits: Waits) -> None:
+    """Note the waits of this task, and of those it starts from now on, in `waits`."""
+    _current.set(waits)
+
+
+def on(who: str, what: str, detail: Callable[[], str] = _nothing, **more: Any) -> Wait:
+    """`Waits.on`, of the run whose task this is."""
+    return _current.get().on(who, what, detail, **more)
+
+
+def keep(kept: dict[str, Wait], who: Set[str], wait: Callable[[str], Wait]) -> None:
+    """Waits that last over several looks: from now on those of `who` are open, in `kept`, and no others."""
+    for gone in kept.keys() - who:
+        kept.pop(gone).__exit__()
+    for name in who - kept.keys():
+        kept[name] = wait(name).__enter__()

@@ -1,0 +1,206 @@
+"""`distill why`: the chain of waits of a run that stands still, for each of the reasons that it may have."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from episodes import GuessEnvironment
+from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
+
+from distill.aio import cancel
+from distill.config import RunConfig
+from distill.controller import Controller
+from distill.prompts.sources import EnvironmentSource
+from distill.prompts.stream import PromptStream
+from distill.record.store import Store
+from sync.base.errors import RemoteError
+from sync.wire import GenerateRequest, Heartbeat, UpdateReply, UpdateRequest, Version
+
+pytestmark = pytest.mark.virtual_time
+STEPS = {"steps": 10_000}
+
+
+@asynccontextmanager
+async def standing_still(
+    run: Controller, trouble: Callable[[], object], trainer: MemoryTrainer | None = None
+) -> AsyncIterator[list[str]]:
+    """What `distill why` says 40 s after a trouble that begins after the fifth step."""
+    trainer = trainer or MemoryTrainer(run.session, step_seconds=0.1)
+    run.pool.poll_seconds = run.pool.retry_seconds = 0.1
+    tasks = [asyncio.create_task(part) for part in (run.run(), trainer.run())]
+    async with asyncio.timeout(1000):
+        while run.record.state.reached is None or run.record.state.reached.step < 5:
+            await run.events.changed.wait(0.1)
+    trouble()
+    await asyncio.sleep(40.0)
+    yield run.why()
+    await cancel(tasks)
+
+
+def words(line: str) -> str:
+    """A line without its seconds, which must be about 40."""
+    for seconds in re.findall(r"(\d+) s\b", line):
+        assert 35 <= int(seconds) <= 41, line
+    return re.sub(r" \d+ s\b", "", line).strip()
+
+
+def chain(lines: list[str]) -> list[str]:
+    """The trainer's wait and those below it."""
+    return [words(line) for line in lines[1:] if not line.startswith("beside it")]
+
+
+class Stopped(MemoryTeacher):
+    """A teacher whose process is stopped: it answers nothing."""
+
+    stopped = False
+
+    async def score(self, *arguments: Any, **more: Any) -> Any:
+        if self.stopped:
+            await asyncio.Event().wait()
+        return await super().score(*arguments, **more)
+
+
+async def test_a_stopped_teacher(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    teacher = Stopped()
+    run = controller(config(run=STEPS), teachers={"t": teacher})
+    async with standing_still(run, lambda: setattr(teacher, "stopped", True)) as lines:
+        first, *_, last = chain(lines)
+        assert re.fullmatch(r"trainer waits for batch \d+: \d of 8 rollouts", first)
+        assert last == "← scoring waits for teacher t: 4 rollouts (and 1 more)"
+
+
+async def test_a_full_disk(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    run = controller(config(run=STEPS), store=Store(tmp_path, "never", retry_seconds=5.0))
+
+    def full(forced: bool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = run.record.store
+    flush = store._flush
+    async with standing_still(run, lambda: setattr(store, "_flush", full)) as lines:
+        store._flush = flush  # type: ignore[method-assign]
+        assert chain(lines)[-1].startswith(f"← record waits for disk space: {tmp_path} is full")
+
+
+class Behind(MemoryReplica):
+    """A replica whose store is slow, or that refuses updates."""
+
+    slow = refuses = False
+
+    async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
+        if self.slow:
+            await asyncio.Event().wait()
+        if self.refuses:
+            raise RemoteError("the disk of its mirror is full")
+        return await super().update(request, timeout)
+
+
+async def test_a_slow_store(controller: Callable[..., Controller], config: Callable[..., RunConfig]) -> None:
+    replica = Behind()
+    run = controller(config(run=STEPS), replicas={"r0": replica})
+    async with standing_still(run, lambda: setattr(replica, "slow", True)) as lines:
+        first, room, last = chain(lines)
+        assert first.startswith("trainer waits for batch")
+        assert re.fullmatch(r"← dispatcher waits for room: r0 is at L000-v\d+", room)
+        assert re.fullmatch(r"← r0 waits for the store: it loads L000-v\d+", last)
+
+
+async def test_a_trainer_in_its_checkpoint(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    run = controller(config(run=STEPS))
+    trainer = MemoryTrainer(run.session, step_seconds=0.1)
+
+    def saves() -> None:
+        trainer.step_seconds = 1000.0
+        does = {"trainer": ("it saves the checkpoint of L000-v00000005", 0.0)}
+        task = run.session.event(Heartbeat(version=Version(0, 0), rank=0, does=does))
+        asyncio.get_running_loop().create_task(task)
+
+    async with standing_still(run, saves, trainer) as lines:
+        assert chain(lines) == [
+            "trainer waits for nothing",
+            "← trainer: it saves the checkpoint of L000-v00000005, for",
+        ]
+
+
+async def test_an_environment_that_sleeps(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    environment = GuessEnvironment()
+    settings = config(
+        run=STEPS, environments={"guess": {"environment": "tests:guess"}}, rollout={"max_tokens": 2},
+        evaluation={"every": 0},
+    )  # fmt: skip
+    run = controller(
+        settings, environments={"guess": environment}, vocab_size=50,
+        prompts=PromptStream(EnvironmentSource("guess", 0), seed=0),
+        replicas={"r0": MemoryReplica(longest=2)},
+    )  # fmt: skip
+    async with standing_still(run, lambda: setattr(environment, "seconds", 1000.0)) as lines:
+        last = chain(lines)[-1]
+        assert re.fullmatch(r"← play waits for environment guess: episode \S+ \(and \d+ more\)", last)
+
+
+async def test_all_replicas_gone(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    replicas = {f"r{n}": MemoryReplica(seed=n, token_seconds=0.01) for n in range(2)}
+    run = controller(config(run=STEPS), replicas=replicas)
+    async with standing_still(run, lambda: [replica.die() for replica in replicas.values()]) as lines:
+        first, room, process = chain(lines)
+        assert first.startswith("trainer waits for batch")
+        assert room == "← dispatcher waits for room: r0 is absent; r1 is absent"
+        assert re.fullmatch(r"← r\d waits for the process at memory", process)
+
+
+class Long(MemoryReplica):
+    """A replica whose completions do not end."""
+
+    hangs = False
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        if self.hangs:
+            await asyncio.Event().wait()
+        async for answer in super().generate(request):
+            yield answer
+
+
+async def test_a_replica_that_is_behind(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    replica = Behind()
+    run = controller(config(run=STEPS), replicas={"r0": replica})
+    async with standing_still(run, lambda: setattr(replica, "refuses", True)) as lines:
+        first, room = chain(lines)
+        assert first.startswith("trainer waits for batch")
+        assert room == "← dispatcher waits for room: r0 refuses updates"
+
+
+async def test_a_replica_that_answers_nothing(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    replica = Long()
+    run = controller(config(run=STEPS, rollout={"stall_timeout_seconds": 600}), replicas={"r0": replica})
+    async with standing_still(run, lambda: setattr(replica, "hangs", True)) as lines:
+        assert chain(lines)[-1].startswith("← generation waits for r0: 4 of 4 completions")
+
+
+async def test_nothing_to_wait_for(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    run = controller(config(run=STEPS))
+    async with standing_still(run, lambda: None) as lines:
+        assert lines[0].endswith(" 0 s ago")
+        assert lines[1] == "trainer waits for nothing"
