@@ -41,13 +41,13 @@ from distill.record.audit import VIOLATIONS, audit
 from distill.topology import EVALUATOR, TRAINER
 from sync.base.errors import ConfigError, DistillError
 from sync.base.jsonl import JsonLines
-from tests.benchmarks.figures import ConfigFile, Figures, cell, chosen, command, listing
+from tests.benchmarks.figures import Figures, cell, chosen, command, listing
 
 ALL, DISK = "all at once", "the run's folder"
 MAX_PAUSE_SECONDS = 4.0
 """Between a recovery and the next event: a random time up to this."""
 HEALTH_SECONDS = 20.0
-"""run.health_timeout_seconds, unless overridden: a stopped process is detected that late."""
+"""run.health_timeout_seconds: a stopped process is detected that late."""
 STALL_SECONDS = 60.0
 """rollout.stall_timeout_seconds, likewise: of an engine that is stopped behind its server."""
 STOP_SECONDS = 1.5 * HEALTH_SECONDS
@@ -55,44 +55,34 @@ STOP_SECONDS = 1.5 * HEALTH_SECONDS
 FAULT_SECONDS = 5.0
 """Length of a temporary fault: slowness, a full disk."""
 CHECKPOINT_EVERY = 10
-"""Steps, where the configuration has none: without checkpoints a killed trainer starts over."""
+"""Steps: without checkpoints a killed trainer starts over."""
 STEPS_PER_EVENT = 40
 """Length of the quickstart: enough that it still runs at the last event."""
 TIMEOUT = 4.0
 """Times run.start_seconds that anything may take before the run counts as stalled."""
 
 
-def target_of(
-    config: Path | None,
-    overrides: Sequence[str],
-    events: int,
-    seed: int,
-    kinds: Sequence[str],
-    task: quickstart.Task,
-) -> KillTarget:
-    """The run of a file or the quickstart's of `task`, with restarts enough. Raises ConfigError."""
-    path, ours = (config, []) if config else quickstart.source(0, task)
-    if config is None:
-        ours.append(f"run.steps={STEPS_PER_EVENT * events}")
-    ours += [
+def target_of(events: int, seed: int, kinds: Sequence[str], task: quickstart.Task) -> KillTarget:
+    """The quickstart of a task, with steps and restarts enough. Raises ConfigError."""
+    path, settings = quickstart.source(0, task)
+    settings += [
+        f"run.steps={STEPS_PER_EVENT * events}",
         f"run.restarts={2 * events + 10}",
         f"run.health_timeout_seconds={HEALTH_SECONDS}",
         f"rollout.stall_timeout_seconds={STALL_SECONDS}",
         "run.min_free_disk_gib=0",
         "tracking.wandb=disabled",
-        *overrides,
+        f"trainer.checkpoint_every={CHECKPOINT_EVERY}",
     ]
-    settings = load(path, ours)
-    every = settings.trainer.checkpoint_every or CHECKPOINT_EVERY
-    ours += [f"trainer.checkpoint_every={every}", f"run.name={settings.run.name}-chaos-{seed}"]
-    settings = load(path, ours)
-    if settings.run_dir.exists():
-        raise ConfigError(f"{settings.run_dir} is there: remove it, or take another --seed")
+    settings.append(f"run.name={load(path, settings).run.name}-chaos-{seed}")
+    config = load(path, settings)
+    if config.run_dir.exists():
+        raise ConfigError(f"{config.run_dir} is there: remove it, or take another --seed")
     relayed = {CUT, MALFORMED} & set(kinds)
     program = [faults.__file__] if relayed else ["-m", "distill.cli.main", "run"]
     words = [sys.executable, "-P", *program, str(path)]
-    words += [word for override in ours for word in ("--set", override)]
-    return KillTarget(words, settings.run_dir, timeout=TIMEOUT * settings.run.start_seconds)
+    words += [word for setting in settings for word in ("--set", setting)]
+    return KillTarget(words, config.run_dir, timeout=TIMEOUT * config.run.start_seconds)
 
 
 @contextmanager
@@ -239,8 +229,6 @@ def table(figures: Figures) -> str:
 
 
 def run(
-    config: ConfigFile = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
     events: Annotated[int, typer.Option(min=1, help="Faults to inject.")] = 24,
     kinds: Annotated[str, typer.Option(help="Kinds of faults, with commas.")] = ",".join(INJECT),
     task: Annotated[quickstart.Task, typer.Option(help="Of the quickstart.")] = "sort_letters",
@@ -249,7 +237,7 @@ def run(
 ) -> Figures:
     """Inject faults into a run at random moments, let it end, and audit it; exit 1 for a broken guarantee."""
     asked = chosen("--kinds", kinds, INJECT)
-    target = target_of(config, overrides or [], events, seed, asked, task)
+    target = target_of(events, seed, asked, task)
     with small_disk(target.run_dir, disk_gib if "disk" in asked else 0):
         return strike(target, events, seed, asked)
 

@@ -35,10 +35,6 @@ POLL_SECONDS: Final = 0.5
 Folder = Annotated[Path, typer.Option(help="Where runs and finished trials lie.", file_okay=False)]
 Seeds = Annotated[int, typer.Option(min=1, help="Trials of each kind; medians are taken.")]
 Steps = Annotated[int, typer.Option(min=8, help="Optimizer steps of a trial.")]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(help="TOML file of a run; left out: the quickstart.", exists=True, dir_okay=False),
-]
 
 
 def command(

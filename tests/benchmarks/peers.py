@@ -27,8 +27,8 @@ from distill.prompts.stream import PromptStream
 from sync.base.errors import DistillError
 from sync.base.jsonl import read_lines
 from sync.base.tokenizers import load_tokenizer
-from tests.benchmarks import asynchronous, limit
-from tests.benchmarks.asynchronous import OVERLAPPED, TrialSteps
+from tests.benchmarks import asynchronous
+from tests.benchmarks.asynchronous import OVERLAPPED, SCALES, Scale, ScaleName, TrialSteps
 from tests.benchmarks.figures import (
     Figures,
     Folder,
@@ -40,7 +40,6 @@ from tests.benchmarks.figures import (
     median_gap_ms,
     medians,
 )
-from tests.benchmarks.limit import SCALES, Scale, ScaleName
 
 log = logging.getLogger(__name__)
 SCRIPT: Final = Path(__file__).with_name("trl_peer.py")
@@ -75,7 +74,7 @@ def run(
     python, cache = environment(folder / "trl"), TrialCache(folder)
 
     def trial(side: str, seed: int, precision: str, steps: int, size: Scale) -> Figures:
-        words = [*OVERLAPPED, *limit.settings_of(scale, seed)]
+        words = [*OVERLAPPED, *asynchronous.settings_of(scale, seed)]
         path, settings = quickstart.source(seed)
         task = job(load(path, [*settings, *words]), steps, precision, size.learns)
         words += PRECISIONS[precision]

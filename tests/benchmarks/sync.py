@@ -33,16 +33,13 @@ import httpx
 import numpy as np
 import torch
 import typer
-from tiny_models import language_model, save_words
-from transformers import AutoModelForCausalLM
+from tiny_models import language_model, save_adapter, save_words
 from weight_proof import RUN, Versions, on_loopback
 
 from distill.config import StudentConfig
 from distill.launch.preflight import serving
 from distill.launch.roles import Ports
 from distill.rollout.replica_client import HttpReplica
-from student_trainer.config import LoRAConfig
-from student_trainer.engine import with_adapters
 from sync import wire
 from sync.base.address import token_from_environment
 from sync.base.errors import ConfigError, DistillError
@@ -156,23 +153,17 @@ def codec_row(rate: float, old: np.ndarray, new: np.ndarray) -> Figures:
 def make(size: Size, folder: Path) -> tuple[Path, Path]:
     """Write a model and an adapter over all its linear layers; their folders."""
     model, adapter = folder / "model", folder / "adapter"
-    random = language_model(
-        "Qwen3",
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.hidden // 32,
-        num_key_value_heads=size.hidden // 64,
-        intermediate_size=size.feed_forward,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.02,
-        tie_word_embeddings=True,
-        eos_token_id=None,  # completions have the requested length
-    )
-    random.to(torch.bfloat16).save_pretrained(model)
+    width = {
+        "hidden_size": size.hidden,
+        "intermediate_size": size.feed_forward,
+        "num_hidden_layers": size.layers,
+    }
+    heads = {"num_attention_heads": size.hidden // 32, "num_key_value_heads": size.hidden // 64}
+    more = {"vocab_size": size.vocabulary, "max_position_embeddings": CONTEXT, "initializer_range": 0.02}
+    random = language_model("Qwen3", **width, **heads, **more, tie_word_embeddings=True, eos_token_id=None)
+    random.to(torch.bfloat16).save_pretrained(model)  # completions have the requested length
     save_words(model, (f"w{i}" for i in range(size.vocabulary)), eos_token="w1", pad_token="w0")
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    with_adapters(base, LoRAConfig(rank=size.rank), 0).save_pretrained(adapter)
+    save_adapter(model, adapter, 0, size.rank)
     (adapter / "README.md").unlink(missing_ok=True)
     return model, adapter
 

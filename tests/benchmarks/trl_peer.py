@@ -62,34 +62,17 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
     recorder = Recorder(job)
-    settings = DistillationConfig(
-        output_dir=job["output"],
-        use_cpu=True,
-        seed=job["seed"],
-        max_steps=job["steps"],
-        per_device_train_batch_size=job["batch"],
-        max_completion_length=job["max_tokens"],
-        learning_rate=job["rate"],
-        lr_scheduler_type="linear",
-        warmup_steps=job["warmup"],
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        beta=1.0,
-        temperature=1.0,
-        bf16=job["bf16"],
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    settings = {"output_dir": job["output"], "use_cpu": True, "seed": job["seed"], "max_steps": job["steps"]}
+    settings |= {"per_device_train_batch_size": job["batch"], "max_completion_length": job["max_tokens"]}
+    settings |= {"learning_rate": job["rate"], "lr_scheduler_type": "linear", "warmup_steps": job["warmup"]}
+    settings |= {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    settings |= {"beta": 1.0, "temperature": 1.0, "bf16": job["bf16"], "gradient_checkpointing": False}
+    settings |= {"shuffle_dataset": False, "logging_strategy": "no", "save_strategy": "no"}
+    settings |= {"report_to": "none", "disable_tqdm": True}
     trainer = Counted(
         model=job["student"],
         teacher_model=job["teacher"],
-        args=settings,
+        args=DistillationConfig(**settings),
         train_dataset=Dataset.from_dict({"prompt": job["prompts"]}),
         callbacks=[recorder],
     )
