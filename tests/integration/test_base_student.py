@@ -1,5 +1,5 @@
-"""A run of a base student with its instruct teacher's tokens: other special ids, another end, more ids; and a
-resume of it."""
+"""Runs on words: a base student with its instruct teacher's tokens, which have other special ids, another end
+and more ids, resumed; and the run of a probe."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from run_on_words import over, prepare
 from tiny_models import save_words
 from vllm_replica import VOCABULARY, save_model
 
+import distill
+from distill.launch import probe
 from distill.record.audit import audit
 
 pytestmark = [pytest.mark.engine, pytest.mark.run, pytest.mark.filterwarnings("ignore")]
@@ -45,3 +48,30 @@ def test_a_base_student_learns_its_teachers_end_and_never_samples_ids_of_its_own
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(0 <= step["train/reverse_kl"] < 20 for step in steps if "train/reverse_kl" in step)
     assert audit(run).ok
+
+
+# --- `distill plan --probe` with real engines: a plan whose step takes what the steps of its probe took
+
+
+MANY_STEPS = 1000
+"""More than the probe waits for."""
+
+
+def test_a_plan_after_a_probe_has_its_speeds_and_nothing_of_it_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 2.0)
+    config = distill.load_config(prepare(tmp_path, "probed", MANY_STEPS))
+    said: list[str] = []
+    before = psutil.Process().children(recursive=True)
+    found = distill.plan(config, probe=True, say=said.append)
+    assert said[-1].endswith(" s")
+    assert found.measured is not None
+    run, assumed = found.measured
+    assert found.plan.step_seconds == pytest.approx(run.step_seconds)
+    assert found.plan.longest == pytest.approx(run.seconds)
+    assert found.plan.lengths == run.lengths
+    assert run.lengths.source == "measured in probe"
+    assert assumed.step_seconds != found.plan.step_seconds
+    assert [*config.run.folder.iterdir()] == []
+    assert psutil.Process().children(recursive=True) == before

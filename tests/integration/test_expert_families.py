@@ -31,7 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(home: Path) -> dict[str, np.ndarray]:
     out = home / "found.npz"
-    line = [sys.executable, families_in_vllm.__file__, "replica", str(home), str(out), *SERVED, *NOT_UPDATED]
+    line = [sys.executable, families_in_vllm.__file__, str(home), str(out), *SERVED, *NOT_UPDATED]
     done = subprocess.run(line, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     return dict(np.load(out))

@@ -9,32 +9,14 @@ import torch
 from student_trainer.engine import without_randomness
 
 VOCAB = 37
-SIZE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
+SIZE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
+SIZE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+SIZE |= {"max_position_embeddings": 64, "initializer_range": 0.3}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": False}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
+LATENT |= {"qk_nope_head_dim": 8, "v_head_dim": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+LATENT["first_k_dense_replace"] = 1
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True},
     "Qwen2": {},

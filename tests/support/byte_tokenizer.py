@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -24,3 +25,22 @@ def byte_tokenizer(template: str | None = CHATML, end: str = "<|im_end|>", **spe
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+class Letters:
+    """A tokenizer of Unicode letters without a chat template, whose id 0 ends a text."""
+
+    chat_template, eos_token_id = None, 0
+
+    def __len__(self) -> int:
+        return sys.maxunicode + 1
+
+    def encode(self, text: str) -> list[int]:
+        return letters(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
-from route_recorder import COMPLETION, ENVIRONMENT, PROMPT, SEQUENCES
+from route_recorder import COMPLETION, ENVIRONMENT, PROMPT, SEQUENCES, SMALL
 
 VOCABULARY = 64
 CUTS: dict[str, dict[str, Any]] = {
@@ -49,27 +49,9 @@ def start(folder: str) -> Observed:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return Observed(
-        AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=folder,
-                dtype="float32",
-                enforce_eager=True,
-                distributed_executor_backend="uni",
-                max_model_len=128,
-                max_num_seqs=SEQUENCES,
-                max_num_batched_tokens=24,
-                block_size=32,
-                num_gpu_blocks_override=15,
-                enable_prefix_caching=True,
-                gpu_memory_utilization=0.2,
-                max_logprobs=-1,
-                logprobs_mode="processed_logprobs",
-                enable_return_routed_experts=True,
-                return_sampling_mask=True,
-            )
-        )
-    )
+    native = {"enable_return_routed_experts": True, "return_sampling_mask": True, "max_logprobs": -1}
+    native |= {"enable_prefix_caching": True, "logprobs_mode": "processed_logprobs"}
+    return Observed(AsyncLLM.from_engine_args(AsyncEngineArgs(folder, **SMALL, **native)))
 
 
 async def complete(engine: Observed, name: str, prompt: list[int], tokens: int, **cut: Any) -> dict[str, Any]:

@@ -29,6 +29,15 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
+ENGINE: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "uni"}
+ENGINE["gpu_memory_utilization"] = 0.2
+SMALL = ENGINE | {"max_model_len": 128, "max_num_seqs": SEQUENCES, "max_num_batched_tokens": 24}
+SMALL |= {"block_size": 32, "num_gpu_blocks_override": 15}
+"""Prompts come in chunks, and completions are preempted."""
+OURS = {
+    "weight_transfer_config": {"backend": "distill"},
+    "worker_extension_cls": "sync.vllm.engine.WorkerExtension",
+}
 
 
 def swap(rpc: Callable[..., list[Any]], folder: str) -> str | None:
@@ -58,22 +67,7 @@ class Recorded:
             write(record, request, start, token_N, *more)
 
         RouteRecord.write = counted  # type: ignore[method-assign]
-        llm = vllm.LLM(
-            model=folder,
-            dtype="float32",
-            enforce_eager=True,
-            distributed_executor_backend="uni",
-            max_model_len=128,
-            max_num_seqs=SEQUENCES,
-            max_num_batched_tokens=24,
-            block_size=32,
-            kv_cache_memory_bytes=1 << 26,
-            num_gpu_blocks_override=15,
-            enable_prefix_caching=False,
-            gpu_memory_utilization=0.2,
-            weight_transfer_config={"backend": "distill"},
-            worker_extension_cls="sync.vllm.engine.WorkerExtension",
-        )
+        llm = vllm.LLM(folder, enable_prefix_caching=False, kv_cache_memory_bytes=1 << 26, **SMALL, **OURS)
         self.rpc, self.engine, self._params = llm.collective_rpc, llm.llm_engine, vllm.SamplingParams
         self.shape = self.rpc("distill_record_routes")[0]
         assert self.rpc("distill_record_routes")[0] == self.shape, "again changes nothing"

@@ -44,11 +44,10 @@ SERVED = ("glm4", "mixtral", "olmoe", "qwen2", "qwen3")
 NOT_UPDATED = ("gpt-oss",)
 """Served by vLLM, and an update is refused."""
 SCORED = ("qwen3",)
-"""A teacher of engine "vllm" gives the scores of transformers; of others `families_in_vllm.py teacher`."""
+"""A teacher of engine "vllm" gives the scores of transformers."""
 TOKENS_RL = torch.arange(22).reshape(2, 11).mul(7).remainder(VOCAB)
 
 
-TAUGHT_TOKENS = [3 + 5 * place % 29 for place in range(20)]
 WIDE: dict[str, Any] = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 32}
 WIDE |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}  # of vLLM's kernel for CPUs
 WIDE |= {"kv_lora_rank": 512, "q_lora_rank": 32}

@@ -55,48 +55,23 @@ def make(folder: Path, name: str) -> Path:
 
 
 def _config(name: str) -> Any:
-    shared = {
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "dtype": "bfloat16",
-        "max_position_embeddings": 262144 if "Coder" in name else 40960,
-    }
+    longest = 262144 if "Coder" in name else 40960
+    shared = {"head_dim": 128, "vocab_size": 151936, "dtype": "bfloat16", "max_position_embeddings": longest}
     if "SmolLM2-135M" in name:
-        return LlamaConfig(
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-            vocab_size=49152,
-            dtype="bfloat16",
-            max_position_embeddings=8192,
-        )
+        shared = {"vocab_size": 49152, "dtype": "bfloat16", "max_position_embeddings": 8192}
+        return LlamaConfig(**_sized(576, 1536, 30, 9, 3), tie_word_embeddings=True, **shared)
     if name in _DENSE:
-        width, inner, layers, heads, tied = _DENSE[name]
-        return Qwen3Config(
-            hidden_size=width,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=8,
-            tie_word_embeddings=tied,
-            **shared,
-        )
+        *size, tied = _DENSE[name]
+        return Qwen3Config(**_sized(*size, 8), tie_word_embeddings=tied, **shared)
     width, inner, layers, heads = _EXPERTS[name]
-    return Qwen3MoeConfig(
-        hidden_size=width,
-        intermediate_size=3 * width,
-        moe_intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        tie_word_embeddings=False,
-        **shared,
-    )
+    experts = {"moe_intermediate_size": inner, "num_experts": 128, "num_experts_per_tok": 8}
+    sizes = _sized(width, 3 * width, layers, heads, 4)
+    return Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False, **shared)
+
+
+def _sized(*size: int) -> dict[str, int]:
+    attention = "num_attention_heads", "num_key_value_heads"
+    return dict(zip(("hidden_size", "intermediate_size", "num_hidden_layers", *attention), size, strict=True))
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
