@@ -61,19 +61,14 @@ def of_run(tmp_path: Path, card: str | None = STUDENT_CARD) -> RunConfig:
     (tmp_path / "student").mkdir(parents=True)
     if card is not None:
         (tmp_path / "student/README.md").write_text(card)
+    written = {"system_prompt": f"key {SECRET}", "prompt_suffix": "/no_think"}
+    store = {"type": "object", "url": "s3://bucket/x"}
     return make_config(
         run={"name": "run", "folder": str(tmp_path)},
         student={"path": str(tmp_path / "student"), "env": {"HF_TOKEN": SECRET}},
         teachers={"t": {"path": "acme/teacher", "urls": ["http://10.1.2.3:7200"]}},
-        prompts={
-            "type": "dataset",
-            "path": "acme/questions",
-            "system_prompt": f"key {SECRET}",
-            "prompt_suffix": "/no_think",
-        },
-        weights={
-            "store": {"type": "object", "url": "s3://bucket/x", "options": {"secret_key": "s3cr3t-value"}}
-        },
+        prompts={"type": "dataset", "path": "acme/questions"} | written,
+        weights={"store": store | {"options": {"secret_key": "s3cr3t-value"}}},
         cluster={"type": "ray", "address": "10.1.2.4:6379"},
     )
 

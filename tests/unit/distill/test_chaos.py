@@ -1,4 +1,4 @@
-"""Random deaths of everything in one process; the guarantees hold, and a program says so."""
+"""Random deaths of everything in one process; what injects faults into real runs, and what measures."""
 
 from __future__ import annotations
 

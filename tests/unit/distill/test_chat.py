@@ -1,4 +1,4 @@
-"""Conversations of `distill chat`, and how each model is served for it."""
+"""Models in folders: conversations of `distill chat`, pruning, and how completions behave."""
 
 from __future__ import annotations
 

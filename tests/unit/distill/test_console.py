@@ -1,4 +1,4 @@
-"""What a run shows while it lasts: the panel of a terminal, plain lines elsewhere."""
+"""What a run shows while it lasts: the panel of a terminal, plain lines elsewhere, lines of logs."""
 
 from __future__ import annotations
 

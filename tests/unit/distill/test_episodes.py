@@ -281,36 +281,39 @@ async def test_limits_end_an_episode_between_two_turns(play) -> None:
     assert {one.id for one in cut} <= {*environment.ended}, "the environment is told"
 
 
+async def timed(
+    play, store: Path, environment: GuessEnvironment, steps: int, step_seconds: float, **buffer: Any
+):
+    """The run, what it trained on, and its seconds without the first steps and the last, whose rollouts were
+    issued before."""
+    config = settings()
+    section = type(config.buffer).model_validate(config.buffer.model_dump() | buffer)
+    config = config.model_copy(
+        update={"run": config.run.model_copy(update={"steps": steps}), "buffer": section}
+    )
+    replicas = {"r0": Recorder(longest=2, token_seconds=0.01)}
+    run, trained = play(environment, config, replicas=replicas, store=Store(store, "never"))
+    trainer, ended = MemoryTrainer(run.session, step_seconds=step_seconds), list[float]()
+    trainer.record = lambda version, shares: ended.append(time.monotonic())
+    await finish(run, trainer)
+    return run, trained, ended[-8] - ended[10]
+
+
 async def test_a_hundredfold_straggler_changes_no_step_time(play, tmp_path: Path) -> None:
     class Straggling(GuessEnvironment):
+        slow = False
+
         async def begin(self, id: str, task: int) -> Any:
             if self.slow and task % 48 == 5:
                 await asyncio.sleep(100 * 0.1)
             return await super().begin(id, task)
 
-        slow = False
-
     seconds = []
+    late = {"max_staleness": 4, "depth": "full", "late": {"type": "freshness", "hard_limit": 60}}
     for slow in (False, True):
         environment = Straggling(seconds=0.02)
         environment.slow = slow
-        config = settings()
-        late = {"max_staleness": 4, "depth": "full", "late": {"type": "freshness", "hard_limit": 60}}
-        config = config.model_copy(
-            update={
-                "run": config.run.model_copy(update={"steps": 40}),
-                "buffer": type(config.buffer).model_validate({**config.buffer.model_dump(), **late}),
-            }
-        )
-        run, _ = play(
-            environment, config, replicas={"r0": Recorder(longest=2, token_seconds=0.01)},
-            store=Store(tmp_path / str(slow), "never"),
-        )  # fmt: skip
-        trainer = MemoryTrainer(run.session, step_seconds=0.2)
-        ended: list[float] = []
-        trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())
-        await finish(run, trainer)
-        seconds.append(ended[-8] - ended[4])  # the last batches have what was issued before, and wait for it
+        seconds.append((await timed(play, tmp_path / str(slow), environment, 40, 0.2, **late))[-1])
     assert seconds[1] <= 1.01 * seconds[0]
 
 
@@ -325,19 +328,12 @@ async def test_an_episode_that_grows_too_old_in_its_environment_makes_room_at_on
                 await asyncio.sleep(self.asleep)
             return await super().proceed(id, *given)
 
-    seconds, found = [], Sleeping()
+    seconds = []
     for asleep in (0.0, 10.0):
-        found, config = Sleeping(seconds=0.02), settings()
+        found = Sleeping(seconds=0.02)
         found.asleep = asleep
-        config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 60})})
-        replicas = {"r0": Recorder(longest=2, token_seconds=0.01)}
-        store = Store(tmp_path / str(asleep), "never")
-        run, trained = play(found, config, replicas=replicas, store=store)
-        trainer = MemoryTrainer(run.session, step_seconds=0.1)
-        ended: list[float] = []
-        trainer.record = lambda version, shares, ended=ended: ended.append(time.monotonic())
-        await finish(run, trainer)
-        seconds.append(ended[-8] - ended[10])
+        run, trained, took = await timed(play, tmp_path / str(asleep), found, 60, 0.1)
+        seconds.append(took)
         assert len(trained) == 60 * 8
     assert seconds[1] <= 1.15 * seconds[0], "1.00 to 1.03 in eleven runs; 1.9 where they keep their room"
     state = run.record.state

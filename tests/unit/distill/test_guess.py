@@ -1,4 +1,4 @@
-"""The game of guesses: its rules, its tokens, its lessons, and the quickstart that plays it."""
+"""The games of the quickstart, guesses and a calculator: their rules, their tokens, their lessons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan computes, against closed forms for models of known shape."""
+"""What a plan computes, against closed forms for models of known shape; and its probe."""
 
 from __future__ import annotations
 
@@ -38,15 +38,8 @@ PARAMETERS = VOCABULARY * WIDTH + WIDTH + LAYERS * (LAYER + 3 * WIDTH * INNER)
 FLOPS, BYTES = 1e9, 1e6
 GPU = Device("h100", 2 * FLOPS, 4 * BYTES, 10.0, 256, 0.5, 0.25)
 """Reaches FLOPS and BYTES a second."""
-SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD,
-    "vocab_size": VOCABULARY,
-    "dtype": "bfloat16",
-}
+SIZES: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+SIZES |= {"num_key_value_heads": KV_HEADS, "head_dim": HEAD, "vocab_size": VOCABULARY, "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +54,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def on_gpus(model: str, **sections: Any) -> RunConfig:
     """Two replicas, a vLLM teacher of two GPUs, two ranks; batches of 8 completions of 8 tokens."""
+    teacher = {"path": model, "engine": "vllm", "devices": ["2,3"]}
+    teacher["engine_args"] = {"tensor_parallel_size": 2}
     base: dict[str, Any] = {
         "student": {"path": model, "replicas": 2, "devices": ["0", "1"]},
-        "teachers": {
-            "t": {
-                "path": model,
-                "engine": "vllm",
-                "devices": ["2,3"],
-                "engine_args": {"tensor_parallel_size": 2},
-            }
-        },
+        "teachers": {"t": teacher},
         "trainer": {"devices": "4,5", "ranks": 2, "deepspeed": DEEPSPEED},
         "preflight": {"gpu_gib": 10.0},
         "evaluation": None,
@@ -475,7 +463,7 @@ def test_processes_that_register_are_not_placed_on_the_controller_s_gpus(
     assert devices.check_devices(config, {}) == []
 
 
-# --- `distill plan --probe` around its run; tests/integration/test_plan_probe.py makes a real one
+# --- `distill plan --probe` around its run; tests/integration/test_base_student.py makes a real one
 
 
 async def begun(config: RunConfig, ends: list[float], then: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""GET /metrics of every role over real HTTP, and what the dashboard and the documents make of it."""
+"""Figures by name: GET /metrics of every role over real HTTP, the dashboard, the documents."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import letters
 from jinja2 import TemplateError
 
 from distill.config.prompts import DatasetPrompts, JsonlPrompts
@@ -28,10 +29,6 @@ def read_dataset(config: DatasetPrompts, encode: Encode, max_prompt: int) -> Tab
 
 def rows_of(**fields: Any) -> JsonlPrompts:
     return JsonlPrompts(type="jsonl", path=Path("p.jsonl"), **fields)
-
-
-def letters(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
 
 
 def table(count: int) -> TableSource:

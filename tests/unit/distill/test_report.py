@@ -1,4 +1,4 @@
-"""The picture, the page, the trace and the figures of a run."""
+"""The picture, the page, the trace, the figures and the samples of a run."""
 
 from __future__ import annotations
 

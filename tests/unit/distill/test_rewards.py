@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import psutil
 import pytest
+from byte_tokenizer import Letters
 from small_config import make_config
 
 from distill.config.prompts import JsonlPrompts, TaskPrompts
@@ -31,21 +31,6 @@ from distill.tasks.teaching import make_tokenizer
 from sync.base.errors import ConfigError, DataError
 
 EOS = 0
-
-
-class Letters:
-    """A tokenizer of Unicode letters whose id 0 ends a text."""
-
-    chat_template, eos_token_id = None, EOS
-
-    def __len__(self) -> int:
-        return sys.maxunicode + 1
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 def open_rows(folder: Path, rows: list[dict[str, Any]], **prompts: Any) -> PromptSplit:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from byte_tokenizer import Letters, letters
 from small_config import make_config
 
 from distill.config import RunConfig
@@ -26,25 +26,6 @@ from distill.prompts.streaming import StreamSource, open_stream
 from sync.base.errors import ConfigError, DataError
 
 FILES, ROWS = 3, 20
-
-
-def letters(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
-
-
-class Letters:
-    """A tokenizer without a chat template."""
-
-    chat_template = None
-
-    def __len__(self) -> int:
-        return sys.maxunicode + 1
-
-    def encode(self, text: str) -> list[int]:
-        return letters(text)
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The task that sorts from both ends: its prompts, its reward_fn, its models' vocabulary."""
+"""Tasks: that which sorts from both ends, and puzzles of reasoning-gym."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import psutil
 import pytest
 import torch
@@ -49,36 +48,6 @@ def test_bytes_of_any_length_reach_every_rank(tmp_path: Path, size: int) -> None
 
 def test_a_single_rank_needs_no_group() -> None:
     assert Ranks(0, 1, torch.device("cpu")).collect(b"alone") == [b"alone"]
-
-
-FORKS = """
-import os, sys, time
-from forked import Rank
-
-SAYS = "import os, signal, sys; print(os.environ['RANK'], *sys.argv[1:]); "
-
-def start(end):
-    open("rank.py", "w").write(SAYS + end)
-    with open("rank.log", "a") as log:
-        return Rank([sys.executable, "-u", "-m", "rank", "--local_rank=1"], {"RANK": "3"}, stdout=log)
-
-def end(rank):
-    while rank.poll() is None:
-        time.sleep(0.01)
-    return rank.returncode
-
-sys.path.insert(0, "")
-print(end(start("")), end(start("sys.exit(9)")), end(start("os.kill(os.getpid(), signal.SIGKILL)")))
-print("RANK" in os.environ, open("rank.log").read().split("\\n"))
-"""
-
-
-def test_a_forked_rank_is_what_the_deepspeed_launcher_would_start(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(forked.__file__).parent)}
-    line = [sys.executable, "-c", FORKS]
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    said = "3 --local_rank=1"
-    assert done.stdout.splitlines() == ["0 9 -9", f"False {[said, said, said, '']}"], done.stderr
 
 
 # --- where they meet, and what they listen on meanwhile -----------------------------------------------------
