@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import launched_trainer
 import pytest
 import torch
-from launched_trainer import STOP, Running, Share, StubController, folder_digests, settings, until, words
+from launched_trainer import STOP, Running, Share, StubController, folder_digests, save_tokenizer, until
 from one_process import routed, same_step
 from safetensors.torch import load_file
 
@@ -59,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.3)
         model.save_pretrained(folder / kind)
-        words().save_pretrained(folder / kind)
+        save_tokenizer(folder / kind)
     return folder
 
 
@@ -111,7 +111,7 @@ def test_shared_experts_are_published_saved_and_resumed_bit_for_bit(models: Path
         with closing(StubController(until(steps, stop), start, parent)) as stub:
             trainer = {"checkpoint_every": 2, "keep_checkpoints": 9, "expert_parallel": size, "ranks": ranks}
             more: dict[str, Any] = {"objective": {"type": "topk", "k": 4}, "trainer": trainer}
-            config = settings(models, tmp_path / "run", stub.url, "Qwen2Moe", **more)
+            config = launched_trainer.settings(models, tmp_path / "run", stub.url, "Qwen2Moe", **more)
             if parent is not None:
                 (config.run_dir / "checkpoints/latest").write_text(f"{parent}\n")
             with Running(config) as running:
@@ -153,9 +153,11 @@ def test_a_family_that_cannot_be_shared_is_refused_by_every_rank(tmp_path: Path)
 
     sizes = {name: value for name, value in GROUPS.items() if name not in LATENT} | {"n_group": 1}
     Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, head_dim=8)).save_pretrained(tmp_path / "glm")
-    words().save_pretrained(tmp_path / "glm")
+    save_tokenizer(tmp_path / "glm")
     with closing(StubController(until(1, STOP))) as stub:
-        config = settings(tmp_path, tmp_path / "run", stub.url, "glm", trainer={"expert_parallel": 2})
+        config = launched_trainer.settings(
+            tmp_path, tmp_path / "run", stub.url, "glm", trainer={"expert_parallel": 2}
+        )
         with Running(config) as running:
             assert running.end() == 1
             assert "the student is a glm4_moe: DeepSpeed's AutoEP computes deepseek_v3" in running.log

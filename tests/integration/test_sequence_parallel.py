@@ -6,9 +6,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import launched_trainer
 import pytest
 from attention_families import model
-from launched_trainer import STOP, VOCAB, Running, StubController, folder_digests, settings, until, words
+from launched_trainer import STOP, VOCAB, Running, StubController, folder_digests, save_tokenizer, until
 from one_process import routed, same_step, sharing
 
 from student_trainer import ledger
@@ -34,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in ("Qwen3", "Qwen3Moe"):
         more = {"vocab_size": VOCAB + 2, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": None}
         model(family, **more).save_pretrained(folder / family)
-        words().save_pretrained(folder / family)
+        save_tokenizer(folder / family)
     return folder
 
 
@@ -73,7 +74,7 @@ def test_published_saved_and_recorded_as_without_and_resumed_by_other_ranks(
         with closing(StubController(sharing(until(2, stop), size), at, parent)) as stub:
             trainer = {"sequence_parallel": size, "ranks": ranks, "keep_checkpoints": 9}
             given: dict[str, Any] = {"objective": OBJECTIVE, "trainer": trainer}
-            trained(settings(models, run_dir, stub.url, "Qwen3", **given), stub)
+            trained(launched_trainer.settings(models, run_dir, stub.url, "Qwen3", **given), stub)
             return stub
 
     first = start(2, 2, Version(0, 0), None)

@@ -29,6 +29,7 @@ from forked import start
 from launched_trainer import STOP, Running, StubController, folder_digests, members, settings, shares, until
 from ports import free_port
 from safetensors.torch import load_file
+from tiny_models import language_model
 
 from student_trainer import launch, ledger
 from student_trainer.teacher_scores import RowScores, with_scores
@@ -52,22 +53,18 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `qwen` and `llama`."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
     folder = tmp_path_factory.mktemp("models")
     size = {
         "vocab_size": launched_trainer.VOCAB + 2,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "head_dim": 8,
     }
-    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    torch.manual_seed(0)
-    qwen = Qwen3ForCausalLM(Qwen3Config(**size, head_dim=8, tie_word_embeddings=True))
-    llama = LlamaForCausalLM(LlamaConfig(**size, tie_word_embeddings=False))
-    for name, model in (("qwen", qwen), ("llama", llama)):
+    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.02}
+    for name, kind in (("qwen", "Qwen3"), ("llama", "Llama")):
+        model = language_model(kind, **size, tie_word_embeddings=kind == "Qwen3")
         model.to(torch.bfloat16).save_pretrained(folder / name)
-        launched_trainer.words().save_pretrained(folder / name)
+        launched_trainer.save_tokenizer(folder / name)
     return folder
 
 

@@ -17,6 +17,7 @@ from forked import start
 from plain_step import flat_rows
 from ports import Handler
 from safetensors.torch import load_file
+from tiny_models import save_words
 
 from student_trainer import launch
 from student_trainer.config import TrainerConfig
@@ -30,14 +31,9 @@ ROOT = Path(__file__).parents[2]
 Share = Callable[[Version, int, int], Message]
 
 
-def words() -> Any:
-    """A tokenizer with VOCAB ids."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    model = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="w1", unk_token="w0", pad_token="w0")
+def save_tokenizer(folder: Path) -> None:
+    """With VOCAB ids."""
+    save_words(folder, (f"w{i}" for i in range(VOCAB)), eos_token="w1", unk_token="w0", pad_token="w0")
 
 
 # --- a controller -------------------------------------------------------------------------------------------
