@@ -13,7 +13,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -70,33 +70,29 @@ def run(
     steps: TrialSteps = 0,
 ) -> Figures:
     """Run the same distillation in TRL and in this project, and compare their speed and what was learned."""
-    folder, steps = folder.absolute(), steps or SCALES[scale].steps
+    folder, size = folder.absolute(), SCALES[scale]
     python, cache = environment(folder / "trl"), TrialCache(folder)
 
     def trial(side: str, seed: int, precision: str, steps: int, size: Scale) -> Figures:
-        words = [*OVERLAPPED, *asynchronous.settings_of(scale, seed)]
         path, settings = quickstart.source(seed)
-        task = job(load(path, [*settings, *words]), steps, precision, size.learns)
-        words += PRECISIONS[precision]
+        words = [*OVERLAPPED, *asynchronous.settings_of(scale, seed), *PRECISIONS[precision]]
+        config = load(path, [*settings, *words])
+        task = job(config, steps, precision, size.learns)
         if side == "ours":
             make = partial(asynchronous.trial, folder / "ours", words, seed, steps, size)
-            return cache.get({"seed": seed, "steps": steps, "learns": size.learns, "settings": words}, make)
-        config = load(path, [*settings, *words])
-        make = partial(theirs, python, folder / "theirs", task, config, size)
-        return cache.get({"side": side, "requirements": REQUIREMENTS, "job": task}, make)
+        else:
+            make = partial(theirs, python, folder / "theirs", task, config, size)
+        return cache.get({"side": side, "requirements": REQUIREMENTS, "job": task, "settings": words}, make)
 
-    size = SCALES[scale]
     trials: dict[str, list[Figures]] = {}
     precision: dict[str, str] = {}
     for side in ("TRL", "ours"):
-        probe: Callable[[str], float] = lambda name, side=side: trial(  # noqa: E731
-            side, 0, name, PROBE_STEPS, size._replace(learns=False)
-        )["step_ms"]
-        precision[side] = min(PRECISIONS, key=probe)
-        trials[side] = []
+        untaught = size._replace(learns=False)
+        ms = {name: trial(side, 0, name, PROBE_STEPS, untaught)["step_ms"] for name in PRECISIONS}
+        precision[side], trials[side] = min(ms, key=ms.__getitem__), []
     for seed in range(seeds):
         for side, of in trials.items():
-            of.append(trial(side, seed, precision[side], steps, size))
+            of.append(trial(side, seed, precision[side], steps or size.steps, size))
     by_side = {side: medians(of, ROWS) for side, of in trials.items()}
     return {"cores": cores(), "precision": precision, "medians": by_side, "trials": trials}
 
