@@ -235,10 +235,9 @@ class Controller:
         by what they generate, and by heartbeats."""
         logger.error("the run stands still:\n%s", "\n".join(self.why()))
         self._hooks.alert("the run stands still", str(chain[-1]))
-        for party in chain[-1].of():
-            for process in servers(self.config):
-                if party in (f"teacher {process.subject}", f"environment {process.subject}"):
-                    self.events.emit(events.Stalled(process.name))
+        for process in servers(self.config):
+            if f"{process.role} {process.subject}" in chain[-1].of():  # a teacher's, or an environment's
+                self.events.emit(events.Stalled(process.name))
 
     # --- handlers -----------------------------------------------------------------------------------------
 

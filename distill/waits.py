@@ -1,13 +1,11 @@
 """Waits of a run's parties for one another: who, for what, since when, and what is known of it now.
 
-    with waits.on("trainer", "batch 412", lambda: f"{have} of {need} rollouts", of=["dispatcher"]):
+    with waits.on("scoring", "teacher t", lambda: f"{count} rollouts"):
         await …
 
-Nothing in the controller's stages waits for another party in any other way. The parties that can end a wait
-(`of`) may wait too, so waits form chains: `chain` follows the longest wait of each party to the root, which
-waits for nobody. Timeline counts the waits that have a `cause`.
-
-A controller sets its `Waits` with `use` before it starts its tasks, which inherit it.
+The controller's stages wait for other parties in no other way. The parties that can end a wait (`of`) may
+wait too: `chain` follows the longest wait of each to the root, which waits for nobody. Timeline counts waits
+that have a `cause`. A controller calls `use` before it starts its tasks, which inherit its `Waits`.
 """
 
 from __future__ import annotations
@@ -140,12 +138,12 @@ class Waits:
     def chain(self, who: str) -> list[Wait]:
         """From the wait of `who` to the root's; empty: it waits for nothing. The last is the first again
         where they wait for one another."""
-        chain, parties = list[Wait](), tuple[str, ...]([who])
-        while waiting := self.of(parties):
-            chain.append(waiting[0])
-            if waiting[0] in chain[:-1]:
+        chain, parties = list[Wait](), {who}
+        while waiting := [wait for wait in self._open if wait.who in parties and not wait.idle]:
+            chain.append(min(waiting, key=lambda wait: wait.since))
+            if chain[-1] in chain[:-1]:
                 break
-            parties = tuple(waiting[0].of())
+            parties = set(chain[-1].of())
         return chain
 
     def report(self, does: Mapping[str, tuple[str, float]]) -> None:
@@ -177,13 +175,13 @@ class Waits:
 
     async def watch(self, stalled: Callable[[list[Wait]], None], seconds: float = ROOT_SECONDS) -> None:
         """Call `stalled` with the trainer's chain whenever its root has not changed for `seconds`."""
-        root: tuple[object, ...] | None = None
+        root: list[tuple[object, ...]] = []
 
         async def progresses() -> bool:
             nonlocal root
             before, chain = root, self.chain(TRAINER) or self.of([BATCHER])
-            root = (chain[-1].who, chain[-1].what, chain[-1].since) if chain else None
-            return root is None or root != before
+            root = [(chain[0].what, wait.who, wait.since, wait.detail()) for wait in chain[-1:]]
+            return not root or root != before
 
         while True:
             await until_stalled(progresses, seconds)

@@ -67,6 +67,7 @@ class Replica:
         self.lost = asyncio.Event()
         self.held = False  # out of dispatch for an evaluation; see hold.py
         self.refuses = False  # its newest update: it is sent nothing until it takes one
+        self.refusal = ""  # why
         self.excluded = False  # it gave too many bad answers: it is sent nothing any more
         self.busy = asyncio.Lock()  # held during an update
 
@@ -78,9 +79,10 @@ class Replica:
     @property
     def condition(self) -> str:
         """It, and why it takes no requests, in words."""
-        states = {"is excluded": self.excluded, "is held": self.held, "refuses updates": self.refuses}
-        state = next((words for words, holds in states.items() if holds), f"is {self.phase.value}")
-        return f"{self.name} {state.replace('_', ' ')}"
+        refuses = f"refuses updates ({self.refusal})"
+        states = {"is excluded": self.excluded, "is held": self.held, refuses: self.refuses}
+        phase = f"is {self.phase.value.replace('_', ' ')}"
+        return f"{self.name} {next((words for words, holds in states.items() if holds), phase)}"
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`, cancelled when the replica is lost first (Unreachable)."""
@@ -379,6 +381,7 @@ class ReplicaPool:
 
     def refused_update(self, replica: Replica, error: DistillError) -> None:
         """It stays at its version: send it nothing until an update succeeds."""
+        replica.refusal = str(error)
         if not replica.refuses:
             replica.refuses = True
             stays = f"stays at {replica.version or 'the model folder'}"

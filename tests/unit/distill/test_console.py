@@ -92,6 +92,15 @@ def test_a_resumed_run_shows_the_time_of_its_earlier_starts_too() -> None:
     assert text_of(display._shown, time.monotonic()).count(" 1:00:00 elapsed") == 1
 
 
+def test_the_panel_says_what_a_run_waits_for_that_makes_no_step_for_ten_seconds() -> None:
+    shown = Shown(CONFIG, root=lambda: "scoring waits 12 s for teacher t: 4 rollouts", began=0.0)
+    shown.add(Logged(100.0, 1, step(1)))
+    assert "stands still" not in text_of(shown, 109.0)
+    text = text_of(shown, 112.0)
+    assert "stands still" in text
+    assert "scoring waits 12 s for teacher t: 4 rollouts" in text
+
+
 def test_the_panel_names_what_the_run_waits_for_before_its_first_step() -> None:
     phases = {f"student-{i}": ("starting", 0) for i in range(10)} | {"trainer": ("ready", 0)}
     shown = Shown(CONFIG, lambda: phases, began=0.0)

@@ -17,9 +17,11 @@ from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 from distill.aio import cancel
 from distill.config import RunConfig
 from distill.controller import Controller
+from distill.interfaces import Hooks
 from distill.prompts.sources import EnvironmentSource
 from distill.prompts.stream import PromptStream
 from distill.record.store import Store
+from distill.waits import ROOT_SECONDS
 from sync.base.errors import RemoteError
 from sync.wire import GenerateRequest, Heartbeat, UpdateReply, UpdateRequest, Version
 
@@ -33,7 +35,7 @@ async def standing_still(
 ) -> AsyncIterator[list[str]]:
     """What `distill why` says 40 s after a trouble that begins after the fifth step."""
     trainer = trainer or MemoryTrainer(run.session, step_seconds=0.1)
-    run.pool.poll_seconds = run.pool.retry_seconds = 0.1
+    run.pool.poll_seconds = run.pool.retry_seconds = 0.5
     tasks = [asyncio.create_task(part) for part in (run.run(), trainer.run())]
     async with asyncio.timeout(1000):
         while run.record.state.reached is None or run.record.state.reached.step < 5:
@@ -76,6 +78,20 @@ async def test_a_stopped_teacher(
         first, *_, last = chain(lines)
         assert re.fullmatch(r"trainer waits for batch \d+: \d of 8 rollouts", first)
         assert last == "← scoring waits for teacher t: 4 rollouts (and 1 more)"
+
+
+async def test_a_teacher_that_answers_nothing_for_long_is_started_again_and_people_are_told(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    teacher, stalled, alerts = Stopped(), list[str](), list[str]()
+    hooks = Hooks(stalled=stalled.append, alert=lambda title, text: alerts.append(f"{title}: {text}"))
+    run = controller(config(run=STEPS), hooks, teachers={"t": teacher})
+    async with standing_still(run, lambda: setattr(teacher, "stopped", True)):
+        await asyncio.sleep(ROOT_SECONDS - 60)
+        assert not stalled
+        await asyncio.sleep(40)
+    assert stalled == ["teacher-t"]
+    assert re.fullmatch(r"the run stands still: scoring waits 9\d\d s for teacher t: 4 rollouts", alerts[-1])
 
 
 async def test_a_full_disk(
@@ -185,7 +201,7 @@ async def test_a_replica_that_is_behind(
     async with standing_still(run, lambda: setattr(replica, "refuses", True)) as lines:
         first, room = chain(lines)
         assert first.startswith("trainer waits for batch")
-        assert room == "← dispatcher waits for room: r0 refuses updates"
+        assert room == "← dispatcher waits for room: r0 refuses updates (the disk of its mirror is full)"
 
 
 async def test_a_replica_that_answers_nothing(
@@ -201,6 +217,7 @@ async def test_nothing_to_wait_for(
     controller: Callable[..., Controller], config: Callable[..., RunConfig]
 ) -> None:
     run = controller(config(run=STEPS))
-    async with standing_still(run, lambda: None) as lines:
-        assert lines[0].endswith(" 0 s ago")
+    trainer = MemoryTrainer(run.session, step_seconds=1.0)
+    async with standing_still(run, lambda: None, trainer) as lines:
+        assert re.fullmatch(r"step 4\d of 10000, [01] s ago", lines[0])
         assert lines[1] == "trainer waits for nothing"

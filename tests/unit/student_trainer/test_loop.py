@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from student_trainer.loop import Outcome, Trainer, checkpoint, checkpoint_due, f
 from student_trainer.ranks import Ranks
 from student_trainer.transports import Publishing, SnapshotTransport
 from sync import wire
+from sync.base import durable
 from sync.base.errors import DataError, RemoteError, StoreError, Unreachable
 from sync.weights.snapshots.admin import Collected, Odd
 from sync.wire import Published, StepReport, Stop, TrainBatch, Version, Wait, pack
@@ -296,6 +298,29 @@ def test_heartbeats_of_rank_0_say_what_it_does_and_for_how_long(monkeypatch: pyt
         },
         {},
     ]
+
+
+def test_a_publication_is_said_to_wait_for_disk_space_as_long_as_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(durable, "RETRY_SECONDS", 0.01)
+    space = threading.Event()
+
+    def write() -> bool:
+        if not space.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return False
+
+    publishing = Publishing(lambda version, anchor: lambda: durable.until_disk_space(write, "shard 0"))
+    assert publishing.words() == ""
+    publishing.publish(Version(0, 3), anchor=False)
+    told = "it publishes L000-v00000003; shard 0 waits for disk space"
+    while publishing.words() != told:
+        time.sleep(0.001)
+    space.set()
+    publishing.settle()
+    assert publishing.words() == ""
+    assert durable.waiting_for_space == []
 
 
 def test_a_start_is_confirmed_behind_its_events_and_by_a_silent_controller_too() -> None:
