@@ -29,7 +29,7 @@ from sync.wire import (
 )
 from sync.wire.checks import ANY_ID
 from sync.wire.claims import Claim
-from teacher_service.client import Counters
+from teacher_service.client import Counters, Reply
 
 Transform = Callable[[Prompt], Sequence[int]]  # what a teacher sees instead of the prompt
 
@@ -47,25 +47,28 @@ class Evaluator(Protocol):
 class Teacher(Protocol):
     """What the controller needs of a teacher: teacher_service.client has it over HTTP.
 
-    `score` and `generate` answer in the order of the request. They retry, `generate` until the
-    teacher is back; `score` raises Unreachable when it is gone. Both raise RemoteError when the whole request
-    was refused (as `generate` is by a teacher that cannot).
+    It raises what that client raises. Requests are made once: `distill.scoring.ask` repeats and halves them.
     """
 
     @property
     def counters(self) -> Counters: ...
+    @property
+    def pause(self) -> float:
+        """Seconds until one of its processes may be asked."""
+        ...
 
     async def score(
-        self, sequences: list[wire.ScoreSequence], want: Want, deadline: float | None = None
-    ) -> list[Scored | ScoreRefused]: ...
+        self, sequences: Sequence[wire.ScoreSequence], want: Want, limit: float | None = None
+    ) -> Reply[Scored | ScoreRefused]: ...
     async def generate(
         self,
-        prompts: list[wire.TeacherPrompt],
+        prompts: Sequence[wire.TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
-    ) -> list[TeacherCompletion | ScoreRefused]: ...
+        limit: float | None = None,
+    ) -> Reply[TeacherCompletion | ScoreRefused]: ...
     async def release(self, kept: Sequence[Kept]) -> None:
         """Have it forget these scores, if it can be told."""
         ...
@@ -76,11 +79,7 @@ class Teacher(Protocol):
 
     async def head(self) -> wire.Head: ...
     async def first_info(self) -> wire.TeacherInfo:
-        """What it is, from whichever of its processes answers first."""
-        ...
-
-    def answered_by(self, id: str) -> str:
-        """Which of its processes answered last for this id."""
+        """What it is, from one of its processes."""
         ...
 
     def leave_out(self, server: str) -> bool:

@@ -1,17 +1,21 @@
 """Requests to the teachers: scores of completions, and completions of their own.
 
-`TeacherQueue` is the one queue before the teachers: batches of bounded size, retries, and isolation of a bad
-rollout. Two jobs use it, each with a queue of its own: Scoring, and TeacherGeneration for the prompts that
-the teacher completes (objective.on_policy below 1; `is_teacher_turn` in distill.record.record is the rule).
+`ask` is the one place where a request is split, repeated and halved, for whoever asks a teacher.
+`TeacherQueue` forms the batches of a run. Two jobs use it, each with a queue of its own: Scoring, and
+TeacherGeneration for the prompts that the teacher completes (objective.on_policy below 1; the rule is
+`is_teacher_turn` in distill.record.record).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -20,25 +24,148 @@ from distill import waits
 from distill.aio import Signal
 from distill.config import BufferConfig, RunConfig
 from distill.events import AT_FAULT, ErrorBudget
-from distill.interfaces import Components
+from distill.interfaces import Components, Teacher
 from distill.metrics.timeline import REPLICAS, Timeline
 from distill.record.rollout import Rollout
 from distill.record.validation import Validator
 from distill.rollout.ends import Unusable
 from distill.waits import SCORING, TEACHER_GENERATION
-from sync import wire
-from sync.base.errors import DistillError, Overloaded, RemoteError, Unreachable, WireError, WrongServer
-from sync.base.retry import Backoff, isolate
-from sync.wire import Array, Kept, Scored, ScoreRefused, TeacherCompletion, checks, cut, pack
+from sync.base.errors import (
+    DistillError,
+    Overloaded,
+    RemoteError,
+    TooLarge,
+    Unreachable,
+    WireError,
+    WrongServer,
+)
+from sync.wire import (
+    Array,
+    Kept,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    TeacherCompletion,
+    TeacherPrompt,
+    checks,
+    cut,
+    pack,
+)
 from sync.wire.checks import Problem
+from teacher_service.client import REQUEST_SECONDS, Reply, tokens_of
 
 logger = logging.getLogger(__name__)
-PARALLEL = 2  # requests in flight to one teacher: the second hides the latency between two
+PARALLEL = 2  # batches in flight to one teacher: the second hides the latency between two
+REQUEST_TOKENS: Final = 1 << 16
+"""Most tokens of one request to a teacher."""
+HIDDEN_COST: Final = 8
+"""Hidden states make long answers: a token with them counts as so many towards REQUEST_TOKENS."""
 _SAMPLES = 2  # stream of random numbers of a run's seed, beside that of the prompts' order
 
-Message = wire.ScoreSequence | wire.TeacherPrompt  # a rollout's part of a request
+A = TypeVar("A")
+M = TypeVar("M", bound="Message")
+Message = ScoreSequence | TeacherPrompt  # a rollout's part of a request
 Answer = Scored | TeacherCompletion
-Outcome = Answer | ScoreRefused
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """What became of one message."""
+
+    result: Any
+    server: str
+    """URL of the process that gave it; empty where its request was refused as a whole."""
+
+
+async def until_answered(
+    teacher: Teacher, call: Callable[[], Awaitable[A]], within: float = REQUEST_SECONDS
+) -> A:
+    """Call until the teacher has room and can be reached; each time another of its processes may answer.
+
+    Raises the last Unreachable or Overloaded when the next call would begin after `within` seconds.
+    """
+    clock = asyncio.get_running_loop().time
+    expires = clock() + within
+    while True:
+        await asyncio.sleep(min(teacher.pause, max(0.0, expires - clock())))
+        try:
+            return await call()
+        except (Unreachable, Overloaded) as error:
+            if clock() + teacher.pause >= expires:
+                raise
+            logger.warning("%s; retrying", error)
+
+
+async def ask(
+    teacher: Teacher,
+    messages: Sequence[M],
+    request: Callable[..., Awaitable[Reply[Any]]],
+    within: float = REQUEST_SECONDS,
+    *,
+    cost: int = 1,
+    extra: int = 0,
+    isolate: bool = False,
+) -> list[Asked]:
+    """What became of each message, in order, from requests of at most REQUEST_TOKENS at the same time.
+
+        what fails                                        who acts
+        a process is gone, stalls, is another's, is full  client: leaves it alone; here: tries again
+        too many messages, or too slow for so many        here: halves
+        the engine fails on a batch                       service: takes it apart into requests, then as above
+        a request is refused, or answered with nonsense   here, with `isolate`: halves, down to the message
+        one message is refused                            caller: its rollout is dropped
+        a result cannot be used                           caller: repeats, `rollout.max_attempts` in all
+        a process gives `guard.bad_answers` such results  caller: leaves it out
+
+    `request(part, limit=…)` makes one of up to `limit` seconds, as the client's methods do; None: their own
+    limit. A token of a message counts `cost`, and each message `extra` more; one with too many travels alone.
+    Raises Unreachable or Overloaded after `within` seconds, and what the client raises for the rest; with
+    `isolate`, of that WrongServer alone.
+    """
+    clock = asyncio.get_running_loop().time
+    expires = clock() + within
+
+    async def send(part: Sequence[M]) -> list[Asked]:
+        def once() -> Awaitable[Reply[Any]]:
+            return request(part, limit=None if within == math.inf else max(0.05, expires - clock()))
+
+        try:
+            reply = await until_answered(teacher, once, expires - clock())
+            if problem := checks.echo(
+                [result.id for result in reply.results], [message.id for message in part]
+            ):
+                raise WireError(f"{reply.server} returned ids that do not match the request: {problem}")
+            return [Asked(result, reply.server) for result in reply.results]
+        except (Overloaded, WrongServer):
+            raise
+        except (RemoteError, WireError) as error:
+            if not isolate and (len(part) == 1 or not isinstance(error, TooLarge)):
+                raise
+            if len(part) == 1:
+                return [Asked(ScoreRefused(part[0].id, str(error), isinstance(error, WireError)), "")]
+        middle = len(part) // 2
+        return [*await send(part[:middle]), *await send(part[middle:])]
+
+    tasks = [asyncio.ensure_future(send(part)) for part in in_parts(messages, cost, extra)]
+    try:
+        return [asked for part in await asyncio.gather(*tasks) for asked in part]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def in_parts(messages: Sequence[M], cost: int, extra: int) -> list[Sequence[M]]:
+    """Consecutive messages of at most REQUEST_TOKENS as `ask` counts them, and at least one each."""
+    parts, first, total = list[Sequence[M]](), 0, 0
+    for end, message in enumerate(messages):
+        size = cost * tokens_of(message) + extra
+        if end > first and total + size > REQUEST_TOKENS:
+            parts.append(messages[first:end])
+            first, total = end, 0
+        total += size
+    return [*parts, messages[first:]] if messages else []
 
 
 # --- jobs: how to build, send, check and complete a request -----------------------------------------------
@@ -55,13 +182,17 @@ class Scoring:
         self._hidden_sizes: dict[str, int] = {}
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
-        return wire.ScoreSequence.of(rollout.id, seen, rollout.tokens, rollout.topk_ids)
+        return ScoreSequence.of(rollout.id, seen, rollout.tokens, rollout.topk_ids)
 
-    async def send(self, teacher: str, messages: list) -> Sequence[Outcome]:
+    async def send(self, teacher: str, messages: Sequence[Any]) -> list[Asked]:
         want, engine = self._validator.want, self._parts.teachers[teacher]
         if want.hidden and teacher not in self._hidden_sizes:
-            self._hidden_sizes[teacher] = (await engine.first_info()).hidden_size
-        return await engine.score(messages, replace(want, keep=self._keep(teacher)))
+            self._hidden_sizes[teacher] = (
+                await until_answered(engine, engine.first_info, math.inf)
+            ).hidden_size
+        request = partial(engine.score, want=replace(want, keep=self._keep(teacher)))
+        cost = HIDDEN_COST if want.hidden else 1
+        return await ask(engine, messages, request, math.inf, cost=cost, isolate=True)
 
     def _keep(self, teacher: str) -> bool:
         """Whether its scores go by reference."""
@@ -75,7 +206,7 @@ class Scoring:
 
     def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout:
         assert isinstance(answer, Scored)
-        assert isinstance(message, wire.ScoreSequence)
+        assert isinstance(message, ScoreSequence)
         prompt = pack(np.asarray(rollout.source_prompt.token_ids, "i4"))
         seen = cut(message.token_ids, message.start)
         return replace(
@@ -106,12 +237,17 @@ class TeacherGeneration:
         self._seed, self._rollout = config.run.seed, config.rollout
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
-        return wire.TeacherPrompt(rollout.id, seen, seed_of(self._seed, rollout.number))
+        return TeacherPrompt(rollout.id, seen, seed_of(self._seed, rollout.number))
 
-    async def send(self, teacher: str, messages: list) -> Sequence[Outcome]:
-        engine, rollout, want = self._parts.teachers[teacher], self._rollout, self._parts.want
-        stop = rollout.stop_token_ids
-        return await engine.generate(messages, rollout.max_tokens, stop, temperature=want.temperature)
+    async def send(self, teacher: str, messages: Sequence[Any]) -> list[Asked]:
+        engine, rollout = self._parts.teachers[teacher], self._rollout
+        request = partial(
+            engine.generate,
+            max_tokens=rollout.max_tokens,
+            stop_token_ids=rollout.stop_token_ids,
+            temperature=self._parts.want.temperature,
+        )
+        return await ask(engine, messages, request, math.inf, extra=rollout.max_tokens, isolate=True)
 
     def problem(self, teacher: str, rollout: Rollout, answer: Answer) -> Problem | None:
         assert isinstance(answer, TeacherCompletion)
@@ -183,20 +319,15 @@ class _Queue:
     teacher: str
     waiting: deque[_Question] = field(default_factory=deque)
     changed: Signal = field(default_factory=Signal)
-    busy: int = 0  # requests in flight
+    busy: int = 0  # batches in flight
 
 
 class TeacherQueue:
     """Runs for the length of the run; `answer` at any time.
 
-    A request carries up to `buffer.score_batch` rollouts. While one is in flight a further one is sent only
-    when it is full, at most PARALLEL at once; an idle teacher gets what there is after `linger` seconds. The
-    capacity rule bounds what can wait here.
-
-    A teacher that is gone is retried with backoff, halving the batch each time: one that is too slow to score
-    a whole request answers a part of it. Completions have no deadline. A request that is refused as a whole
-    is bisected to find the rollout at fault, which is rejected. So is a rollout after `rollout.max_attempts`
-    unusable answers.
+    A batch has up to `buffer.score_batch` rollouts. While one is in flight a further one is sent only when it
+    is full, at most PARALLEL at once; an idle teacher gets what there is after `linger` seconds. The capacity
+    rule bounds what can wait here. `ask` makes its requests and says what follows each failure.
     """
 
     linger = 0.005  # seconds that an idle teacher waits for a batch to fill
@@ -255,8 +386,8 @@ class TeacherQueue:
             self._note_busy(queue, 1)
             try:
                 with self._asked(queue, len(batch)):
-                    outcomes = await self._outcomes(queue.teacher, [question.message for question in batch])
-                for question, outcome in zip(batch, outcomes, strict=True):
+                    asked = await self._job.send(queue.teacher, [question.message for question in batch])
+                for question, outcome in zip(batch, asked, strict=True):
                     self._settle(queue, question, outcome)
             finally:
                 self.open -= len(batch)
@@ -275,47 +406,10 @@ class TeacherQueue:
         cause = None if queue.busy else self._job.waits_for
         return waits.on(f"teacher {queue.teacher}", "rollouts", cause=cause, idle=True)
 
-    async def _outcomes(self, teacher: str, messages: list[Message]) -> list[Outcome]:
-        """One per message; a request that fails is halved until the message at fault fails alone."""
-        return await isolate(
-            messages,
-            lambda part: self._send(teacher, [*part]),
-            lambda message, error: ScoreRefused(message.id, str(error), isinstance(error, WireError)),
-            on=(RemoteError, WireError, Unreachable),
-            never=(WrongServer,),  # no rollout is at fault
-        )
-
-    async def _send(self, teacher: str, messages: list[Message]) -> list[Outcome]:
-        """One request, once the teacher has room; a single message is retried until the teacher is back.
-
-        Raises Unreachable for several messages, so that a teacher too slow for all of them gets each half
-        on its own.
-        """
-        backoff = Backoff(0.5, 5.0)
-        while True:
-            try:
-                answers = await self._job.send(teacher, messages)
-            except Overloaded as error:
-                await asyncio.sleep(error.retry_after)
-            except Unreachable as error:
-                pause = backoff.next()
-                logger.warning("teacher %s is retried in %.1f s: %s", teacher, pause, error)
-                await asyncio.sleep(pause)
-                if len(messages) > 1:
-                    raise
-            else:
-                if problem := checks.echo(
-                    [answer.id for answer in answers], [message.id for message in messages]
-                ):
-                    raise WireError(
-                        f"teacher {teacher} returned ids that do not match the request: {problem}"
-                    )
-                return [*answers]
-
-    def _settle(self, queue: _Queue, question: _Question, outcome: Outcome) -> None:
+    def _settle(self, queue: _Queue, question: _Question, asked: Asked) -> None:
         """Answer a question, give it up or ask it again."""
         teacher, rollout = self._parts.teachers[queue.teacher], question.rollout
-        server = teacher.answered_by(rollout.id)
+        outcome, server = asked.result, asked.server or queue.teacher
         name = f"teacher {queue.teacher} at {server}"
         if isinstance(outcome, ScoreRefused) and not outcome.unusable:
             question.answered.set_exception(

@@ -36,7 +36,7 @@ from sync.base.errors import DataError
 from sync.base.tokenizers import end_ids, end_of_turn, load_tokenizer, special_ids
 from sync.wire import Scored, ScoreRefused, Segment, pack, unpack
 from sync.wire.claims import Claim
-from teacher_service.client import TeacherClient
+from teacher_service.client import Reply, TeacherClient
 from teacher_service.router import load_transforms
 
 _SPACE: Final = "\u2581"
@@ -201,17 +201,17 @@ class TextTeacher(TeacherClient):
         self,
         sequences: Sequence[wire.ScoreSequence],
         want: wire.Want = wire.Want(),
-        deadline: float | None = None,
-    ) -> list[Scored | ScoreRefused]:
+        limit: float | None = None,
+    ) -> Reply[Scored | ScoreRefused]:
         """Scores of the teacher's own ids."""
-        return await super().score(sequences, want, deadline)
+        return await super().score(sequences, want, limit)
 
     async def score(
         self,
         sequences: Sequence[wire.ScoreSequence],
         want: wire.Want = wire.Want(),
-        deadline: float | None = None,
-    ) -> list[Scored | ScoreRefused]:
+        limit: float | None = None,
+    ) -> Reply[Scored | ScoreRefused]:
         """Log-probabilities by segment and nothing else; refused: text that the teacher cannot have."""
         aligned = await asyncio.to_thread(lambda: [self._aligned(sequence) for sequence in sequences])
         asked = [
@@ -219,14 +219,17 @@ class TextTeacher(TeacherClient):
             for sequence, other in zip(sequences, aligned, strict=True)
             if isinstance(other, Aligned) and len(other.token_ids)
         ]
-        answers = await self.score_ids(asked, replace(want, entropy=False), deadline) if asked else []
-        answered = {answer.id: answer for answer in answers}
-        return [
+        reply: Reply[Scored | ScoreRefused] = Reply([], "")
+        if asked:
+            reply = await self.score_ids(asked, replace(want, entropy=False), limit)
+        answered = {answer.id: answer for answer in reply.results}
+        results = [
             _by_segment(sequence.id, other, answered.get(sequence.id))
             if isinstance(other, Aligned)
             else other
             for sequence, other in zip(sequences, aligned, strict=True)
         ]
+        return Reply(results, reply.server)
 
     def _aligned(self, sequence: wire.ScoreSequence) -> Aligned | ScoreRefused:
         try:

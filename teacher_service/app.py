@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sync.base.errors import Overloaded, Unreachable, WireError
+from sync.base.errors import DistillError, Overloaded, TooLarge, Unreachable, WireError
 from sync.wire import (
     CONTENT_TYPE,
     Ok,
@@ -109,6 +109,8 @@ class TeacherService:
                 response = await handler(request)
             except BadRequest as error:
                 response = refuse(error.status, str(error))
+            except TooLarge as error:
+                response = refuse(413, str(error))
             except WireError as error:
                 response = refuse(400, str(error))
             except Unreachable as error:
@@ -127,8 +129,8 @@ class TeacherService:
             call = await asyncio.to_thread(read, body) if heavy else read(body)
             work = [item for item in call.admitted if isinstance(item, Work)]
             if (tokens := sum(item.tokens for item in work)) > self._queue_tokens and len(work) > 1:
-                raise BadRequest(
-                    413, f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer at once"
+                raise TooLarge(
+                    f"{tokens} tokens pass queue_tokens = {self._queue_tokens}: send fewer at once"
                 )
             with self._batcher.submit(work) as outcomes:
                 answers = await _all(outcomes, request, call.deadline)
@@ -137,13 +139,14 @@ class TeacherService:
                 return self._reply(call, answers)
 
     def _reply(self, call: Call, outcomes: Sequence[Outcome]) -> Response:
-        """A result for each id, from the outcomes of its work. Raises Unreachable that the engine met."""
+        """A result for each id, from the outcomes of its work. Raises what the engine met with all of it."""
+        for outcome in outcomes:
+            if isinstance(outcome, DistillError):
+                raise outcome
         results: list[Scored | TeacherCompletion | ScoreRefused] = []
         computed = iter(outcomes)
         for id_, admitted in zip(call.ids, call.admitted, strict=True):
             outcome = admitted if isinstance(admitted, str) else next(computed)
-            if isinstance(outcome, Unreachable):
-                raise outcome
             if isinstance(admitted, str) or isinstance(outcome, str):
                 results.append(ScoreRefused(id_, str(outcome)))
             elif isinstance(result := call.result(id_, admitted.item, outcome), Problem):
@@ -219,7 +222,7 @@ class BodyLimit:
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """The whole body; its bytes count from their arrival until the context ends.
 
-        Raises WireError (one body too long, caller left) or Overloaded (all together); uvicorn reads and
+        Raises TooLarge (one body), Overloaded (all together) or WireError (caller left); uvicorn reads and
         drops the rest of a refused body, so that the caller gets its refusal.
         """
         body = bytearray()
@@ -228,7 +231,7 @@ class BodyLimit:
                 body += chunk
                 self._bytes += len(chunk)
                 if len(body) > self._limit:
-                    raise WireError(f"body is longer than {self._limit} bytes: send fewer at once")
+                    raise TooLarge(f"body is longer than {self._limit} bytes: send fewer at once")
                 if self._bytes > self._total:
                     raise Overloaded(
                         f"requests in work hold {self._total} bytes: come back later, or add a replica", 1.0

@@ -7,12 +7,14 @@ The queue is bounded in tokens. Calls run in worker threads, so the event loop s
 concurrency 1 one call runs at a time: a batch of scores waits for one slice of generation at most, and the
 other way round; a batch of prompts is padded, so each counts as many tokens as the longest. Otherwise so many
 batches of each kind overlap, and one of prompts takes all that wait. A batch starts with the oldest item.
-Work whose caller is gone, or whose deadline has passed, is not computed.
+Work whose caller is gone, or whose deadline has passed, is not computed. A batch that the engine fails on is
+taken apart into its requests; whose request it is that fails alone has to halve it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -26,8 +28,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from sync.base.errors import DataError, Overloaded, Unreachable
-from sync.base.retry import isolate
+from sync.base.errors import DataError, Overloaded, TooLarge, Unreachable
 from sync.wire.server import process_registry
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item
@@ -43,8 +44,9 @@ STOP_SECONDS: Final = 2.0
 SLICE_SECONDS: Final = 0.1
 """Time slice of generation before queued scores may run; at least one step."""
 
-Outcome = EngineScores | EngineCompletion | str | Unreachable
-"""What one item or prompt gets; str: why it has none, Unreachable: the server that computes is gone."""
+Outcome = EngineScores | EngineCompletion | str | Unreachable | TooLarge
+"""What one item or prompt gets; str: why it has none, Unreachable: the server that computes is gone,
+TooLarge: the engine failed on it together with others of its request."""
 A = TypeVar("A")
 
 
@@ -86,6 +88,8 @@ class _Queued:
     """`outcome` is cancelled once its caller is gone."""
 
     work: Work
+    request: int
+    """Number of the `submit` that it came with."""
     outcome: asyncio.Future[Outcome] = field(default_factory=asyncio.Future)
 
 
@@ -97,7 +101,7 @@ class Batcher:
         self._queue_tokens = queue_tokens
         self._waiting: dict[_Queued, None] = {}
         """The oldest first."""
-        self._added = asyncio.Event()
+        self._added, self._numbers = asyncio.Event(), itertools.count()
         self._waiting_tokens = 0
         """Tokens of requests that are queued or not yet answered."""
         self._concurrency = engine.engine_info.concurrency
@@ -169,7 +173,8 @@ class Batcher:
                 f"{self._queue_tokens}: come back later, send less, or add a replica",
                 RETRY_AFTER_SECONDS,
             )
-        queued = [_Queued(item) for item in work]
+        number = next(self._numbers)
+        queued = [_Queued(item, number) for item in work]
         try:
             self._hold(tokens)
             self._waiting |= dict.fromkeys(queued)
@@ -211,17 +216,37 @@ class Batcher:
         kind: type[Item | EnginePrompt],
         run: Callable[[Sequence[_Queued]], Awaitable[Sequence[Outcome]]],
     ) -> None:
-        """Compute batch after batch; an item that the engine fails on fails alone."""
+        """Compute batch after batch."""
         while True:
             batch = await self._take(kind)
-            try:
-                outcomes = await isolate(batch, run, _failed, never=(Unreachable,))
-            except Unreachable as error:
-                outcomes = [error] * len(batch)
-                self._ended = error if isinstance(error, base.EngineEnded) else self._ended
-            for queued, outcome in zip(batch, outcomes, strict=True):
+            for queued, outcome in zip(batch, await self._outcomes(batch, run), strict=True):
                 if not queued.outcome.done():
                     queued.outcome.set_result(outcome)
+
+    async def _outcomes(
+        self,
+        batch: Sequence[_Queued],
+        run: Callable[[Sequence[_Queued]], Awaitable[Sequence[Outcome]]],
+    ) -> Sequence[Outcome]:
+        """One per item. Requests of a batch that fails are computed one by one: none costs another."""
+        try:
+            return await run(batch)
+        except Unreachable as error:
+            self._ended = error if isinstance(error, base.EngineEnded) else self._ended
+            return [error] * len(batch)
+        except Exception as error:
+            requests = [[*part] for _, part in itertools.groupby(batch, lambda queued: queued.request)]
+            if len(requests) > 1:
+                return [outcome for part in requests for outcome in await self._outcomes(part, run)]
+            what = "sequence" if isinstance(batch[0].work.item, Item) else "prompt"
+            tokens = sum(queued.work.tokens for queued in batch)
+            log.error("%d of %d tokens (%s) failed", len(batch), tokens, what, exc_info=error)
+            cause = f"{type(error).__name__}: {error}"
+            if len(batch) == 1:
+                return [f"the engine failed on this {what}: {cause}"]
+            return [
+                TooLarge(f"the engine failed on {len(batch)} {what}s: send fewer at once: {cause}")
+            ] * len(batch)
 
     async def _score(self, batch: Sequence[_Queued]) -> list[EngineScores]:
         items: list[Any] = [queued.work.item for queued in batch]
@@ -253,12 +278,6 @@ class Batcher:
             self._metrics.generated.inc(sum(len(completion.token_ids_T) for completion in completions))
             return completions
         return ["cancelled: no caller is waiting"] * len(batch)
-
-
-def _failed(queued: _Queued, error: Exception) -> Outcome:
-    what = "sequence" if isinstance(queued.work.item, Item) else "prompt"
-    log.error("a %s of %d tokens failed", what, queued.work.tokens, exc_info=error)
-    return f"the engine failed on this {what}: {type(error).__name__}: {error}"
 
 
 def split(scores: EngineScores, counts: Sequence[int]) -> list[EngineScores]:

@@ -1,43 +1,54 @@
-"""The client of one teacher: requests of bounded size to any of its replicas, retried until a deadline.
+"""The client of one teacher: a request goes once, to one of its processes, and what became of it is reported.
 
-A request goes to the replica with the fewest outstanding tokens. A replica that fails, is full, or does not
-answer /health while it holds a request is left alone for a while, and another gets the request. Batches for
-the engine are formed by the service (`teacher_service.batching`), not here.
+Of the processes in use it is the one with the fewest outstanding tokens. One that fails, is full, or does not
+answer /health while it holds a request is left alone for a while (`pause`). Nothing is sent twice, split or
+waited for here: that is the caller's (`distill.scoring.ask`). Batches are formed by the service.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from sync import wire
 from sync.base.address import Place
-from sync.base.errors import DistillError, Overloaded, TooLarge, Unreachable, WireError, WrongServer
-from sync.base.retry import isolate
-from sync.wire import Kept, Message, Scored, ScoreRefused, ScoreSequence, TeacherCompletion, TeacherPrompt
+from sync.base.errors import DistillError, Overloaded, TooLarge, Unreachable, WrongServer
+from sync.wire import (
+    Kept,
+    Message,
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    TeacherCompletion,
+    TeacherPrompt,
+)
 from sync.wire.claims import Claim
 from sync.wire.client import MAX_SMALL, Peer
-from sync.wire.peers import ProcessClients, Role
+from sync.wire.peers import ProcessClient, ProcessClients, Role
 
 log = logging.getLogger(__name__)
-W = TypeVar("W", ScoreSequence, TeacherPrompt)
-TIMEOUT_SECONDS: Final = 300.0
-"""Deadline of calls that give none, except `generate`."""
-HIDDEN_FACTOR: Final = 8
-"""Hidden states make long answers: a token with them counts as so many towards `request_tokens`."""
+A = TypeVar("A")
+REQUEST_SECONDS: Final = 300.0
+"""Limit of one request that gives none, except `generate`."""
+MARGIN: Final = 1.1
+"""A service gives work up so much later than this client, whose time limit it is, gives the request up."""
 HEALTH_SECONDS: Final = 5.0
-"""How often /health of a replica that holds a request is polled; two misses in a row: it is dead."""
+"""How often /health of a process that holds a request is polled; two misses in a row: it is dead."""
+STALLED_SECONDS: Final = 10.0
+"""How long such a process is left alone: the next request to it might wait as long again."""
 RELEASE_SECONDS: Final = 10.0
 WRONG_SECONDS: Final = 30.0
-"""How long a replica that serves another run or model is left alone."""
-MOST_NOTED: Final = 1 << 16
+"""How long a process that serves another run or model is left alone."""
+
+
+class Stalled(Unreachable):
+    """A process holds a request and does not answer /health."""
 
 
 @dataclass
@@ -50,35 +61,54 @@ class Counters:
     tokens: int = 0
     """Prompt and completion; of generation, as many as were allowed."""
     seconds: float = 0.0
-    """Sum of the requests' times, retries included."""
+    """Sum of the times of requests that were answered."""
     received_bytes: int = 0
+
+
+class Reply(NamedTuple, Generic[A]):
+    """The answer to one request."""
+
+    results: list[A]
+    """One for each message of the request, in its order."""
+    server: str
+    """URL of the process that gave it."""
 
 
 class TeacherClient(ProcessClients):
     """One teacher; one instance serves all tasks of a loop.
 
-    `claim`: the run that requests are made for. `request_tokens`: bound of one request (a longer sequence
-    travels alone); what the teacher does not take at once is sent again in halves. After `info`, answers of
-    another model are refused (WrongServer).
+    `claim`: the run that requests are made for. After `info`, answers of another model are refused.
+
+    Every request raises Unreachable (the process is gone, hangs, or is another's, or one message took longer
+    than its time limit), Overloaded (it is full), TooLarge (it takes or answers fewer messages at once),
+    RemoteError (it refuses the whole request), WireError (the answer is no message) or WrongServer (all
+    processes serve another run or model). Cancelling aborts the work on the other side too.
     """
 
     def __init__(
-        self,
-        name: str,
-        urls: Sequence[Place],
-        token: str | None = None,
-        claim: Claim | None = None,
-        request_tokens: int = 65536,
+        self, name: str, urls: Sequence[Place], token: str | None = None, claim: Claim | None = None
     ) -> None:
-        super().__init__(f"teacher {name!r}", Role.TEACHER, urls, token, TIMEOUT_SECONDS, claim)
+        super().__init__(f"teacher {name!r}", Role.TEACHER, urls, token, REQUEST_SECONDS, claim)
         self.name, self.counters = name, Counters()
-        self._request_tokens = request_tokens
-        self._answered: dict[str, str] = {}
+
+    @property
+    def _used(self) -> list[ProcessClient]:
+        return [process for process in self._processes if not process.excluded] or self._processes
+
+    @property
+    def processes(self) -> int:
+        """How many are in use."""
+        return len(self._used)
+
+    @property
+    def pause(self) -> float:
+        """Seconds until one of them may be asked."""
+        return min(process.pause for process in self._used)
 
     async def info(self, timeout: float | None = None) -> wire.TeacherInfo:
-        """TeacherInfo of all replicas; `max_length`, which may follow from free memory, is the least.
+        """TeacherInfo of all processes; `max_length`, which may follow from free memory, is the least.
 
-        Raises ConfigError when they are not the same teacher.
+        Raises ConfigError when they are not the same teacher. Retried, as all of them must answer.
         """
         infos = await self._answers("/v1/info", wire.TeacherInfo, timeout)
         least = min(server_info.max_length for server_info in infos)
@@ -88,61 +118,55 @@ class TeacherClient(ProcessClients):
         return info
 
     async def first_info(self) -> wire.TeacherInfo:
-        """TeacherInfo of the first replica that answers."""
-        return wire.decode(await self._get("/v1/info"), wire.TeacherInfo)
+        """TeacherInfo of one process."""
+        return wire.decode((await self._forward("/v1/info"))[0], wire.TeacherInfo)
 
     async def head(self) -> wire.Head:
         """The output head, for exact objectives."""
-        return wire.decode(await self._get("/v1/head"), wire.Head)
+        return wire.decode((await self._forward("/v1/head"))[0], wire.Head)
 
     async def score(
-        self, sequences: Sequence[ScoreSequence], want: wire.Want = wire.Want(), deadline: float | None = None
-    ) -> list[Scored | ScoreRefused]:
-        """Scores of `sequences`, in their order, within `deadline` seconds (long answers: see `Peer`).
-
-        Raises Unreachable when no replica answers until then, Overloaded when all stay full, RemoteError when
-        the teacher refuses the request as a whole. Cancelling aborts the work on the other side too.
-        """
-
-        def request(part: list[ScoreSequence], left: float) -> Message:
-            return wire.ScoreRequest(sequences=part, want=want, deadline=left)
-
-        limit = self._request_tokens // (HIDDEN_FACTOR if want.hidden else 1)
-        parts = in_parts(sequences, 0, limit)
-        return await self._send_all(parts, 0, request, wire.ScoreReply, deadline or TIMEOUT_SECONDS)
+        self,
+        sequences: Sequence[ScoreSequence],
+        want: wire.Want = wire.Want(),
+        limit: float | None = None,
+    ) -> Reply[Scored | ScoreRefused]:
+        """Scores of `sequences`, within `limit` or REQUEST_SECONDS (long answers: see `Peer`)."""
+        limit = limit or REQUEST_SECONDS
+        request = wire.ScoreRequest(sequences=[*sequences], want=want, deadline=MARGIN * limit)
+        reply: Reply[Any] = await self._send("/v1/score", request, wire.ScoreReply, sequences, limit)
+        results = [
+            replace(result, kept=replace(result.kept, url=reply.server))
+            if isinstance(result, Scored) and result.kept is not None
+            else result
+            for result in reply.results
+        ]
+        return Reply(results, reply.server)
 
     async def generate(
         self,
         prompts: Sequence[TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int] = (),
-        deadline: float | None = None,
+        *,
         temperature: float = 1.0,
-    ) -> list[TeacherCompletion | ScoreRefused]:
-        """Completions of `prompts`, in their order; raises as `score` does.
-
-        Without a deadline it takes as long as it takes: a long completion is no fault, and a replica that
-        stops answering /health loses its part of the work to another.
-        """
-
-        def request(part: list[TeacherPrompt], left: float) -> Message:
-            return wire.TeacherGenerateRequest(
-                prompts=part,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                stop_token_ids=list(stop_token_ids),
-                deadline=deadline and left,
-            )
-
-        parts = in_parts(prompts, max_tokens, self._request_tokens)
-        return await self._send_all(
-            parts, max_tokens, request, wire.TeacherGenerateReply, deadline or math.inf
+        limit: float | None = None,
+    ) -> Reply[TeacherCompletion | ScoreRefused]:
+        """Completions of `prompts`. Without a limit they take as long as they take: a long completion is no
+        fault, and a process that stops answering /health raises Unreachable."""
+        request = wire.TeacherGenerateRequest(
+            prompts=[*prompts],
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop_token_ids=[*stop_token_ids],
+            deadline=limit and MARGIN * limit,
         )
+        extra = len(prompts) * max_tokens
+        return await self._send("/v1/generate", request, wire.TeacherGenerateReply, prompts, limit, extra)
 
     async def release(self, kept: Sequence[Kept]) -> None:
-        """Have the replicas forget these scores; one that cannot be told evicts them in time."""
-        for replica in self._processes:
-            peer = replica.peer
+        """Have the processes forget these scores; one that cannot be told evicts them in time."""
+        for peer in self._peers:
             if keys := [reference.key for reference in kept if reference.url == peer.url]:
                 body = wire.encode(wire.ScoresRelease(keys=keys))
                 try:
@@ -151,143 +175,88 @@ class TeacherClient(ProcessClients):
                     log.info("scores stay at %s: %s", peer.url, error)
 
     def servers(self) -> wire.TeacherServers:
-        """Where the replicas in use are, and which model was checked."""
-        used = [replica.peer for replica in self._processes if not replica.excluded] or [
-            self._processes[0].peer
-        ]
-        urls = [peer.url for peer in used if peer.placed]
+        """Where the processes in use are, and which model was checked."""
+        urls = [process.peer.url for process in self._used if process.peer.placed]
         if not urls:
             raise Unreachable(f"no process of teacher {self.name!r} has registered with the controller")
-        return wire.TeacherServers(urls=urls, fingerprint=self._processes[0].peer.model)
-
-    def answered_by(self, id: str) -> str:
-        """URL of the replica that answered last for this id; the teacher's name where none has."""
-        return self._answered.pop(id, self.name)
+        return wire.TeacherServers(urls=urls, fingerprint=self._peers[0].model)
 
     def leave_out(self, server: str) -> bool:
-        """Send the replica at this URL no more requests; whether another is left."""
-        for replica in self._processes:
-            replica.excluded |= replica.peer.url == server
-        return not all(replica.excluded for replica in self._processes)
+        """Send the process at this URL no more requests; whether another is left."""
+        for process in self._processes:
+            process.excluded |= process.peer.url == server
+        return not all(process.excluded for process in self._processes)
 
-    async def _get(self, path: str) -> memoryview:
-        return (await self._exchange(path, None, 0, time.monotonic() + TIMEOUT_SECONDS))[0]
-
-    async def _send_all(
+    async def _send(
         self,
-        parts: Sequence[list[W]],
-        extra: int,
-        request: Callable[[list[W], float], Message],
-        reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply],
-        deadline: float,
-    ) -> list[Any]:
-        """Results of all parts, which travel at the same time, in order; `extra`: see `_tokens`."""
-        path = "/v1/score" if reply is wire.ScoreReply else "/v1/generate"
-        expires = time.monotonic() + deadline
-
-        async def send(part: Sequence[W]) -> list[Any]:
-            started, tokens = time.monotonic(), sum(_tokens(item, extra) for item in part)
-            body = wire.encode(request(list(part), max(0.001, expires - started)))
-            answer, url = await self._exchange(path, body, tokens, expires)
-            if len(self._answered) > MOST_NOTED:  # of callers that never use `answered_by`
-                self._answered.clear()
-            self._answered |= dict.fromkeys((item.id for item in part), url)
-            results = [_at(url, result) for result in wire.decode(answer, reply).results]
-            if [result.id for result in results] != [item.id for item in part]:
-                raise WireError(
-                    f"teacher {self.name!r} answered {len(results)} results for other ids than it was sent"
-                )
-            counters = self.counters
-            counters.requests += 1
-            counters.sequences += len(results)
-            counters.refused += sum(isinstance(result, ScoreRefused) for result in results)
-            counters.tokens += tokens
-            counters.seconds += time.monotonic() - started
-            counters.received_bytes += len(answer)
-            return results
-
-        tasks = [asyncio.ensure_future(isolate(part, send, _refused, on=(TooLarge,))) for part in parts]
+        path: str,
+        request: Message,
+        kind: type[wire.ScoreReply] | type[wire.TeacherGenerateReply],
+        messages: Sequence[ScoreSequence] | Sequence[TeacherPrompt],
+        limit: float | None,
+        extra: int = 0,
+    ) -> Reply[Any]:
+        """One request of several messages; `extra`: tokens that they take beyond their own."""
+        started, tokens = time.monotonic(), sum(map(tokens_of, messages)) + extra
         try:
-            return [result for results in await asyncio.gather(*tasks) for result in results]
-        finally:
-            for task in tasks:
-                task.cancel()
+            answer, server = await self._forward(path, wire.encode(request), tokens, limit)
+        except Unreachable as error:
+            if len(messages) > 1 and limit is not None and time.monotonic() - started >= limit:
+                raise TooLarge(
+                    f"{len(messages)} messages were not answered in {limit:g} s: {error}"
+                ) from None
+            raise
+        results = wire.decode(answer, kind).results
+        counters = self.counters
+        counters.requests += 1
+        counters.sequences += len(results)
+        counters.refused += sum(isinstance(result, ScoreRefused) for result in results)
+        counters.tokens += tokens
+        counters.seconds += time.monotonic() - started
+        counters.received_bytes += len(answer)
+        return Reply(results, server)
 
-    async def _exchange(
-        self, path: str, body: bytes | None, tokens: int, expires: float
+    async def _forward(
+        self, path: str, body: bytes | None = None, tokens: int = 0, limit: float | None = REQUEST_SECONDS
     ) -> tuple[memoryview, str]:
-        """The first answer before `expires` (time.monotonic()), and the URL of the replica that gave it.
-
-        Raises Unreachable when there was none, Overloaded when the last replica was full, RemoteError for a
-        refusal, WrongServer when all serve another run or model.
-        """
-        while True:
-            used = [replica for replica in self._processes if not replica.excluded] or self._processes
-            replica = min(used, key=lambda process: (process.pause, process.load))
-            if pause := replica.pause:
-                await asyncio.sleep(min(pause, max(0.0, expires - time.monotonic())))
-            replica.load += tokens
-            url = replica.peer.url  # of the process that is asked; it may move meanwhile
-            try:
-                left = None if expires == math.inf else max(0.05, expires - time.monotonic())
-                answer = await _attempt(replica.peer, path, body, left)
-                replica.answered()
-                return answer, url
-            except WrongServer as error:
-                replica.wrong = True
-                replica.failed(WRONG_SECONDS)
-                if all(other.wrong for other in used):
-                    raise
-                log.error("%s", error)
-            except (Unreachable, Overloaded) as error:
-                replica.failed(error.retry_after if isinstance(error, Overloaded) else 0.0)
-                if time.monotonic() >= expires or min(r.back_at for r in used) >= expires:
-                    raise
-                log.warning("%s; retrying", error)
-            finally:
-                replica.load -= tokens
+        """The answer, and the URL of the process that gave it."""
+        used = self._used
+        process = min(used, key=lambda process: (process.pause, process.load))
+        process.load += tokens
+        url = process.peer.url  # of the process that is asked; it may move meanwhile
+        try:
+            answer = await _watched(process.peer, path, body, limit)
+        except WrongServer as error:
+            process.wrong = True
+            process.failed(WRONG_SECONDS)
+            if all(other.wrong for other in used):
+                raise
+            log.error("%s", error)
+            raise Unreachable(str(error)) from None
+        except (Unreachable, Overloaded) as error:
+            told = error.retry_after if isinstance(error, Overloaded) else 0.0
+            process.failed(STALLED_SECONDS if isinstance(error, Stalled) else told)
+            raise
+        finally:
+            process.load -= tokens
+        process.answered()
+        return answer, url
 
 
-async def _attempt(peer: Peer, path: str, body: bytes | None, timeout: float | None) -> memoryview:
-    """One exchange, aborted when the replica stops answering /health."""
+async def _watched(peer: Peer, path: str, body: bytes | None, timeout: float | None) -> memoryview:
+    """One exchange, aborted when the process stops answering /health."""
     call = asyncio.ensure_future(peer.once(path, body, timeout))
     misses = 0
     try:
         while not (await asyncio.wait({call}, timeout=HEALTH_SECONDS))[0]:
             misses = 0 if await peer.alive() else misses + 1
             if misses == 2 and not call.done():
-                raise Unreachable(f"{peer.url} holds a request and does not answer /health")
+                raise Stalled(f"{peer.url} holds a request and does not answer /health")
         return call.result()
     finally:
         call.cancel()
 
 
-def _at(url: str, result: Any) -> Any:
-    """`result`, whose kept scores are at `url`."""
-    if not isinstance(result, Scored) or result.kept is None:
-        return result
-    return replace(result, kept=replace(result.kept, url=url))
-
-
-def _refused(_: object, error: Exception) -> NoReturn:
-    """A single sequence that is too large is an error of the whole call."""
-    raise error
-
-
-def _tokens(item: ScoreSequence | TeacherPrompt, extra: int) -> int:
-    """Count the tokens that its bytes hold, sound or not, and `extra`."""
-    return len(item.token_ids.data) // 4 + extra
-
-
-def in_parts(work: Sequence[W], extra: int, limit: int) -> list[list[W]]:
-    """Consecutive work of at most `limit` tokens (at least one each); `extra`: see `_tokens`."""
-    parts, tokens = list[list[W]](), 0
-    for item in work:
-        size = _tokens(item, extra)
-        if parts and tokens + size <= limit:
-            parts[-1].append(item)
-            tokens += size
-        else:
-            parts.append([item])
-            tokens = size
-    return parts
+def tokens_of(message: ScoreSequence | TeacherPrompt) -> int:
+    """How many its bytes hold, sound or not."""
+    return len(message.token_ids.data) // 4

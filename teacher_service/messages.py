@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from sync import wire
 from sync.base import tokenizers
-from sync.base.errors import RemoteError
+from sync.base.errors import RemoteError, TooLarge
 from sync.wire import Array, Scored, TeacherCompletion, Want, checks, pack
 from sync.wire.checks import Problem
 from teacher_service.batching import Work, split
@@ -70,7 +70,7 @@ class Call(NamedTuple):
 def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, limit_bytes: int) -> Call:
     """A ScoreRequest; its answer to several sequences has at most `limit_bytes`.
 
-    Raises WireError or BadRequest.
+    Raises WireError, TooLarge or BadRequest.
     """
     message = wire.decode(body, wire.ScoreRequest)
     check_score(message, info)
@@ -148,21 +148,21 @@ def _check_can(needed: Mapping[str, Any], info: EngineInfo) -> None:
         )
 
 
-def _require(good: bool, text: str, status: int = 422) -> None:
+def _require(good: bool, text: str) -> None:
     if not good:
-        raise BadRequest(status, text)
+        raise BadRequest(422, text)
 
 
 def reply_size(items: list[Item], want: Want, info: EngineInfo, limit_bytes: int) -> int:
     """Bytes of the scores of `items`, at most.
 
-    Raises BadRequest (413) for several whose scores pass `limit_bytes`; one is served whatever it takes.
+    Raises TooLarge for several whose scores pass `limit_bytes`; one is served whatever it takes.
     """
     row = 8 + 8 * want.topk + (4 * info.hidden_size if want.hidden else 0)
     gathered = sum(4 * item.gather_ids_TK.size for item in items if item.gather_ids_TK is not None)
     size = gathered + row * sum(item.positions for item in items)
-    text = f"the answer would take {size} bytes, the limit is {limit_bytes}: send fewer sequences"
-    _require(size <= limit_bytes or len(items) <= 1, text, 413)
+    if size > limit_bytes and len(items) > 1:
+        raise TooLarge(f"the answer would take {size} bytes, the limit is {limit_bytes}: send fewer at once")
     return size
 
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -48,6 +50,7 @@ from distill.prompts.rewards import VOTING
 from distill.prompts.sources import longest_sequence, open_prompts
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import ReplicaEngine
+from distill.scoring import ask, until_answered
 from distill.translation import TextTeacher
 from sync import wire
 from sync.base.errors import DataError, DistillError, RemoteError, Unreachable, WireError
@@ -254,7 +257,8 @@ class Evaluator:
             )
             routed.setdefault(self._route(prompt.source), []).append(asked)
         for name in routed:
-            settings, info = self._config.teachers[name], await self._teachers[name].first_info()
+            settings, teacher = self._config.teachers[name], self._teachers[name]
+            info = await until_answered(teacher, teacher.first_info)
             changes = settings.follow_student_every is not None or settings.prompt_transform is not None
             changes |= settings.tokenizer == "own"
             if changes or "generate" not in info.can:
@@ -275,7 +279,9 @@ class Evaluator:
         that cannot be used."""
         limit, stop = prompt_set.sampling.max_tokens, prompt_set.sampling.stop_token_ids
         completions = []
-        for answer in await self._teachers[name].generate(prompts, limit, stop):
+        teacher = self._teachers[name]
+        request = partial(teacher.generate, max_tokens=limit, stop_token_ids=stop)
+        for answer, _ in await ask(teacher, prompts, request, math.inf, extra=limit):
             if not isinstance(answer, wire.TeacherCompletion):
                 raise RemoteError(f"teacher {name} refuses a prompt of the evaluation: {answer.error}")
             if problem := checks.teacher_completion(answer, limit, self._vocab):
@@ -307,14 +313,16 @@ class Evaluator:
     async def _compare(self, student: TransformersEngine, name: str, routed: list[_Routed]) -> ReverseKL:
         """Compare the student with one teacher on completions that are routed to it."""
         teacher = self._teachers[name]
-        info = await teacher.first_info()
+        info = await until_answered(teacher, teacher.first_info)
         follows = self._config.teachers[name].follow_student_every is not None  # its head is soon another
         kl = ReverseKL("hidden" in info.can and not follows and not isinstance(teacher, TextTeacher))
         want, options = wire.Want(hidden=kl.is_exact), ScoreOptions(hidden=kl.is_exact)
         device = find_device(self._settings.device)
         student_head = await asyncio.to_thread(head_of, student.head(), device)
         other = (
-            await asyncio.to_thread(head_of, await teacher.head(), device) if kl.is_exact else student_head
+            await asyncio.to_thread(head_of, await until_answered(teacher, teacher.head), device)
+            if kl.is_exact
+            else student_head
         )
 
         def values_of(
@@ -337,10 +345,11 @@ class Evaluator:
                 _sequence(str(i), item, routed[number].prompt, teacher)
                 for i, (number, item) in enumerate(zip(numbers, part, strict=True))
             ]
-            answers, mine = await asyncio.gather(
-                teacher.score(sequences, want, SCORE_SECONDS), asyncio.to_thread(student.score, part, options)
+            asked, mine = await asyncio.gather(
+                ask(teacher, sequences, partial(teacher.score, want=want), SCORE_SECONDS),
+                asyncio.to_thread(student.score, part, options),
             )
-            values_N = await asyncio.to_thread(values_of, part, answers, mine)
+            values_N = await asyncio.to_thread(values_of, part, [answer for answer, _ in asked], mine)
             ends = np.cumsum([item.positions for item in part])[:-1]
             for number, item, values in zip(numbers, part, np.split(values_N, ends), strict=True):
                 counted = values[routed[number].own_L[item.first : len(item.token_ids_L)]]

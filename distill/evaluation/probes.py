@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +26,7 @@ from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.evaluation.models import load_model
 from distill.evaluation.reverse_kl import head_of, tensor_of
+from distill.scoring import ask, until_answered
 from student_trainer.objectives.config import (
     SFT,
     ObjectiveConfig,
@@ -118,10 +120,10 @@ async def _served(
     teacher: TeacherClient, sequences: Sequence[ScoreSequence], device: torch.device
 ) -> list[torch.Tensor] | None:
     """fp32 [T, V] of each sequence, from hidden states and head; None: the teacher gives none."""
-    if "hidden" not in (await teacher.first_info()).can:
+    if "hidden" not in (await until_answered(teacher, teacher.first_info)).can:
         return None
-    head, logps = head_of(await teacher.head(), device), []
-    for answer in await teacher.score(sequences, Want(hidden=True)):
+    head, logps = head_of(await until_answered(teacher, teacher.head), device), []
+    for answer, _ in await ask(teacher, sequences, partial(teacher.score, want=Want(hidden=True))):
         if not isinstance(answer, Scored) or answer.hidden is None:
             raise RemoteError(f"teacher {teacher.name} refuses a probe: {answer}"[:500])
         hidden_TH = tensor_of(answer.hidden, device).to(head.weight_VH.dtype)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from distill.launch.roles import Ports, plan_servers, temporary
 from distill.launch.supervise import Supervisor
 from distill.prompts.rows import row_encoder
 from distill.published import export_version
+from distill.scoring import ask
 from sync.base.address import token_from_environment
 from sync.base.errors import ConfigError, DistillError
 from sync.base.own_code import use_folder
@@ -69,13 +71,14 @@ class Conversations:
         messages = [*self._messages[name], {"role": "user", "content": prompt}]
         ids = pack(np.array(self._encode(messages if self._is_chat else prompt), np.int32))
         try:
-            (reply,) = await self._clients[name].generate(
-                [TeacherPrompt(name, ids, seed=self._turns)],
-                self._rollout.max_tokens,
-                self._rollout.stop_token_ids,
-                ANSWER_SECONDS,
-                self._rollout.temperature,
+            request = partial(
+                self._clients[name].generate,
+                max_tokens=self._rollout.max_tokens,
+                stop_token_ids=self._rollout.stop_token_ids,
+                temperature=self._rollout.temperature,
             )
+            prompts = [TeacherPrompt(name, ids, seed=self._turns)]
+            ((reply, _),) = await ask(self._clients[name], prompts, request, ANSWER_SECONDS)
         except DistillError as error:
             return f"({error})"
         if isinstance(reply, ScoreRefused):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -30,6 +31,7 @@ from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts,
 from distill.prompts.stream import Prompt
 from distill.record.validation import sampling_of
 from distill.rollout.replica_client import ReplicaEngine
+from distill.scoring import ask
 from distill.translation import TextTeacher
 from sync import wire
 from sync.base import tokenizers
@@ -142,13 +144,13 @@ class _Checks:
         longest = self.longest + max(len(ids) - prompt_length for ids, prompt_length in seen)
         lengths = longest, config.rollout.max_tokens, info.max_length
         template = tokenizers.chat_template_fingerprint(tokenizer)
-        known, score = config.student.known_ids, teacher.score
+        known, request = config.student.known_ids, teacher.score
         basics = [
             capabilities(config, info),
             probes.fits("it", *lengths, "raise the teacher's max_length"),
         ]
         if isinstance(teacher, TextTeacher):
-            score = teacher.score_ids
+            request = teacher.score_ids
         else:
             basics = [
                 probes.same_tokenizer(tokenizers.fingerprint(tokenizer, known), info, known),
@@ -161,6 +163,10 @@ class _Checks:
         settings, token_limit, prompts = config.preflight, config.rollout.max_tokens, [ids for ids, _ in seen]
         tolerance = settings.score_tolerance or (1e-3 if info.dtype == "float32" else 0.1)
         sequences = probes.probe_sequences(prompts, settings.sequences, min(PROBE_TOKENS, token_limit))
+
+        async def score(sequences: list[wire.ScoreSequence], want: wire.Want) -> list[Any]:
+            return [result for result, _ in await ask(teacher, sequences, partial(request, want=want))]
+
         finding, noise = await probes.repeatable(score, sequences, tolerance)
         if not self._note(finding, name):
             return

@@ -1,7 +1,7 @@
-"""What to do after a failure: repeat a call, pause, or find the item of a batch that is at fault.
+"""What to do after a failure: repeat a call, or pause.
 
 `retrying` and `retrying_async` repeat a call with exponential backoff (through tenacity); `Backoff` gives the
-pauses alone, for a loop that does more; `isolate` halves a batch, of a request or of an engine.
+pauses alone, for a loop that does more.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from tenacity import (
     AsyncRetrying,
@@ -22,8 +22,6 @@ from tenacity import (
     wait_exponential,
 )
 
-W = TypeVar("W")
-A = TypeVar("A")
 Retried = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], bool]
 """Exceptions to retry on, or a predicate of them; every other exception is raised at once."""
 
@@ -99,28 +97,3 @@ def _error(state: RetryCallState) -> BaseException:
     error = state.outcome.exception() if state.outcome else None
     assert error is not None
     return error
-
-
-async def isolate(
-    items: Sequence[W],
-    run: Callable[[Sequence[W]], Awaitable[Sequence[A]]],
-    failed: Callable[[W, Exception], A],
-    *,
-    on: tuple[type[Exception], ...] = (Exception,),
-    never: tuple[type[Exception], ...] = (),
-) -> list[A]:
-    """Answers of `run`, one per item, in order; each half of a batch that fails runs again on its own.
-    `failed` gives the answer for an item that fails alone. `on`: exceptions that may be an item's fault;
-    `never`: those of them that are not. Every other exception is raised at once."""
-    try:
-        return list(await run(items))
-    except never:
-        raise
-    except on as error:
-        if len(items) == 1:
-            return [failed(items[0], error)]
-    middle = len(items) // 2
-    halves = [
-        await isolate(half, run, failed, on=on, never=never) for half in (items[:middle], items[middle:])
-    ]
-    return [*halves[0], *halves[1]]

@@ -47,6 +47,7 @@ from sync import wire
 from sync.base.errors import ConfigError
 from sync.base.jsonl import JsonLines
 from sync.wire import Generated, ScoreReply, Version, pack
+from teacher_service.client import Reply
 from tests.benchmarks.figures import Figures, Folder, command, listing
 
 MIB: Final = 1 << 20
@@ -153,7 +154,7 @@ class NoisyTeacher(MemoryTeacher):
 
     apart: Apart
 
-    async def score(self, sequences: Any, want: Any, deadline: float | None = None) -> Any:
+    async def score(self, sequences: Any, want: Any, limit: float) -> Any:
         with self.apart.timed():
             scores = [noisy(self._scores(sequence, want)) for sequence in sequences]
             results: list[Any] = [*map(self._keep, scores, sequences)] if want.keep else scores
@@ -161,7 +162,7 @@ class NoisyTeacher(MemoryTeacher):
             body = wire.encode(ScoreReply(results=results))
             del scores, results  # freeing them is the teacher's work, too
         await asyncio.sleep(0)
-        return wire.decode(body, ScoreReply).results
+        return Reply(wire.decode(body, ScoreReply).results, "memory")
 
 
 def noisy(scored: Any) -> wire.Scored:

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from distill.launch.preflight import serving
 from distill.launch.roles import Ports
 from distill.launch.supervise import ChildSpec
+from distill.scoring import ask
 from sync import wire
 from sync.vllm.plugin import PLUGIN
 from teacher_service.client import TeacherClient
@@ -134,7 +135,7 @@ def contenders(
     )
     items: list[Item] = []
     for engine in ("transformers", "vllm"):
-        client = TeacherClient(engine, [urls[engine]], request_tokens=QUEUE_TOKENS // 2)
+        client = TeacherClient(engine, [urls[engine]])
         loop.run(stack.enter_async_context(client))
         vocab = loop.run(client.info()).vocab_size
         k = min(TOPK, vocab)
@@ -171,7 +172,7 @@ def service(
 
     def score() -> int:
         before = client.counters.received_bytes
-        loop.run(client.score(sequences, want))
+        loop.run(ask(client, sequences, partial(client.score, want=want)))
         return client.counters.received_bytes - before
 
     return score

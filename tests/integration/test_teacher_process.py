@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from teacher_completions import check_completions_score_alike
 from tiny_models import language_model, save_words
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from distill import scoring
 from distill.evaluation.probes import LanguageModel, log_probs
 from distill.preflight_checks import probes
+from distill.scoring import ask
 from sync import wire
 from sync.base.settings import ObjectStoreConfig, ReplicaConfig
 from sync.base.tokenizers import fingerprint
@@ -119,7 +122,7 @@ async def test_it_serves_what_a_plain_forward_pass_gives(teacher: Process, folde
     options = sequences(5)
     async with TeacherClient("toy", [teacher.url], "secret") as client:
         info = await client.info()
-        results = await client.score(options, Want(topk=4))
+        results, _ = await client.score(options, Want(topk=4))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert (info.name, info.engine, info.vocab_size, info.max_length) == (
         "toy",
@@ -162,12 +165,12 @@ async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
         for one, ids in zip(options, completions, strict=True)
     ]
     async with TeacherClient("toy", [teacher.url], "secret") as client:
-        repeats, noise = await probes.repeatable(client.score, options, 1e-3)
-        scored = await probes.scores(client.score, options)
+        repeats, noise = await probes.repeatable(partial(_scores, client), options, 1e-3)
+        scored = await probes.scores(partial(_scores, client), options)
         found = [
             repeats,
-            await probes.not_shifted(client.score, options[0], VOCAB, noise),
-            await probes.not_truncated(client.score, longest, VOCAB),
+            await probes.not_shifted(partial(_scores, client), options[0], VOCAB, noise),
+            await probes.not_truncated(partial(_scores, client), longest, VOCAB),
             probes.equals_plain(scored, plain, 1e-3),
         ]
     assert [finding.line for finding in found if finding.problem] == []
@@ -180,8 +183,8 @@ async def test_the_probes_pass_a_real_teacher_and_catch_a_broken_one(
     try:
         await up(broken)
         async with TeacherClient("toy", [broken.url], "secret") as client:
-            cut = await probes.not_truncated(client.score, longest, VOCAB)
-            wrong = probes.equals_plain(await probes.scores(client.score, options), plain, 1e-3)
+            cut = await probes.not_truncated(partial(_scores, client), longest, VOCAB)
+            wrong = probes.equals_plain(await probes.scores(partial(_scores, client), options), plain, 1e-3)
     finally:
         broken.end(signal.SIGKILL)
     assert "a sequence of 64 tokens came back with 0 of 24 scores" in cut.line
@@ -209,17 +212,18 @@ async def test_a_flood_is_refused_and_memory_stays_flat(teacher: Process) -> Non
     assert statuses.total() == 160
     assert grown < 100 << 20
     async with TeacherClient("toy", [teacher.url], "secret") as client:
-        assert len(await client.score(sequences(3))) == 3
+        assert len((await client.score(sequences(3))).results) == 3
 
 
 async def test_callers_ride_through_the_death_and_return_of_replicas(
-    teacher: Process, second: Process, caplog: pytest.LogCaptureFixture
+    teacher: Process, second: Process, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await up(teacher)
     await up(second)
     urls = [teacher.url, second.url]
-    async with TeacherClient("toy", urls, "secret", request_tokens=64) as client:
-        before = await client.score(sequences(40))
+    monkeypatch.setattr(scoring, "REQUEST_TOKENS", 64)
+    async with TeacherClient("toy", urls, "secret") as client:
+        before = await _scores(client, sequences(40), Want())
         asking = asyncio.create_task(_ask_until(client, stop := asyncio.Event()))
         second.end(signal.SIGKILL)
         await _another_retry(caplog)
@@ -228,7 +232,7 @@ async def test_callers_ride_through_the_death_and_return_of_replicas(
         await _another_retry(caplog)
         stop.set()
         assert await asking == before
-        assert await client.score(sequences(40)) == before
+        assert await _scores(client, sequences(40), Want()) == before
 
 
 async def _another_retry(caplog: pytest.LogCaptureFixture) -> None:
@@ -239,10 +243,14 @@ async def _another_retry(caplog: pytest.LogCaptureFixture) -> None:
             await asyncio.sleep(0.01)
 
 
+async def _scores(client: TeacherClient, sequences: list[Any], want: Want) -> list[Any]:
+    return [result for result, _ in await ask(client, sequences, partial(client.score, want=want), 60)]
+
+
 async def _ask_until(client: TeacherClient, stop: asyncio.Event) -> list[Any]:
     """The last answer; every one must be complete."""
     while True:
-        answer = await client.score(sequences(40), deadline=60)
+        answer = await _scores(client, sequences(40), Want())
         assert all(isinstance(result, Scored) for result in answer)
         if stop.is_set():
             return answer
@@ -277,7 +285,7 @@ async def test_a_self_teacher_ends_while_a_version_that_it_reads_does_not_come(
             await up(teacher)
             claim = Claim(wire.RunIdentity("r", "id"))  # no version is read before a run claims the teacher
             async with TeacherClient("toy", [teacher.url], "secret", claim=claim) as client:
-                assert len(await client.score(sequences(1))) == 1
+                assert len((await client.score(sequences(1))).results) == 1
             connection, _ = await asyncio.to_thread(silent.accept)  # the newest version is being read
             with connection:
                 assert teacher.end(signal.SIGTERM) == 0, teacher.log()

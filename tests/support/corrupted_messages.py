@@ -23,6 +23,7 @@ from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
 from sync.base.errors import DistillError
 from sync.wire import Array, EvalReport, Ok, ReplicaState, ScoreRefused, ScoreReply, Version, encode
+from teacher_service.client import Reply
 
 M = TypeVar("M", bound=wire.Message)
 INTS = (-1, 0, 7, 1 << 31, (1 << 62) + 1)
@@ -152,21 +153,23 @@ class SpoiledTeacher(MemoryTeacher):
     spoiler: Spoiler
 
     async def score(
-        self, sequences: list[wire.ScoreSequence], want: wire.Want, deadline: float | None = None
-    ) -> list[wire.Scored | ScoreRefused]:
-        reply = ScoreReply(results=await super().score(sequences, want, deadline))
-        return self.spoiler.over_the_wire(reply, ScoreReply).results
+        self, sequences: Sequence[wire.ScoreSequence], want: wire.Want, limit: float
+    ) -> Reply[wire.Scored | ScoreRefused]:
+        results, server = await super().score(sequences, want, limit)
+        return Reply(self.spoiler.over_the_wire(ScoreReply(results=results), ScoreReply).results, server)
 
     async def generate(
         self,
-        prompts: list[wire.TeacherPrompt],
+        prompts: Sequence[wire.TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
-    ) -> list[wire.TeacherCompletion | ScoreRefused]:
-        reply = wire.TeacherGenerateReply(results=await super().generate(prompts, max_tokens, stop_token_ids))
-        return self.spoiler.over_the_wire(reply, wire.TeacherGenerateReply).results
+        limit: float | None = None,
+    ) -> Reply[wire.TeacherCompletion | ScoreRefused]:
+        results, server = await super().generate(prompts, max_tokens, stop_token_ids)
+        reply = wire.TeacherGenerateReply(results=results)
+        return Reply(self.spoiler.over_the_wire(reply, wire.TeacherGenerateReply).results, server)
 
     def once(self, path: str, body: bytes | None, timeout: float, model: str | None = None) -> bytes:
         """Kept bodies are damaged on their way to a rank; what is scored again is not."""

@@ -22,6 +22,7 @@ from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
 from sync import wire
 from sync.wire import GenerateRequest, TeacherCompletion, Version, pack
+from teacher_service.client import Reply
 from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.messages import describe, scored
@@ -72,6 +73,7 @@ class Teacher:
         self.engine = TransformersEngine(Qwen3ForCausalLM.from_pretrained(folder), KNOWN)
         self.hidden, self.requests = hidden, 0
         self.completed: list[str] = []
+        self.pause = 0.0
 
     async def first_info(self) -> wire.TeacherInfo:
         info = describe("t", self.engine.engine_info, letter_tokenizer())
@@ -84,24 +86,25 @@ class Teacher:
         return head
 
     async def score(
-        self, sequences: list[wire.ScoreSequence], want: wire.Want, deadline: float
-    ) -> list[wire.Scored]:
+        self, sequences: list[wire.ScoreSequence], want: wire.Want, limit: float
+    ) -> Reply[wire.Scored]:
         self.requests += 1
         assert self.hidden or not want.hidden
         options = ScoreOptions(hidden=want.hidden)
         items = [Item(wire.unpack(one.token_ids), one.start) for one in sequences]
-        return [
+        results = [
             scored(one.id, self.engine.score([item], options), "f4")
             for one, item in zip(sequences, items, strict=True)
         ]
+        return Reply(results, "here")
 
     async def generate(
-        self, prompts: list[wire.TeacherPrompt], max_tokens: int, stop_token_ids: Sequence[int]
-    ) -> list[TeacherCompletion]:
+        self, prompts: list[wire.TeacherPrompt], max_tokens: int, stop_token_ids: Sequence[int], **_: Any
+    ) -> Reply[TeacherCompletion]:
         """Two tokens each, the second the end."""
         self.completed += [prompt.id for prompt in prompts]
         token_ids, logprob = pack(np.array([3, EOS], np.int32)), pack(np.zeros(2, np.float32))
-        return [TeacherCompletion(prompt.id, token_ids, logprob, "stop") for prompt in prompts]
+        return Reply([TeacherCompletion(prompt.id, token_ids, logprob, "stop") for prompt in prompts], "here")
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from sync import wire
 from sync.base.errors import Overloaded, RemoteError, Unreachable
 from sync.wire import EvalReport, Generated, Scored, ScoreRefused, Stop, TrainBatch, Version, Wait, pack
 from sync.wire.client import BlockingPeer
-from teacher_service.client import Counters
+from teacher_service.client import Counters, Reply
 
 
 @dataclass
@@ -182,9 +182,13 @@ class MemoryTeacher:
     fetched: list[str] = field(default_factory=list)
     """Keys that were fetched, found or not."""
 
+    @property
+    def pause(self) -> float:
+        return 0.0 if self.up else 0.5
+
     async def score(
-        self, sequences: list[wire.ScoreSequence], want: wire.Want, deadline: float | None = None
-    ) -> list[Scored | ScoreRefused]:
+        self, sequences: Sequence[wire.ScoreSequence], want: wire.Want, limit: float
+    ) -> Reply[Scored | ScoreRefused]:
         await asyncio.sleep(0)
         if not self.up:
             raise Unreachable("the teacher is dead")
@@ -194,7 +198,7 @@ class MemoryTeacher:
         self.counters.requests += 1
         self.counters.sequences += len(sequences)
         found = [self._scores(sequence, want) for sequence in sequences]
-        return [*map(self._keep, found, sequences)] if want.keep else found
+        return Reply([*map(self._keep, found, sequences)] if want.keep else found, "memory")
 
     def _keep(self, scored: Scored | ScoreRefused, sequence: wire.ScoreSequence) -> Scored | ScoreRefused:
         if isinstance(scored, ScoreRefused):
@@ -243,17 +247,18 @@ class MemoryTeacher:
 
     async def generate(
         self,
-        prompts: list[wire.TeacherPrompt],
+        prompts: Sequence[wire.TeacherPrompt],
         max_tokens: int,
         stop_token_ids: Sequence[int],
         *,
         temperature: float = 1.0,
-    ) -> list[wire.TeacherCompletion | ScoreRefused]:
+        limit: float | None = None,
+    ) -> Reply[wire.TeacherCompletion | ScoreRefused]:
         """Tokens made from each prompt's seed."""
         await asyncio.sleep(0)
         if not self.up:
             raise Unreachable("the teacher is dead")
-        return [self._completion(prompt, max_tokens) for prompt in prompts]
+        return Reply([self._completion(prompt, max_tokens) for prompt in prompts], "memory")
 
     def _completion(
         self, prompt: wire.TeacherPrompt, max_tokens: int
@@ -275,9 +280,6 @@ class MemoryTeacher:
             hidden_size=self.width, max_length=4096, max_topk=50, tokenizer_fingerprint="", fingerprint="",
             chat_template_fingerprint=None, can=["topk", "gather", "entropy", "hidden", "generate"],
         )  # fmt: skip
-
-    def answered_by(self, id: str) -> str:
-        return "memory"
 
     def leave_out(self, server: str) -> bool:
         return False

@@ -83,3 +83,12 @@ def answering(app: Any) -> Iterator[str]:
         finally:
             running.should_exit = True
             thread.join()
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """URL of a server that accepts connections and sends nothing, as a stopped process does."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield "http://127.0.0.1:{1}".format(*listener.getsockname())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sync.wire import Scored, ScoreSequence, TeacherCompletion, TeacherPrompt, pack, unpack
+from sync.wire import Scored, ScoreSequence, TeacherCompletion, TeacherPrompt, Want, pack, unpack
 from teacher_service.client import TeacherClient
 
 END, STOP, PROMPTS, MAX_TOKENS = 0, 3, 6, 8
@@ -17,13 +17,10 @@ async def check_completions_score_alike(client: TeacherClient, vocab: int) -> No
         TeacherPrompt(str(i), pack(rng.integers(1, vocab, 2 + i).astype(np.int32)), 10 + i)
         for i in range(PROMPTS)
     ]
-    texts = [
-        one
-        for one in await client.generate(prompts, MAX_TOKENS, [STOP])
-        if isinstance(one, TeacherCompletion)
-    ]
+    results, _ = await client.generate(prompts, MAX_TOKENS, [STOP])
+    texts = [one for one in results if isinstance(one, TeacherCompletion)]
     assert [text.id for text in texts] == [prompt.id for prompt in prompts]
-    (alone,) = await client.generate(prompts[4:5], MAX_TOKENS, [STOP])
+    ((alone,), _) = await client.generate(prompts[4:5], MAX_TOKENS, [STOP])
     assert isinstance(alone, TeacherCompletion)
     assert alone.token_ids == texts[4].token_ids
     wholes = [
@@ -32,7 +29,7 @@ async def check_completions_score_alike(client: TeacherClient, vocab: int) -> No
         )
         for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
     ]
-    for text, mark in zip(texts, await client.score(wholes), strict=True):
+    for text, mark in zip(texts, (await client.score(wholes, Want())).results, strict=True):
         assert isinstance(mark, Scored)
         np.testing.assert_allclose(unpack(text.logprob), unpack(mark.logprob), atol=1e-4)
         ids = unpack(text.token_ids).tolist()

@@ -21,8 +21,9 @@ from distill.config.prompts import TaskPrompts
 from distill.evaluation.completions import Completion, Tokens, behaviour, loops
 from distill.launch.chat import Conversations, _served_here, _student
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
-from sync.base.errors import ConfigError, DataError, Unreachable
+from sync.base.errors import ConfigError, DataError, RemoteError
 from sync.wire import ScoreRefused, TeacherCompletion, TeacherPrompt, pack, unpack
+from teacher_service.client import Reply
 from teacher_service.config import TeacherConfig
 
 TEMPLATE = "{% for one in messages %}{{ one.content }}{{ '>' if one.role == 'user' else '' }}{% endfor %}"
@@ -37,15 +38,18 @@ class Model:
         self.prompts: list[str] = []
         self.calls: list[tuple[Any, ...]] = []
 
-    async def generate(self, prompts: list[TeacherPrompt], *how: Any) -> list[Any]:
+    pause = 0.0
+
+    async def generate(self, prompts: list[TeacherPrompt], *, limit: float, **how: Any) -> Reply[Any]:
         (prompt,) = prompts
         self.prompts.append(letter_tokenizer().decode(unpack(prompt.token_ids)))
-        self.calls.append((prompt.seed, *how))
+        self.calls.append((prompt.seed, *how.values(), round(limit)))
         if isinstance(self.fault, Exception):
             raise self.fault
         if self.fault is not None:
-            return [ScoreRefused(prompt.id, self.fault)]
-        return [TeacherCompletion(prompt.id, pack(self._ids), pack(self._ids.astype("float32")), "stop")]
+            return Reply([ScoreRefused(prompt.id, self.fault)], "here")
+        logprob = pack(self._ids.astype("float32"))
+        return Reply([TeacherCompletion(prompt.id, pack(self._ids), logprob, "stop")], "here")
 
 
 def conversations(template: str | None, sampling: Mapping[str, Any] = {}, **models: Model) -> Conversations:
@@ -64,7 +68,7 @@ async def test_each_model_continues_a_conversation_of_its_own_until_the_reset() 
     assert await talk.answer("ab") == {"one": "xy", "other": "z"}
     other.fault = "8 prompt tokens are too many"
     assert await talk.answer("c") == {"one": "xy", "other": "(8 prompt tokens are too many)"}
-    other.fault = Unreachable("no connection")
+    other.fault = RemoteError("no connection")
     assert await talk.answer("d") == {"one": "xy", "other": "(no connection)"}
     talk.reset()
     await talk.answer("e")
@@ -77,7 +81,7 @@ async def test_without_a_chat_template_every_prompt_is_continued_by_itself() -> 
     talk = conversations(None, {"temperature": 0.5, "max_tokens": 3}, one=one)
     assert [await talk.answer(prompt) for prompt in ("ab>", "c>")] == [{"one": "xy"}] * 2
     assert one.prompts == ["ab>", "c>"]
-    assert one.calls == [(1, 3, [], 3600.0, 0.5), (2, 3, [], 3600.0, 0.5)]
+    assert one.calls == [(1, 3, [], 0.5, 3600), (2, 3, [], 0.5, 3600)]
 
 
 def test_a_teacher_is_served_by_one_process_that_generates_and_spares_the_kept_scores() -> None:

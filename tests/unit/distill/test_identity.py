@@ -175,10 +175,10 @@ async def test_an_evaluator_that_another_run_took_over_is_missed_at_the_end(cont
 
 async def test_a_teacher_of_another_model_ends_the_run_and_costs_no_rollout(controller) -> None:
     class Swapped(MemoryTeacher):
-        async def score(self, sequences: Any, want: Any, deadline: float | None = None) -> Any:
+        async def score(self, sequences: Any, want: Any, limit: float) -> Any:
             if len(self.requests) >= 2:
                 raise WrongServer("http://t answers with model b, and a was checked when the run started")
-            return await super().score(sequences, want, deadline)
+            return await super().score(sequences, want, limit)
 
     run = controller(teachers={"t": Swapped()})
     with pytest.raises(WrongServer, match="answers with model b"):

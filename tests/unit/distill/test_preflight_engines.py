@@ -44,6 +44,7 @@ from sync.wire import (
     pack,
     unpack,
 )
+from teacher_service.client import Reply
 from teacher_service.engines import build
 from teacher_service.engines.base import Engine, Item, ScoreOptions
 from teacher_service.messages import describe
@@ -90,7 +91,7 @@ class Teacher:
         self._told = engine_info
         self.scored = 0
 
-    name = "t"
+    name, pause = "t", 0.0
 
     async def info(self, timeout: float | None = None) -> TeacherInfo:
         import msgspec
@@ -105,15 +106,15 @@ class Teacher:
         return head
 
     async def score(
-        self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
-    ) -> list[Scored | ScoreRefused]:
+        self, sequences: list[ScoreSequence], want: Want, limit: float
+    ) -> Reply[Scored | ScoreRefused]:
         self.scored += len(sequences)
         items = [Item(unpack(one.token_ids), one.start) for one in sequences]
         flat = self.engine.score(items, ScoreOptions(hidden=want.hidden))
         ends = np.cumsum([item.positions for item in items])[:-1]
         hidden = [None] * len(items) if flat.hidden_CH is None else map(pack, np.split(flat.hidden_CH, ends))
         parts = zip(sequences, np.split(flat.logprob_C, ends), hidden, strict=True)
-        return [Scored(one.id, pack(part), hidden=states) for one, part, states in parts]
+        return Reply([Scored(one.id, pack(part), hidden=states) for one, part, states in parts], "here")
 
 
 class Evaluator:

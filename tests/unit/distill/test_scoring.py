@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from distill.record.rollout import Rollout
 from distill.record.validation import Validator
 from distill.rollout.ends import Unusable
 from distill.scoring import Scoring, TeacherQueue
-from sync.base.errors import Overloaded, Unreachable
+from sync.base.errors import Overloaded, TooLarge
 from sync.wire import (
     Array,
     Generated,
@@ -38,6 +38,7 @@ from sync.wire import (
     pack,
     unpack,
 )
+from teacher_service.client import Reply
 
 pytestmark = pytest.mark.virtual_time
 
@@ -126,10 +127,10 @@ async def test_a_teacher_may_see_another_prompt() -> None:
 
     class Watching(MemoryTeacher):
         async def score(
-            self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
-        ) -> list[Scored | ScoreRefused]:
+            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
+        ) -> Reply[Scored | ScoreRefused]:
             seen.extend(sequences)
-            return await super().score(sequences, want, deadline)
+            return await super().score(sequences, want, limit)
 
     bench = Bench({"t": Watching()}, transforms={"t": lambda prompt: [9, 9, 9, *prompt.token_ids]})
     await bench.score(completed(5))
@@ -210,12 +211,12 @@ async def test_a_full_teacher_is_asked_when_it_says() -> None:
         asked = 0
 
         async def score(
-            self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
-        ) -> list[Scored | ScoreRefused]:
+            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
+        ) -> Reply[Scored | ScoreRefused]:
             self.asked += 1
             if self.asked == 1:
                 raise Overloaded("full", 0.01)
-            return await super().score(sequences, want, deadline)
+            return await super().score(sequences, want, limit)
 
     bench = Bench({"t": Full()})
     await bench.score(completed(0))
@@ -248,9 +249,9 @@ async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantin
 ) -> None:
     class Sloppy(MemoryTeacher):
         async def score(
-            self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
-        ) -> list[Scored | ScoreRefused]:
-            return [Scored(sequence.id, **scores) for sequence in sequences]
+            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
+        ) -> Reply[Scored | ScoreRefused]:
+            return Reply([Scored(sequence.id, **scores) for sequence in sequences], "memory")
 
     how = "reference" if "kept" in problem else "inline"
     bench = Bench({"t": Sloppy()}, Want(hidden=how == "reference" or "hidden" in problem), scores=how)
@@ -264,11 +265,11 @@ async def test_a_busy_teacher_gets_full_requests_only() -> None:
 
     class Slow(MemoryTeacher):
         async def score(
-            self, sequences: list[ScoreSequence], want: Want, deadline: float | None = None
-        ) -> list[Scored | ScoreRefused]:
+            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
+        ) -> Reply[Scored | ScoreRefused]:
             asked.set()
             await go_on.wait()
-            return await super().score(sequences, want, deadline)
+            return await super().score(sequences, want, limit)
 
     teacher = Slow()
     bench = Bench({"t": teacher}, linger=0.0)
@@ -285,10 +286,10 @@ async def test_a_busy_teacher_gets_full_requests_only() -> None:
 
 async def test_a_teacher_that_is_too_slow_for_a_whole_request_is_asked_for_half_of_it() -> None:
     class Slow(MemoryTeacher):
-        async def score(self, sequences, want, deadline=None):
+        async def score(self, sequences, want, limit):
             if len(sequences) > 2:
-                raise Unreachable("it did not answer within 300 s")
-            return await super().score(sequences, want)
+                raise TooLarge("they were not answered in 300 s")
+            return await super().score(sequences, want, limit)
 
     teacher = Slow()
     bench = Bench({"t": teacher}, batch=8)

@@ -19,6 +19,7 @@ from distill.translation import TextTeacher, Translation, read, token_bytes
 from student_trainer.objectives.divergences import Discount, Targets, at, future_credit, sampled
 from sync.base.errors import DataError
 from sync.wire import Scored, ScoreRefused, ScoreSequence, Segment, Want, pack, unpack
+from teacher_service.client import Reply
 
 END = "<end>"
 
@@ -149,12 +150,13 @@ def test_tokenizers_that_change_text_are_refused_by_name() -> None:
 class Given(TextTeacher):
     """Scores of the teacher's ids are -1, -2, …"""
 
-    async def score_ids(self, sequences: Any, want: Want = Want(), deadline: Any = None) -> Any:
+    async def score_ids(self, sequences: Any, want: Want = Want(), limit: Any = None) -> Any:
         self.sequences = sequences
-        return [
+        results = [
             Scored(asked.id, pack(-np.arange(1, 1 + asked.token_ids.shape[0] - asked.start, dtype="f4")))
             for asked in sequences
         ]
+        return Reply(results, "here")
 
 
 async def test_a_teacher_is_sent_its_own_ids_behind_the_prompt_that_it_sees() -> None:
@@ -164,7 +166,7 @@ async def test_a_teacher_is_sent_its_own_ids_behind_the_prompt_that_it_sees() ->
         ScoreSequence.of(id_, pack(np.array([7, 8], "i4")), pack(np.array(ids, "i4")))
         for id_, ids in completions.items()
     ]
-    good, cut = await client.score(asked, Want(entropy=True))
+    (good, cut), _ = await client.score(asked, Want(entropy=True))
     (sent,) = client.sequences  # of "cut" nothing is left to ask about
     assert ENGLISH.decode(unpack(sent.token_ids)[2:].tolist()) == f" the{END}"
     assert unpack(good.logprob).tolist() == [0, -1, -2]
@@ -177,7 +179,7 @@ async def test_text_that_the_teacher_cannot_have_is_refused_alone() -> None:
         ScoreSequence.of(text, pack(np.array([7], "i4")), pack(np.array(ids_of(FRENCH, text), "i4")))
         for text in "xa"
     ]
-    refused, good = await client.score(asked)
+    (refused, good), _ = await client.score(asked)
     assert isinstance(refused, ScoreRefused)
     assert isinstance(good, Scored)
 

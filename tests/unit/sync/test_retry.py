@@ -1,11 +1,9 @@
-"""Which pauses are made, what is retried, and when it ends; a bad item fails alone. Nobody really waits."""
-
-from collections.abc import Sequence
+"""Which pauses are made, what is retried, and when it ends. Nobody really waits."""
 
 import pytest
 
-from sync.base.errors import Overloaded, Unreachable
-from sync.base.retry import Backoff, isolate, retrying, retrying_async
+from sync.base.errors import Overloaded
+from sync.base.retry import Backoff, retrying, retrying_async
 
 
 class Clock:
@@ -78,24 +76,3 @@ def test_a_backoff_begins_again_after_a_success() -> None:
     assert [backoff.next(), backoff.next(1.5), backoff.next(), backoff.next()] == [0.5, 1.5, 2.0, 2.0]
     backoff.reset()
     assert backoff.next() == 0.5
-
-
-async def test_only_the_bad_item_fails_and_the_order_stays() -> None:
-    async def run(items: Sequence[int]) -> list[int]:
-        if 3 in items:
-            raise ValueError("three")
-        return [10 * item for item in items]
-
-    assert await isolate(range(6), run, lambda item, error: -item) == [0, 10, 20, -3, 40, 50]
-
-
-async def test_a_fault_that_is_no_items_is_raised_at_once() -> None:
-    seen: list[int] = []
-
-    async def run(items: Sequence[int]) -> list[int]:
-        seen.append(len(items))
-        raise Unreachable("gone")
-
-    with pytest.raises(Unreachable):
-        await isolate([1, 2, 3, 4], run, lambda item, error: item, never=(Unreachable,))
-    assert seen == [4]

@@ -15,7 +15,7 @@ from starlette.types import Message
 from table_engine import GatedEngine, TableEngine, random_table
 
 from sync import wire
-from sync.base.errors import Overloaded, RemoteError, WireError
+from sync.base.errors import Overloaded, RemoteError, TooLarge, WireError
 from sync.wire import Scored, ScoreRefused, ScoreReply, ScoreRequest, ScoreSequence, Want, pack, unpack
 from sync.wire.client import Peer
 from teacher_service.app import BodyLimit
@@ -109,7 +109,7 @@ async def test_a_body_that_is_too_long_is_refused_with_the_reason_while_it_is_se
 ) -> None:
     async with serve(TableEngine(TABLE), body_bytes=1 << 20) as url, Peer(url) as peer:
         for _ in range(3):
-            with pytest.raises(RemoteError, match="400: body is longer than 1048576 bytes"):
+            with pytest.raises(RemoteError, match="413: body is longer than 1048576 bytes"):
                 await peer.once("/v1/score", bytes(32 << 20), 60)
 
 
@@ -233,7 +233,7 @@ async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve:
     logq = TABLE[ids[:-1]] / temperature
     logq -= np.log(np.exp(logq).sum(1, keepdims=True))
     async with serve(TableEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
-        (warm,) = await client.score([one], Want(topk=2, temperature=temperature))
+        ((warm,), _) = await client.score([one], Want(topk=2, temperature=temperature))
         assert isinstance(warm, Scored)
         assert warm.topk_logprob is not None
         np.testing.assert_allclose(unpack(warm.logprob), logq[np.arange(3), ids[1:]], atol=1e-5)
@@ -241,7 +241,7 @@ async def test_scores_are_of_the_temperature_that_is_asked_for_or_refused(serve:
         with pytest.raises(RemoteError, match=r"temperature is 0\.0, it must be >= 0\.001"):
             await client.score([one], Want(temperature=0.0))
     async with serve(OnlyAtOne()) as url, TeacherClient("t", [url]) as client:
-        assert isinstance((await client.score([one], Want()))[0], Scored)
+        assert isinstance((await client.score([one], Want())).results[0], Scored)
         with pytest.raises(RemoteError, match="cannot give 'temperature'"):
             await client.score([one], Want(temperature=temperature))
 
@@ -255,16 +255,6 @@ async def test_an_engine_that_cannot_generate_says_so(serve: Any) -> None:
     async with serve(ScoresOnly()) as url, Peer(url) as peer:
         with pytest.raises(RemoteError, match="cannot give 'generate'"):
             await peer.call("/v1/generate", generation([1]), wire.TeacherGenerateReply)
-
-
-async def test_the_client_generates_in_requests_of_bounded_size(serve: Any) -> None:
-    engine = TableEngine(TABLE)
-    prompts = generation(*[[1, 2]] * 10).prompts
-    async with serve(engine) as url, TeacherClient("t", [url], request_tokens=20) as client:
-        completions = await client.generate(prompts, 6, [5])
-        assert client.counters.requests == 5
-    assert [one.id for one in completions] == [prompt.id for prompt in prompts]
-    assert all(isinstance(one, wire.TeacherCompletion) for one in completions)
 
 
 class LyingEngine(TableEngine):
@@ -303,7 +293,7 @@ async def test_an_engine_that_lies_costs_that_sequence_alone(
         ScoreSequence(name, pack(np.array([first, 2, 3], "i4")), 1) for name, first in (("a", 7), ("b", 1))
     ]
     async with serve(LyingEngine(column, value)) as url, TeacherClient("t", [url]) as client:
-        first, second = await client.score(request, Want(topk=2, hidden=True))
+        (first, second), _ = await client.score(request, Want(topk=2, hidden=True))
     assert isinstance(first, ScoreRefused)
     assert first.unusable
     assert first.error.startswith(f"the engine's answer: {field} is ")
@@ -313,7 +303,7 @@ async def test_an_engine_that_lies_costs_that_sequence_alone(
 async def test_an_entropy_that_cannot_be_used_is_left_out(serve: Any) -> None:
     request = [ScoreSequence("a", pack(np.array([7, 2, 3], "i4")), 1)]
     async with serve(LyingEngine("entropy_C", np.nan)) as url, TeacherClient("t", [url]) as client:
-        (answer,) = await client.score(request, Want(entropy=True))
+        ((answer,), _) = await client.score(request, Want(entropy=True))
     assert isinstance(answer, Scored)
     assert answer.entropy is None
 
@@ -351,7 +341,7 @@ async def test_a_body_counts_until_its_request_is_answered_and_not_after() -> No
 async def test_a_body_that_is_too_long_or_cut_is_refused_and_leaves_nothing_behind() -> None:
     gate = BodyLimit(request_limit=10, total=12)
     for _ in range(5):
-        with pytest.raises(WireError, match="longer than 10 bytes"):
+        with pytest.raises(TooLarge, match="longer than 10 bytes"):
             await read(gate, request_of(b"123456", b"123456", b"123456"))
         with pytest.raises(WireError, match="left before"):
             await read(gate, request_of(b"123456", leaves=True))

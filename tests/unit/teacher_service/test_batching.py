@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from table_engine import GatedEngine, TableEngine, random_table
 
-from sync.base.errors import DataError, Overloaded, Unreachable
+from sync.base.errors import DataError, Overloaded, TooLarge, Unreachable
 from sync.wire import Head
 from teacher_service import batching
 from teacher_service.batching import Batcher, Metrics, Outcome, Work, split
@@ -155,16 +155,23 @@ async def test_work_whose_caller_left_is_forgotten_at_once_and_not_computed() ->
     assert all(future.cancelled() for future in gone.futures)
 
 
-async def test_one_sequence_that_fails_takes_no_other_with_it() -> None:
+async def test_a_batch_that_fails_is_computed_request_by_request() -> None:
+    """One bad sequence: its request is to be halved, a single one is refused, others are scored."""
     engine = RecordingEngine()
     async with running(engine) as batcher:
-        request = submit(batcher, [item(3), item(3, POISON), item(3), item(4)])
-        await request.done()
-    assert request.outcomes[1] == "the engine failed on this sequence: DataError: poisoned"
-    assert [isinstance(outcome, EngineScores) for outcome in request.outcomes] == [True, False, True, True]
-    alone = TableEngine(random_table(11)).score([item(4)], ScoreOptions())
-    assert isinstance(request.outcomes[3], EngineScores)
-    np.testing.assert_array_equal(request.outcomes[3].logprob_C, alone.logprob_C)
+        held = await busy(batcher, engine)
+        given = [[item(3), item(3, POISON)], [item(4), item(2)], [item(3, POISON)]]
+        requests = [submit(batcher, items) for items in given]
+        engine.gate.set()
+        await asyncio.gather(*(request.done() for request in (held, *requests)))
+    several, good, alone = (request.outcomes for request in requests)
+    assert [type(outcome) for outcome in several] == [TooLarge, TooLarge]
+    assert "the engine failed on 2 sequences: send fewer at once: DataError: poisoned" in str(several[0])
+    assert alone == ["the engine failed on this sequence: DataError: poisoned"]
+    assert [lengths for _, lengths in engine.batches] == [[2], [3, 3, 4, 2, 3], [3, 3], [4, 2], [3]]
+    expected = TableEngine(random_table(11)).score([item(4)], ScoreOptions())
+    assert isinstance(good[0], EngineScores)
+    np.testing.assert_array_equal(good[0].logprob_C, expected.logprob_C)
 
 
 async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
@@ -291,13 +298,13 @@ async def test_scores_are_computed_while_a_completion_is_generated() -> None:
         assert all(isinstance(outcome, EngineCompletion) for outcome in completed.outcomes)
 
 
-async def test_a_prompt_that_fails_leaves_the_others_of_its_batch_completed() -> None:
+async def test_a_prompt_that_fails_leaves_the_other_requests_of_its_batch_completed() -> None:
     engine = SteppingEngine()
     engine.finish.set()
     async with running(engine) as batcher:
-        request = submit_prompts(batcher, 1, POISON, 2)
-        await request.done()
-    first, second, third = request.outcomes
+        requests = [submit_prompts(batcher, fill) for fill in (1, POISON, 2)]
+        await asyncio.gather(*(request.done() for request in requests))
+    (first,), (second,), (third,) = (request.outcomes for request in requests)
     assert isinstance(first, EngineCompletion)
     assert second == "the engine failed on this prompt: DataError: poisoned"
     assert isinstance(third, EngineCompletion)

@@ -93,8 +93,8 @@ async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released
     ids = pack(np.array([[7, -1], [1, 2], [3, 4]], "i4"))
     asked = [sequence("a", 9), replace(sequence("b", 4), gather_ids=ids)]
     async with serve(TableEngine(TABLE)) as url, TeacherClient("t", [url]) as client, Peer(url) as peer:
-        inline = await client.score(asked, want)
-        kept = await client.score(asked, replace(want, keep=True))
+        inline, _ = await client.score(asked, want)
+        kept, _ = await client.score(asked, replace(want, keep=True))
         for whole, reference in zip(inline, kept, strict=True):
             assert isinstance(whole, Scored)
             assert isinstance(reference, Scored)
