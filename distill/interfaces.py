@@ -53,6 +53,11 @@ class Teacher(Protocol):
     @property
     def counters(self) -> Counters: ...
     @property
+    def processes(self) -> int:
+        """How many are in use."""
+        ...
+
+    @property
     def pause(self) -> float:
         """Seconds until one of its processes may be asked."""
         ...

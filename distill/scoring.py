@@ -55,7 +55,7 @@ from sync.wire.checks import Problem
 from teacher_service.client import REQUEST_SECONDS, Reply, tokens_of
 
 logger = logging.getLogger(__name__)
-PARALLEL = 2  # batches in flight to one teacher: the second hides the latency between two
+PARALLEL = 2  # batches in flight to one process of a teacher: the second hides the latency between two
 REQUEST_TOKENS: Final = 1 << 16
 """Most tokens of one request to a teacher."""
 HIDDEN_COST: Final = 8
@@ -185,14 +185,14 @@ class Scoring:
         return ScoreSequence.of(rollout.id, seen, rollout.tokens, rollout.topk_ids)
 
     async def send(self, teacher: str, messages: Sequence[Any]) -> list[Asked]:
+        cost, request = HIDDEN_COST if self._validator.want.hidden else 1, partial(self._request, teacher)
+        return await ask(self._parts.teachers[teacher], messages, request, math.inf, cost=cost, isolate=True)
+
+    async def _request(self, teacher: str, part: Sequence[Any], limit: float | None) -> Reply[Any]:
         want, engine = self._validator.want, self._parts.teachers[teacher]
         if want.hidden and teacher not in self._hidden_sizes:
-            self._hidden_sizes[teacher] = (
-                await until_answered(engine, engine.first_info, math.inf)
-            ).hidden_size
-        request = partial(engine.score, want=replace(want, keep=self._keep(teacher)))
-        cost = HIDDEN_COST if want.hidden else 1
-        return await ask(engine, messages, request, math.inf, cost=cost, isolate=True)
+            self._hidden_sizes[teacher] = (await engine.first_info()).hidden_size
+        return await engine.score(part, replace(want, keep=self._keep(teacher)), limit)
 
     def _keep(self, teacher: str) -> bool:
         """Whether its scores go by reference."""
@@ -325,9 +325,10 @@ class _Queue:
 class TeacherQueue:
     """Runs for the length of the run; `answer` at any time.
 
-    A batch has up to `buffer.score_batch` rollouts. While one is in flight a further one is sent only when it
-    is full, at most PARALLEL at once; an idle teacher gets what there is after `linger` seconds. The capacity
-    rule bounds what can wait here. `ask` makes its requests and says what follows each failure.
+    A batch has up to `buffer.score_batch` rollouts. While one is in flight for each process of the teacher, a
+    further one is sent only when it is full, at most PARALLEL for each; an idle process gets what there is
+    after `linger` seconds. The capacity rule bounds what can wait here. `ask` makes the requests of a batch
+    and says what follows each failure.
     """
 
     linger = 0.005  # seconds that an idle teacher waits for a batch to fill
@@ -370,12 +371,13 @@ class TeacherQueue:
         async with asyncio.TaskGroup() as group:
             for queue in self._queues.values():
                 self._note_busy(queue, 0)
-                for _ in range(PARALLEL):
+                for _ in range(PARALLEL * self._parts.teachers[queue.teacher].processes):
                     group.create_task(self._serve(queue))
 
     async def _serve(self, queue: _Queue) -> None:
         while True:
-            while not queue.waiting or (queue.busy and len(queue.waiting) < self._batch):
+            teacher = self._parts.teachers[queue.teacher]
+            while not queue.waiting or (queue.busy >= teacher.processes and len(queue.waiting) < self._batch):
                 with self._idle(queue):
                     await queue.changed.wait()
             if len(queue.waiting) < self._batch:

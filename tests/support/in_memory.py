@@ -167,6 +167,7 @@ class MemoryTeacher:
 
     width = 4
     """Of its hidden states."""
+    processes = 1
     requests: list[int] = field(default_factory=list)
     """Sequences of each request."""
     counters: Counters = field(default_factory=Counters)

@@ -260,28 +260,32 @@ async def test_scores_that_cannot_be_used_are_asked_for_again_and_then_quarantin
     assert bench.reasons == ["unusable"]
 
 
-async def test_a_busy_teacher_gets_full_requests_only() -> None:
-    asked, go_on = asyncio.Event(), asyncio.Event()
+@pytest.mark.parametrize(("processes", "begun"), [(1, [1, 4]), (2, [1, 1, 4])])
+async def test_a_teacher_whose_processes_are_busy_gets_full_requests_only(
+    processes: int, begun: list[int]
+) -> None:
+    """Rollouts come one at a time: one starts a request at each idle process, four wait for a full one."""
+    sizes, go_on = list[int](), asyncio.Event()
 
     class Slow(MemoryTeacher):
         async def score(
-            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
+            self, sequences: Sequence[ScoreSequence], want: Want, limit: float | None
         ) -> Reply[Scored | ScoreRefused]:
-            asked.set()
+            sizes.append(len(sequences))
             await go_on.wait()
             return await super().score(sequences, want, limit)
 
     teacher = Slow()
+    teacher.processes = processes
     bench = Bench({"t": teacher}, linger=0.0)
     async with bench.running():
-        tasks = [asyncio.create_task(bench.ask(completed(0)))]
-        await asked.wait()
-        for i in range(1, 6):
+        tasks = list[asyncio.Task[None]]()
+        for i in range(processes + 5):
             tasks.append(asyncio.create_task(bench.ask(completed(i))))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+        assert sizes == begun, "the last one waits"
         go_on.set()
         await asyncio.wait_for(asyncio.gather(*tasks), 600)
-    assert sorted(teacher.requests) == [1, 1, 4]
 
 
 async def test_a_teacher_that_is_too_slow_for_a_whole_request_is_asked_for_half_of_it() -> None:
