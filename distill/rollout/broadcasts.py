@@ -13,14 +13,14 @@ import secrets
 import time
 from typing import Final
 
-from distill.aio import cancel
+from distill.aio import cancel, until_stalled
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from sync.base.errors import DistillError, Overloaded, RemoteError, WireError
 from sync.wire import Audience, BroadcastTicket, Published, UpdateRequest
 
 logger = logging.getLogger(__name__)
-_FAILED_LOOKS: Final = 8
-"""Consecutive probes of /health without an answer, 0.5 to 2.5 s apart, after which a member is lost."""
+MEMBER_SECONDS: Final = 8.0
+"""Without an answer of /health, after which a member is lost."""
 BROADCAST_RETRY_SECONDS: Final = 0.5
 
 
@@ -120,10 +120,8 @@ class Broadcasts:
 
     async def _watch(self, replica: Replica) -> None:
         """Report a replica that does not answer while its connection is open, as when its machine is gone."""
-        failed = 0
-        while failed < _FAILED_LOOKS:
-            await asyncio.sleep(min(0.5, self._pool.poll_seconds))
-            failed = 0 if await replica.engine.alive() else failed + 1
+        limit = min(MEMBER_SECONDS, 16 * self._pool.poll_seconds)
+        await until_stalled(replica.engine.alive, limit)
         self._pool.report_lost(replica)
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from distill.config import RolloutConfig, RunConfigSection
 from distill.environments import client as environments
 from distill.evaluation import schedule
 from distill.launch import run, supervise
+from distill.rollout import broadcasts
 from distill.rollout.replica_pool import ReplicaPool
 from distill.trainer_api.session import TrainerSession
 from student_trainer import controller_client, loop
@@ -48,6 +49,7 @@ CLOCKS: Final = {
     "heartbeat": look_seconds(HEALTH),
     "run.health_timeout_seconds": HEALTH,
     "rollout.stall_timeout_seconds": RolloutConfig.model_fields["stall_timeout_seconds"].default,
+    "silence of a broadcast's member": broadcasts.MEMBER_SECONDS,
     "weights.timeout_seconds": WeightsConfig.model_fields["timeout_seconds"].default,
     "evaluator's silence": schedule.STALL_SECONDS,
     "root of the chain": waits.ROOT_SECONDS,
@@ -73,6 +75,7 @@ RELATIONS: Final = [
     ("rollout.stall_timeout_seconds", 1, "weights.timeout_seconds", "a stall ends an update before its time"),
     ("run.health_timeout_seconds", 1, "rollout.stall_timeout_seconds", "a dead process is not a slow one"),
     ("run.health_timeout_seconds", 1, "evaluator's silence", "it is started again before it is given up"),
+    ("silence of a broadcast's member", 2, "weights.timeout_seconds", "the others go on without it in time"),
     ("weights.timeout_seconds", 2, "root of the chain", "an update fails, and its repetition, by itself"),
     ("evaluator's silence", 1, "root of the chain", "an evaluation is given up by itself"),
     ("long poll of the controller", 1, "long poll of a rank", "a rank gets Wait, not a timeout"),

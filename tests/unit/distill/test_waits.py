@@ -25,7 +25,6 @@ WAITING: Final = re.compile(
 """A call that waits for a party."""
 NOTHING, INSIDE = "its own work: no party waits for this", "called within a wait that has a name"
 ALLOWED: Final = {
-    "broadcasts._watch": "pause between two looks at a member's /health",
     "controller._note_root": "pause between two looks for the display",
     "controller._tidy": NOTHING,
     "controller._trainer_done": "the end of the run; StepBatcher names what the trainer waits for",
