@@ -193,6 +193,11 @@ class Controller:
         if not self.session.live:
             self.trainer_left()
 
+    def trainer_died(self) -> None:
+        """The trainer's processes have ended, and are started again."""
+        self.heartbeats.forget()
+        self.waits.does = {TRAINER: ("its process has ended and is started again", time.monotonic())}
+
     def trainer_left(self) -> None:
         """The trainer's processes have ended for good."""
         self._left = True

@@ -11,7 +11,7 @@ that have a `cause`. A controller calls `use` before it starts its tasks, which 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -153,7 +153,7 @@ class Waits:
     def root(self) -> str:
         """The root of the trainer's chain, in words; empty: nothing waits."""
         chain = self.chain(TRAINER) or self.of([BATCHER])
-        return next(iter(self._doing(chain)), str(chain[-1])) if chain else ""
+        return next(iter(self._doing(chain[-1].of())), str(chain[-1])) if chain else ""
 
     def why(self) -> list[str]:
         """What the trainer waits for, down to the root; then what else waits, the longest first."""
@@ -165,13 +165,18 @@ class Waits:
             others = len(alike.pop((wait.who, wait.what), [wait])) - 1
             return f"{wait}{f' (and {others} more)' if others else ''}"
 
-        chain = self.chain(TRAINER)
+        chain, batcher = self.chain(TRAINER), self.of([BATCHER])
         lines = [f"{'  ← ' if place else ''}{line(wait)}" for place, wait in enumerate(chain)]
         if chain and chain[-1] in chain[:-1]:
             lines.append("  … and so on: they wait for one another")
-        lines = lines or ["trainer waits for nothing"]
-        lines += [f"  ← {words}" for words in self._doing(chain or self.of([BATCHER]))]
-        return [*lines, *(f"beside it, {line(waiting[0])}" for waiting in [*alike.values()][:MOST_LINES])]
+        lines = lines or [
+            ": ".join(["trainer waits for nothing", *(w.detail() for w in batcher if w.detail())])
+        ]
+        root = self._doing((chain or batcher)[-1].of()) if chain or batcher else []
+        lines += [f"  ← {words}" for words in root]
+        beside = [line(waiting[0]) for waiting in [*alike.values()][:MOST_LINES]]
+        beside += [words for words in self._doing(self.does) if words not in root]
+        return [*lines, *(f"beside it, {words}" for words in beside)]
 
     async def watch(self, stalled: Callable[[list[Wait]], None], seconds: float = ROOT_SECONDS) -> None:
         """Call `stalled` with the trainer's chain whenever its root has not changed for `seconds`."""
@@ -188,10 +193,9 @@ class Waits:
             if chain := self.chain(TRAINER) or self.of([BATCHER]):
                 stalled(chain)
 
-    def _doing(self, chain: list[Wait]) -> list[str]:
-        """What the parties at the root of a chain do, as far as they report it."""
-        now, parties = time.monotonic(), chain[-1].of() if chain else ()
-        does = [(party, *self.does[party]) for party in parties if party in self.does]
+    def _doing(self, parties: Iterable[str]) -> list[str]:
+        """What these do, as far as it was reported."""
+        does, now = [(party, *self.does[party]) for party in parties if party in self.does], time.monotonic()
         return [f"{party}: {what}, for {now - since:.0f} s" for party, what, since in does]
 
 

@@ -68,7 +68,7 @@ class ControllerClient:
 
     def heartbeat(self, version: wire.Version) -> wire.Heartbeat:
         """What rank 0 does is in its own."""
-        self.does(self.publishing() or "publishes nothing", "publisher")
+        self.does(self.publishing() or "it has nothing to publish", "publisher")
         now = time.monotonic()
         does = {who: (what, now - since) for who, (what, since) in self._does.items()}
         return wire.Heartbeat(version=version, rank=self._rank, does={} if self._rank else does)

@@ -175,7 +175,7 @@ class _Launcher:
                 children.get(TRAINER) or trainer_child(config, url, token),
                 joined=lambda: self._joined,
                 prepare=self._before_trainer,
-                died=self._controller.heartbeats.forget,
+                died=self._controller.trainer_died,
                 left=self._controller.trainer_left,
             )
         specs = [replace(child, died=partial(self._died, child)) for child in children.values()]

@@ -21,6 +21,7 @@ from sync.base.address import CONTROLLER_FILE, TOKEN_FILE
 from sync.base.errors import ConfigError, RemoteError
 from sync.wire import TrainerHello
 
+NONE = "trainer waits for nothing: none has begun"
 TOKEN = "a-token-that-only-the-run-and-its-people-know"
 
 
@@ -40,7 +41,7 @@ async def test_a_live_run_says_what_its_trainer_waits_for_to_whoever_has_its_tok
     with pytest.raises(RemoteError, match="401"):
         await asyncio.to_thread(lines, folder)
     (folder / TOKEN_FILE).write_text(TOKEN)
-    assert (await asyncio.to_thread(lines, folder))[:2] == ["no step yet", "trainer waits for nothing"]
+    assert (await asyncio.to_thread(lines, folder))[:2] == ["no step yet", NONE]
     await run.session.hello(TrainerHello(world_size=1, checkpoint=None, fingerprint="m", run="test"))
     run.session.requested = 0
     run.session.wake()
