@@ -142,7 +142,8 @@ class Translation:
 
     def figures(self, prompts: Sequence[Prompt]) -> list[str]:
         """What is to be known of the two tokenizers, in words; `prompts`: texts to cut."""
-        cut = [(prompt.token_ids, self.completion(prompt.token_ids)) for prompt in prompts]
+        whole = [[*prompt.token_ids, *sorted(self._ends)[:1]] for prompt in prompts]
+        cut = [(ids, self.completion(ids)) for ids in whole]
         ours = sum(len(ids) for ids, _ in cut)
         theirs = sum(len(aligned.token_ids) for _, aligned in cut)
         alone = sum(len(aligned.alone()) for _, aligned in cut)

@@ -10,9 +10,15 @@ from typing import Final
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-ALLOCATOR: Final = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+ALLOCATOR: Final = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
 """glibc gives large blocks back to the kernel as they are freed, and the kernel zeroes every page when one is
-taken again: with temporaries of a vocabulary's size, nearly half of a step. With these it keeps them."""
+taken again: with temporaries of a vocabulary's size, nearly half of a step. With the first two it keeps them.
+oneDNN keeps the code of 1,024 products, a megabyte or more for each shape: where rows vary in length every
+batch has new ones, and a process grows by gigabytes for code that it never runs again."""
 
 
 def allocator() -> dict[str, str]:
