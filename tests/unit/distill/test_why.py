@@ -107,6 +107,7 @@ async def test_a_full_disk(
     async with standing_still(run, lambda: setattr(store, "_flush", full)) as lines:
         store._flush = flush  # type: ignore[method-assign]
         assert chain(lines)[-1].startswith(f"← record waits for disk space: {tmp_path} is full")
+        assert run.timeline.figures()["waited_seconds"]["trainer"]["record"] > 0
 
 
 class Behind(MemoryReplica):
