@@ -21,6 +21,7 @@ from student_trainer.config import TrainerSettings
 from sync.base import durable
 from sync.base.settings import WeightsConfig
 from sync.wire import client, peers, server
+from teacher_service.client import REQUEST_SECONDS
 
 HEALTH: Final = RunConfigSection.model_fields["health_timeout_seconds"].default
 GRACE: Final = RunConfigSection.model_fields["grace_seconds"].default
@@ -44,6 +45,7 @@ CLOCKS: Final = {
     "vote of the ranks": loop.SETTLE_SECONDS,
     "event of the trainer": controller_client._EVENT_SECONDS,
     "collective of the ranks": TrainerSettings.model_fields["init_timeout_seconds"].default,
+    "request to a teacher": REQUEST_SECONDS,
     "environment's margin": environments.MARGIN_SECONDS,
     # stalls
     "heartbeat": look_seconds(HEALTH),
@@ -77,6 +79,8 @@ RELATIONS: Final = [
     ("run.health_timeout_seconds", 1, "evaluator's silence", "it is started again before it is given up"),
     ("silence of a broadcast's member", 2, "weights.timeout_seconds", "the others go on without it in time"),
     ("weights.timeout_seconds", 2, "root of the chain", "an update fails, and its repetition, by itself"),
+    ("request to a teacher", 2, "root of the chain", "it fails, and its repetition, by itself"),
+    ("run.health_timeout_seconds", 1, "request to a teacher", "a dead teacher is started again meanwhile"),
     ("evaluator's silence", 1, "root of the chain", "an evaluation is given up by itself"),
     ("long poll of the controller", 1, "long poll of a rank", "a rank gets Wait, not a timeout"),
     ("long poll of a rank", 1, "collective of the ranks", "ranks that wait for one do not time out"),

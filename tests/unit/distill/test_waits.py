@@ -38,10 +38,9 @@ ALLOWED: Final = {
     "schedule._complete": "pause before another replica is asked",
     "schedule._complete_on_held": INSIDE,
     "schedule.run": "pause before another try, and versions that are due",
-    "scoring._send": INSIDE,
     "scoring._serve": "pause in which a request fills",
     "scoring.run": "pause in which releases are collected",
-    "scoring.send": INSIDE,
+    "scoring.until_answered": INSIDE,
     "session.batch": "a rank's request; StepBatcher names what the trainer waits for",
 }
 """Function with calls that have no name → what they wait for."""
