@@ -4,7 +4,7 @@ All ways are the same code on the same models, prompts and seed, on the same cor
 tells them apart. The synchronous side gets a thread per stage or two, and is shown by whichever is faster.
 Trials take turns: noise hurts all alike.
 
-Each is a quickstart as a user starts it, profiled from outside. Its versions are evaluated after the run:
+Each is a quickstart as a user starts it. Its versions are evaluated after the run:
 while it is timed, no evaluator works beside it.
 
 Beside them stands what a step cannot be faster than: its three computations, each alone, plain, on one core.
@@ -35,7 +35,6 @@ from statistics import median
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 import typer
 from msgspec.structs import replace
@@ -75,7 +74,6 @@ from teacher_service.engines.transformers import TransformersEngine, completions
 from teacher_service.messages import read_score
 from tests.benchmarks import ROOT
 from tests.benchmarks.figures import (
-    POLL_SECONDS,
     Figures,
     Folder,
     Seeds,
@@ -83,12 +81,10 @@ from tests.benchmarks.figures import (
     command,
     comparison,
     cores,
-    cpu_seconds,
     interleaved,
     listing,
     median_gap_ms,
     medians,
-    role_families,
     run_quickstart,
     step_lines,
 )
@@ -150,8 +146,8 @@ TARGET_KL: Final = 0.25
 """Nats per token, held out: every way gets there before the end."""
 EVERY: Final = 20
 """Steps between the versions that are evaluated."""
-LIST_EVERY: Final = round(5 / POLL_SECONDS)
-"""Samples between two listings of processes: listing costs more than reading their clocks."""
+
+
 LAYOUT: Final = ("trainer.ranks=1", "evaluation=false", "tracking.wandb=disabled")
 """Every way: one rank, as two would share two cores with the other roles."""
 OVERLAPPED: Final = (*LAYOUT, "buffer.max_staleness=2")
@@ -170,7 +166,6 @@ ROWS: Final[dict[str, tuple[str, int]]] = {
     "pass_rate": ("pass rate at the end", 0),
     "generated_per_second": ("tokens generated per second", 1),
     "trained_per_second": ("tokens trained per second", 1),
-    "others_share": ("share of the cores that other programs used", 0),
     "age": ("mean age, versions", 0),
 }
 TrialSteps = Annotated[int, typer.Option(min=0, help="Steps of a trial; 0: 240 of the toy, 24 of the other.")]
@@ -193,84 +188,34 @@ def run(
     words = [*OVERLAPPED, *settings_of(scale, 0)]
     path, settings = quickstart.source(0)
     make = partial(computed, api.load_config(path, [*settings, *words]))
-    ways = {way: summary(of) for way, of in trials.items()}
+    ways = {way: medians(of, ROWS) for way, of in trials.items()}
     return {"limit": cache.get({"limit": words}, make), "medians": ways, "trials": trials}
 
 
 def trial(run_dir: Path, settings: Sequence[str], seed: int, steps: int, scale: Scale) -> Figures:
     """Figures of one run, and its learning curve where there is one."""
-    profile = CpuProfile()
-    run_quickstart(run_dir, seed, steps, settings, profile.sample)
-    figures = measure(run_dir, profile, min(scale.settled, steps // 4))
+    run_quickstart(run_dir, seed, steps, settings)
+    figures = measure(run_dir, min(scale.settled, steps // 4))
     return figures | (learned(run_dir) if scale.learns else dict.fromkeys(CURVE))
-
-
-def summary(trials: Sequence[Figures]) -> Figures:
-    """Medians over the seeds, None where a seed has none; of roles as "CPU ms per step: trainer"."""
-    flat = [
-        trial | {f"CPU ms per step: {role}": ms for role, ms in trial["cpu_ms_per_step"].items()}
-        for trial in trials
-    ]
-    names = [name for name in flat[0] if name in ROWS or ": " in name]
-    return medians([dict.fromkeys(names, 0.0) | trial for trial in flat], names)
 
 
 def table(report: Figures) -> str:
     """The medians side by side, as Markdown; a ratio above 1: the asynchronous way is better."""
     ways, bound = report["medians"], report["limit"]
     old, new = min(list(WAYS)[:2], key=lambda way: ways[way]["step_ms"]), list(WAYS)[2]
-    rows = ROWS | {name: (name, 0) for name in ways[new] if ": " in name}
-    shares = {way: bound["limit_ms"] / figures["step_ms"] for way, figures in ways.items()}
-    return "\n".join(
-        [*comparison(old, new, ways, rows), "", *listing([{"limit, ms": bound["limit_ms"]} | shares])]
-    )
+    shares = {f"limit / {way}": bound["limit_ms"] / figures["step_ms"] for way, figures in ways.items()}
+    limits = listing([bound["ms"] | {"limit, ms": bound["limit_ms"]} | shares])
+    return "\n".join([*comparison(old, new, ways, ROWS), "", *limits])
 
 
-# --- a run under observation ------------------------------------------------------------------------------
-
-
-class CpuProfile:
-    """CPU seconds of a run's processes and of the machine, sampled."""
-
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, dict[str, float]]] = []
-        """(seconds since the epoch, {role or "machine": seconds used up to then})."""
-        self._roles: dict[str, set[psutil.Process]] = {}
-
-    def sample(self, launcher: int) -> None:
-        """Read the clocks of the launcher with this process id and of its roles."""
-        if len(self._samples) % LIST_EVERY == 0:
-            self._roles = role_families(launcher)
-        used = {role: cpu_seconds(processes) for role, processes in self._roles.items()}
-        used["controller"] = cpu_seconds([psutil.Process(launcher)]) if psutil.pid_exists(launcher) else 0.0
-        times = psutil.cpu_times()
-        used["machine"] = sum(times) - times.idle - getattr(times, "iowait", 0) - getattr(times, "steal", 0)
-        self._samples.append((time.time(), used))
-
-    def between(self, began: float, ended: float) -> dict[str, float]:
-        """Seconds of every role, and of the machine, between two moments."""
-        times, seconds = [at for at, _ in self._samples], {}
-        for role in {role for _, used in self._samples for role in used}:
-            used = np.maximum.accumulate([used.get(role, 0.0) for _, used in self._samples])
-            seconds[role] = float(np.diff(np.interp([began, ended], times, used))[0])
-        return seconds
-
-
-def measure(run_dir: Path, profile: CpuProfile, settled: int) -> Figures:
-    """Speed, load and waiting of a finished run, after its first `settled` steps.
-
-    others_share: of all cores, used by other programs; a trial is worth little where it is high. age: mean of
-    what was trained on.
-    """
+def measure(run_dir: Path, settled: int) -> Figures:
+    """Speed of a finished run after its first `settled` steps; age: mean of what was trained on."""
     lines, report = step_lines(run_dir), json.loads((run_dir / "summary.json").read_text())
     first, last, count = lines[settled], lines[-1], len(lines) - settled - 1
-    wall, used = last["time"] - first["time"], profile.between(first["time"], last["time"])
-    others = used.pop("machine") - sum(used.values())
+    wall = last["time"] - first["time"]
     return {
         "step_ms": median_gap_ms(lines[settled:]),
         "mean_step_ms": 1000 * wall / count,
-        "cpu_ms_per_step": {role: 1000 * seconds / count for role, seconds in used.items()},
-        "others_share": others / wall / cores(),
         "generated_per_second": (last["rollout/tokens_total"] - first["rollout/tokens_total"]) / wall,
         "trained_per_second": (last["train/tokens_total"] - first["train/tokens_total"]) / wall,
         "age": report["buffer"]["age_mean"],

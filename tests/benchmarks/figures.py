@@ -10,7 +10,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -31,7 +30,8 @@ log = logging.getLogger(__name__)
 Figures = dict[str, Any]
 """What a trial measured, or a report: JSON values by name."""
 START_SECONDS: Final = 300.0
-POLL_SECONDS: Final = 0.5
+
+
 Folder = Annotated[Path, typer.Option(help="Where runs and finished trials lie.", file_okay=False)]
 Seeds = Annotated[int, typer.Option(min=1, help="Trials of each kind; medians are taken.")]
 Steps = Annotated[int, typer.Option(min=8, help="Optimizer steps of a trial.")]
@@ -129,33 +129,17 @@ def _sources() -> str:
     return "\0".join(path.read_text() for name in packages for path in sorted((ROOT / name).rglob("*.py")))
 
 
-def run_quickstart(
-    run_dir: Path, seed: int, steps: int, settings: Sequence[str], watch: Callable[[int], None] | None = None
-) -> None:
+def run_quickstart(run_dir: Path, seed: int, steps: int, settings: Sequence[str]) -> None:
     """Run the quickstart in a process of its own, in `run_dir`; an older run there is renamed.
 
-    `watch` is called with the process id of the launcher every POLL_SECONDS. Raises DistillError with the
-    end of its output when it fails.
+    Raises DistillError with the end of its output when it fails.
     """
     words = [f"run.folder={run_dir.parent}", f"run.name={run_dir.name}", f"run.steps={steps}", *settings]
     line = [sys.executable, "-P", "-m", "distill.cli.main", "quickstart", "--seed", str(seed)]
     line += [word for setting in words for word in ("--set", setting)]
-    with (
-        tempfile.TemporaryFile("w+") as output,
-        subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT) as process,
-    ):
-        try:
-            while process.poll() is None:
-                if watch is not None:
-                    watch(process.pid)
-                time.sleep(POLL_SECONDS)
-        finally:
-            process.terminate()
-        output.seek(0)
-        if process.returncode != 0:
-            raise DistillError(
-                f"{' '.join(line[4:])} ended with {process.returncode}:\n{output.read()[-2000:]}"
-            )
+    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        raise DistillError(f"{' '.join(line[4:])} ended with {done.returncode}:\n{done.stdout[-2000:]}")
 
 
 def step_lines(run_dir: Path) -> list[dict[str, Any]]:
