@@ -21,7 +21,7 @@ from distill.record.rollout import Rollout
 from distill.record.validation import Validator
 from distill.rollout.ends import Unusable
 from distill.scoring import Scoring, TeacherQueue
-from sync.base.errors import Overloaded, TooLarge
+from sync.base.errors import Overloaded, RemoteError, TooLarge
 from sync.wire import (
     Array,
     Generated,
@@ -286,6 +286,17 @@ async def test_a_teacher_whose_processes_are_busy_gets_full_requests_only(
         assert sizes == begun, "the last one waits"
         go_on.set()
         await asyncio.wait_for(asyncio.gather(*tasks), 600)
+
+
+async def test_a_teacher_that_does_not_say_what_it_is_costs_its_rollouts_and_not_the_run() -> None:
+    class Odd(MemoryTeacher):
+        async def first_info(self) -> Any:
+            raise RemoteError("answered 404: no such path")
+
+    bench = Bench({"t": Odd()}, Want(hidden=True))
+    await bench.score(completed(0), completed(1))
+    assert {detail for _, detail in bench.refused} == {"teacher t: answered 404: no such path"}
+    assert bench.reasons == ["teacher_refused"] * 2
 
 
 async def test_a_teacher_that_is_too_slow_for_a_whole_request_is_asked_for_half_of_it() -> None:
