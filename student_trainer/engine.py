@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -32,7 +31,7 @@ from student_trainer.step import Stopwatch, laid_out, train_step
 from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, computing, pack_rows
 from student_trainer.weights import Weights
 from sync.base.errors import ConfigError
-from sync.base.tokenizers import load_tokenizer, vocab_size
+from sync.base.tokenizers import end_ids, load_tokenizer, vocab_size
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,8 @@ class Learner:
         self.engine, student, self._tokenizer = load(config, ranks)
         self.vocab = student.head.shape.vocab
         """The number of ids of the student's tokenizer."""
-        self.ends = end_ids(self._tokenizer, plain(student.model).generation_config, config.stop_token_ids)
+        ends = end_ids(config.student, self._tokenizer)
+        self.ends = tuple(sorted({*ends, *config.stop_token_ids}))
         """Ids that end a completion."""
         check_head(student, self.engine, ranks.device)
         check_rows(student, self.engine, ranks.device)
@@ -227,13 +227,6 @@ def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:
     if scale is None:
         scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return HeadShape(vocab, float(scale), getattr(config, "final_logit_softcapping", None), temperature)
-
-
-def end_ids(tokenizer: Any, generation: Any, more: Sequence[int]) -> tuple[int, ...]:
-    """Ids at which an engine stops: of tokenizer, generation config (None: there is none), and `more`."""
-    eos = getattr(generation, "eos_token_id", None)
-    ids = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos]), *more]
-    return tuple(sorted({id for id in ids if id is not None}))
 
 
 def plain(model: nn.Module) -> Any:

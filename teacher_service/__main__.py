@@ -56,7 +56,7 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     import setproctitle
 
     from sync.base.memory import available_memory
-    from sync.base.tokenizers import load_tokenizer, vocab_size
+    from sync.base.tokenizers import end_ids, load_tokenizer, vocab_size
     from teacher_service.app import TeacherService
     from teacher_service.engines import build
     from teacher_service.limits import device_memory, limits
@@ -74,10 +74,10 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     bounds = limits(config, engine.engine_info, available_memory(), gpus)
     engine.engine_info = replace(engine.engine_info, max_length=bounds.max_length)
     info = describe(options.name, engine.engine_info, tokenizer, config.known_ids)
-    end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     if config.keep_folder is not None:  # one for each process
         config = config.model_copy(update={"keep_folder": config.keep_folder / str(index)})
-    service = TeacherService(engine, info, config, bounds, end_ids=end_ids, token=token, claim=claim)
+    ends = end_ids(config, tokenizer)
+    service = TeacherService(engine, info, config, bounds, end_ids=ends, token=token, claim=claim)
     log.info("%s: %s", options.name, service.info)
     log.info("%s: %s", options.name, bounds.line)
     serve_app(service.app, host, port, GRACE_SECONDS)

@@ -65,7 +65,7 @@ class TeacherService:
         token: str | None = None,
         claim: Claim | None = None,
     ) -> None:
-        """`end_ids`: of the tokenizer, besides the engine's own. `claim`: of a teacher that follows a run."""
+        """`end_ids`: of the model, besides the engine's own. `claim`: of a teacher that follows a run."""
         self.info, self.metrics = info, Metrics()
         self._engine, self._queue_tokens = engine, limits.queue_tokens
         dtype: messages.HalfOrSingle = "f2" if config.wire_dtype == "float16" else "f4"

@@ -80,7 +80,7 @@ class GenerationParams(NamedTuple):
     max_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
-    """Besides the model's own end of sequence."""
+    """Ids that end a completion, the model's own among them."""
 
 
 @dataclass(frozen=True, slots=True)

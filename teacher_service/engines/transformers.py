@@ -70,13 +70,7 @@ class TransformersEngine:
         return score_items(self._head, hidden_CH, items, options, self._head_chunk)
 
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
-        ends = list(params.stop_token_ids)
-        for config in (self._model.generation_config, self._model.config):  # the folder's, else the model's
-            ids = getattr(config, "eos_token_id", None)
-            if ids is not None:
-                ends += ids if isinstance(ids, list | tuple) else [int(ids)]
-                break
-        return generate(self._model, len(self._head.weight_VH), prompts, params, sorted({*ends}))
+        return generate(self._model, len(self._head.weight_VH), prompts, params)
 
     def head(self) -> Head | None:
         return self._head.message(self._model.dtype)
@@ -186,14 +180,17 @@ def generate(
     vocab: int,
     prompts: Sequence[base.EnginePrompt],
     params: base.GenerationParams,
-    ends: Sequence[int],
 ) -> base.Steps:
-    """See `Engine.generate`; `ends`: the model's own stop ids and those of `params`.
+    """See `Engine.generate`.
 
     Draws by inverting each row's cumulative distribution at random numbers from the row's own seed, so that a
     completion does not depend on the rest of its batch (beyond the rounding of padded ones).
     """
-    count, logprobs = params.max_tokens, list[Tensor]()  # of every step, float32 [B]
+    count, ends, logprobs = (
+        params.max_tokens,
+        params.stop_token_ids,
+        list[Tensor](),
+    )  # of every step, float32 [B]
     rows = [np.random.default_rng(prompt.seed).random(count, dtype=np.float32) for prompt in prompts]
     numbers_BS = torch.from_numpy(np.stack(rows)).to(model.device)
 
