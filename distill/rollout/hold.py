@@ -35,7 +35,8 @@ async def hold(pool: ReplicaPool, version: Version, seconds: float) -> AsyncIter
         try:
             if not (version.step == 0 and (replica.version is None or replica.version.step == 0)):
                 await replica.unless_lost(_bring(pool, replica, version))
-            yield replica
+            with waits.on(replica.name, EVALUATION, lambda: f"it is held at {version}"):
+                yield replica
         finally:
             replica.busy.release()
         with suppress(DistillError):  # its own task retries

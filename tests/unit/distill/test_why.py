@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from episodes import GuessEnvironment
-from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
+from in_memory import MemoryEvaluator, MemoryReplica, MemoryTeacher, MemoryTrainer
 
 from distill.aio import cancel
 from distill.config import RunConfig
@@ -23,7 +23,15 @@ from distill.prompts.stream import PromptStream
 from distill.record.store import Store
 from distill.waits import ROOT_SECONDS
 from sync.base.errors import RemoteError
-from sync.wire import GenerateRequest, Heartbeat, UpdateReply, UpdateRequest, Version
+from sync.wire import (
+    CompletionsReply,
+    CompletionsRequest,
+    GenerateRequest,
+    Heartbeat,
+    UpdateReply,
+    UpdateRequest,
+    Version,
+)
 
 pytestmark = pytest.mark.virtual_time
 STEPS = {"steps": 10_000}
@@ -212,6 +220,30 @@ async def test_a_replica_that_answers_nothing(
     run = controller(config(run=STEPS, rollout={"stall_timeout_seconds": 600}), replicas={"r0": replica})
     async with standing_still(run, lambda: setattr(replica, "hangs", True)) as lines:
         assert chain(lines)[-1].startswith("← generation waits for r0: 4 of 4 completions")
+
+
+class Reading(MemoryEvaluator):
+    """An evaluator that asks the replica which is held for it, and never ends."""
+
+    hangs = False
+
+    async def complete(self, request: CompletionsRequest) -> CompletionsReply:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await super().complete(request)
+
+
+async def test_the_only_replica_held_for_an_evaluation(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    evaluator = Reading()
+    run = controller(config(run=STEPS), evaluator=evaluator)
+    async with standing_still(run, lambda: setattr(evaluator, "hangs", True)) as lines:
+        first, room, held, last = chain(lines)
+        assert first.startswith("trainer waits for batch")
+        assert room == "← dispatcher waits for room: r0 is held"
+        assert re.fullmatch(r"← r0 waits for evaluation: it is held at L000-v\d+", held)
+        assert re.fullmatch(r"← evaluation waits for evaluator: completions of L000-v\d+", last)
 
 
 async def test_nothing_to_wait_for(
