@@ -56,6 +56,7 @@ from distill.rollout.replica_client import HttpReplica
 from distill.topology import CONTROLLER, TRAINER
 from student_trainer.checkpoint_files import CHECKPOINTS, choose
 from student_trainer.objectives.config import needs, student_topk
+from sync.base.address import token_from_environment
 from sync.base.durable import write_json
 from sync.base.errors import DataError, DistillError, Interrupted, RemoteError
 from sync.base.jsonl import JsonLines
@@ -115,8 +116,8 @@ async def run(
             plan = cluster.registered(config, say)
         else:
             plan = plan_servers(config, token, ports, relay)
-            if token is not None and network_mount(folder.path):
-                folder.keep_token(token)
+            if token is not None and (token_from_environment() is None or network_mount(folder.path)):
+                folder.keep_token(token)  # for `distill why`, and readers of the record
         earlier, before = earlier_starts(folder.path)
         launcher = _Launcher(config, folder, plan, split, token, console, relay, earlier)
         try:
