@@ -80,7 +80,8 @@ class Replica:
     def condition(self) -> str:
         """It, and why it takes no requests, in words."""
         refuses = f"refuses updates ({self.refusal})"
-        states = {"is excluded": self.excluded, "is held": self.held, refuses: self.refuses}
+        rests = {"refused a request and is asked again soon": self.rests_until > time.monotonic()}
+        states = {"is excluded": self.excluded, "is held": self.held, refuses: self.refuses, **rests}
         phase = f"is {self.phase.value.replace('_', ' ')}"
         return f"{self.name} {next((words for words, holds in states.items() if holds), phase)}"
 

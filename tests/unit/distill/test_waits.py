@@ -81,6 +81,11 @@ def test_no_stage_waits_for_a_party_without_naming_the_wait() -> None:
     assert {function for function, _ in bare} == set(ALLOWED), "the list names what is there"
 
 
+def test_the_timeline_is_told_what_a_role_is_blocked_on_by_waits_alone() -> None:
+    told = [path for path in ROOT.rglob("*.py") if re.search(r"blocked\(", path.read_text())]
+    assert {path.name for path in told} == {"waits.py", "timeline.py"}
+
+
 def test_a_wait_goes_on_when_it_is_entered_again_without_progress() -> None:
     waits = Waits()
     with waits.on("dispatcher", "room", progress=1) as first:

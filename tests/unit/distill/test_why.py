@@ -22,7 +22,7 @@ from distill.prompts.sources import EnvironmentSource
 from distill.prompts.stream import PromptStream
 from distill.record.store import Store
 from distill.waits import ROOT_SECONDS
-from sync.base.errors import RemoteError
+from sync.base.errors import Overloaded, RemoteError
 from sync.wire import (
     CompletionsReply,
     CompletionsRequest,
@@ -188,6 +188,27 @@ async def test_all_replicas_gone(
         assert first.startswith("trainer waits for batch")
         assert room == "← dispatcher waits for room: r0 is absent; r1 is absent"
         assert re.fullmatch(r"← r\d waits for the process at memory", process)
+
+
+class Full(MemoryReplica):
+    """A replica that has no place for requests."""
+
+    is_full = False
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        if self.is_full:
+            raise Overloaded("no place", 100.0)
+        async for answer in super().generate(request):
+            yield answer
+
+
+async def test_a_replica_that_refuses_requests(
+    controller: Callable[..., Controller], config: Callable[..., RunConfig]
+) -> None:
+    replica = Full()
+    run = controller(config(run=STEPS), replicas={"r0": replica})
+    async with standing_still(run, lambda: setattr(replica, "is_full", True)) as lines:
+        assert chain(lines)[-1] == "← dispatcher waits for room: r0 refused a request and is asked again soon"
 
 
 class Long(MemoryReplica):
