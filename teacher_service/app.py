@@ -44,8 +44,6 @@ from teacher_service.limits import Limits
 from teacher_service.messages import BadRequest, Call, ToKeep
 
 log = logging.getLogger(__name__)
-INLINE_BYTES: Final = 1 << 20
-"""Longer bodies are read, checked and made in a thread, so that the event loop answers others."""
 GIB: Final = 1 << 30
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -125,8 +123,7 @@ class TeacherService:
 
     async def _answer(self, read: Callable[[bytes], Call], request: Request) -> Response:
         async with self._bodies.read(request) as body:
-            heavy = len(body) > INLINE_BYTES
-            call = await asyncio.to_thread(read, body) if heavy else read(body)
+            call = await asyncio.to_thread(read, body)  # it may be long, and others are answered meanwhile
             work = [item for item in call.admitted if isinstance(item, Work)]
             if (tokens := sum(item.tokens for item in work)) > self._queue_tokens and len(work) > 1:
                 raise TooLarge(
@@ -134,9 +131,7 @@ class TeacherService:
                 )
             with self._batcher.submit(work) as outcomes:
                 answers = await _all(outcomes, request, call.deadline)
-                if heavy or call.keep or call.reply_bytes > INLINE_BYTES:
-                    return await asyncio.to_thread(self._reply, call, answers)
-                return self._reply(call, answers)
+                return await asyncio.to_thread(self._reply, call, answers)
 
     def _reply(self, call: Call, outcomes: Sequence[Outcome]) -> Response:
         """A result for each id, from the outcomes of its work. Raises what the engine met with all of it."""

@@ -61,10 +61,6 @@ class Call(NamedTuple):
     result: Callable[[str, Any, Any], Scored | ToKeep | TeacherCompletion | Problem]
     """(id, item or prompt, the engine's outcome) → the result."""
     reply: type[wire.ScoreReply] | type[wire.TeacherGenerateReply]
-    reply_bytes: int = 0
-    """Size of all scores that were asked for, about."""
-    keep: bool = False
-    """`Want.keep`"""
 
 
 def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, limit_bytes: int) -> Call:
@@ -76,6 +72,7 @@ def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, limit_bytes: 
     check_score(message, info)
     want, plain = message.want, replace(message.want, keep=False)
     items = [admit(sequence, want, info) for sequence in message.sequences]
+    check_reply_size([item for item in items if isinstance(item, Item)], want, info, limit_bytes)
     checked = to_keep if want.keep else checked_scores
     return Call(
         [sequence.id for sequence in message.sequences],
@@ -83,8 +80,6 @@ def read_score(body: bytes, info: EngineInfo, dtype: HalfOrSingle, limit_bytes: 
         message.deadline,
         lambda id_, item, scores: checked(id_, item, scores, plain, info, dtype),
         wire.ScoreReply,
-        reply_size([item for item in items if isinstance(item, Item)], want, info, limit_bytes),
-        want.keep,
     )
 
 
@@ -153,17 +148,13 @@ def _require(good: bool, text: str) -> None:
         raise BadRequest(422, text)
 
 
-def reply_size(items: list[Item], want: Want, info: EngineInfo, limit_bytes: int) -> int:
-    """Bytes of the scores of `items`, at most.
-
-    Raises TooLarge for several whose scores pass `limit_bytes`; one is served whatever it takes.
-    """
+def check_reply_size(items: list[Item], want: Want, info: EngineInfo, limit_bytes: int) -> None:
+    """Raise TooLarge for several whose scores pass `limit_bytes`; one is served whatever it takes."""
     row = 8 + 8 * want.topk + (4 * info.hidden_size if want.hidden else 0)
     gathered = sum(4 * item.gather_ids_TK.size for item in items if item.gather_ids_TK is not None)
     size = gathered + row * sum(item.positions for item in items)
     if size > limit_bytes and len(items) > 1:
         raise TooLarge(f"the answer would take {size} bytes, the limit is {limit_bytes}: send fewer at once")
-    return size
 
 
 def admit(sequence: wire.ScoreSequence, want: Want, info: EngineInfo) -> Item | str:

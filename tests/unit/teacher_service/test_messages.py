@@ -14,7 +14,7 @@ import pytest
 from sync.base.errors import TooLarge
 from sync.wire import Array, ScoreRequest, ScoreSequence, Want, pack
 from teacher_service.engines.base import EngineInfo, Item
-from teacher_service.messages import BadRequest, admit, check_score, model_fingerprint, reply_size
+from teacher_service.messages import BadRequest, admit, check_reply_size, check_score, model_fingerprint
 
 INFO = EngineInfo("m", "float32", "table", 10, 4, 8, ("topk", "gather", "entropy", "hidden", "prompt"))
 SAMPLED_ONLY = EngineInfo("m", "float32", "openai", 10, 0, 8, (), max_topk=0)
@@ -97,10 +97,10 @@ def test_what_a_teacher_cannot_do_is_refused_as_a_whole(
 
 def test_several_answers_beyond_the_limit_are_refused_before_they_are_computed_and_one_never_is() -> None:
     item, row = Item(np.zeros(8, np.int32), 1), 8 + 8 * 3 + 4 * 4
-    assert reply_size([item, item], Want(topk=3, hidden=True), INFO, 14 * row) == 14 * row
+    check_reply_size([item, item], Want(topk=3, hidden=True), INFO, 14 * row)
     with pytest.raises(TooLarge, match="the answer would take"):
-        reply_size([item, item], Want(topk=4, hidden=True), INFO, 14 * row)
-    assert reply_size([item], Want(topk=3, hidden=True), INFO, 1) == 7 * row
+        check_reply_size([item, item], Want(topk=4, hidden=True), INFO, 14 * row)
+    check_reply_size([item], Want(topk=3, hidden=True), INFO, 1)
 
 
 def test_the_fingerprint_changes_with_weights_revision_and_precision_alone(tmp_path: Path) -> None:
