@@ -80,13 +80,12 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
     from starting.
     """
     from distill.launch.preflight import check_arguments, check_machine, prepare, run_preflight
-    from distill.preflight_checks import machine
     from sync.base.secrets import redact
 
     tell = say or (lambda line: None)
     with _alone("preflight"):
-        settings, split, disk, machines = prepare(config, tell)
-        for line in [*machines, *machine.lines(settings, disk)]:
+        settings, split, lines = prepare(config, tell)
+        for line in lines:
             tell(line)
         check_machine(settings)
         check_arguments(settings)

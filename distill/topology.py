@@ -1,12 +1,13 @@
 """The processes of a run, computed from its configuration alone.
 
 Whoever starts, places, measures, asks or expects a process reads it here. A further kind of server is an
-entry of `_kinds`, a place in `RunConfig.places` and a command line in `distill.launch.roles`.
+entry of KINDS, a section with a `Placement`, which `RunConfig.places` finds, a `Role`, and what starts one
+(`distill.launch.roles.STARTERS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -18,7 +19,8 @@ from sync.base.settings import Placement
 from sync.wire.peers import Role
 
 TRAINER: Final = "trainer"
-EVALUATOR, EVALUATION_REPLICA = "evaluator", "evaluation-replica"
+EVALUATOR: Final = "evaluator"
+EVALUATION_REPLICA: Final = "evaluation-replica"
 CONTROLLER: Final = "controller"
 HERE: Final = "here"
 EACH_NODE: Final = "each trainer node"
@@ -60,34 +62,61 @@ class Process:
         return self.section.partition(".")[2]
 
 
-class _Kind(NamedTuple):
-    """The processes of one section that are started or register."""
+def _engine_gpus(config: RunConfig, _: Any) -> int:
+    return prod(parallel(config.student.engine_args))
 
-    label: str
-    number: int
-    gpus: int
-    """Of each, unless its section says."""
+
+def _teacher_gpus(_: RunConfig, teacher: Any) -> int:
+    without = teacher.engine_url is not None or teacher.device == "cpu"
+    return 0 if without else prod(parallel(teacher.engine_args))
+
+
+def _evaluator_gpus(config: RunConfig, _: Any) -> int:
+    return int(config.evaluation is not None and config.evaluation.device != "cpu")
+
+
+class Kind(NamedTuple):
+    """The processes of a section, or of every section of a table."""
+
     role: Role
-    follows: bool = False
+    label: str
+    """Name of its processes without their number; {name}: of the section in its table."""
+    command: str
+    """The words after `distill` that run one; {name}, {index}."""
+    number: str | None = None
+    """Key of the section that says how many there are; None: one."""
+    gpus: Callable[[RunConfig, Any], int] = lambda config, place: 0
+    """Of each, unless its section says."""
+    follows: Callable[[Any], bool] = lambda place: True
+    """Whether it reads published weights."""
 
 
-def _kinds(config: RunConfig) -> dict[str, _Kind]:
-    student, evaluation = config.student, config.evaluation
-    engine = prod(parallel(student.engine_args))
-    kinds = {"student": _Kind("student", student.replicas, engine, Role.STUDENT, True)}
-    for name, teacher in config.teachers.items():
-        without = teacher.engine_url is not None or teacher.device == "cpu"
-        gpus = 0 if without else prod(parallel(teacher.engine_args))
-        follows = teacher.follow_student_every is not None
-        kinds[f"teachers.{name}"] = _Kind(f"teacher-{name}", teacher.replicas, gpus, Role.TEACHER, follows)
-    for name, environment in config.environments.items():
-        label, number = f"environment-{name}", environment.processes
-        kinds[f"environments.{name}"] = _Kind(label, number, 0, Role.ENVIRONMENT)
-    if evaluation is not None:
-        gpus = int(evaluation.device != "cpu")
-        kinds["evaluation.replica"] = _Kind(EVALUATION_REPLICA, 1, engine, Role.STUDENT, True)
-        kinds["evaluation.placement"] = _Kind(EVALUATOR, 1, gpus, Role.EVALUATOR, True)
-    return kinds
+KINDS: Final = {
+    "student": Kind(Role.STUDENT, "student", "student --index {index}", "replicas", _engine_gpus),
+    "teachers": Kind(
+        Role.TEACHER,
+        "teacher-{name}",
+        "teacher --name {name} --index {index}",
+        "replicas",
+        _teacher_gpus,
+        lambda teacher: teacher.follow_student_every is not None,
+    ),
+    "environments": Kind(
+        Role.ENVIRONMENT,
+        "environment-{name}",
+        "environment --name {name} --index {index}",
+        "processes",
+        follows=lambda environment: False,
+    ),
+    "evaluation.replica": Kind(Role.STUDENT, EVALUATION_REPLICA, "student --evaluation", gpus=_engine_gpus),
+    "evaluation.placement": Kind(Role.EVALUATOR, EVALUATOR, "evaluator", gpus=_evaluator_gpus),
+}
+"""Section, or table of sections → its processes, as far as they are servers."""
+
+
+def kind_of(section: str) -> Kind:
+    """The kind of server that a section describes."""
+    return KINDS.get(section) or KINDS[section.partition(".")[0]]
 
 
 def processes(config: RunConfig, gpus: bool = True) -> list[Process]:
@@ -95,27 +124,28 @@ def processes(config: RunConfig, gpus: bool = True) -> list[Process]:
 
     `gpus`: whether its machines have any; else a process has those that its section names or counts alone.
     """
-    kinds, servers = _kinds(config), list[Process]()
+    servers = list[Process]()
     for section, place in config.places().items():
-        label, number, usual, role, follows = kinds[section]
-        several = section == "student" or (len(place.urls) or number) > 1
-        taken = usual * gpus if place.gpus is None else place.gpus
-        for index in range(len(place.urls) or number):
+        kind = kind_of(section)
+        label, number = kind.label.format(name=section.partition(".")[2]), len(place.urls)
+        number = number or (getattr(place, kind.number) if kind.number else 1)
+        taken = kind.gpus(config, place) * gpus if place.gpus is None else place.gpus
+        for index in range(number):
             url = place.urls[index] if place.urls else None
             devices = named(place.devices[index % len(place.devices)]) if place.devices else None
             servers.append(
                 Process(
-                    f"{label}-{index}" if several else label,
+                    f"{label}-{index}" if section == "student" or number > 1 else label,
                     taken if devices is None else len(devices),
                     section=section,
                     label=label,
                     index=index,
                     place=place,
-                    role=role,
+                    role=kind.role,
                     url=url,
                     host=str(urlsplit(url).hostname) if url else HERE,
                     devices=devices,
-                    follows=follows,
+                    follows=kind.follows(place),
                 )
             )
     trainer = config.trainer
@@ -149,15 +179,10 @@ def places(config: RunConfig, at: Mapping[str, Place]) -> dict[str, list[Place]]
 
 def command(section: str, index: int | str) -> list[str]:
     """The words of the `distill` command that runs process `index` of a section, and its options."""
-    kind, _, name = section.partition(".")
-    match kind:
-        case "trainer":
-            return ["train"]
-        case "student":
-            return ["student", "--index", str(index)]
-        case "teachers" | "environments":
-            return [kind.removesuffix("s"), "--name", name, "--index", str(index)]
-    return ["student", "--evaluation"] if name == "replica" else ["evaluator"]
+    if section == TRAINER:
+        return ["train"]
+    name = section.partition(".")[2]
+    return [word.format(name=name, index=index) for word in kind_of(section).command.split()]
 
 
 def parallel(arguments: Mapping[str, Any]) -> tuple[int, int]:

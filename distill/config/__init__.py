@@ -356,15 +356,16 @@ class RunConfig(Settings):
         return self.run_dir / "mirrors" if folder is None else folder / self.run.name
 
     def places(self) -> dict[str, Placement]:
-        """Section of each kind of server → where its processes run."""
-        sections: dict[str, Placement] = {"student": self.student}
-        sections |= {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
-        sections |= {f"environments.{name}": environment for name, environment in self.environments.items()}
-        if self.evaluation is not None:
-            if self.evaluation.replica is not None:
-                sections["evaluation.replica"] = self.evaluation.replica
-            sections["evaluation.placement"] = self.evaluation.placement
-        return sections
+        """Section of each kind of server → where its processes run: every `Placement` there is."""
+        places = dict[str, Placement]()
+        for name in type(self).model_fields:
+            section = getattr(self, name)
+            if isinstance(section, Placement):
+                places[name] = section
+            elif isinstance(section, dict | Settings):
+                inner = dict(section).items()
+                places |= {f"{name}.{key}": place for key, place in inner if isinstance(place, Placement)}
+        return places
 
     def with_(self, **changes: Any) -> RunConfig:
         """With other values, as `with_(run={"steps": 5}, teachers={"math": {"urls": []}}, evaluation=None)`.

@@ -17,7 +17,7 @@ from distill.config import RunConfig
 from distill.launch.cluster import role_words
 from distill.launch.roles import Ports, plan_servers, temporary, token_of, trainer_child, url_of
 from distill.launch.supervise import ChildSpec
-from distill.preflight_checks.checks import check_secrets
+from distill.preflight_checks.checks import check_keys
 from distill.preflight_checks.objective import resolve
 from distill.topology import processes, servers
 from sync.base import secrets
@@ -38,8 +38,8 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
 
     Reads the models' configs where a choice depends on them; no weights, no prompts. Raises ConfigError.
     """
+    check_keys(config)
     config = resolve(config).config
-    check_secrets(config)
     shown = secrets.hide(config.model_dump(mode="json"))
     if config.cluster.type != "local":
         roles = processes(config) if config.controller.trainer == "launch" else servers(config)

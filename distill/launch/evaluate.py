@@ -12,9 +12,9 @@ import msgspec
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.launch.preflight import check_here, claim_of, connected
+from distill.launch.preflight import check_here, claim_of, connected, prepare
 from distill.launch.roles import Ports, plan_servers, temporary, token_of
-from distill.preflight_checks.checks import check, check_folder
+from distill.preflight_checks.checks import check_folder
 from sync.base.errors import ConfigError, Unreachable
 from sync.wire import CompletionsRequest, EvalReport, Version
 
@@ -40,7 +40,7 @@ def evaluate_folder(
     config = config.with_(evaluation=config.evaluation or EvaluationConfig())
     config = config.with_(evaluation={"replica": None, "placement": {"urls": []}})
     check_here(config, "evaluate")
-    config = check(config).config
+    config = prepare(config, lambda line: None, trains=False).config
     placed = {"replicas": 1, "urls": [], "path": str(model.absolute() if model else config.student.path)}
     config = config.with_(student=placed, trainer={"lora": None})
     with temporary(config) as moved, Ports() as ports:

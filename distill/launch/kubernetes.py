@@ -32,6 +32,7 @@ from distill.config import RunConfig
 from distill.config.loading import located, merge, read, validate
 from distill.environments.config import EnvironmentConfig
 from distill.launch.templates import filled
+from distill.preflight_checks.checks import check_keys
 from distill.preflight_checks.placement import needs
 from distill.topology import CONTROLLER, TRAINER, Process, command
 from sync.base import secrets
@@ -102,6 +103,7 @@ def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "F
     within, files, problems = carried(raw, config, folder)
     if problems := [*_refusals(config, target, folder), *problems]:
         raise ConfigError("\n".join([f"{path} cannot run on Kubernetes as it is:", *problems]))
+    check_keys(config)
     url = f"http://{name}-{CONTROLLER}-0-0.{name}:{PORT}"
     ours = {"host": "0.0.0.0", "port": PORT, "url": url, "trainer": "launch"}
     within = merge(within, {"run": {"folder": str(folder)}, "controller": ours})

@@ -21,19 +21,30 @@ from distill.launch.roles import Plan, Ports, plan_servers, temporary, token_of
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.preflight_checks import engines as live
 from distill.preflight_checks import machine
-from distill.preflight_checks.checks import check, refuse
+from distill.preflight_checks.checks import (
+    check,
+    check_environment,
+    check_following,
+    check_keys,
+    check_parts,
+    refuse,
+)
+from distill.preflight_checks.objective import with_objective
 from distill.preflight_checks.placement import planned
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.published import check_store
 from distill.record.store import RECORD, open_read_only
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
-from distill.topology import servers
+from distill.topology import Process, servers
+from sync.base import secrets
 from sync.base.address import token_from_environment
 from sync.base.errors import ConfigError
 from sync.weights.subscribe import check_local
 from sync.wire import RunIdentity
 from sync.wire.claims import Claim
+from sync.wire.peers import Role
+from sync.wire.server import check_bind
 
 GRACE_SECONDS = 10.0
 
@@ -43,26 +54,66 @@ class Prepared(NamedTuple):
 
     config: RunConfig
     split: PromptSplit
-    disk: machine.DiskNeeds
-    machines: list[str]
-    """Of a cluster: a line for each, with its processes."""
+    lines: list[str]
+    """For people: each machine of a cluster with its processes, and the run's disk."""
 
 
-def prepare(config: RunConfig, say: Callable[[str], None]) -> Prepared:
-    """Every check of a run that starts nothing, in order; `say` gets what was chosen and computed.
+def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) -> Prepared:
+    """Every check that starts nothing, in order; `say` gets what was chosen and computed.
 
-    Raises ConfigError, DataError or StoreError.
+    `trains`: it writes checkpoints and versions too. Raises ConfigError, DataError or StoreError.
     """
     placed, machines = planned(config)
     config, split, lines = check(config, placed)
     for line in lines:
         say(line)
-    disk = machine.estimate(config)
-    machine.check_room(config, disk)
-    if config.cluster.type != "external":  # else all that follow are elsewhere, and look for themselves
-        check_local(config.mirrors)
-    check_store(config)
-    return Prepared(config, split, disk, machines)
+    if trains:
+        disk = machine.estimate(config)
+        machine.check_room(config, disk)
+        if config.cluster.type != "external":  # else all that follow are elsewhere, and look for themselves
+            check_local(config.mirrors)
+        check_store(config)
+        machines = [*machines, *machine.lines(config, disk)]
+    return Prepared(config, split, machines)
+
+
+def prepare_role(config: RunConfig, process: Process, registers: bool) -> RunConfig:
+    """Of `prepare` what concerns one process, whose machine may lack the others' files; the configuration
+    that it is started with. `registers`: the controller tells it where the other servers are.
+
+    Raises ConfigError.
+    """
+    section, filled = process.section, [process.section]
+    check_parts(config, [section])
+    check_keys(config)
+    match process.role:
+        case Role.EVALUATOR:
+            others = {other.section for other in servers(config)} - {"student", "evaluation.placement"}
+            if (missing := [f"{key}.urls" for key in config.places() if key in others]) and not registers:
+                raise ConfigError(
+                    f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say "
+                    "where the controller is, with which they register (--controller, or the run's folder)"
+                )
+            filled = ["prompts", "evaluation", *(f"{key}.urls" for key in config.places())]
+        case Role.STUDENT:
+            filled = []
+        case None:
+            filled = ["trainer", "objective"]
+    refuse(
+        f"{key} holds a secret, which the run's folder does not: name the run's file in its place, with "
+        "--controller"
+        for key in secrets.unfilled(config.model_dump(mode="json"))
+        if f"{key}.".startswith(tuple(f"{part}." for part in filled))
+    )
+    if process.role in (Role.EVALUATOR, None) or (process.role == Role.TEACHER and process.follows):
+        config = with_objective(config).config
+    if process.role == Role.TEACHER:
+        check_following(config, process.subject)
+    if process.role == Role.ENVIRONMENT:
+        refuse(check_environment(config, process.subject))
+    if process.place is not None:
+        check_bind(process.place.host, token_from_environment())
+    return config
 
 
 def check_machine(config: RunConfig) -> None:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from distill.aio import look_seconds
 from distill.config import RunConfig
@@ -24,7 +24,7 @@ from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.launch import replica_command
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.topology import EVALUATION_REPLICA, EVALUATOR, TRAINER, Process, places, servers
+from distill.topology import EVALUATION_REPLICA, TRAINER, Process, places, servers
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync.base import secrets as hidden
@@ -178,18 +178,9 @@ def server(config: RunConfig, process: Process, ports: Ports, controller: str | 
 
     `controller`: tells the evaluator where the servers without `urls` are.
     """
-    place = process.place
-    match process.role:
-        case Role.STUDENT:
-            return _replica(config, process, ports)
-        case Role.TEACHER if isinstance(place, TeacherConfig):
-            return _teacher(config, process, place, ports)
-        case Role.ENVIRONMENT if isinstance(place, EnvironmentConfig):
-            return _environment(config, process, place, ports)
-    path = write_role(config.run_dir, EVALUATOR, config)
-    child = _server("distill.evaluation.service", path, process, ports)
-    argv = child.argv if controller is None else [*child.argv, "--controller", controller]
-    return replace(child, argv=argv, env={**child.env, **_secrets(config)})
+    assert process.role is not None, "the trainer serves nothing"
+    child = STARTERS[process.role](config, process, ports)
+    return child if controller is None else replace(child, argv=[*child.argv, "--controller", controller])
 
 
 def _replica(config: RunConfig, process: Process, ports: Ports) -> ChildSpec:
@@ -198,28 +189,31 @@ def _replica(config: RunConfig, process: Process, ports: Ports) -> ChildSpec:
     if process.section != "student" and process.place:
         there = dict(process.place)
         place = place.model_copy(update={**there, "env": {**place.env, **there["env"]}})
-    port, settings = _port(place, index, process.section, ports), config.subscriber(name)
+    port, settings = _port(place, process, ports), config.subscriber(name)
     write_role(config.run_dir, name, settings)
     argv, env = replica_command.command(place, settings, index, place.host, port)
     return ChildSpec(name, argv, env, url=url_of(place.host, port))
 
 
-def _teacher(config: RunConfig, process: Process, place: TeacherConfig, ports: Ports) -> ChildSpec:
-    run, name, label = config.run, process.subject, process.label
+def _teacher(config: RunConfig, process: Process, ports: Ports) -> ChildSpec:
+    place, run, name = process.place, config.run, process.subject
+    assert isinstance(place, TeacherConfig), "the section of a teacher"
     kept = place.keep_folder or config.run_dir / "scores" / name
-    path = write_role(config.run_dir, label, place.model_copy(update={"keep_folder": kept}))
+    settings = place.model_copy(update={"keep_folder": kept})
     env: dict[str, str] = {}
     if process.follows:
-        env |= config.subscriber(f"{label}-{process.index}").environment()
+        env |= config.subscriber(f"{process.label}-{process.index}").environment()
     if place.idle_unload_seconds is not None and run.max_loaded_teachers is not None:
         env |= GpuSlotsConfig(folder=config.run_dir / "slots", slots=run.max_loaded_teachers).environment()
-    child = _server("teacher_service", path, process, ports)
+    child = _server(config, "teacher_service", settings, process, ports)
     argv = [*child.argv, "--name", name, "--index", str(process.index)]
-    return replace(child, argv=argv, env={**child.env, **_secrets(place), **env})
+    return replace(child, argv=argv, env={**child.env, **env})
 
 
-def _environment(config: RunConfig, process: Process, place: EnvironmentConfig, ports: Ports) -> ChildSpec:
+def _environment(config: RunConfig, process: Process, ports: Ports) -> ChildSpec:
     """By the interpreter that has its packages."""
+    place = process.place
+    assert isinstance(place, EnvironmentConfig), "the section of an environment"
     settings = EnvironmentService(
         name=process.subject,
         run=config.run.name,
@@ -227,15 +221,28 @@ def _environment(config: RunConfig, process: Process, place: EnvironmentConfig, 
         student=_model(config.student),
         stop_token_ids=config.rollout.stop_token_ids,
     )
-    path = write_role(config.run_dir, process.label, settings)
-    child = _server("distill.environments.service", path, process, ports)
-    env = {"OMP_NUM_THREADS": str(place.threads), **child.env, **_secrets(settings)}
+    child = _server(config, "distill.environments.service", settings, process, ports)
+    env = {"OMP_NUM_THREADS": str(place.threads), **child.env}
     argv = [*child.argv, "--index", str(process.index)]
     if place.python is not None:
-        paths = [str(_packages(path.parent)), env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
+        packages = str(_packages(config.run_dir / "roles"))
+        paths = [packages, env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         argv[0] = str(place.python)
     return replace(child, argv=argv, env=env)
+
+
+def _evaluator(config: RunConfig, process: Process, ports: Ports) -> ChildSpec:
+    return _server(config, "distill.evaluation.service", config, process, ports)
+
+
+STARTERS: Final = {
+    Role.STUDENT: _replica,
+    Role.TEACHER: _teacher,
+    Role.ENVIRONMENT: _environment,
+    Role.EVALUATOR: _evaluator,
+}
+"""What makes the command line of a server."""
 
 
 def _packages(folder: Path) -> Path:
@@ -250,11 +257,11 @@ def _packages(folder: Path) -> Path:
     return packages
 
 
-def _server(module: str, path: Path, process: Process, ports: Ports) -> ChildSpec:
-    """A process of ours that serves with the settings in `path`."""
+def _server(config: RunConfig, module: str, settings: Settings, process: Process, ports: Ports) -> ChildSpec:
+    """A process of ours that serves with these settings."""
     place = process.place
-    assert place is not None, "the trainer serves nothing"
-    port = _port(place, process.index, process.section, ports)
+    assert place is not None, "a server has a place"
+    path, port = write_role(config.run_dir, process.label, settings), _port(place, process, ports)
     argv = [sys.executable, "-m", module, "--config", str(path), "--host", place.host, "--port", str(port)]
     env = {
         "PYTHONSAFEPATH": "1",
@@ -263,12 +270,9 @@ def _server(module: str, path: Path, process: Process, ports: Ports) -> ChildSpe
         **(ON_LOOPBACK if is_loopback(place.host) else {}),
         **place.env,
         **replica_command.visible_devices(place, process.index, process.name),
+        **hidden.environment(settings.model_dump(mode="json")),
     }
     return ChildSpec(process.name, argv, env, url=url_of(place.host, port))
-
-
-def _secrets(settings: Settings) -> dict[str, str]:
-    return hidden.environment(settings.model_dump(mode="json"))
 
 
 def trainer_child(config: RunConfig, controller_url: str, token: str | None) -> ChildSpec:
@@ -308,5 +312,5 @@ def url_of(host: str, port: int) -> str:
     return f"http://{reachable}:{port}"
 
 
-def _port(place: Placement, index: int, key: str, ports: Ports) -> int:
-    return ports.take(place.host, place.port + index if place.port else 0, f"{key}.port")
+def _port(place: Placement, process: Process, ports: Ports) -> int:
+    return ports.take(place.host, place.port + process.index if place.port else 0, f"{process.section}.port")

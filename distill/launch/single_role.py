@@ -28,20 +28,11 @@ from urllib.parse import urlsplit
 
 from distill.config import RunConfig
 from distill.guardian import MODULE
+from distill.launch.preflight import prepare_role
 from distill.launch.roles import Ports, server, trainer_process, url_of
 from distill.launch.supervise import ChildSpec
-from distill.preflight_checks.checks import (
-    check_environment,
-    check_following,
-    check_model,
-    check_secrets,
-    refuse,
-)
-from distill.preflight_checks.machine import runs_vllm
-from distill.preflight_checks.objective import with_objective
 from distill.registry import EXIT_REPLACED
-from distill.topology import process_of, servers
-from sync.base import secrets
+from distill.topology import KINDS, process_of, processes
 from sync.base.address import (
     TOKEN_FILE,
     TOKEN_FILE_VARIABLE,
@@ -55,9 +46,6 @@ from sync.base.errors import ConfigError, DistillError, Replaced
 from sync.base.settings import Placement
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
 from sync.wire.client import Peer
-from sync.wire.peers import Role
-from sync.wire.server import check_bind
-from teacher_service.config import TeacherConfig
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 2.0
@@ -127,35 +115,11 @@ def serving(
 
     `controller`: says to the evaluator where the servers without `urls` are.
     """
-    place = config.places()[section]
-    process, at, name = process_of(config, section, index), "", section.partition(".")[2]
-    check_secrets(config)
-    if process.role == Role.EVALUATOR:
-        missing = dict.fromkeys(
-            f"{other.section}.urls"
-            for other in servers(config)
-            if other.section not in ("student", "evaluation.placement")
-        )
-        if missing and controller is None:
-            raise ConfigError(
-                f"the evaluator asks the other servers and starts none: set {', '.join(missing)}, or say "
-                "where the controller is, with which they register (--controller, or the run's folder)"
-            )
-        _check_filled(config, "prompts", "evaluation", *(f"{each}.urls" for each in config.places()))
-        config, at = with_objective(config).config, controller() if controller else ""
-    elif isinstance(place, TeacherConfig):
-        _check_filled(config, section)
-        check_model(place, section, runs_vllm(place))
-        if process.follows:
-            check_following(with_objective(config).config, name)
-    else:
-        check_model(config.student, "student", runs_vllm=process.role == Role.STUDENT)
-    if process.role == Role.ENVIRONMENT:
-        _check_filled(config, section)
-        refuse(check_environment(config, name))
-    check_bind(place.host, token_from_environment())
+    process = process_of(config, section, index)
+    config = prepare_role(config, process, registers=controller is not None)
+    at = controller() if controller and section == "evaluation.placement" else None
     # held by the process that replaces this one
-    return server(config, process, Ports(keep_through_exec=True, only=port), at or None)
+    return server(config, process, Ports(keep_through_exec=True, only=port), at)
 
 
 def section_of(config: RunConfig, kind: str, name: str = "") -> str:
@@ -164,26 +128,16 @@ def section_of(config: RunConfig, kind: str, name: str = "") -> str:
     places = config.places()
     if kind in places:
         return kind
-    if kind not in ("teachers", "environments"):
+    if "{name}" not in KINDS[kind].command:
         reason = "evaluation is off" if kind == "evaluation.placement" else f"{kind} is not set"
         raise ConfigError(f"{reason} in this configuration: there is nothing to serve")
     names = [section.partition(".")[2] for section in places if section.startswith(f"{kind}.")]
     if not name and len(names) == 1:
         (name,) = names
     if name not in names:
-        singular = kind.removesuffix("s")
-        raise ConfigError(f"--name {name!r} is no {singular}: choose one of {', '.join(names) or 'none'}")
+        what = KINDS[kind].command.split()[0]
+        raise ConfigError(f"--name {name!r} is no {what}: choose one of {', '.join(names) or 'none'}")
     return f"{kind}.{name}"
-
-
-def _check_filled(config: RunConfig, *sections: str) -> None:
-    """Raise ConfigError for values in `sections` whose secrets the run's folder hides."""
-    refuse(
-        f"{key} holds a secret, which the run's folder does not: name the run's file in its place, with "
-        "--controller"
-        for key in secrets.unfilled(config.model_dump(mode="json"))
-        if f"{key}.".startswith(tuple(f"{section}." for section in sections))
-    )
 
 
 def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
@@ -195,10 +149,8 @@ def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
         raise ConfigError(
             f"--node {node}: trainer.nodes is {config.trainer.nodes}, and machines count from 0"
         )
-    check_model(config.student, "student")
-    check_secrets(config)
-    _check_filled(config, "trainer", "objective")
-    return trainer_process(with_objective(config).config, controller_url, node)
+    *_, process = processes(config)
+    return trainer_process(prepare_role(config, process, registers=True), controller_url, node)
 
 
 REGISTER_SECONDS: Final = 1.0

@@ -1,6 +1,8 @@
-"""Checks of a configuration before anything is started: `check` runs them in order.
+"""Checks of a configuration before anything is started; each names the value, the rule and the remedy.
 
-Each names the value, the rule and the remedy.
+check_keys     what the keys say of each other            every command, wherever it runs
+check_parts    what some processes load, on their machine
+check          all of it, against each other and against the prompts
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -41,6 +44,7 @@ from sync.base.own_code import check_module, is_own, use_folder
 from sync.base.settings import ModelSource, OwnStoreConfig
 from sync.weights.snapshots import checkpoint
 from sync.wire.peers import Role, wrong_among
+from teacher_service.config import TeacherConfig
 from teacher_service.router import Router
 
 logger = logging.getLogger(__name__)
@@ -61,21 +65,12 @@ def check(config: RunConfig, placed: Placed | None = None) -> Checked:
     `placed`: processes that are started elsewhere; None: all are started on this machine.
     """
     use_folder(config.run.code_folder)
-    # code of the user's that only processes started later import
-    if isinstance(config.objective, Own):
+    check_parts(config, [process.section for process in processes(config) if process.url is None])
+    if isinstance(config.objective, Own):  # which only a process that is started later imports
         check_module(config.objective.name, "objective.type")
         objective.try_own(config.objective)
     if isinstance(config.weights.store, OwnStoreConfig):
         check_module(config.weights.store.name, "weights.store.type")
-    for name, teacher in config.teachers.items():
-        if is_own(teacher.engine) and not teacher.urls:
-            check_module(teacher.engine, f"teachers.{name}.engine")
-    if not config.student.urls:
-        check_processor("student")
-    check_model(config.student, "student")
-    for name, teacher in config.teachers.items():
-        if not teacher.urls:
-            check_model(teacher, f"teachers.{name}", runs_vllm(teacher))
     templated = {name: shares_template(config, name) for name in config.teachers}
     config, tokenizer, differences = tokens.resolve(config, templated)
     config, lines = objective.resolve(config)
@@ -84,8 +79,9 @@ def check(config: RunConfig, placed: Placed | None = None) -> Checked:
     deepspeed_config(config.trainer)
     check_secrets(config)
     rules(config)
-    sections = [*_teachers(config), *environment_problems(config), *_others(config)]
-    refuse([*sections, *model_problems(config)])
+    environments = (check_environment(config, name) for name in config.environments)
+    served = [*_teachers(config), *chain.from_iterable(environments)]
+    refuse([*served, *key_problems(config), *_packages(config), *model_problems(config)])
     refuse(wrong_among(_peers(config)))
     rollouts = config.rollout.temperature
     if teacher_temperature(config.objective, rollouts) != rollouts:
@@ -96,11 +92,11 @@ def check(config: RunConfig, placed: Placed | None = None) -> Checked:
             rollouts,
             rollouts,
         )
-    router = Router(config.teachers)
     vocab_size = tokenizers.vocab_size(tokenizer, config.student.known_ids)
     refuse(objective.too_large(config, vocab_size))
     lines += check_devices(config, placed)
     split = open_prompts(config, tokenizer)._replace(vocab_size=vocab_size)
+    router = Router(config.teachers)
     router.check(data_sources(split))
     refuse(_prompts(config, split, router))
     if config.evaluation is not None:
@@ -114,21 +110,41 @@ def refuse(problems: Iterable[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def check_model(source: ModelSource, section: str, runs_vllm: bool = False) -> None:
-    """Raise ConfigError for a folder without a model, or a processor that cannot run vLLM.
+def check_keys(config: RunConfig) -> None:
+    """Raise ConfigError for keys that contradict each other: no file is read, no machine asked."""
+    check_secrets(config)
+    rules(config)
+    Router(config.teachers)
+    refuse(key_problems(config))
 
-    Whether the Hub has what may be an id of it is found out by what loads it.
+
+def check_parts(config: RunConfig, sections: Iterable[str]) -> None:
+    """Check what the processes of these sections load: model folders, processor, code of the user's.
+
+    Raises ConfigError. Whether the Hub has what may be an id of it is found out by what loads it.
     """
-    path = Path(source.path)
-    hub_id = source.path.count("/") == 1 and not source.path.startswith((".", "~", "/"))
-    if path.is_dir():
-        check_folder(path, f"{section}.path")
-    if not path.is_dir() and "/" in source.path and not hub_id:
-        raise ConfigError(
-            f"{section}.path {path} does not exist: name a model folder, or a Hub id such as Qwen/Qwen3-0.6B"
-        )
-    if runs_vllm:
-        check_processor(section)
+    loads: dict[str, tuple[ModelSource, bool]] = {}
+    for section in sections:
+        place = config.places().get(section)
+        if isinstance(place, TeacherConfig):
+            if is_own(place.engine):
+                check_module(place.engine, f"{section}.engine")
+            loads[section] = place, runs_vllm(place)
+        else:
+            generates = section in ("student", "evaluation.replica")
+            loads["student"] = config.student, generates or loads.get("student", (None, False))[1]
+    for section, (source, with_vllm) in loads.items():
+        path = Path(source.path)
+        hub_id = source.path.count("/") == 1 and not source.path.startswith((".", "~", "/"))
+        if path.is_dir():
+            check_folder(path, f"{section}.path")
+        elif "/" in source.path and not hub_id:
+            raise ConfigError(
+                f"{section}.path {path} does not exist: name a model folder, or a Hub id such as "
+                "Qwen/Qwen3-0.6B"
+            )
+        if with_vllm:
+            check_processor(section)
 
 
 def check_folder(path: Path, key: str) -> None:
@@ -203,7 +219,9 @@ def _peers(config: RunConfig) -> Iterator[tuple[str, str, Role]]:
                 yield f"teachers.{name}.{key}", url, Role.VLLM
 
 
-def _others(config: RunConfig) -> Iterator[str]:
+def key_problems(config: RunConfig) -> Iterator[str]:
+    """Keys that contradict each other, whatever the files hold that they name."""
+    yield from environment_problems(config)
     rollout, chosen = config.rollout, config.objective
     if (rollout.top_p < 1 or rollout.min_p > 0) and not rollout.top_k:
         name, value = ("top_p", rollout.top_p) if rollout.top_p < 1 else ("min_p", rollout.min_p)
@@ -230,19 +248,7 @@ def _others(config: RunConfig) -> Iterator[str]:
         same = (teacher.path, teacher.revision) == (config.student.path, config.student.revision)
         if same and config.evaluation is not None and must_differ(config, name):
             yield f"teachers.{name}.path is the student, which teaches it nothing: name another model"
-    if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
-        yield 'tracking.wandb needs the wandb package: install it, or set it to "disabled"'
-    if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield (
-            "tracking.tensorboard is true and the package tensorboard is not installed: pip install "
-            "'onpolicy-distill[tensorboard]', or set it to false"
-        )
-
-
-def _teachers(config: RunConfig) -> Iterator[str]:
-    yield from objective.unserved(config)
     for name, teacher in config.teachers.items():
-        check_following(config, name)
         if teacher.tokenizer == "own" and config.environments:
             yield (
                 f"teacher {name!r} has a tokenizer of its own and scores the text of completions, and "
@@ -254,11 +260,27 @@ def _teachers(config: RunConfig) -> Iterator[str]:
                 f"teachers.{name}.prompt_transform is set and evaluation shows both models the same prompt: "
                 "set evaluation = false"
             )
-    if unknown := config.objective.teacher_coefficients.keys() - config.teachers.keys():
+    if unknown := chosen.teacher_coefficients.keys() - config.teachers.keys():
         yield (
             f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
             f"{', '.join(config.teachers)}: use their names"
         )
+
+
+def _packages(config: RunConfig) -> Iterator[str]:
+    if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
+        yield 'tracking.wandb needs the wandb package: install it, or set it to "disabled"'
+    if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield (
+            "tracking.tensorboard is true and the package tensorboard is not installed: pip install "
+            "'onpolicy-distill[tensorboard]', or set it to false"
+        )
+
+
+def _teachers(config: RunConfig) -> Iterator[str]:
+    yield from objective.unserved(config)
+    for name in config.teachers:
+        check_following(config, name)
     # kept scores that a trainer on other machines could not fetch
     controller, hostfile = config.controller, config.trainer.hostfile
     place = urlsplit(controller.url).hostname if controller.url else controller.host
@@ -333,8 +355,6 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
                 f"teachers.{name}.prompt_transform is set, and prompts of an environment come with its first "
                 "turn: leave it out"
             )
-    for name in sections:
-        yield from check_environment(config, name)
 
 
 def check_environment(config: RunConfig, name: str) -> Iterator[str]:

@@ -36,6 +36,7 @@ from distill.config.cluster import SlurmCluster
 from distill.launch.run_folder import holds_run
 from distill.launch.templates import filled
 from distill.metrics.trackers import FINISH_SECONDS
+from distill.preflight_checks.checks import check_keys
 from distill.preflight_checks.placement import Node, needs, place, planned
 from distill.registry import EXIT_REPLACED
 from sync.base import durable
@@ -89,6 +90,7 @@ def write(
     a file system that the machines share.
     """
     cluster = _checked(config, overrides, resume)
+    check_keys(config)
     *shown, _ = planned(config)[1]  # without the sum of GPUs
     folder = (out or config.run_dir / FOLDER).absolute()
     durable.make_folder(folder)

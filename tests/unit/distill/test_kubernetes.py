@@ -46,6 +46,7 @@ engine_args = {tensor-parallel-size = 2}
 path = "/runs/models/big"
 engine = "vllm"
 replicas = 2
+route = ["rows"]
 engine_args = {tensor_parallel_size = 4}
 [teachers.itself]
 path = "Qwen/Qwen3-1.7B"
@@ -177,7 +178,7 @@ def test_names_are_labels_of_dns_with_what_kubernetes_adds_to_them() -> None:
     assert all(re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", one) for one in names)
     assert "63" in refused(f"run.name={'n' * 45}")
     assert "begin with a letter" in refused("run.name='2026'")
-    assert "teacher-big-one" in refused("teachers.Big-One={path = 'Qwen/Qwen3-8B'}")
+    assert "teacher-big-one" in refused("teachers.Big-One={path = 'Qwen/Qwen3-8B', route = ['x']}")
 
 
 def test_volumes_and_policies_name_what_is_there() -> None:
@@ -429,6 +430,10 @@ def test_what_pods_would_not_find_is_refused_by_name(override: str, named: str, 
 def test_every_problem_is_told_at_once() -> None:
     told = refused("run.share_gpus=true", "trainer.devices='0,1'", "prompts.parts.rows.path='none.jsonl'")
     assert len(told.splitlines()) == 4
+
+
+def test_keys_that_contradict_each_other_are_refused_before_there_are_pods() -> None:
+    assert "name the other's data sources" in refused("teachers.third={path = 'Qwen/Qwen3-8B'}")
 
 
 def test_paths_of_pods_are_left_as_they_are() -> None:

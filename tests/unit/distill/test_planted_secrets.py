@@ -13,7 +13,7 @@ import pytest
 
 from distill.config import RunConfig, loading
 from distill.config.loading import load, load_run_dir
-from distill.launch import roles, single_role
+from distill.launch import preflight, roles, single_role
 from distill.launch.run_folder import RunFolder
 from distill.metrics.trackers import Wandb
 from distill.preflight_checks.checks import check_secrets
@@ -203,7 +203,7 @@ def test_only_variables_of_roles_are_left_out_where_they_are_hidden() -> None:
 def test_a_role_that_needs_a_value_which_a_run_folder_hides_is_refused(
     config: RunConfig, serve: Callable[[RunConfig], Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_role, "check_model", lambda *_: None)
+    monkeypatch.setattr(preflight, "check_parts", lambda *_: None)
     with RunFolder.open(config, resume=False) as folder:
         folder.keep(config, {})
     with pytest.raises(ConfigError, match=rf"(?m)^{key} holds a secret, which the run's folder does not"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import typer
 from small_config import make_config
 
+from distill.cli.main import app
 from distill.config import RunConfig
-from distill.topology import command, parallel, places, process_of, processes, servers
+from distill.launch.roles import STARTERS
+from distill.topology import KINDS, command, kind_of, parallel, places, process_of, processes, servers
 
 ENGINE = {"tensor-parallel-size": 2, "--pipeline_parallel_size": "3"}
 
@@ -77,3 +80,11 @@ def test_a_process_is_started_by_the_command_of_its_section() -> None:
         "trainer": "train",
     }
     assert parallel(ENGINE) == (2, 3)
+
+
+def test_every_section_of_servers_has_a_kind_with_a_command_and_what_starts_it() -> None:
+    assert {id(kind_of(section)) for section in everything().places()} == {*map(id, KINDS.values())}
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for kind in KINDS.values():
+        assert kind.role in STARTERS
+        assert kind.command.split()[0] in commands
