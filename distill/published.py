@@ -72,28 +72,23 @@ def export_version(
     `repo`: what the card calls the model.
     """
     config, figures = load_run_dir(run_dir), read_summary(run_dir)
-    exported = _export(config, run_dir, version, target, adapter)
-    write_card(target, config, figures, str(exported), repo or FOLDER)
-    return exported
-
-
-def _export(config: RunConfig, run_dir: Path, version: str, target: Path, adapter: bool) -> Version:
-    store = store_of(config, run_dir)
-    chosen = Version.parse(version) if version else read_latest(store, config.run.name)
+    store, run = store_of(config, run_dir), config.run.name
+    chosen = Version.parse(version) if version else read_latest(store, run)
     if chosen is None:
         raise SnapshotError(f"{run_dir} has published no version yet: wait for the first one")
-    if adapter or read_manifest(store, config.run.name, chosen).kind != "lora":
-        admin.export(store, config.run.name, chosen, target)
-        return chosen
-    if target.exists():
+    if adapter or read_manifest(store, run, chosen).kind != "lora":
+        admin.export(store, run, chosen, target)
+    elif target.exists():
         raise SnapshotError(f"{target} exists: export {chosen} into a new folder")
-    from distill.evaluation.models import write_merged
+    else:
+        from distill.evaluation.models import write_merged
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
-        admin.export(store, config.run.name, chosen, Path(work) / "adapter")
-        write_merged(config.student, Path(work) / "adapter", Path(work) / "model")
-        (Path(work) / "model").rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
+            admin.export(store, run, chosen, Path(work) / "adapter")
+            write_merged(config.student, Path(work) / "adapter", Path(work) / "model")
+            (Path(work) / "model").rename(target)
+    write_card(target, config, figures, str(chosen), repo or FOLDER)
     return chosen
 
 

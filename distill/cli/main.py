@@ -6,15 +6,16 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from distill import api
-from distill.cli import chat as cli_chat
 from distill.cli import plan as cli_plan
 from distill.cli import roles as cli_roles
 from distill.cli import sync as cli_sync
@@ -47,6 +48,7 @@ ToyTask = Annotated[
         "which `make environments` comes first."
     ),
 ]
+RESET, QUIT = "/reset", "/quit"
 RUNS, RESULTS, ROLES = "Runs", "Results of a run", "Roles on several machines"
 POLL_SECONDS: Final = 0.5  # between looks at the logs that are followed
 MADE: Final = {
@@ -414,7 +416,60 @@ def evaluate(
 
 
 app.command(rich_help_panel=RESULTS)(cli_sync.export)
-app.command(rich_help_panel=RESULTS)(cli_chat.chat)
+
+
+@app.command(rich_help_panel=RESULTS)
+def chat(
+    run_dir: RunDir,
+    version: Annotated[str, typer.Option(help="final, best, or one that `distill sync ls` lists.")] = "final",
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, help="Default: rollout.temperature of the run.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of an answer; default: rollout.max_tokens of the run.")
+    ] = None,
+    teacher: Annotated[bool, typer.Option("--teacher/--no-teacher", help="Ask the teachers too.")] = True,
+) -> None:
+    """Talk to a run's student and its teachers side by side; /reset begins anew, /quit ends.
+
+    Example: echo "What is 7 times 8?" | distill chat runs/NAME
+    """
+    from distill.launch.chat import chatting
+
+    console, options = Console(), {"temperature": temperature, "max_tokens": max_tokens}
+    sampling = {name: value for name, value in options.items() if value is not None}
+    with ExitStack() as stack:
+        with working("distill chat") as say:
+            talk = stack.enter_context(chatting(run_dir, version, teacher, sampling, say))
+        for prompt in _prompts():
+            if prompt == QUIT:
+                break
+            if prompt == RESET:
+                talk.conversations.reset()
+                continue
+            with working("generating"):
+                answers = talk.answer(prompt)
+            table = Table(
+                title=None if sys.stdin.isatty() else Text(prompt), title_justify="left", expand=True
+            )
+            for name in answers:
+                table.add_column(Text(name), ratio=1, overflow="fold")
+            table.add_row(*map(Text, answers.values()))
+            console.print(table)
+
+
+def _prompts() -> Iterator[str]:
+    """Lines of stdin that are not empty, without surrounding space. Raises DataError for bytes."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  # keys and history of `input`
+    lines = iter(lambda: input("> "), None) if sys.stdin.isatty() else sys.stdin
+    try:
+        yield from (text for line in lines if (text := line.strip()))
+    except EOFError:
+        return
+    except UnicodeDecodeError as error:
+        raise DataError(f"stdin holds bytes that are not {error.encoding}: convert its prompts") from None
 
 
 @app.command(rich_help_panel=RESULTS)

@@ -17,14 +17,16 @@ from typing import Protocol
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
 from distill.launch.ray_cluster import Ray
-from distill.launch.roles import Plan, plan_of
+from distill.launch.roles import Plan, Ports, Relay, plan_of, plan_servers
+from distill.launch.run_folder import RunFolder
 from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.placement import Node, lines, needs, place
 from distill.registry import expected_servers
 from distill.topology import TRAINER, Process, command
 from sync.base import secrets
-from sync.base.address import WILDCARDS, is_loopback
+from sync.base.address import WILDCARDS, is_loopback, token_from_environment
+from sync.base.mounts import network_mount
 
 
 class Cluster(Protocol):
@@ -60,11 +62,29 @@ def opened(config: RunConfig) -> AbstractContextManager[Cluster | None]:
             return nullcontext(Slurm(settings))
 
 
-def reachable(config: RunConfig, engine: Cluster) -> RunConfig:
-    """With a controller that the engine's machines reach, unless it has an address of its own."""
-    if not is_loopback(config.controller.host) and config.controller.host not in WILDCARDS:
-        return config
-    return config.with_(controller={"host": engine.host})
+def planned(
+    config: RunConfig,
+    engine: Cluster | None,
+    folder: RunFolder,
+    token: str | None,
+    ports: Ports,
+    relay: Relay,
+    say: Callable[[str], None],
+) -> tuple[RunConfig, Plan]:
+    """Which processes this launcher starts and where all servers are, or will register.
+
+    On a cluster the controller listens where its machines reach it, unless it has an address of its own.
+    Raises ConfigError for what does not fit.
+    """
+    if engine is not None:
+        if is_loopback(config.controller.host) or config.controller.host in WILDCARDS:
+            config = config.with_(controller={"host": engine.host})
+        return config, plan(config, engine, folder.keep_token(token), say)
+    if config.cluster.type == "external":
+        return config, registered(config, say)
+    if token is not None and (token_from_environment() is None or network_mount(folder.path)):
+        folder.keep_token(token)  # for `distill why`, and readers of the record
+    return config, plan_servers(config, token, ports, relay)
 
 
 def registered(config: RunConfig, say: Callable[[str], None]) -> Plan:

@@ -99,7 +99,9 @@ def render(path: Path, overrides: Sequence[str], target: Target, shown: str = "F
     """
     raw = read(path, overrides)
     config = located(raw, path)
-    name, folder = label(config.run.name), _folder(raw)
+    name, folder = label(config.run.name), PurePosixPath(str(raw["run"].get("folder", "")))
+    if not folder.is_absolute():  # where the volume is mounted
+        folder = PurePosixPath("/runs")
     within, files, problems = carried(raw, config, folder)
     if problems := [*_refusals(config, target, folder), *problems]:
         raise ConfigError("\n".join([f"{path} cannot run on Kubernetes as it is:", *problems]))
@@ -147,12 +149,6 @@ _Dumper.add_representer(
 def label(name: str) -> str:
     """A name as Kubernetes takes it: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _folder(raw: Mapping[str, Any]) -> PurePosixPath:
-    """Where the volume is mounted: an absolute `run.folder`, else /runs."""
-    folder = PurePosixPath(str(raw["run"].get("folder", "")))
-    return folder if folder.is_absolute() else PurePosixPath("/runs")
 
 
 def _refusals(config: RunConfig, target: Target, folder: PurePosixPath) -> Iterator[str]:

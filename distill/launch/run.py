@@ -33,7 +33,7 @@ from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
 from distill.launch import cluster, roles
 from distill.launch.preflight import connect, disconnect, prepare
-from distill.launch.roles import Plan, Ports, plan_servers, token_of, trainer_child
+from distill.launch.roles import Plan, Ports, token_of, trainer_child
 from distill.launch.run_folder import RunFolder, checkpoint_line, content
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.card import write_card
@@ -56,11 +56,9 @@ from distill.rollout.replica_client import HttpReplica
 from distill.topology import CONTROLLER, TRAINER
 from student_trainer.checkpoint_files import CHECKPOINTS, choose
 from student_trainer.objectives.config import needs, student_topk
-from sync.base.address import token_from_environment
 from sync.base.durable import write_json
 from sync.base.errors import DataError, DistillError, Interrupted, RemoteError
 from sync.base.jsonl import JsonLines
-from sync.base.mounts import network_mount
 from sync.wire import EvalReport, Version
 from sync.wire.checks import ANY_ID
 from sync.wire.claims import Claim
@@ -109,15 +107,7 @@ async def run(
             say(f"resumed with {line}")
         await import_journal(folder.path, rules(config), config.trainer.keep_checkpoints)
         keep_position(split.train, folder.path)
-        if engine is not None:
-            config = cluster.reachable(config, engine)
-            plan = cluster.plan(config, engine, folder.keep_token(token), say)
-        elif config.cluster.type == "external":
-            plan = cluster.registered(config, say)
-        else:
-            plan = plan_servers(config, token, ports, relay)
-            if token is not None and (token_from_environment() is None or network_mount(folder.path)):
-                folder.keep_token(token)  # for `distill why`, and readers of the record
+        config, plan = cluster.planned(config, engine, folder, token, ports, relay, say)
         earlier, before = earlier_starts(folder.path)
         launcher = _Launcher(config, folder, plan, split, token, console, relay, earlier)
         try:

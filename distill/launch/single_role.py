@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
@@ -43,6 +42,7 @@ from sync.base.address import (
     token_from_environment,
 )
 from sync.base.errors import ConfigError, DistillError, Replaced
+from sync.base.retry import retrying
 from sync.base.settings import Placement
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
 from sync.wire.client import Peer
@@ -70,25 +70,17 @@ def joining(config: RunConfig, folder: Path | None, url: str | None) -> tuple[Ru
     def controller() -> str:
         return url or controller_url(run_dir)
 
-    host = _own_address(controller, config.run.start_seconds)
+    def note(error: BaseException) -> None:  # its name, or where it is, is known once it has been started
+        log.warning("%s; asking again for run.start_seconds = %g s", error, config.run.start_seconds)
+
+    pause, seconds = RETRY_SECONDS, config.run.start_seconds
+    asking = retrying(ConfigError, within=seconds, first=pause, longest=pause, note=note)
+    host = asking(lambda: own_address(controller()))
 
     def moved(_: str, place: Placement) -> Placement:
         return place.model_copy(update={"host": host}) if is_loopback(place.host) else place
 
     return config.with_places(moved), controller
-
-
-def _own_address(controller: Controller, seconds: float) -> str:
-    """As `own_address`; where a controller is, or its name, may be unknown for a while as it is started."""
-    began = time.monotonic()
-    while True:
-        try:
-            return own_address(controller())
-        except ConfigError as error:
-            if time.monotonic() - began > seconds:
-                raise
-            log.warning("%s; asking again for run.start_seconds = %g s", error, seconds)
-            time.sleep(RETRY_SECONDS)
 
 
 def serve(config: RunConfig, child: ChildSpec, controller: Controller | None) -> NoReturn:

@@ -48,7 +48,8 @@ class Slurm:
         here = environment.get("SLURMD_NODENAME")
         names.sort(key=lambda name: name != here)
         self._nodes = [Node(name, settings.gpus_per_node, cpus[name]) for name in names]
-        self.host = own_address(f"http://{address_of(names[-1])}")
+        there = re.search(r"NodeAddr=(\S+)", scontrol("--oneliner", "show", "node", names[-1]))
+        self.host = own_address(f"http://{there[1] if there else names[-1]}")
 
     def nodes(self) -> list[Node]:
         """The machines of the job, this one first."""
@@ -92,12 +93,6 @@ def cpus_of(text: str) -> list[int]:
     """CPUs of each machine from "64(x3),32", as SLURM_JOB_CPUS_PER_NODE has them."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(cpus) for cpus, times in groups for _ in range(int(times or 1))]
-
-
-def address_of(node: str) -> str:
-    """Where Slurm reaches a machine. Raises ConfigError."""
-    match = re.search(r"NodeAddr=(\S+)", scontrol("--oneliner", "show", "node", node))
-    return match[1] if match else node
 
 
 def scontrol(*words: str) -> str:

@@ -48,18 +48,14 @@ def launch(command: list[str]) -> int:
     """Run srun; its exit status."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    with _listener() as listener:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as listener:
         word = secrets.token_hex(16)
         link = {LINK_VARIABLE: f"{listener.getsockname()[1]}:{word}"}
         with subprocess.Popen(command, env={**os.environ, **link}, process_group=0) as srun:
             _follow(srun, listener, word.encode(), asked)
         return srun.returncode if srun.returncode >= 0 else 128 - srun.returncode
-
-
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _follow(srun: subprocess.Popen[bytes], listener: socket.socket, word: bytes, asked: list[int]) -> None:

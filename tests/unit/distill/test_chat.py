@@ -16,7 +16,7 @@ from small_config import make_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from distill import prune
-from distill.cli.chat import _prompts
+from distill.cli.main import _prompts
 from distill.config.prompts import TaskPrompts
 from distill.evaluation.completions import Completion, Tokens, behaviour, loops
 from distill.launch.chat import Conversations, _served_here, _student

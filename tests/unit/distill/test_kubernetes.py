@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -490,7 +491,7 @@ def test_a_role_waits_until_the_controller_has_a_name(monkeypatch: pytest.Monkey
         return "10.0.0.7"
 
     monkeypatch.setattr(single_role, "own_address", own_address)
-    monkeypatch.setattr(single_role.time, "sleep", lambda _: None)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     config, _ = single_role.joining(load(Path("run.toml")), None, "http://controller:8000")
     assert asked == ["http://controller:8000"] * 3
     assert config.student.host == config.teachers["itself"].host == "10.0.0.7"

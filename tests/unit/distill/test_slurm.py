@@ -456,6 +456,7 @@ def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path
         ({"time": "a day"}, {}, [], "cluster.time = 'a day' is no time limit"),
         ({"sbatch": ["--gpus-per-node=8"]}, {}, [], "cluster.sbatch has --gpus-per-node=8: leave it out"),
         ({}, {}, ["weights.store.options.secret_key=abcdefgh"], "holds a secret"),
+        ({}, {"teachers": {"a": {"path": "a"}, "b": {"path": "b"}}}, [], "name the other's data sources"),
         (
             {"replica_partition": "spare"},
             {"student": {"path": "student", "urls": ["http://a:1"]}},
