@@ -19,7 +19,7 @@ from distill.launch.roles import Ports, plan_servers, temporary, token_of, train
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import check_keys
 from distill.preflight_checks.objective import resolve
-from distill.topology import processes, servers
+from distill.preflight_checks.placement import needs
 from sync.base import secrets
 
 _ANY: Final = 65535
@@ -42,11 +42,9 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     config = resolve(config).config
     shown = secrets.hide(config.model_dump(mode="json"))
     if config.cluster.type != "local":
-        roles = processes(config) if config.controller.trainer == "launch" else servers(config)
         commands = [
             {"name": role.name, "env": {}, "argv": ["distill", *role_words(config, role)]}
-            for role in roles
-            if role.url is None
+            for role in needs(config, gpus=False)
         ]
         return {"config": shown, "commands": commands}
     token, place = token_of(config), config.controller

@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
     path.write_text(
         f'[run]\nname = "dry"\nfolder = "{tmp_path / "runs"}"\nsteps = 3\n'
         f'[student]\npath = "none"\nreplicas = 2\nport = 8100\n[student.env]\nHF_TOKEN = "{SECRETS[1]}"\n'
-        '[teachers.t]\npath = "none"\n[prompts]\ntype = "jsonl"\npath = "rows.jsonl"\n'
+        '[teachers.t]\npath = "other"\n[prompts]\ntype = "jsonl"\npath = "rows.jsonl"\n'
         '[objective]\ntype = "sampled"\n[preflight]\nmismatch_tolerance = 0.02\n[rollout]\nmax_tokens = 8\n'
         f'[trainer]\nranks = 2\ndeepspeed = "{ROOT / "configs/deepspeed/zero3_cpu.json"}"\n'
         f'[weights.store]\ntype = "object"\nurl = "s3://b/p"\noptions = {{secret_key = "{SECRETS[2]}"}}\n'
@@ -72,17 +72,21 @@ def test_a_variable_need_not_be_json(value: str, shown: str) -> None:
     assert _masked("FORMAT", value) == shown
 
 
+@pytest.mark.parametrize(
+    ("cluster", "replicas"),
+    [('type="ray"', 2), ('type="slurm", cpus_per_node=8, replica_partition="spare"', 0)],
+)
 def test_on_a_cluster_the_commands_are_those_of_its_machines(
-    file: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, capsys: pytest.CaptureFixture[str], cluster: str, replicas: int
 ) -> None:
+    """Replicas on a partition of their own are in jobs that Slurm starts."""
     with pytest.raises(SystemExit) as leaving:
-        main(["run", str(file), "--dry-run", "--set", 'cluster={type="ray"}'])
+        main(["run", str(file), "--dry-run", "--set", f"cluster={{{cluster}}}"])
     assert leaving.value.code == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("distill ")]
     folder = file.parent / "runs/dry"
     assert lines == [
-        f"distill student {folder} --index 0",
-        f"distill student {folder} --index 1",
+        *(f"distill student {folder} --index {index}" for index in range(replicas)),
         f"distill teacher {folder} --name t --index 0",
         f"distill evaluator {folder}",
         f"distill train {folder}",
