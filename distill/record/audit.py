@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from distill.record.facts import Ledger, add_ledgers, open_tables
-from distill.record.store import RECORD, open_read_only, read_bytes
+from distill.record.load import load
+from distill.record.resume import resume
+from distill.record.rollout import Block
+from distill.record.store import RECORD, open_read_only, read_bytes, reader
 from student_trainer.checkpoint_files import CHECKPOINTS, choose, index, latest
 from student_trainer.ledger import read, repeated
 from sync.base.errors import DataError
@@ -70,7 +73,7 @@ _QUESTIONS: Final = {
     "unknown_version": """
         SELECT 'lineage ' || lineage FROM (SELECT lineage FROM ledger UNION SELECT lineage FROM shown)
         WHERE lineage NOT IN (SELECT number FROM lineage) ORDER BY lineage""",
-    "issued_twice": "SELECT id FROM rollout WHERE issues > 1 ORDER BY id",
+    "issued_twice": "SELECT id FROM rollout WHERE NOT continues GROUP BY id HAVING count(*) > 1 ORDER BY id",
     "lost": """
         SELECT id FROM rollout WHERE status = 'batched'
         AND id NOT IN (SELECT rollout FROM member JOIN path USING (lineage, step)) ORDER BY id""",
@@ -97,7 +100,8 @@ _QUESTIONS: Final = {
     "too_old": "SELECT rollout FROM aged WHERE age > bound",
     "wrong_weight": """
         SELECT DISTINCT rollout FROM member JOIN batch USING (lineage, step)
-        WHERE member.weight IS NOT weight(age, max_staleness, hard_limit, half_life) ORDER BY rollout""",
+        WHERE abs(member.weight / weight(age, max_staleness, hard_limit, half_life) - 1) > 1e-9
+        ORDER BY rollout""",
     "impossible_version": """
         SELECT DISTINCT rollout FROM sampled JOIN rollout ON id = rollout
         WHERE NOT (sampled.lineage = 0 AND sampled.step = 0) AND NOT EXISTS (
@@ -116,12 +120,12 @@ _GONE: Final = """
     SELECT 'no start of a controller' WHERE NOT EXISTS (SELECT 1 FROM opening)
         AND EXISTS (SELECT 1 FROM fact UNION ALL SELECT 1 FROM rollout) UNION ALL
     SELECT printf('rollouts %d to %d', before + 1, number - 1) FROM (
-        SELECT number, lag(number, 1, -1) OVER (ORDER BY number) AS before FROM rollout WHERE issues)
+        SELECT number, lag(number, 1, -1) OVER (ORDER BY number) AS before FROM rollout WHERE NOT continues)
     WHERE number > before + 1 UNION ALL
     SELECT printf('rollout %s of the batch of %s', rollout, version_name(lineage, step)) FROM member
-    WHERE rollout NOT IN (SELECT id FROM rollout) UNION ALL
+    WHERE rollout NOT IN (SELECT id FROM rollout_row) UNION ALL
     SELECT printf('rollouts of the batch of %s', version_name(lineage, step)) FROM batch
-    WHERE (lineage, step) NOT IN (SELECT lineage, step FROM member)"""
+    WHERE members = '[]'"""
 """Rows that others count or name, and that are gone from the record."""
 _CONTRADICTORY: Final = f"""
     SELECT printf('lineage %d begins from lineage %d', number, from_lineage) FROM lineage
@@ -133,9 +137,6 @@ _CONTRADICTORY: Final = f"""
     SELECT printf('half-life of the batch of %s: %g', version_name(lineage, step), half_life) FROM batch
         WHERE half_life <= 0"""
 """Rows that nothing else can be asked of."""
-_BLOCKS: Final = """
-    SELECT DISTINCT file, start, size, crc FROM rollout WHERE id IN (SELECT id FROM needed) ORDER BY 1, 2"""
-"""Of arrays: those that a restart reads."""
 _LEDGER_ELSEWHERE: Final = """
     SELECT printf('ledger of lineage %d begins at step %d from %s; on record is step %d from %s', lineage,
         ledger.start, coalesce(version_name(ledger.from_lineage, ledger.from_step), 'the model folder'),
@@ -153,7 +154,7 @@ _NEWEST_CHECKPOINT: Final = """
     ORDER BY at DESC LIMIT 1"""
 """Saved, begun from, or gone back to."""
 _FIGURES: Final = {
-    "prompts": "SELECT count(*) FROM rollout WHERE issues",
+    "prompts": "SELECT count(*) FROM rollout WHERE NOT continues",
     "scored": "SELECT count(*) FROM rollout WHERE scored",
     "tokens": "SELECT sum(own_tokens) FROM rollout",
     "tokens_by_teacher": "SELECT sum(tokens) FROM rollout WHERE by_teacher",
@@ -204,6 +205,7 @@ def audit(run_dir: Path) -> AuditReport:
         with closing(open_tables(run_dir)) as tables:
             tables.execute("BEGIN")  # one moment of a run that goes on
             damage = [line for (line,) in tables.execute("PRAGMA integrity_check") if line != "ok"]
+            damage = damage or [line for (line,) in tables.execute(_CONTRADICTORY)]
             unreadable = [] if damage else _unreadable(run_dir, tables)
             return audit_of(tables, before, partial(read, folder), run_dir / CHECKPOINTS, damage, unreadable)
     except (DataError, sqlite3.DatabaseError) as error:  # the second: of a value that cannot be asked about
@@ -229,7 +231,7 @@ def audit_of(
         assert tables is not None
         return [row[0] if len(row) == 1 else row for row in tables.execute(question)]
 
-    entries = {"record_damaged": [*damage] if damage or tables is None else rows(_CONTRADICTORY)}
+    entries = {"record_damaged": [*damage]}
     entries["ledger_damaged"] = [line for lineage in late.values() for line in lineage.damage]
     if tables is None or entries["record_damaged"]:
         report.violations = {name: lines for name, lines in entries.items() if lines}
@@ -255,20 +257,26 @@ def audit_of(
 
 
 def _unreadable(run_dir: Path, tables: sqlite3.Connection) -> list[str]:
-    """What is wrong with arrays that a restart reads; the run may free some meanwhile."""
+    """Why no resume is possible: rows that contradict each other, arrays and prompts that it reads and that
+    are not what was written. The run may free some meanwhile."""
     problems = dict(_problems(run_dir, tables))
     if problems:
         with closing(open_read_only(run_dir / RECORD)) as now:
-            problems = {place: problem for place, problem in _problems(run_dir, now) if place in problems}
+            problems = {block: problem for block, problem in _problems(run_dir, now) if block in problems}
     return list(problems.values())
 
 
-def _problems(run_dir: Path, tables: sqlite3.Connection) -> Iterator[tuple[tuple[int, ...], str]]:
-    for place in tables.execute(_BLOCKS):
+def _problems(run_dir: Path, tables: sqlite3.Connection) -> Iterator[tuple[Block | None, str]]:
+    try:
+        state = load(tables, None, reader(run_dir))
+        blocks = resume(state, state.checkpoints[-1] if state.checkpoints else None).blocks
+    except DataError as error:
+        return (yield None, str(error))
+    for block in sorted(blocks):
         try:
-            read_bytes(run_dir, *place)
+            read_bytes(run_dir, block)
         except (DataError, ValueError, OverflowError, MemoryError) as error:
-            yield place, str(error)
+            yield block, str(error)
 
 
 def _checkpoint_missing(folder: Path, run_id: str | None, saved: Version | None = None) -> Iterator[str]:

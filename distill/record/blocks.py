@@ -1,4 +1,4 @@
-"""Blocks of prompts and rollouts: zstd of msgpack of a Block; without zstd beyond BULK_BYTES.
+"""Blocks of rollouts: zstd of msgpack of Entries; without zstd beyond BULK_BYTES.
 
 A block holds its entries without the data of their arrays, and this data by field and dtype: of all entries
 together, first every element's lowest byte, then every next one. Token ids and the exponents of
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from distill.record.rollout import Prompts, Rollout
+from distill.record.rollout import Rollout
 from sync.base.decoding import msgpack_decoder
 from sync.base.errors import DataError
 from sync.wire import DTYPES, Array
@@ -33,19 +33,19 @@ class Column(msgspec.Struct, array_like=True):
     planes: bytes
 
 
-class Block(msgspec.Struct, array_like=True):
+class Entries(msgspec.Struct, array_like=True):
     """What a block is when it is not packed."""
 
-    entries: list[Prompts | Rollout]  # without the data of their arrays
+    entries: list[Rollout]  # without the data of their arrays
     columns: dict[str, Column]  # by field and dtype; empty: the entries are whole
 
 
-_decoder = msgpack_decoder(Block)
+_decoder = msgpack_decoder(Entries)
 
 
-def pack_block(entries: Iterable[Prompts | Rollout], limit: int) -> tuple[bytes, int]:
+def pack_block(entries: Iterable[Rollout], limit: int) -> tuple[bytes, int]:
     """A block of the first of `entries`, and how many they are: as many as begin within `limit` bytes."""
-    packed, heads, in_heads = list[Prompts | Rollout](), list[msgspec.Raw](), 0
+    packed, heads, in_heads = list[Rollout](), list[msgspec.Raw](), 0
     fields, in_arrays = dict[str, list[bytes]](), 0
 
     def take(field: str, array: Array) -> Array:
@@ -58,7 +58,8 @@ def pack_block(entries: Iterable[Prompts | Rollout], limit: int) -> tuple[bytes,
         if packed and in_arrays + in_heads >= limit:
             break
         packed.append(entry)
-        heads.append(msgspec.Raw(_encoder.encode(_with_arrays(entry, take))))
+        head = entry if entry.issued else _with_arrays(entry, take)  # a prompt has no arrays
+        heads.append(msgspec.Raw(_encoder.encode(head)))
         in_heads += len(heads[-1])
     if in_arrays > BULK_BYTES:
         return _encoder.encode((packed, {})), len(packed)
@@ -69,7 +70,7 @@ def pack_block(entries: Iterable[Prompts | Rollout], limit: int) -> tuple[bytes,
     return _compressed(_encoder.encode((heads, columns))), len(heads)
 
 
-def unpack_block(payload: bytes | memoryview, where: str) -> list[Prompts | Rollout]:
+def unpack_block(payload: bytes | memoryview, where: str) -> list[Rollout]:
     """The entries of the block that stands at `where`. Raises DataError for what this release cannot read."""
     try:
         is_zstd = payload[: len(zstandard.FRAME_HEADER)] == zstandard.FRAME_HEADER
@@ -80,7 +81,7 @@ def unpack_block(payload: bytes | memoryview, where: str) -> list[Prompts | Roll
         raise DataError(f"{told}: go on with the release that wrote it") from None
 
 
-def filled(block: Block) -> list[Prompts | Rollout]:
+def filled(block: Entries) -> list[Rollout]:
     """Its entries with the data of their arrays."""
     data = {field: [*_arrays(field, column)] for field, column in block.columns.items()}
     for arrays in data.values():
@@ -89,7 +90,7 @@ def filled(block: Block) -> list[Prompts | Rollout]:
     def give(field: str, array: Array) -> Array:
         return Array(array.dtype, array.shape, data[field].pop())
 
-    return [_with_arrays(entry, give) for entry in block.entries] if data else block.entries
+    return [entry if entry.issued or not data else _with_arrays(entry, give) for entry in block.entries]
 
 
 def _with_arrays(value: Any, change: Callable[[str, Array], Array], name: str = "") -> Any:

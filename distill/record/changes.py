@@ -6,7 +6,8 @@ Each changes the state of the run and its rows (schema.sql) alike: what `load` r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from functools import cache
+from typing import Annotated, Any, Final, Literal, TypeVar, get_origin
 
 import msgspec
 
@@ -15,17 +16,30 @@ from distill.prompts.stream import Cursor, Prompt, group_of
 from distill.record.rollout import (
     SPENDS_ATTEMPT,
     DropReason,
-    Prompts,
     RequeueReason,
     Rollout,
 )
 from distill.record.state import RECENT, Bisection, RunState
 from distill.record.store import Store
-from sync.wire import EvalReport, Version
+from sync.base.decoding import json_decoder
+from sync.wire import EvalReport, Kept, Version
 
 _ORDER: Final = 1 << 20  # places in the order of the buffer that one record may take
-_LOCATION: Final = "file, start, size, crc, place"
-_BUFFERED: Final = "UPDATE rollout SET status = 'buffered', admitted = ? WHERE id = ?"
+_BUFFERED: Final = "UPDATE rollout_row SET admitted = ? WHERE row = ?"
+MEMBERS: Final = "(SELECT json_extract(value, '$[0]') FROM json_each(?))"
+_ISSUED: Final = (
+    "INSERT INTO rollout_row (row, id, number, source, environment, for_teacher, block, place) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_SCORES: Final = (
+    "scored, admitted, teacher, by_teacher, tokens, own_tokens, truncated, reward, reverse_kl, spans, own, "
+    "kept, block, place"
+)
+_PLACES: Final = ", ".join(f"?{place}" for place in range(2, 3 + _SCORES.count(",")))
+_SCORED: Final = f"UPDATE rollout_row SET ({_SCORES}) = ({_PLACES}) WHERE row = ?1"
+_CONTINUES: Final = (
+    "INSERT INTO rollout_row (row, id, number, continues, block, place) VALUES (?, ?, ?, 1, ?, ?)"
+)
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
@@ -34,6 +48,43 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     def apply(self, state: RunState, store: Store) -> None:
         """Change `state`, and queue in `store` what changes the rows; `store.at` is its number."""
         raise NotImplementedError
+
+
+T = TypeVar("T", bound=Change)
+_VERSIONS: Final = (Version, Version | None)
+
+
+@cache
+def _fields(kind: type[Change]) -> list[tuple[str, Any, bool]]:
+    """Name and type of each, and whether it has parts."""
+    fields = msgspec.structs.fields(kind)
+    return [(field.name, field.type, get_origin(field.type) in (list, dict)) for field in fields]
+
+
+def flat(change: Change) -> list[Any]:
+    """The columns of a change whose row holds its fields: two of a version, JSON of what has parts."""
+    columns = list[Any]()
+    for name, kind, has_parts in _fields(type(change)):
+        value = getattr(change, name)
+        columns += (value or (None, None)) if kind in _VERSIONS else [json_of(value) if has_parts else value]
+    return columns
+
+
+def from_columns(change: type[T], columns: Sequence[Any]) -> T:
+    """The change that has these columns."""
+    values, left = list[Any](), [*reversed(columns)]
+    for _, kind, has_parts in _fields(change):
+        value = left.pop()
+        if kind in _VERSIONS:
+            step = left.pop()
+            value = None if value is None else Version(value, step)
+        values.append(json_decoder(kind).decode(value) if has_parts else value)
+    return change(*values)
+
+
+def json_of(value: Any) -> str:
+    """As JSON."""
+    return msgspec.json.encode(value).decode()
 
 
 class Opened(Change, frozen=True):
@@ -55,9 +106,7 @@ class Opened(Change, frozen=True):
         state.opened = self
         state.bisection.handed_out = -1  # a trainer that ends with its controller died of that
         hard = self.max_staleness if self.hard_limit is None else self.hard_limit
-        bound = self.max_staleness, hard, self.half_life
-        sizes = self.group, self.supervised, self.per_prompt, self.rows
-        store.insert("opening", store.at, self.run, self.id, self.seed, self.batch, *bound, *sizes)
+        store.insert("opening", store.at, *flat(msgspec.structs.replace(self, hard_limit=hard)))
 
 
 class Issued(Change, frozen=True):
@@ -69,18 +118,15 @@ class Issued(Change, frozen=True):
     """Places in `prompts` of those that their teacher completes; the student completes the others."""
 
     def apply(self, state: RunState, store: Store) -> None:
-        location = store.add_arrays(Prompts(self.prompts))
-        sql = (
-            f"INSERT INTO rollout (id, number, source, environment, for_teacher, {_LOCATION}) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET issues = issues + 1"
-        )
         for place, prompt in enumerate(self.prompts):
             number, by_teacher = state.counters.issued, place in self.by_teacher
-            state.pending[prompt.id] = Rollout(prompt.id, number, by_teacher=by_teacher, issued=prompt)
-            state.where[prompt.id] = location
+            rollout = Rollout(prompt.id, number, by_teacher=by_teacher, issued=prompt)
+            state.pending[prompt.id] = rollout
+            state.where[prompt.id] = location = store.add_arrays(rollout.on_disk(), store.new_row())
             state.counters.issued += 1
-            row = prompt.id, number, prompt.source, prompt.environment, by_teacher
-            store.execute(sql, *row, location=location)
+            names = store.name(prompt.source), store.name(prompt.environment)
+            order = None if number == location.row else number
+            store.execute(_ISSUED, location.row, prompt.id, order, *names, by_teacher, location=location)
         state.cursor = self.cursor
 
 
@@ -100,7 +146,8 @@ class Requeued(Change, frozen=True):
             )
             store.insert("requeue", store.at, rollout, self.reason)
             if spent:
-                store.execute("UPDATE rollout SET attempts = attempts + 1 WHERE id = ?", rollout)
+                sql = "UPDATE rollout_row SET attempts = attempts + 1 WHERE row = ?"
+                store.execute(sql, state.where[rollout].row)
         state.counters.requeued[self.reason] += len(self.ids)
         if self.tokens:
             state.counters.generated_tokens += self.tokens
@@ -114,49 +161,33 @@ class Admitted(Change, frozen=True):
 
     def apply(self, state: RunState, store: Store) -> None:
         rollout, counters = self.rollout, state.counters
-        if not rollout.continues:  # as what follows a rewritten context does, which was not issued
-            state.pending.pop(rollout.id)
         assert rollout.id not in state.buffer, f"rollout {rollout.id} is buffered already"
         state.buffer[rollout.id] = rollout
-        state.where[rollout.id] = location = store.add_arrays(rollout)
+        if not rollout.continues:
+            state.pending.pop(rollout.id)
+        row = store.new_row() if rollout.continues else state.where[rollout.id].row
+        state.where[rollout.id] = location = store.add_arrays(rollout.on_disk(), row)
+        if rollout.continues:  # what follows a rewritten context was not issued
+            store.execute(_CONTINUES, row, rollout.id, rollout.number, location=location)
         counters.scored += 1
         counters.generated_tokens += rollout.own_length
         counters.by_teacher_tokens += rollout.length if rollout.by_teacher else 0
         counters.episodes += bool(rollout.own) and not rollout.continues
         counters.turns += len(rollout.own)
         counters.environment_tokens += rollout.length - rollout.own_length
-        row = {
-            "scored": store.at,
-            "admitted": store.at * _ORDER,
-            "number": rollout.number,
-            "teacher": rollout.teacher,
-            "by_teacher": rollout.by_teacher,
-            "tokens": rollout.length,
-            "own_tokens": rollout.own_length,
-            "truncated": rollout.truncated,
-            "reward": rollout.reward,
-            "reverse_kl": rollout.reverse_kl,
-            "spans": _json(rollout.spans),
-            "own": _json(rollout.own),
-            "kept": _json(rollout.kept),
-        }
-        sql = _CONTINUES if rollout.continues else _SCORED
-        store.execute(sql, rollout.id, *row.values(), location=location)
+        order, kept = store.at * _ORDER, rollout.kept
+        own_tokens = rollout.own_length if rollout.own else None
+        sizes = rollout.by_teacher, rollout.length, own_tokens, rollout.truncated
+        spans = [(*span.version, span.start) for span in rollout.spans]
+        texts = (json_of(ranges) if ranges else None for ranges in (spans, rollout.own))
+        values = store.at, order, store.name(rollout.teacher), *sizes, rollout.reward, rollout.reverse_kl
+        store.execute(_SCORED, row, *values, *texts, kept and _packed(kept, store), location=location)
 
 
-_COLUMNS: Final = (
-    "scored, admitted, number, teacher, by_teacher, tokens, own_tokens, truncated, reward, reverse_kl, "
-    f"spans, own, kept, {_LOCATION}"
-)
-_PLACES: Final = ", ".join(f"?{place}" for place in range(2, 3 + _COLUMNS.count(",")))
-_SCORED: Final = f"UPDATE rollout SET status = 'buffered', ({_COLUMNS}) = ({_PLACES}) WHERE id = ?1"
-_CONTINUES: Final = (
-    f"INSERT INTO rollout (id, status, issues, {_COLUMNS}) VALUES (?1, 'buffered', 0, {_PLACES})"
-)
-
-
-def _json(value: Any) -> str | None:
-    return msgspec.json.encode(value).decode() if value else None
+def _packed(kept: Kept, store: Store) -> bytes:
+    boot, _, number = kept.key.rpartition("-")
+    names = store.name(kept.url), store.name(boot)
+    return msgspec.msgpack.encode((*names, int(number), kept.size, kept.digest))
 
 
 class Dropped(Change, frozen=True):
@@ -174,11 +205,10 @@ class Dropped(Change, frozen=True):
                 tokens += scored.own_length
             elif state.pending.pop(rollout).by_teacher:
                 counters.by_teacher_tokens += self.tokens  # such are dropped one by one
-            state.where.pop(rollout, None)
             if state.rules.group > 1:
                 _break_group(state, rollout)
-            sql = "UPDATE rollout SET status = 'dropped', reason = ?, detail = ? WHERE id = ?"
-            store.execute(sql, self.reason, self.detail, rollout)
+            sql = "UPDATE rollout_row SET reason = ?, detail = ?, admitted = NULL WHERE row = ?"
+            store.execute(sql, self.reason, self.detail or None, state.where.pop(rollout).row)
         counters.generated_tokens += self.tokens
         counters.dropped[self.reason] += len(self.ids)
         counters.dropped_tokens[self.reason] += tokens
@@ -213,12 +243,12 @@ class BatchFormed(Change, frozen=True):
         counters.late += sum(weight < 1 for weight in self.weights)
         counters.age_sum += sum(ages)
         counters.age_max = max([counters.age_max, *ages])
-        store.insert("batch", *self.version, bound.limit, bound.hard, bound.half_life, is_part, 0, "held")
-        rows = zip(self.ids, ages, self.weights or [1.0] * len(self.ids), strict=True)
-        for place, row in enumerate(rows):
-            store.insert("member", *self.version, place, *row)
-        for rollout in self.ids:
-            store.execute("UPDATE rollout SET status = 'batched' WHERE id = ?", rollout)
+        rows = (state.where[rollout].row for rollout in self.ids)
+        columns = [rows, ages, self.weights] if self.weights else [rows, ages]
+        members = json_of([*zip(*columns, strict=True)])
+        bounds = bound.limit, bound.hard, bound.half_life
+        store.insert("batch", *self.version, *bounds, is_part, members, 0, "held")
+        store.execute(f"UPDATE rollout_row SET admitted = NULL WHERE row IN {MEMBERS}", members)
 
 
 class LineageOpened(Change, frozen=True):
@@ -268,7 +298,7 @@ class LineageOpened(Change, frozen=True):
             for rollout in state.batches.pop(version).rollouts:
                 assert rollout.id not in state.buffer, f"rollout {rollout.id} is buffered already"
                 state.buffer[rollout.id] = rollout
-                store.execute(_BUFFERED, order, rollout.id)
+                store.execute(_BUFFERED, order, state.where[rollout.id].row)
                 order += 1
 
 
@@ -323,8 +353,7 @@ class VersionPublished(Change, frozen=True):
             state.target = state.target if before == self.version else None
         elif before is None or state.step_of(self.version) >= state.step_of(before):
             state.target = self
-        sizes = self.kind, self.bytes, self.full_bytes, self.seconds
-        store.insert("version", store.at, *self.version, *sizes)
+        store.insert("version", store.at, *flat(self))
 
 
 class VersionApplied(Change, frozen=True):
@@ -341,8 +370,7 @@ class VersionApplied(Change, frozen=True):
     def apply(self, state: RunState, store: Store) -> None:
         state.applied = [*state.applied, self][-RECENT:]
         state.counters.applied += 1
-        seconds = self.stage_seconds, self.pause_seconds, self.apply_seconds, self.seconds
-        store.insert("applied", store.at, self.replica, *self.version, self.bytes, *seconds)
+        store.insert("applied", store.at, *flat(self))
 
 
 class Checkpointed(Change, frozen=True):
@@ -353,7 +381,7 @@ class Checkpointed(Change, frozen=True):
 
     def apply(self, state: RunState, store: Store) -> None:
         state.checkpoints = [*state.checkpoints, self.version][-RECENT:]
-        store.insert("checkpoint", store.at, *self.version, self.path, 0)
+        store.insert("checkpoint", store.at, *flat(self), 0)
 
 
 class RolledBack(Change, frozen=True):
@@ -366,8 +394,7 @@ class RolledBack(Change, frozen=True):
     def apply(self, state: RunState, store: Store) -> None:
         state.rollbacks += 1
         state.rolled_back = self
-        without = msgspec.json.encode(self.without).decode()
-        store.insert("rolled_back", store.at, *(self.to or (None, None)), self.problem, without)
+        store.insert("rolled_back", store.at, *flat(self))
 
 
 class Evaluated(Change, frozen=True):
@@ -379,7 +406,7 @@ class Evaluated(Change, frozen=True):
         report = self.report
         state.evaluations.append(report)
         figures = report.reverse_kl, report.pass_rate, report.reward
-        store.insert("evaluation", store.at, *report.version, *figures, _json(report))
+        store.insert("evaluation", store.at, *report.version, *figures, json_of(report))
 
 
 class Concluded(Change, frozen=True):
@@ -391,8 +418,7 @@ class Concluded(Change, frozen=True):
     problems: list[str]  # what is wrong with the end of the run; empty: nothing
 
     def apply(self, state: RunState, store: Store) -> None:
-        shown = (msgspec.json.encode(value).decode() for value in (self.weights, self.problems))
-        store.insert("conclusion", store.at, *(self.version or (None, None)), *shown)
+        store.insert("conclusion", store.at, *flat(self))
 
 
 class Covered(Change, frozen=True):

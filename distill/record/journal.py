@@ -26,7 +26,8 @@ import zstandard
 from distill.buffer import Bound, Rules
 from distill.prompts.stream import Cursor
 from distill.record import changes as r
-from distill.record.blocks import Block, Column, filled
+from distill.record.blocks import Column, Entries, filled
+from distill.record.resume import resume
 from distill.record.rollout import Rollout
 from distill.record.state import RunState
 from distill.record.store import RECORD, Store
@@ -60,7 +61,7 @@ async def import_journal(run_dir: Path, rules: Rules, keep_checkpoints: int) -> 
         for record in _records(run_dir / JOURNAL):
             await _write(record, state, store, keep_checkpoints)
         await store.commit(durable=True)
-        await store.free()
+        await store.free(resume(state, next(reversed(state.checkpoints), None)).files, store.file)
     finally:
         store.close()
     rename(folder / "arrays", run_dir / "arrays")
@@ -146,7 +147,7 @@ def _unpack(payload: bytes, path: Path) -> Iterator[r.Change]:
             zstandard.ZstdDecompressor().decompress(payload) if packed else payload
         )
         rollouts = [convert(values, Rollout) for values in raw if values[0] == "Rollout"]
-        whole = iter(filled(Block([*rollouts], convert(columns, dict[str, Column]))))
+        whole = iter(filled(Entries([*rollouts], convert(columns, dict[str, Column]))))
         for name, *values in raw:
             if name == "Rollout":
                 rollout = next(whole)

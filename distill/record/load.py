@@ -5,33 +5,41 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
 
-from distill.buffer import Batch, Lineage, Lineages, Rules
+from distill.buffer import Batch, Bound, Lineage, Lineages, Rules
 from distill.prompts.stream import Cursor, group_of
 from distill.record import changes as r
-from distill.record.rollout import NO_VALUES, Location, Prompts, Rollout
+from distill.record.rollout import NO_VALUES, Block, Location, Rollout
 from distill.record.state import RECENT, Bisection, Counters, RunState
-from sync.base.decoding import json_decoder
+from sync.base.decoding import json_decoder, msgpack_decoder
 from sync.base.errors import DataError
 from sync.wire import Array, EvalReport, Kept, Scored, Version, VersionSpan
 
-Read = Callable[[Location], Prompts | Rollout]
-T = TypeVar("T")
-_ROLLOUT = "id, number, tokens, spans, teacher, kept, by_teacher, own, issues, file, start, size, crc, place"
+Read = Callable[[Location], Rollout]
+C = TypeVar("C", bound=r.Change)
+_NUMBER = "coalesce(rollout_row.number, row)"
+_ROLLOUT = f"row, id, {_NUMBER}, tokens, spans, teacher, kept, by_teacher, own, continues"
+_PLACE = "place, block.number, file, start, size, crc"
+_ROWS = "rollout_row JOIN block ON block.number = block"
+Names = dict[int | None, str]
+_KEPT: Any = tuple[int, int, int, int, bytes]
+_SPANS: Any = list[tuple[int, int, int]]
 
 
-def load(connection: sqlite3.Connection, rules: Rules, read: Read) -> RunState:
-    """The state as of the last commit. `read`: gives a record with arrays, for the prompts that are pending.
+def load(connection: sqlite3.Connection, rules: Rules | None, read: Read) -> RunState:
+    """The state as of the last commit.
+
+    `rules`: None: those of the newest start. `read`: gives the prompts that are pending.
 
     Raises DataError where these are damaged, and where rows contradict each other.
     """
-    state = RunState(rules)
+    state = RunState(rules or Rules(1, Bound(0, 0)))
     try:
-        _load(connection, state, read)
+        _load(connection, state, read, rules is not None)
     except DataError:
         raise
     except (msgspec.MsgspecError, sqlite3.DatabaseError, LookupError, ValueError, TypeError) as error:
@@ -42,16 +50,13 @@ def load(connection: sqlite3.Connection, rules: Rules, read: Read) -> RunState:
     return state
 
 
-def _load(connection: sqlite3.Connection, state: RunState, read: Read) -> None:
-    _load_facts(connection, state)
+def _load(connection: sqlite3.Connection, state: RunState, read: Read, has_rules: bool) -> None:
+    _load_facts(connection, state, has_rules)
     _load_trainer(connection, state)
     _load_replicas(connection, state)
     _load_pending(connection, state, read)
-    for row in connection.execute(
-        f"SELECT {_ROLLOUT} FROM rollout WHERE status = 'buffered' ORDER BY admitted"
-    ):
-        rollout, state.where[row[0]] = _released(row)
-        state.buffer[rollout.id] = rollout
+    for rollout, location in scored_rollouts(connection, "WHERE admitted IS NOT NULL ORDER BY admitted"):
+        state.buffer[rollout.id], state.where[rollout.id] = rollout, location
     _load_batches(connection, state)
     if state.rules.group > 1:
         _load_broken(connection, state)
@@ -65,18 +70,19 @@ def _counter(_: type, value: Any) -> Counter[str]:
     return Counter(value)
 
 
-def _load_facts(connection: sqlite3.Connection, state: RunState) -> None:
+def _load_facts(connection: sqlite3.Connection, state: RunState, has_rules: bool) -> None:
     known = dict(connection.execute("SELECT key, value FROM fact"))
     if known:
         state.cursor = _decoded(known["cursor"], Cursor)
         state.bisection = _decoded(known["bisection"], Bisection)
         state.target = _decoded(known["target"], r.VersionPublished | None)
         state.counters = _decoded(known["counters"], Counters)
-    opening = connection.execute(
-        "SELECT run, seed, batch, max_staleness, hard_limit, half_life, completions, per_prompt, prompts, "
-        "id, supervised FROM opening ORDER BY at DESC LIMIT 1"
-    ).fetchone()
-    state.opened = None if opening is None else r.Opened(*opening)
+    opening = connection.execute("SELECT * FROM opening ORDER BY at DESC LIMIT 1").fetchone()
+    if opening is not None:
+        state.opened = begun = r.from_columns(r.Opened, opening[1:])
+        if not has_rules:
+            bound = Bound(begun.max_staleness, begun.hard_limit or begun.max_staleness, begun.half_life)
+            state.rules = Rules(begun.batch, bound, begun.group)
 
 
 def _load_trainer(connection: sqlite3.Connection, state: RunState) -> None:
@@ -99,103 +105,113 @@ def _load_trainer(connection: sqlite3.Connection, state: RunState) -> None:
         "SELECT step - 1, tokens, tokens_by_teacher FROM step WHERE NOT undone AND tokens IS NOT NULL"
     ):
         state.trained_tokens[step], state.trained_by_teacher[step] = tokens, by_teacher
-    state.checkpoints = _newest(
-        connection, "SELECT at, lineage, step FROM checkpoint WHERE NOT gone", lambda row: Version(*row)
-    )
-    backs = connection.execute(
-        "SELECT lineage, step, problem, without, at FROM rolled_back ORDER BY at"
-    ).fetchall()
-    state.rollbacks = len(backs)
-    if backs and backs[-1][4] > opened_at:
-        lineage, step, problem, without, _ = backs[-1]
-        to = None if lineage is None else Version(lineage, step)
-        state.rolled_back = r.RolledBack(to, json.loads(without), problem)
+    saved = _newest(connection, r.Checkpointed, "checkpoint", "NOT gone")
+    state.checkpoints = [change.version for change in saved]
+    state.rollbacks = connection.execute("SELECT count(*) FROM rolled_back").fetchone()[0]
+    backs = _newest(connection, r.RolledBack, "rolled_back", f"at > {opened_at}")
+    state.rolled_back = backs[-1] if backs else None
     state.evaluations = [
         _decoded(text, EvalReport)
         for (text,) in connection.execute("SELECT report FROM evaluation ORDER BY at")
     ]
 
 
-def _newest(connection: sqlite3.Connection, select: str, make: Callable[[tuple[Any, ...]], T]) -> list[T]:
-    """The newest RECENT rows, oldest first; their first column is `at`."""
-    rows = connection.execute(f"{select} ORDER BY at DESC LIMIT {RECENT}").fetchall()
-    return [make(row[1:]) for row in reversed(rows)]
+def _newest(connection: sqlite3.Connection, kind: type[C], table: str, where: str = "at") -> list[C]:
+    """The newest rows of a table that holds changes, oldest first; their first column is `at`."""
+    rows = connection.execute(f"SELECT * FROM {table} WHERE {where} ORDER BY at DESC LIMIT {RECENT}")
+    return [r.from_columns(kind, row[1:]) for row in reversed(rows.fetchall())]
 
 
 def _load_replicas(connection: sqlite3.Connection, state: RunState) -> None:
-    state.published = _newest(
-        connection,
-        "SELECT at, lineage, step, kind, bytes, full_bytes, seconds FROM version",
-        lambda row: r.VersionPublished(Version(*row[:2]), *row[2:]),
-    )
+    state.published = _newest(connection, r.VersionPublished, "version")
     state.newest = dict(connection.execute("SELECT lineage, max(step) FROM version GROUP BY lineage"))
-    state.applied = _newest(
-        connection,
-        "SELECT at, replica, lineage, step, bytes, stage_seconds, pause_seconds, apply_seconds, seconds "
-        "FROM applied",
-        lambda row: r.VersionApplied(row[0], Version(*row[1:3]), *row[3:]),
-    )
+    state.applied = _newest(connection, r.VersionApplied, "applied")
+
+
+def _location(row: tuple[Any, ...]) -> Location:
+    """`row`: begins with its number and ends with the columns _PLACE."""
+    place, *block = row[-6:]
+    return Location(Block(*block), place, row[0])
 
 
 def _load_pending(connection: sqlite3.Connection, state: RunState, read: Read) -> None:
-    for id, number, for_teacher, attempts, *place in connection.execute(
-        "SELECT id, number, for_teacher, attempts, file, start, size, crc, place FROM rollout "
-        "WHERE status = 'pending' ORDER BY number"
+    for row in connection.execute(
+        f"SELECT row, id, {_NUMBER}, for_teacher, attempts, {_PLACE} FROM {_ROWS} "
+        "WHERE scored IS NULL AND reason IS NULL ORDER BY rollout_row.row"
     ):
-        location = state.where[id] = Location(*place)
-        issued = read(location)
-        prompts = issued.prompts if isinstance(issued, Prompts) else []
-        prompt = next((prompt for prompt in prompts if prompt.id == id), None)
+        _, id, number, for_teacher, attempts, *_ = row
+        state.where[id] = location = _location(row)
+        prompt = read(location).issued
         if prompt is None:
             raise DataError(f"the prompt of {id} is not where the record has it: restore the run from a copy")
+        prompt = msgspec.structs.replace(prompt, id=id)
         state.pending[id] = Rollout(
             id, number, by_teacher=bool(for_teacher), attempts=attempts, issued=prompt
         )
 
 
-def _released(row: tuple[Any, ...]) -> tuple[Rollout, Location]:
-    """A scored rollout without its arrays, and where they are. `row`: of the columns _ROLLOUT."""
-    id, number, tokens, spans, teacher, kept, by_teacher, turns, issues, *place = row
-    scores = None if kept is None else Scored(id, NO_VALUES, kept=_decoded(kept, Kept))
-    rollout = Rollout(
+def scored_rollouts(
+    connection: sqlite3.Connection, where: str, *parameters: Any
+) -> Iterator[tuple[Rollout, Location]]:
+    """Rollouts that were scored, without their arrays, and where these are. `where`: which, in what order."""
+    names: Names = {None: "", **dict(connection.execute("SELECT number, name FROM name"))}
+    for row in connection.execute(f"SELECT {_ROLLOUT}, {_PLACE} FROM {_ROWS} {where}", parameters):
+        yield _released(row, names), _location(row)
+
+
+def _released(row: tuple[Any, ...], names: Names) -> Rollout:
+    """A scored rollout without its arrays. `row`: begins with the columns _ROLLOUT."""
+    _, id, number, tokens, spans, teacher, kept, by_teacher, turns, continues, *_ = row
+    scores, versions = None, tuple[VersionSpan, ...]()
+    if kept is not None:
+        url, boot, place, size, digest = msgpack_decoder(_KEPT).decode(kept)
+        scores = Scored(id, NO_VALUES, kept=Kept(names[url], f"{names[boot]}-{place}", size, digest))
+    if spans is not None:
+        begins = json_decoder(_SPANS).decode(spans)
+        ends = [*(first for *_, first in begins[1:]), tokens]
+        versions = tuple(
+            VersionSpan(Version(lineage, step), first, end)
+            for (lineage, step, first), end in zip(begins, ends, strict=True)
+        )
+    return Rollout(
         id,
         number,
         tokens=Array("i4", (tokens,), b""),
-        spans=() if spans is None else _decoded(spans, tuple[VersionSpan, ...]),
-        teacher=teacher,
+        spans=versions,
+        teacher=names[teacher],
         scored=scores,
         by_teacher=bool(by_teacher),
         own=() if turns is None else _decoded(turns, tuple[tuple[int, int], ...]),
-        continues=not issues,
+        continues=bool(continues),
     )
-    return rollout, Location(*place)
 
 
 def _load_batches(connection: sqlite3.Connection, state: RunState) -> None:
-    columns = ", ".join(f"rollout.{name.strip()}" for name in _ROLLOUT.split(","))
-    for lineage, step, is_part, trained in connection.execute(
-        "SELECT batch.lineage, batch.step, is_part, trained FROM batch WHERE status = 'held' ORDER BY rowid"
-    ).fetchall():
+    question = (
+        "SELECT lineage, step, is_part, trained, members FROM batch WHERE status = 'held' ORDER BY rowid"
+    )
+    for lineage, step, is_part, trained, text in connection.execute(question).fetchall():
         batch = Batch(Version(lineage, step), [], [], [], bool(is_part), bool(trained))
-        for age, weight, *row in connection.execute(
-            f"SELECT age, weight, {columns} FROM member JOIN rollout ON id = member.rollout "
-            "WHERE lineage = ? AND step = ? ORDER BY member.place",
-            (lineage, step),
-        ):
-            rollout, state.where[row[0]] = _released(tuple(row))
+        members = json.loads(text)
+        pairs = scored_rollouts(connection, f"WHERE row IN {r.MEMBERS}", text)
+        by_row = {location.row: (rollout, location) for rollout, location in pairs}
+        for number, age, *weight in members:
+            rollout, state.where[rollout.id] = by_row[number]
             batch.rollouts.append(rollout)
             batch.ages.append(age)
-            batch.weights.append(weight)
-        batch.weights = batch.weights if min(batch.weights, default=1.0) < 1 else []
+            batch.weights += weight
         state.batches[batch.version] = batch
 
 
 def _load_broken(connection: sqlite3.Connection, state: RunState) -> None:
-    """Groups of which a member was dropped and another is waiting, or is not issued yet."""
-    newest = connection.execute("SELECT id FROM rollout WHERE issues ORDER BY rowid DESC LIMIT 1").fetchall()
-    sql = "SELECT count(*) FROM rollout WHERE status = 'dropped' AND id = ?"
-    for name in {group_of(id) for id in (*state.pending, *state.buffer, *(id for (id,) in newest))}:
-        members = [f"{name}:{copy}" for copy in range(state.rules.group)]
-        gone = {id for id in members if connection.execute(sql, (id,)).fetchone()[0]}
-        if 0 < len(gone) < state.rules.group:
-            state.broken[name] = gone
+    """Groups of which a member was dropped and another is waiting, or is not issued yet.
+
+    Members are issued one after the other, and nothing continues one: its row is its number.
+    """
+    group, newest = state.rules.group, connection.execute("SELECT max(row) FROM rollout_row").fetchone()[0]
+    numbers = {rollout.number for rollouts in (state.pending, state.buffer) for rollout in rollouts.values()}
+    for first in {number - number % group for number in numbers | ({newest} - {None})}:
+        sql = "SELECT id FROM rollout_row WHERE row BETWEEN ? AND ? AND reason IS NOT NULL"
+        gone = {id for (id,) in connection.execute(sql, (first, first + group - 1))}
+        if 0 < len(gone) < group:
+            state.broken[group_of(next(iter(gone)))] = gone

@@ -220,13 +220,10 @@ class Record:
         """The rollouts of a batch, in order; released ones are read back."""
         released = [rollout.id for rollout in batch.rollouts if rollout.is_released]
         released.sort(key=self.state.where.__getitem__)  # a block is unpacked once
-        whole = {rollout: self._read(rollout) for rollout in released}
-        return [whole.get(rollout.id, rollout) for rollout in batch.rollouts]
-
-    def _read(self, rollout: str) -> Rollout:
-        whole = self.store.read(self.state.where[rollout])
-        assert isinstance(whole, Rollout), f"{rollout} is not where its row says"
-        return whole
+        whole = {rollout: self.store.read(self.state.where[rollout]) for rollout in released}
+        return [
+            rollout.whole(whole[rollout.id]) if rollout.id in whole else rollout for rollout in batch.rollouts
+        ]
 
     async def tidy(self, keep_checkpoints: int) -> None:
         """After a checkpoint: free what only batches need that the oldest kept checkpoint covers."""
@@ -238,7 +235,9 @@ class Record:
         covered = [batch for version, batch in batches.items() if version not in state.batches]
         self._unneeded(rollout for batch in covered for rollout in batch.rollouts)
         await self.store.commit(durable=True)
-        await self.store.free()
+        newest = self.store.file  # before what is not committed: it will be in this file or a newer
+        needed = resume(state, kept[0]).files
+        await self.store.free(needed, newest)
 
 
 def is_teacher_turn(number: int, seed: int, batch: int, on_policy: float) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from distill.buffer import Rules
 from distill.prompts.stream import Cursor
 from distill.record.load import load
+from distill.record.rollout import Block
 from distill.record.state import RunState
 from distill.record.store import RECORD, open_read_only, reader
 from student_trainer.checkpoint_files import CHECKPOINTS, choose
@@ -38,8 +39,13 @@ class Resume:
     """First step whose batch is formed anew; those from the checkpoint on are trained again."""
     target: Version | None
     """What replicas follow until the trainer publishes; None: the model folder, or a broadcast."""
-    files: tuple[int, ...] = ()
-    """Of arrays: those that are read."""
+    blocks: frozenset[Block]
+    """Of arrays and prompts: those that are read."""
+
+    @property
+    def files(self) -> set[int]:
+        """Of arrays: those that are read."""
+        return {block.file for block in self.blocks}
 
     @property
     def start(self) -> int:
@@ -53,10 +59,10 @@ def resume(state: RunState, checkpoint: Version | None, *, rolled_back: bool = F
     branch = start
     while origin is not None and not rolled_back and _is_handed_out_again(state, origin, branch):
         branch += 1
-    files = {location.file for location in state.where.values()}
+    blocks = frozenset(location.block for location in state.where.values() if location.block)
     counts = len(state.pending), len(state.buffer)
     target = state.target.version if state.target else None
-    return Resume(state.cursor, *counts, checkpoint, origin, branch, target, tuple(sorted(files)))
+    return Resume(state.cursor, *counts, checkpoint, origin, branch, target, blocks)
 
 
 def _is_handed_out_again(state: RunState, origin: int, step: int) -> bool:

@@ -44,20 +44,22 @@ NO_TOKENS: Final = Array("i4", (0,), b"")
 NO_VALUES: Final = Array("f4", (0,), b"")
 
 
-class Location(msgspec.Struct, array_like=True, order=True):
-    """Where a prompt or a rollout is: in a block of a file in `arrays/`. -1 until it is committed."""
+class Block(msgspec.Struct, frozen=True, order=True, gc=False):
+    """A row of the table `block`: arrays that lie together in a file of `arrays/`."""
 
-    file: int = -1
-    start: int = -1  # first byte of the block
-    size: int = -1  # of the block, in bytes
-    crc: int = -1  # crc32 of the block
-    place: int = 0  # in the block
+    number: int
+    file: int
+    start: int  # its first byte
+    size: int  # in bytes
+    crc: int  # crc32
 
 
-class Prompts(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Prompts that were issued together."""
+class Location(msgspec.Struct, order=True, gc=False):
+    """Where the record has a rollout."""
 
-    prompts: list[Prompt]
+    block: Block | None  # of its arrays, before it is scored of its prompt; None: it is not committed yet
+    place: int  # in the block
+    row: int
 
 
 class Rollout(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -155,6 +157,19 @@ class Rollout(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
             mask=answer.mask,
             routes=answer.routes,
         )
+
+    def on_disk(self) -> Rollout:
+        """What a block holds of it: what its row does not say."""
+        if self.issued is not None:
+            return Rollout("", 0, issued=msgspec.structs.replace(self.issued, id=""))
+        scored = self.scored and msgspec.structs.replace(self.scored, id="", kept=None)
+        return msgspec.structs.replace(self, id="", number=0, spans=(), teacher="", scored=scored)
+
+    def whole(self, block: Rollout) -> Rollout:
+        """With its arrays; `block`: what a block holds of it."""
+        scored = block.scored and msgspec.structs.replace(block.scored, id=self.id, kept=self.kept)
+        facts = {"id": self.id, "number": self.number, "spans": self.spans, "teacher": self.teacher}
+        return msgspec.structs.replace(block, **facts, scored=scored)
 
     def released(self) -> Rollout:
         """Without arrays: what accounts, ages, audit and the release of kept scores need."""

@@ -6,33 +6,42 @@ CREATE TABLE fact (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT RO
 
 -- A start of the controller. prompts: of an epoch, NULL: endless. supervised: tokens of a completion that are trained
 -- on, NULL: all.
-CREATE TABLE opening (at INTEGER PRIMARY KEY, run TEXT NOT NULL, id TEXT, seed INTEGER NOT NULL,
+CREATE TABLE opening (at INTEGER PRIMARY KEY, run TEXT NOT NULL, seed INTEGER NOT NULL,
     batch INTEGER NOT NULL, max_staleness INTEGER NOT NULL, hard_limit INTEGER NOT NULL, half_life REAL NOT NULL,
-    completions INTEGER NOT NULL, supervised INTEGER, per_prompt INTEGER NOT NULL, prompts INTEGER) STRICT;
+    completions INTEGER NOT NULL, per_prompt INTEGER NOT NULL, prompts INTEGER, id TEXT, supervised INTEGER) STRICT;
 
+-- What rollouts name often: sources, environments, teachers, URLs.
+CREATE TABLE name (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
+-- Arrays that lie together in arrays/<file>.bin: `size` bytes from `start` on with this crc32; gone with the file once
+-- nothing needs it.
+CREATE TABLE block (number INTEGER PRIMARY KEY, file INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL,
+    crc INTEGER NOT NULL) STRICT;
+-- Rollouts as they are stored; the view `rollout` is what to ask.
+--   number, own_tokens   NULL: as `row` and `tokens`
+--   kept     msgpack of where its teacher keeps its scores: names of URL and boot, number, size, digest; NULL: nowhere
+--   block, place   of its arrays, before it is scored of its prompt
+CREATE TABLE rollout_row (row INTEGER PRIMARY KEY, id TEXT NOT NULL, number INTEGER, source INTEGER,
+    environment INTEGER, for_teacher INTEGER NOT NULL DEFAULT 0, continues INTEGER NOT NULL DEFAULT 0,
+    attempts INTEGER NOT NULL DEFAULT 0, reason TEXT, detail TEXT, scored INTEGER, admitted INTEGER, teacher INTEGER,
+    by_teacher INTEGER, tokens INTEGER, own_tokens INTEGER, truncated INTEGER, reward REAL, reverse_kl REAL,
+    spans TEXT, own TEXT, kept BLOB, block INTEGER NOT NULL, place INTEGER NOT NULL,
+    CHECK (admitted IS NULL OR scored IS NOT NULL AND reason IS NULL)) STRICT;
+CREATE INDEX pending ON rollout_row (row) WHERE scored IS NULL AND reason IS NULL;
+CREATE INDEX buffered ON rollout_row (admitted) WHERE admitted IS NOT NULL;
 -- A rollout, from the issue of its prompt on.
---   issues       how often its prompt was issued; 0: what an episode said behind a context that was rewritten
+--   continues    what an episode said behind a context that was rewritten: it was not issued
 --   attempts     completions that were broken off or reached a limit
 --   scored       `at` of its admission, NULL: not scored
---   admitted     place in the order of the buffer
---   spans        JSON of [[[lineage, step], first, past], ...]: which version sampled which tokens; NULL: not scored
+--   spans        JSON of [[lineage, step, first], ...]: which version sampled the tokens from `first` on; NULL: none
 --   own          JSON of [[first, past], ...]: the student's tokens in an episode; NULL: all
---   kept         where its teacher keeps its scores, JSON; NULL: nowhere
 --   reverse_kl   mean of log mu - log q over its own tokens, nats; NULL: the teacher keeps the scores
---   file … place where its arrays are, before it is scored its prompt: arrays/<file>.bin, bytes from `start` on, `size`
---                of them with this crc32, record `place` of the block; gone with the file once nothing needs it
-CREATE TABLE rollout (id TEXT PRIMARY KEY, number INTEGER NOT NULL, source TEXT, environment TEXT,
-    for_teacher INTEGER NOT NULL DEFAULT 0, issues INTEGER NOT NULL DEFAULT 1, attempts INTEGER NOT NULL DEFAULT 0,
-    status TEXT NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'buffered', 'batched', 'dropped')),
-    reason TEXT, detail TEXT, scored INTEGER, admitted INTEGER, teacher TEXT,
-    by_teacher INTEGER, tokens INTEGER, own_tokens INTEGER, truncated INTEGER, reward REAL, reverse_kl REAL,
-    spans TEXT, own TEXT, kept TEXT,
-    file INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL, crc INTEGER NOT NULL, place INTEGER NOT NULL,
-    CHECK ((status = 'dropped') = (reason IS NOT NULL)),
-    CHECK (status NOT IN ('buffered', 'batched') OR scored IS NOT NULL),
-    CHECK (status <> 'pending' OR scored IS NULL)) STRICT;
-CREATE INDEX pending ON rollout (number) WHERE status = 'pending';
-CREATE INDEX buffered ON rollout (admitted) WHERE status = 'buffered';
+CREATE VIEW rollout AS SELECT id, coalesce(rollout_row.number, row) AS number, source.name AS source, environment.name AS environment,
+    for_teacher, continues, attempts, CASE WHEN reason IS NOT NULL THEN 'dropped' WHEN scored IS NULL THEN 'pending'
+    WHEN admitted IS NULL THEN 'batched' ELSE 'buffered' END AS status, reason, detail, scored, teacher.name AS teacher,
+    by_teacher, tokens, coalesce(own_tokens, tokens) AS own_tokens, truncated, reward, reverse_kl, spans, own, kept IS NOT NULL AS kept,
+    rollout_row.row, block, place FROM rollout_row LEFT JOIN name AS source ON source.number = source
+    LEFT JOIN name AS environment ON environment.number = environment
+    LEFT JOIN name AS teacher ON teacher.number = teacher;
 CREATE TABLE requeue (at INTEGER NOT NULL, rollout TEXT NOT NULL, reason TEXT NOT NULL) STRICT;
 
 -- A start of the trainer, from a checkpoint (NULL: the model folder). It takes over the batches of `origin` up to
@@ -42,14 +51,18 @@ CREATE TABLE lineage (number INTEGER PRIMARY KEY, at INTEGER NOT NULL, from_line
     fingerprint TEXT NOT NULL) STRICT;
 -- The batch that is trained on top of a version, and the bound of ages when it was formed. status: held while a
 -- trainer may still request it; covered by the oldest kept checkpoint; left, when a later start of the trainer
--- forms another one and its rollouts wait again.
+-- forms another one and its rollouts wait again. members: JSON of [[row, age, weight], ...] in order, without a weight
+-- of 1; the view `member` names them.
 CREATE TABLE batch (lineage INTEGER NOT NULL, step INTEGER NOT NULL, max_staleness INTEGER NOT NULL,
-    hard_limit INTEGER NOT NULL, half_life REAL NOT NULL, is_part INTEGER NOT NULL, trained INTEGER NOT NULL DEFAULT 0,
+    hard_limit INTEGER NOT NULL, half_life REAL NOT NULL, is_part INTEGER NOT NULL,
+    members TEXT NOT NULL, trained INTEGER NOT NULL DEFAULT 0,
     status TEXT NOT NULL DEFAULT 'held' CHECK (status IN ('held', 'covered', 'left')),
     PRIMARY KEY (lineage, step)) STRICT;
 CREATE INDEX held ON batch (status) WHERE status = 'held';
-CREATE TABLE member (lineage INTEGER NOT NULL, step INTEGER NOT NULL, place INTEGER NOT NULL, rollout TEXT NOT NULL,
-    age INTEGER NOT NULL, weight REAL NOT NULL, PRIMARY KEY (lineage, step, place)) STRICT, WITHOUT ROWID;
+CREATE VIEW member AS SELECT lineage, step, member.key AS place,
+    coalesce(rollout_row.id, 'row ' || json_extract(member.value, '$[0]')) AS rollout, json_extract(member.value, '$[1]') AS age,
+    coalesce(json_extract(member.value, '$[2]'), 1.0) AS weight
+    FROM batch JOIN json_each(members) AS member LEFT JOIN rollout_row ON row = json_extract(member.value, '$[0]');
 
 -- A version that the trainer reached. tokens of its batch, and those of them that teachers generated; NULL: the batch is
 -- covered. undone: a later start of the trainer began before it.
@@ -65,8 +78,8 @@ CREATE TABLE applied (at INTEGER PRIMARY KEY, replica TEXT NOT NULL, lineage INT
 CREATE TABLE checkpoint (at INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, step INTEGER NOT NULL, path TEXT NOT NULL,
     gone INTEGER NOT NULL DEFAULT 0) STRICT;
 -- Back to a checkpoint (NULL: the model folder), never to train on these rollouts (JSON list) again.
-CREATE TABLE rolled_back (at INTEGER PRIMARY KEY, lineage INTEGER, step INTEGER, problem TEXT NOT NULL,
-    without TEXT NOT NULL) STRICT;
+CREATE TABLE rolled_back (at INTEGER PRIMARY KEY, lineage INTEGER, step INTEGER, without TEXT NOT NULL,
+    problem TEXT NOT NULL) STRICT;
 CREATE TABLE evaluation (at INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, step INTEGER NOT NULL,
     reverse_kl REAL NOT NULL, pass_rate REAL, reward REAL, report TEXT NOT NULL) STRICT;
 -- An end of the run: replica → whether it held the trainer's weights, and what was not shown, as JSON.
@@ -74,14 +87,10 @@ CREATE TABLE conclusion (at INTEGER PRIMARY KEY, lineage INTEGER, step INTEGER, 
     problems TEXT NOT NULL) STRICT;
 
 -- Which version sampled which tokens of a rollout; none of a teacher's completion.
-CREATE VIEW sampled AS SELECT rollout.id AS rollout, json_extract(span.value, '$[0][0]') AS lineage,
-    json_extract(span.value, '$[0][1]') AS step, json_extract(span.value, '$[1]') AS first,
-    json_extract(span.value, '$[2]') AS past FROM rollout, json_each(rollout.spans) AS span;
--- The rollouts whose arrays or prompts a restart reads.
-CREATE VIEW needed AS SELECT id, file FROM rollout WHERE status = 'pending' UNION ALL
-    SELECT id, file FROM rollout WHERE status = 'buffered' UNION ALL
-    SELECT rollout.id, rollout.file FROM batch JOIN member USING (lineage, step) JOIN rollout ON id = member.rollout
-    WHERE batch.status = 'held';
+CREATE VIEW sampled AS SELECT rollout.id AS rollout, json_extract(span.value, '$[0]') AS lineage,
+    json_extract(span.value, '$[1]') AS step, json_extract(span.value, '$[2]') AS first,
+    coalesce(json_extract(spans, '$[' || (span.key + 1) || '][2]'), tokens) AS past
+    FROM rollout_row AS rollout, json_each(rollout.spans) AS span;
 -- The newest step of each lineage that any table shows.
 CREATE VIEW shown AS SELECT lineage, max(step) AS step FROM (
     SELECT lineage, step FROM step UNION ALL SELECT lineage, step FROM version UNION ALL

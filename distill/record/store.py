@@ -17,7 +17,7 @@ import sqlite3
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import lru_cache
@@ -31,13 +31,13 @@ import msgspec
 
 from distill import waits
 from distill.record.blocks import pack_block, unpack_block
-from distill.record.rollout import Location, Prompts, Rollout
+from distill.record.rollout import Block, Location, Rollout
 from sync.base.durable import force, is_full, make_folder
 from sync.base.errors import ConfigError, DataError, DistillError
 from sync.base.mounts import network_mount
 
 RECORD: Final = "run.db"  # in a run's folder
-FORMAT: Final = 1  # user_version of run.db
+FORMAT: Final = 2  # user_version of run.db
 BUSY_SECONDS: Final = 30.0  # how long a start waits for readers that copy run.db
 _BLOCK_BYTES: Final = 256 << 10  # of a block's records: what is decompressed to read one of them
 _FACT: Final = "INSERT INTO fact VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
@@ -50,7 +50,7 @@ class Statement(NamedTuple):
 
     sql: str
     parameters: tuple[Any, ...]
-    location: Location | None = None  # its five numbers follow the parameters
+    location: Location | None = None  # its block and place follow the parameters
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
@@ -85,17 +85,18 @@ def arrays_path(folder: Path, number: int) -> Path:
     return folder / "arrays" / f"{number:08d}.bin"
 
 
-def reader(folder: Path) -> Callable[[Location], Prompts | Rollout]:
-    """Gives a committed record with its arrays. Raises DataError where the file is missing or damaged."""
+def reader(folder: Path) -> Callable[[Location], Rollout]:
+    """Gives a committed rollout with its arrays, or its prompt. Raises DataError where the file is missing or
+    damaged."""
 
     @lru_cache(maxsize=4)
-    def entries(number: int, start: int, size: int, crc: int) -> list[Prompts | Rollout]:
-        payload = read_bytes(folder, number, start, size, crc)
-        return unpack_block(payload, f"{arrays_path(folder, number)} at byte {start}")
+    def entries(block: Block) -> list[Rollout]:
+        where = f"{arrays_path(folder, block.file)} at byte {block.start}"
+        return unpack_block(read_bytes(folder, block), where)
 
-    def read(location: Location) -> Prompts | Rollout:
-        *block, place = msgspec.structs.astuple(location)
-        return entries(*block)[place]
+    def read(location: Location) -> Rollout:
+        assert location.block is not None, "what is read was committed"
+        return entries(location.block)[location.place]
 
     return read
 
@@ -122,12 +123,15 @@ class Store:
         """The small facts that a commit writes anew."""
         self._items: list[Statement] = []
         self._changed = False  # something was added that no commit has taken
-        self._arrays: list[tuple[Prompts | Rollout, Location]] = []
-        self._lists = deque[tuple[list[Statement], list[tuple[Prompts | Rollout, Location]]]]()
+        self._arrays: list[tuple[Rollout, Location]] = []
+        self._lists = deque[tuple[list[Statement], list[tuple[Rollout, Location]]]]()
+        self._blocks: list[Block] = []
+        """Whose rows no transaction has committed."""
         self._writer = ThreadPoolExecutor(1, "record")
         self._unsynced = False  # a transaction was committed that a power cut may undo
         self._unsynced_bytes = False  # in the newest file of arrays
-        self._number = max((int(path.stem) for path in (folder / "arrays").glob("*.bin")), default=-1) + 1
+        self.file = max((int(path.stem) for path in (folder / "arrays").glob("*.bin")), default=-1) + 1
+        """Number of the newest file of arrays: what is not committed yet will be in this one or a newer."""
         self._file, self._size = -1, 0
         self._reader = reader(folder)
         path = folder / RECORD
@@ -145,7 +149,15 @@ class Store:
                 self.connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {FORMAT}; COMMIT")
             _check_format(self.connection, path)
             self.at = self._committed_at = last_at(self.connection)
-            """Number of the newest record, and of the newest on disk, unless another controller writes."""
+            """Number of the newest change, and of the newest on disk, unless another controller writes."""
+            self._row, self._block = (
+                self.connection.execute(f"SELECT 1 + coalesce(max({key}), -1) FROM {table}").fetchone()[0]
+                for key, table in (("row", "rollout_row"), ("number", "block"))
+            )
+            self._names: dict[str | None, int | None] = {
+                name: number for number, name in self.connection.execute("SELECT number, name FROM name")
+            }
+            self._names[None] = None
 
     def begin(self) -> None:
         """Begin what changes with the next record; the facts change with it, also where no row does."""
@@ -153,16 +165,28 @@ class Store:
         self._changed = True
 
     def execute(self, sql: str, *parameters: Any, location: Location | None = None) -> None:
-        """Queue a statement for the next commit; the five numbers of `location` follow its parameters."""
+        """Queue a statement for the next commit; block and place of `location` follow its parameters."""
         self._items.append(Statement(sql, parameters, location))
 
     def insert(self, table: str, *values: Any) -> None:
         """Queue a new row for the next commit."""
         self.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", *values)
 
-    def add_arrays(self, entry: Prompts | Rollout) -> Location:
-        """Queue arrays for the next commit; returns where they will be."""
-        location = Location()
+    def name(self, name: str | None) -> int | None:
+        """The number of a name that rollouts have often."""
+        if name not in self._names:
+            self._names[name] = number = len(self._names)
+            self.insert("name", number, name)
+        return self._names[name]
+
+    def new_row(self) -> int:
+        """The row of a rollout that was not on record."""
+        self._row += 1
+        return self._row - 1
+
+    def add_arrays(self, entry: Rollout, row: int) -> Location:
+        """Queue arrays of a rollout, or its prompt, for the next commit; returns where they will be."""
+        location = Location(None, 0, row)
         self._arrays.append((entry, location))
         return location
 
@@ -196,12 +220,13 @@ class Store:
         if full:
             logger.warning("the record in %s has space again, the run continues", self.folder)
 
-    async def free(self) -> int:
-        """Remove the files of arrays that no row of `needed` names; how many."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, self._free)
+    async def free(self, needed: Collection[int], before: int) -> int:
+        """Remove the files of arrays older than file `before` that are not `needed`; how many."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._free, needed, before)
 
-    def read(self, location: Location) -> Prompts | Rollout:
-        """A committed record with its arrays. Raises DataError where the file is missing or damaged."""
+    def read(self, location: Location) -> Rollout:
+        """A committed rollout with its arrays, or its prompt. Raises DataError where the file is missing or
+        damaged."""
         return self._reader(location)
 
     async def copy(self) -> BinaryIO:
@@ -225,7 +250,7 @@ class Store:
         lists = list(self._lists)  # more may be added meanwhile
         if not lists:
             return
-        self._write_arrays([entry for _, arrays in lists for entry in arrays if entry[1].file < 0])
+        self._write_arrays([entry for _, arrays in lists for entry in arrays if entry[1].block is None])
         level = "OFF" if self._fsync == "never" else "FULL" if forced else "NORMAL"
         execute = self.connection.execute
         execute(f"PRAGMA synchronous = {level}")
@@ -237,6 +262,8 @@ class Store:
                     "alone may: this one stops, and what it did last is not on record; look for the other "
                     "one, on other machines too, and leave one running"
                 )
+            new = map(msgspec.structs.astuple, self._blocks)
+            self.connection.executemany("INSERT INTO block VALUES (?, ?, ?, ?, ?)", new)
             statements = itertools.chain.from_iterable(items for items, _ in lists)
             for sql, same in itertools.groupby(statements, itemgetter(0)):
                 self.connection.executemany(sql, map(_bound, same))
@@ -247,20 +274,23 @@ class Store:
                 execute("ROLLBACK")
             raise
         self._committed_at, self._unsynced = at, (self._unsynced and not forced) or level == "NORMAL"
+        self._blocks.clear()
         for _ in lists:
             self._lists.popleft()
 
-    def _write_arrays(self, waiting: list[tuple[Prompts | Rollout, Location]]) -> None:
+    def _write_arrays(self, waiting: list[tuple[Rollout, Location]]) -> None:
         """Append the blocks of these and sync them; sets their locations."""
         done = 0
         while done < len(waiting):
-            payload, count = pack_block((record for record, _ in waiting[done:]), _BLOCK_BYTES)
+            entries = (entry for entry, _ in itertools.islice(waiting, done, None))
+            payload, count = pack_block(entries, _BLOCK_BYTES)
             start = self._append(payload)
-            crc = zlib.crc32(payload)
+            block = Block(self._block, self.file, start, len(payload), zlib.crc32(payload))
+            self._blocks.append(block)
+            self._block += 1
             for place in range(count):
                 location = waiting[done + place][1]
-                location.start, location.size, location.crc, location.place = start, len(payload), crc, place
-                location.file = self._number
+                location.place, location.block = place, block
             done += count
         self._sync()
 
@@ -274,14 +304,14 @@ class Store:
         if self._file >= 0 and self._size + len(payload) > self._file_bytes and self._size:
             self._sync()
             os.close(self._file)
-            self._file, self._size, self._number = -1, 0, self._number + 1
+            self._file, self._size, self.file = -1, 0, self.file + 1
         while self._file < 0:
-            path, flags = arrays_path(self.folder, self._number), os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            path, flags = arrays_path(self.folder, self.file), os.O_WRONLY | os.O_CREAT | os.O_EXCL
             try:
                 self._file = os.open(path, flags | os.O_APPEND, 0o644)
                 force(path.parent)
             except FileExistsError:  # of another controller, which the transaction will find
-                self._number += 1
+                self.file += 1
         rest, self._unsynced_bytes = memoryview(payload), True
         try:
             while rest:
@@ -304,13 +334,9 @@ class Store:
                 ) from None
             return open(file.name, "rb")
 
-    def _free(self) -> int:
-        needed = {file for (file,) in self.connection.execute("SELECT DISTINCT file FROM needed")}
-        unneeded = [
-            path
-            for path in (self.folder / "arrays").glob("*.bin")
-            if int(path.stem) < self._number and int(path.stem) not in needed
-        ]
+    def _free(self, needed: Collection[int], before: int) -> int:
+        files = {int(path.stem): path for path in (self.folder / "arrays").glob("*.bin")}
+        unneeded = [path for file, path in files.items() if file < before and file not in needed]
         for path in unneeded:
             path.unlink()
         return len(unneeded)
@@ -319,7 +345,9 @@ class Store:
 def _bound(statement: Statement) -> tuple[Any, ...]:
     if statement.location is None:
         return statement.parameters
-    return (*statement.parameters, *msgspec.structs.astuple(statement.location))
+    block, place = statement.location.block, statement.location.place
+    assert block is not None, "arrays are written before the rows that name them"
+    return (*statement.parameters, block.number, place)
 
 
 def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
@@ -353,15 +381,15 @@ def _readable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def read_bytes(folder: Path, number: int, start: int, size: int, crc: int) -> bytes:
+def read_bytes(folder: Path, block: Block) -> bytes:
     """A block of arrays, packed. Raises DataError where the file is missing or damaged."""
-    path = arrays_path(folder, number)
+    path = arrays_path(folder, block.file)
     with _readable(path), path.open("rb") as file:
-        file.seek(start)
-        payload = file.read(size)
-    if len(payload) != size or zlib.crc32(payload) != crc:
+        file.seek(block.start)
+        payload = file.read(block.size)
+    if len(payload) != block.size or zlib.crc32(payload) != block.crc:
         raise DataError(
-            f"{path} is damaged in the {size} bytes from {start} on: restore the file from a copy, or start "
-            "a new run"
+            f"{path} is damaged in the {block.size} bytes from {block.start} on: restore the file from a "
+            "copy, or start a new run"
         )
     return payload

@@ -6,7 +6,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from distill.record.rollout import Location, Rollout
+from distill.record.load import scored_rollouts
+from distill.record.rollout import Rollout
 from distill.record.store import RECORD, arrays_path, open_read_only, reader
 
 
@@ -20,6 +21,10 @@ def rollouts_of(folder: Path) -> list[Rollout]:
     """Those that were scored, in that order, also where they were dropped later; not those whose arrays were
     freed."""
     read = reader(folder)
-    places = rows_of(folder, "SELECT file, start, size, crc, place FROM rollout WHERE scored ORDER BY scored")
-    entries = [read(Location(*place)) for place in places if arrays_path(folder, place[0]).exists()]
-    return [entry for entry in entries if isinstance(entry, Rollout)]
+    with closing(open_read_only(folder / RECORD)) as tables:
+        pairs = list(scored_rollouts(tables, "WHERE scored ORDER BY scored"))
+    return [
+        rollout.whole(read(location))
+        for rollout, location in pairs
+        if arrays_path(folder, location.block.file).exists()
+    ]

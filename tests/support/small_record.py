@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import zlib
 from importlib.resources import files
 from pathlib import Path
 
 from blake3 import blake3
 
+from distill.prompts.stream import Prompt
+from distill.record.blocks import pack_block
 from distill.record.changes import Change
+from distill.record.rollout import Location, Rollout
 from distill.record.state import RunState
 from distill.record.store import FORMAT, RECORD, Store
 from student_trainer.ledger import Ledger
@@ -20,9 +24,13 @@ LEDGER = {0: {1: ["a", "b"], 2: ["c", "d"]}, 1: {2: ["c", "d"], 3: ["f", "e"]}}
 
 
 def record(folder: Path) -> sqlite3.Connection:
-    """Write a run.db without arrays. Rollouts a to h: a to f are in batches, g is dropped, h is in flight."""
+    """Write a run.db, without arrays of what is scored.
+
+    Rollouts a to h: a to f are in batches, g is dropped, h is in flight.
+    """
     (folder / "arrays").mkdir()
-    (folder / "arrays/00000000.bin").touch()
+    prompt, _ = pack_block([Rollout("", 0, issued=Prompt("h", [1]))], 1)
+    (folder / "arrays/00000000.bin").write_bytes(prompt)
     db = sqlite3.connect(folder / RECORD, isolation_level=None)
     db.executescript((files("distill.record") / "schema.sql").read_text())
     db.executescript(
@@ -33,21 +41,21 @@ def record(folder: Path) -> sqlite3.Connection:
         INSERT INTO lineage VALUES (0, 2, NULL, NULL, 0, NULL, 0, 1, 'm'), (1, 30, 0, 1, 1, 0, 2, 1, 'm');
         INSERT INTO version VALUES (20, 0, 1, 'delta', 1, 1, 0.0);
         INSERT INTO checkpoint (at, lineage, step, path) VALUES (21, 0, 1, 'x');
-        INSERT INTO batch (lineage, step, max_staleness, hard_limit, half_life, is_part)
-            VALUES (0, 0, 1, 1, 1.0, 0), (0, 1, 1, 1, 1.0, 0), (1, 2, 1, 1, 1.0, 0);
-        INSERT INTO member VALUES (0, 0, 0, 'a', 0, 1.0), (0, 0, 1, 'b', 0, 1.0), (0, 1, 0, 'c', 1, 1.0),
-            (0, 1, 1, 'd', 1, 1.0), (1, 2, 0, 'e', 1, 1.0), (1, 2, 1, 'f', 1, 1.0);
+        INSERT INTO batch (lineage, step, max_staleness, hard_limit, half_life, is_part, members)
+            VALUES (0, 0, 1, 1, 1.0, 0, '[[0, 0], [1, 0]]'), (0, 1, 1, 1, 1.0, 0, '[[2, 1], [3, 1]]'),
+            (1, 2, 1, 1, 1.0, 0, '[[4, 1], [5, 1]]');
         INSERT INTO step (lineage, step) VALUES (0, 1), (0, 2), (1, 2), (1, 3);
         """
     )
+    db.execute("INSERT INTO block VALUES (0, 0, 0, ?, ?)", (len(prompt), zlib.crc32(prompt)))
     for number, id in enumerate("abcdefgh"):
         scored = None if id == "h" else 10 + number + 20 * (id >= "e")
-        spans = None if id == "h" else json.dumps([[[0, int(id >= "e")], 0, 2]])
-        status = {"g": "dropped", "h": "pending"}.get(id, "batched")
+        spans = None if id == "h" else json.dumps([[0, int(id >= "e"), 0]])
+        reason = "too_old" if id == "g" else None
         db.execute(
-            "INSERT INTO rollout (id, number, status, reason, scored, by_teacher, tokens, own_tokens, spans, "
-            "file, start, size, crc, place) VALUES (?, ?, ?, ?, ?, 0, 2, ?, ?, 0, 0, 0, 0, 0)",
-            (id, number, status, "too_old" if id == "g" else None, scored, scored and 2, spans),
+            "INSERT INTO rollout_row (row, id, number, reason, scored, by_teacher, tokens, own_tokens, "
+            "spans, block, place) VALUES (?1, ?2, ?1, ?3, ?4, 0, ?5, ?5, ?6, 0, 0)",
+            (number, id, reason, scored, scored and 2, spans),
         )
     return db
 
@@ -75,7 +83,9 @@ def checkpoint(folder: Path, version: Version) -> Path:
 
 class _Unwritten(Store):
     def __init__(self) -> None:
-        self.at = 0
+        self.at = self._row = 0
+        self._names: dict[str | None, int | None] = {None: None}
+        self._arrays: list[tuple[Rollout, Location]] = []
 
     def execute(self, sql: str, *parameters: object, **location: object) -> None:
         pass

@@ -38,6 +38,12 @@ def test_a_run_that_has_only_begun_passes(tmp_path: Path) -> None:
     assert audit(tmp_path).ok
 
 
+WEIGHTS = (
+    "UPDATE batch SET members = (SELECT json_group_array(json_array(value ->> 0, value ->> 1, {})) "
+    "FROM json_each(members))"
+)
+
+
 def third_step(*ids: str) -> dict[int, dict[int, list[str]]]:
     return {**LEDGER, 1: {2: ["c", "d"], 3: [*ids]}}
 
@@ -71,7 +77,7 @@ def test_a_step_that_a_crash_cut_off_may_be_half_in_the_ledger_unless_it_was_rep
 
 
 def test_late_rollouts_up_to_the_hard_limit_pass_with_the_weight_of_their_age(tmp_path: Path) -> None:
-    late = "UPDATE batch SET max_staleness = 0, half_life = 2.0; UPDATE member SET weight = {} WHERE age = 1"
+    late = f"UPDATE batch SET max_staleness = 0, half_life = 2.0; {WEIGHTS} WHERE (lineage, step) <> (0, 0)"
     for name, weight in {"right": 2**-0.5, "another": 0.5}.items():
         (tmp_path / name).mkdir()
         report = audited(tmp_path / name, late.format(weight))
@@ -85,29 +91,31 @@ def test_of_earlier_ends_only_weights_that_differed_count(tmp_path: Path) -> Non
     assert audited(tmp_path, ends).violations == {"unproven": ["other weights"]}
 
 
-OTHER_RUN = """UPDATE rollout SET spans = '[[[0, 120], 0, 2]]' WHERE id = 'e'"""
+OTHER_RUN = """UPDATE rollout_row SET spans = '[[0, 120, 0]]' WHERE id = 'e'"""
 CHANGES: dict[str, dict[str, list[str]]] = {
-    "DELETE FROM rollout WHERE id = 'h'": {},  # the newest of all may not be on disk yet
-    "DELETE FROM rollout WHERE id = 'g'": {"record_damaged": ["rollouts 6 to 6"]},
-    "DELETE FROM rollout WHERE id IN ('c', 'd')": {
+    "DELETE FROM rollout_row WHERE id = 'h'": {},  # the newest of all may not be on disk yet
+    "DELETE FROM rollout_row WHERE id = 'g'": {"record_damaged": ["rollouts 6 to 6"]},
+    "DELETE FROM rollout_row WHERE id IN ('c', 'd')": {
         "record_damaged": [
-            *("rollouts 2 to 3", "rollout c of the batch of L000-v00000001"),
-            "rollout d of the batch of L000-v00000001",
+            "the rows of the run contradict each other (KeyError(2)): restore run.db from a copy, or start a "
+            "new run",
+            *("rollouts 2 to 3", "rollout row 2 of the batch of L000-v00000001"),
+            "rollout row 3 of the batch of L000-v00000001",
         ],
         "not_as_batched": ["L000-v00000002", "L001-v00000002"],
         "not_on_record": ["c", "d", "c", "d"],
     },
-    "DELETE FROM member WHERE rollout = 'e'": {
+    "UPDATE batch SET members = '[[5, 1]]' WHERE lineage = 1": {
         "lost": ["e"],
         "not_as_batched": ["L001-v00000003"],
     },
     "DELETE FROM opening": {"record_damaged": ["no start of a controller"]},
     "UPDATE batch SET hard_limit = 0 WHERE lineage = 1": {"too_old": ["f", "e"]},
-    "UPDATE member SET weight = 0.5 WHERE rollout = 'f'": {"wrong_weight": ["f"]},
+    "UPDATE batch SET members = '[[4, 1], [5, 1, 0.5]]' WHERE lineage = 1": {"wrong_weight": ["f"]},
     OTHER_RUN: {"impossible_version": ["e"]},
-    OTHER_RUN.replace("[0, 120]", "[3, 1]"): {"impossible_version": ["e"], "too_old": ["e"]},
-    "UPDATE rollout SET by_teacher = 1, spans = NULL WHERE id = 'e'": {"wrong_generator": ["e"]},
-    "UPDATE rollout SET own_tokens = 3 WHERE id = 'e'": {"not_as_batched": ["L001-v00000003"]},
+    OTHER_RUN.replace("0, 120", "3, 1"): {"impossible_version": ["e"], "too_old": ["e"]},
+    "UPDATE rollout_row SET by_teacher = 1, spans = NULL WHERE id = 'e'": {"wrong_generator": ["e"]},
+    "UPDATE rollout_row SET own_tokens = 3 WHERE id = 'e'": {"not_as_batched": ["L001-v00000003"]},
     "INSERT INTO version VALUES (50, 7, 3, 'full', 1, 1, 0.0)": {"unknown_version": ["lineage 7"]},
     "INSERT INTO step (lineage, step) VALUES (1, 1000000000000)": {
         "missing_in_ledger": ["L001-v00000004 to L001-v1000000000000 of rank 0"]
@@ -115,7 +123,10 @@ CHANGES: dict[str, dict[str, list[str]]] = {
     """INSERT INTO conclusion VALUES (60, 1, 3, '{"r0": false}', '["r0 differs"]')""": {
         "unproven": ["r0 differs"]
     },
-    "UPDATE rollout SET issues = 2 WHERE id = 'a'": {"issued_twice": ["a"]},
+    "UPDATE rollout_row SET id = 'h' WHERE id = 'g'": {
+        "issued_twice": ["h"],
+        "impossible_version": ["h"],
+    },
     "UPDATE lineage SET ranks = 2 WHERE number = 0": {
         "missing_in_ledger": ["L000-v00000001 to L000-v00000002 of rank 1"]
     },
@@ -160,13 +171,13 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_live_record_answers_and_only_reads(tmp_path: Path) -> None:
     db = record(tmp_path)
     db.execute("PRAGMA journal_mode = WAL")
-    db.execute("UPDATE rollout SET reverse_kl = 4.5 WHERE id = 'c'")
+    db.execute("UPDATE rollout_row SET reverse_kl = 4.5 WHERE id = 'c'")
     worst = "SELECT id, reverse_kl FROM rollout WHERE reverse_kl > 1"
     assert ask(tmp_path, worst) == (["id", "reverse_kl"], [("c", 4.5)])
     ledgers(tmp_path, LEDGER)
     ages = "SELECT rollout, age FROM trained_age WHERE lineage = 1 AND step = 3"
     assert ask(tmp_path, ages)[1] == [("f", 1), ("e", 1)]
     assert ("view", "trained_age") in [row[:2] for row in ask(tmp_path)[1]]
-    for question in ("DELETE FROM rollout", "DROP TABLE temp.line", "PRAGMA journal_mode = DELETE"):
+    for question in ("DELETE FROM batch", "DROP TABLE temp.line", "PRAGMA journal_mode = DELETE"):
         with pytest.raises(DataError, match="not authorized"):
             ask(tmp_path, question)

@@ -75,7 +75,7 @@ def test_a_kill_at_any_moment_costs_nothing_that_was_committed(tmp_path: Path, s
     at, state = loaded(tmp_path)
     assert at >= committed
     counters = state["counters"]
-    counted = "SELECT sum(issues), count(scored), sum(status = 'dropped') FROM rollout"
+    counted = "SELECT sum(NOT continues), count(scored), sum(status = 'dropped') FROM rollout"
     with closing(open_read_only(tmp_path / RECORD)) as tables:
         rows = tables.execute(counted).fetchone()
     assert rows == (counters.issued, counters.scored, counters.dropped.total())
@@ -193,7 +193,7 @@ class Watched:
                 self.promised, self.forced[HEADER] = at, (self.folder / HEADER).stat().st_size
             self.note()
 
-        async def nothing() -> None:
+        async def nothing(*_: object) -> None:
             pass
 
         store.commit, store.free, history.restart = committing, nothing, nothing  # type: ignore[assignment, method-assign]
@@ -254,7 +254,7 @@ async def move_rows(folder: Path, seed: int, events: int) -> list[Committed]:
         files = (folder / RECORD).read_bytes(), (folder / HEADER).read_bytes()
         commits.append(Committed(*files, seen(history.state)))
 
-    async def nothing() -> None:
+    async def nothing(*_: object) -> None:
         pass
 
     store.commit, store.free, history.restart = committing, nothing, nothing  # type: ignore[assignment, method-assign]

@@ -26,7 +26,8 @@ def run(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     writer = record(tmp_path)
     writer.execute("PRAGMA journal_mode = WAL")
     writer.executescript("""
-        UPDATE rollout SET source = iif(id IN ('a', 'c'), 'x', 'y'), reverse_kl = number / 2.0;
+        INSERT INTO name VALUES (1, 'x'), (2, 'y');
+        UPDATE rollout_row SET source = iif(id IN ('a', 'c'), 1, 2), reverse_kl = row / 2.0;
         INSERT INTO requeue VALUES (9, 'c', 'replica_lost');
     """)
     ledgers(tmp_path)
@@ -82,7 +83,7 @@ def test_what_people_ask_has_an_answer(question: str, run: sqlite3.Connection, t
 def test_a_live_run_shows_what_it_has_committed_as_a_table(
     run: sqlite3.Connection, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.execute("UPDATE rollout SET status = 'dropped', reason = 'over_long' WHERE id = 'h'")
+    run.execute("UPDATE rollout_row SET reason = 'over_long' WHERE id = 'h'")
     with pytest.raises(SystemExit) as leaving:
         main(
             ["sql", str(tmp_path), "SELECT id, own_tokens, reverse_kl, reason FROM rollout WHERE number > 4"]
