@@ -137,13 +137,12 @@ def earlier_seconds(folder: Path) -> dict[str, Any]:
     rows = [line for line in read_lines(folder / "metrics.jsonl", MetricsRow) if RUN_SECONDS in line]
     seconds: dict[str, Any] = {}
     for name, value in (rows[-1] if rows else {}).items():
-        section, _, figure = name.partition("/")
-        kind, *places = figure.split("/")
+        section, *places, last = name.split("/")
         if section == "perf" and (places or name == RUN_SECONDS):
             inner = seconds
-            for place in [kind, *places][:-1]:
+            for place in places:
                 inner = inner.setdefault(place, {})
-            inner[[kind, *places][-1]] = value
+            inner[last] = value
     return seconds
 
 

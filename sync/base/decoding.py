@@ -14,28 +14,26 @@ import msgspec
 
 T = TypeVar("T")
 _building = threading.Lock()
-_json: dict[Any, msgspec.json.Decoder[Any]] = {}
-_msgpack: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_decoders: dict[Any, Any] = {}
 
 
 def json_decoder(
     kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None
 ) -> msgspec.json.Decoder[T]:
     """A decoder of JSON; `kind` may be a union, `dec_hook` is msgspec's and one for a kind."""
-    if kind not in _json:
-        with _building:
-            _json[kind] = msgspec.json.Decoder(kind, dec_hook=dec_hook)
-    return _json[kind]
+    return _decoder(msgspec.json.Decoder, kind, dec_hook)
 
 
-def msgpack_decoder(
-    kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None
-) -> msgspec.msgpack.Decoder[T]:
-    """A decoder of MessagePack; `kind` may be a union, `dec_hook` is msgspec's and one for a kind."""
-    if kind not in _msgpack:
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """A decoder of MessagePack; `kind` may be a union."""
+    return _decoder(msgspec.msgpack.Decoder, kind, None)
+
+
+def _decoder(make: Any, kind: Any, dec_hook: Callable[[type, Any], Any] | None) -> Any:
+    if (make, kind) not in _decoders:
         with _building:
-            _msgpack[kind] = msgspec.msgpack.Decoder(kind, dec_hook=dec_hook)
-    return _msgpack[kind]
+            _decoders[make, kind] = make(kind, dec_hook=dec_hook)
+    return _decoders[make, kind]
 
 
 def convert(value: object, kind: type[T]) -> T:
