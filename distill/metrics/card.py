@@ -19,6 +19,7 @@ import yaml
 from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, sources_of
 from distill.evaluation.statistics import Z
+from distill.metrics.names import HELD_OUT, SETS
 from distill.metrics.summary import clock, versions
 from student_trainer.objectives.config import Own
 from sync.base import secrets
@@ -196,16 +197,14 @@ def _figures(report: Mapping[str, Any] | None) -> dict[str, str]:
         return {}
     error = report.get("reverse_kl_error")
     margin = "" if error is None else f" ± {Z * error:.3f}"
-    figures = {"reverse KL, nats per token": f"{report['reverse_kl']:.3f}{margin}"}
+    (reverse_kl, _, _), (pass_rate, _, _), _ = HELD_OUT
+    figures = {reverse_kl: f"{report['reverse_kl']:.3f}{margin}"}
     if (rate := report.get("pass_rate")) is not None:
-        figures["pass rate"] = _interval(rate, *(report.get("pass_rate_interval") or ()))
+        figures[pass_rate] = _interval(rate, *(report.get("pass_rate_interval") or ()))
     if (reward := report.get("reward")) not in (None, rate):
         figures["mean reward"] = f"{reward:.3f}"
-    kinds = {"pass@1": "pass_at_1", "avg@k": "average", "maj@k": "majority"}
     for name, of_set in (report.get("sets") or {}).items():
-        figures |= {
-            f"{name}, {kind}": _interval(**of_set[key]) for kind, key in kinds.items() if of_set.get(key)
-        }
+        figures |= {f"{name}, {title}": _interval(**of_set[key]) for title, key, _ in SETS if of_set.get(key)}
     return figures
 
 

@@ -155,6 +155,19 @@ FIGURES: Final = tuple(
 """Counts and tokens without "of the step" or "now" are sums since the start of the run. Bytes and seconds of
 sync/ are medians over the newest versions and updates."""
 
+HELD_OUT: Final = (
+    ("reverse KL, nats per token", "reverse_kl", ".3f"),
+    ("pass rate", "pass_rate", ".1%"),
+    ("reward", "reward", ".3f"),
+)
+"""Title, figure of an evaluation, form."""
+SETS: Final = (
+    ("pass@1", "pass_at_1", ".1%"),
+    ("avg@k", "average", ".3f"),
+    ("maj@k", "majority", ".1%"),
+)
+"""Title, figure of a named set, form of its value."""
+
 
 def unknown(name: str) -> bool:
     """Whether a name, such as one that an earlier version wrote, is in none of the sections."""

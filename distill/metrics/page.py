@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from distill.config.evaluation import HELD_OUT as EVERY_RUN
 from distill.evaluation.completions import TEACHER, file_of
 from distill.metrics.card import facts
+from distill.metrics.names import HELD_OUT, SETS
 from distill.metrics.results import Row, Run, read_run
 from distill.metrics.samples import Decoder, figures, read_samples, shaded
 from distill.metrics.summary import longest_waits, use_of_tokens
@@ -61,18 +62,6 @@ ROWS: Final = (
     ("pause of a swap, seconds", "sync.pause_seconds", ".3f"),
 )
 """Title, place in summary.json, form. A row without any figure is left out."""
-SETS: Final = (
-    ("pass@1", "pass_at_1.value", ".1%"),
-    ("avg@k", "average.value", ".3f"),
-    ("maj@k", "majority.value", ".1%"),
-)
-"""Title, figure of a named set, form."""
-HELD_OUT: Final = (
-    ("reverse KL, nats per token", "reverse_kl", ".3f"),
-    ("pass rate", "pass_rate", ".1%"),
-    ("reward", "reward", ".3f"),
-)
-"""Title, figure of an evaluation, form."""
 BEHAVIOUR: Final = (
     ("end", "behaviour.ended", ".1%"),
     ("tokens, mean", "behaviour.length_mean", ".1f"),
@@ -80,7 +69,7 @@ BEHAVIOUR: Final = (
     ("repeat themselves", "behaviour.looping", ".1%"),
     ("distinct runs of four", "behaviour.distinct", ".1%"),
 )
-"""The same, of how held-out completions read."""
+"""Title, place in an evaluation, form: how held-out completions read."""
 SIDES: Final = ("before", "after", "teacher")
 
 
@@ -130,13 +119,14 @@ def _details(run: Run, named: bool) -> Iterator[str]:
             "Evaluations", columns, [(report["version"], _cells(columns, report)) for report in reports]
         )
         names = dict.fromkeys(name for report in reports for name in report.get("sets") or {})
+        of_set = [(title, f"{figure}.value", form) for title, figure, form in SETS]
         sets = [
-            (f"{name}, {report['version']}", _cells(SETS, report["sets"][name]))
+            (f"{name}, {report['version']}", _cells(of_set, report["sets"][name]))
             for name in names
             for report in reports
             if (report.get("sets") or {}).get(name)
         ]
-        yield _table("Named sets", SETS, sets)
+        yield _table("Named sets", of_set, sets)
         for kind in ("sources", "teachers"):
             early, late = ((summary.get(side) or {}).get(kind) or {} for side in ("before", "after"))
             parts = [(name, _cells(HELD_OUT, early.get(name), late.get(name))) for name in late or early]

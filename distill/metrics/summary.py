@@ -30,6 +30,7 @@ from distill.config import RunConfig
 from distill.config.evaluation import Metric
 from distill.evaluation.schedule import best
 from distill.interfaces import Teacher
+from distill.metrics.names import HELD_OUT, SETS
 from distill.metrics.timeline import REPLICAS, TEACHERS, TRAINER, Timeline
 from distill.record.state import RunState
 from distill.rollout.replica_pool import ReplicaPool
@@ -142,7 +143,7 @@ def of_step(state: RunState, report: StepReport) -> dict[str, float]:
 
 def of_evaluation(report: EvalReport, best: bool | None = None) -> dict[str, float]:
     """Figures of one evaluation; `best`: of all so far, where it is known."""
-    main = ("reverse_kl", "pass_rate", "reward")
+    main = [figure for _, figure, _ in HELD_OUT]
     figures: dict[str, Any] = {
         name: getattr(report, name) for name in (*main, "reverse_kl_error", "truncated")
     }
@@ -151,9 +152,7 @@ def of_evaluation(report: EvalReport, best: bool | None = None) -> dict[str, flo
         figures["reference"] = msgspec.structs.asdict(report.reference)
     sets = {
         name: {
-            kind: estimate.value
-            for kind in ("pass_at_1", "average", "majority")
-            if (estimate := getattr(set_report, kind)) is not None
+            kind: estimate.value for _, kind, _ in SETS if (estimate := getattr(set_report, kind)) is not None
         }
         for name, set_report in report.sets.items()
     }
@@ -284,13 +283,8 @@ def threads(config: RunConfig) -> dict[str, int | None]:
 
 def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Rows of the short table: what, before, after."""
-    figures = {
-        "reverse KL (nats per token)": ("reverse_kl", ".3f"),
-        "pass rate": ("pass_rate", ".1%"),
-        "reward": ("reward", ".3f"),
-    }
     rows, shown = [], [[None, None]]
-    for what, (key, form) in figures.items():
+    for what, key, form in HELD_OUT:
         values = [(summary.get(side) or {}).get(key) for side in ("before", "after")]
         if values not in shown:  # rewards of 0 and 1 are the pass rate
             before, after = ("–" if value is None else format(value, form) for value in values)

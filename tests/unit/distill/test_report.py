@@ -187,7 +187,7 @@ def test_the_table_shows_what_is_known() -> None:
         "after": {"reverse_kl": 0.17, "pass_rate": 0.815},
     }
     assert before_and_after(summary) == [
-        ("reverse KL (nats per token)", "1.250", "0.170"),
+        ("reverse KL, nats per token", "1.250", "0.170"),
         ("pass rate", "20.0%", "81.5%"),
     ]
     summary["before"]["reward"], summary["after"]["reward"] = 0.2, 0.815
@@ -195,7 +195,7 @@ def test_the_table_shows_what_is_known() -> None:
     summary["after"]["reward"] = 0.75
     assert before_and_after(summary)[2] == ("reward", "0.200", "0.750")
     assert before_and_after({"before": None, "after": {"reverse_kl": 0.5, "pass_rate": None}}) == [
-        ("reverse KL (nats per token)", "–", "0.500")
+        ("reverse KL, nats per token", "–", "0.500")
     ]
 
 
