@@ -137,12 +137,12 @@ def earlier_seconds(folder: Path) -> dict[str, Any]:
     rows = [line for line in read_lines(folder / "metrics.jsonl", MetricsRow) if RUN_SECONDS in line]
     seconds: dict[str, Any] = {}
     for name, value in (rows[-1] if rows else {}).items():
-        section, *places, last = name.split("/")
-        if section == "perf" and (places or name == RUN_SECONDS):
+        section, *places = name.split("/")
+        if section == "perf" and (len(places) > 1 or name == RUN_SECONDS):
             inner = seconds
-            for place in places:
+            for place in places[:-1]:
                 inner = inner.setdefault(place, {})
-            inner[last] = value
+            inner[places[-1]] = value
     return seconds
 
 
