@@ -1,6 +1,7 @@
 """Weights over gloo between threads and processes: groups last while their members do, and nothing hangs."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
@@ -211,6 +213,38 @@ def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
     send(sender, "again", 2)
     assert set(reception.result().tensors) == set(WEIGHTS)
     sender.close()
+
+
+TRAINER = """
+import sys
+from flat_tensors import buckets_of, plan_of
+import torch
+from sync.weights.broadcast import BroadcastSender
+from sync.wire import Audience
+sender, weights = BroadcastSender("127.0.0.1", 0, timeout=3600.0), {"w": torch.ones(8)}
+print(sender.address, flush=True)
+plan = plan_of(weights)
+sender.send(Audience(group="g", world_size=3), plan, buckets_of(plan, weights))
+"""
+
+
+def test_a_trainer_that_is_killed_ends_what_waits_for_its_word():
+    """The second member never comes: the first would wait for an hour."""
+    support = str(Path(__file__).parents[2] / "support")
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([support, *sys.path])},
+    )
+    assert trainer.stdout is not None
+    reception = receiver(3600.0).receive(BroadcastTicket(trainer.stdout.readline().strip(), "g", 1, 3))
+    time.sleep(1.0)
+    assert not reception.done
+    trainer.kill()
+    with pytest.raises(SnapshotError, match=r"the sender at .* does not answer"):
+        reception.result()
+    trainer.communicate()
 
 
 STRANGER = """
