@@ -554,7 +554,7 @@ async def test_a_resumed_run_hands_out_the_same_rows_and_has_the_rest_generated_
         for record in rollouts_of(tmp_path):
             if record.by_teacher:
                 prompt = TeacherPrompt(record.id, record.prompt, seed_of(settings.run.seed, record.number))
-                (written,) = await MemoryTeacher().generate([prompt], 8, [])
+                (written,) = (await MemoryTeacher().generate([prompt], 8, [])).results
                 assert isinstance(written, TeacherCompletion)
                 assert written.token_ids == record.tokens
                 texts += 1
