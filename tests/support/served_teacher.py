@@ -48,7 +48,7 @@ async def serving(
     limits = Limits(engine_info.max_length, queue_tokens, 1 << 29, body_bytes, 4 * body_bytes)
     service = TeacherService(engine, info, config, limits, token=token, claim=claim)
     server = uvicorn.Server(uvicorn.Config(service.app, log_level="error", timeout_graceful_shutdown=1))
-    with socket.socket() as listener:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # else asyncio lets answers wait for 40 ms
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen()
