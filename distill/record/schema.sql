@@ -35,10 +35,10 @@ CREATE INDEX buffered ON rollout_row (admitted) WHERE admitted IS NOT NULL;
 --   spans        JSON of [[lineage, step, first], ...]: which version sampled the tokens from `first` on; NULL: none
 --   own          JSON of [[first, past], ...]: the student's tokens in an episode; NULL: all
 --   reverse_kl   mean of log mu - log q over its own tokens, nats; NULL: the teacher keeps the scores
-CREATE VIEW rollout AS SELECT id, coalesce(rollout_row.number, row) AS number, source.name AS source, environment.name AS environment,
-    for_teacher, continues, attempts, CASE WHEN reason IS NOT NULL THEN 'dropped' WHEN scored IS NULL THEN 'pending'
+CREATE VIEW rollout AS SELECT id, coalesce(rollout_row.number, row) AS number, source.name AS source,
+    environment.name AS environment, for_teacher, continues, attempts, CASE WHEN reason IS NOT NULL THEN 'dropped' WHEN scored IS NULL THEN 'pending'
     WHEN admitted IS NULL THEN 'batched' ELSE 'buffered' END AS status, reason, detail, scored, teacher.name AS teacher,
-    by_teacher, tokens, coalesce(own_tokens, tokens) AS own_tokens, truncated, reward, reverse_kl, spans, own, kept IS NOT NULL AS kept,
+    by_teacher, tokens, coalesce(own_tokens, tokens) AS own_tokens, truncated, reward, reverse_kl, spans, own, kept,
     rollout_row.row, block, place FROM rollout_row LEFT JOIN name AS source ON source.number = source
     LEFT JOIN name AS environment ON environment.number = environment
     LEFT JOIN name AS teacher ON teacher.number = teacher;

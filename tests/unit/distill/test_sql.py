@@ -56,6 +56,7 @@ QUESTIONS = {
         ("pending", None, 1),
     ],
     "SELECT reason, count(*) FROM requeue GROUP BY reason": [("replica_lost", 1)],
+    "SELECT count(*), count(kept) FROM rollout WHERE status = 'batched'": [(6, 0)],
     "SELECT max(age), bound FROM trained_age GROUP BY lineage": [(1, 1), (1, 1)],
     "SELECT rollout, reverse_kl FROM sample": [("b", 4.0)],
     "SELECT step, group_concat(rollout, ' ') FROM member JOIN path USING (lineage, step) GROUP BY step": [
