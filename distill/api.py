@@ -84,7 +84,7 @@ def preflight(config: Config, *, engines: bool = False, say: Callable[[str], Non
 
     tell = say or (lambda line: None)
     with _alone("preflight"):
-        settings, split, lines = prepare(config, tell)
+        settings, split, lines, _ = prepare(config, tell)
         for line in lines:
             tell(line)
         check_machine(settings)

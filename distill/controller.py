@@ -25,6 +25,7 @@ from distill.batching.packing import Shape
 from distill.buffer import Batch, rules
 from distill.conclusion import conclude
 from distill.config import RunConfig
+from distill.evaluation.generation import Generation
 from distill.evaluation.schedule import Evaluations
 from distill.events import ErrorBudget, Events
 from distill.interfaces import Components, Hooks
@@ -43,7 +44,7 @@ from distill.topology import EVALUATION_REPLICA, servers
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
 from distill.trainer_api.http_api import application, listen, serving
 from distill.trainer_api.session import TrainerSession
-from sync.wire import Heartbeat, Published, StepReport, TrainerWelcome
+from sync.wire import EvalReport, Heartbeat, Published, StepReport, TrainerWelcome, Version
 
 logger = logging.getLogger(__name__)
 ROOT_LOOK_SECONDS = 1.0
@@ -91,9 +92,10 @@ class Controller:
         self.guard, self.advice = Guard(config.guard), Advice(config)
         self.heartbeats = Heartbeats(run.health_timeout_seconds, bus)
         self.evaluations: Evaluations | None = None
-        if (evaluator := parts.evaluator) is not None and config.evaluation is not None:
+        if parts.evaluator is not None and config.evaluation is not None:
+            generation = Generation(parts, config, self.pool, self.dispatcher, timeline)
             self.evaluations = Evaluations(
-                evaluator, config, record, self.pool, timeline, hooks.evaluated, self._stop, trust=budget
+                parts, config, record, generation, timeline, hooks.evaluated, self._stop, trust=budget
             )
         self._step: dict[str, float] = {}
         """Figures of the newest step that this process was told of."""
@@ -155,13 +157,13 @@ class Controller:
                     await until(self._trainer_done(), tasks)
                     self.dispatcher.paused.add("end")
                     if self._interrupted and self.evaluations:
-                        await cancel([tasks[-1]])  # it may hold a replica
-                    seconds = None if self._interrupted else self.config.weights.timeout_seconds
-                    self._end = await conclude(self.session.final, self.pool, self.evaluations, seconds)
-                    self.record.write(self._end)
+                        await cancel([tasks.pop()])  # it may hold a replica
+                    await until(self._conclude(), tasks)
                 finally:
                     await cancel(tasks)
                     await self.broadcasts.close()
+                    if self.evaluations:
+                        await asyncio.to_thread(self.evaluations.generation.close)
         finally:
             await self.record.store.commit(durable=True)
             self.record.store.close()
@@ -170,6 +172,31 @@ class Controller:
     async def _trainer_done(self) -> None:
         while self.session.final is None and not self._left:
             await self.events.changed.wait()
+
+    async def _conclude(self) -> None:
+        seconds = None if self._interrupted else self.config.weights.timeout_seconds
+        self._end = await conclude(self.session.final, self.pool, self.evaluations, seconds)
+        self.record.write(self._end)
+
+    async def evaluated(self, version: Version) -> EvalReport:
+        """The report of a version, on every set: instead of `run`, and nothing of it is on record."""
+        assert self.evaluations is not None, "it has an evaluator"
+        assert self.config.evaluation is not None, "and its configuration an evaluation"
+        reports: list[EvalReport] = []
+
+        async def report(evaluations: Evaluations, names: list[str]) -> None:
+            reports.append(await evaluations.report(version, names))
+
+        waits.use(self.waits)
+        self.dispatcher.paused.add("end")
+        tasks = [asyncio.create_task(stage) for stage in (self.pool.run(), self.lives.run())]
+        try:
+            await until(report(self.evaluations, [*self.config.evaluation.sets]), tasks)
+            return reports[0]
+        finally:
+            await cancel(tasks)
+            await asyncio.to_thread(self.evaluations.generation.close)
+            self.close()
 
     async def _tidy(self) -> None:
         while True:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from distill.buffer import Batch
 from distill.environments.episode import Environment
+from distill.evaluation.sets import PromptSet
 from distill.events import Quarantined
 from distill.metrics.timeline import Span
 from distill.prompts.rewards import Reward
@@ -35,13 +36,18 @@ Transform = Callable[[Prompt], Sequence[int]]  # what a teacher sees instead of 
 
 
 class Evaluator(Protocol):
-    """Evaluates a published version; step 0 of a lineage is the model folder.
+    """Loads a published version; step 0 of a lineage is the model folder.
 
-    `evaluate` follows `complete`. Both may raise Unreachable (retried) and RemoteError (skipped).
+    Both may raise Unreachable (retried) and RemoteError (skipped).
     """
 
-    async def complete(self, request: wire.CompletionsRequest) -> wire.CompletionsReply: ...
-    async def evaluate(self, version: Version) -> EvalReport: ...
+    async def evaluate(self, request: wire.EvalRequest) -> wire.EvalReply:
+        """Compare it with the teachers."""
+        ...
+
+    async def keep(self, report: EvalReport) -> None:
+        """Keep it as the best one."""
+        ...
 
 
 class Teacher(Protocol):
@@ -142,6 +148,7 @@ class Components:
     routing: Routing | None = None  # of a student whose routes are recorded; None: they are not
     vocab_size: int = ANY_ID  # of the student's tokenizer: every id is below it
     evaluator: Evaluator | None = None
+    sets: Mapping[str, PromptSet] = field(default_factory=dict)  # of an evaluation, by name
     rewards: Rewards | None = None  # gives every rollout its reward; None: they have none
     environments: dict[str, Environment] = field(default_factory=dict)
     context: int = ANY_ID

@@ -16,9 +16,9 @@ COMMANDS = (
     "trace train version why"
 )
 MESSAGES = (
-    "Audience BatchRequest BroadcastMembers CheckpointSaved CompletionsReply CompletionsRequest "
+    "Audience BatchRequest BroadcastMembers CheckpointSaved "
     "EnvironmentInfo EpisodeBegin EpisodeContinue EpisodeEnd EpisodeFailed EpisodeOver "
-    "EvalReport EvalRequest FinalDigests Gang GangJoins "
+    "EvalReply EvalReport EvalRequest FinalDigests Gang GangJoins "
     "GenerateFailed GenerateRequest Generated Head Heartbeat KeyReply KeyRequest Ok "
     "ProbeReply ProbeRequest Published "
     "ReplicaState ScoreReply ScoreRequest ScoresRelease ServerLease ServerLeaves ServerRegisters Servers "

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.evaluation.models import load_model
-from distill.evaluation.reverse_kl import head_of, tensor_of
+from distill.evaluation.models import head_of, load_model, tensor_of
 from distill.scoring import ask, until_answered
 from student_trainer.objectives.config import (
     SFT,

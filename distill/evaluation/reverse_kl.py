@@ -11,76 +11,16 @@ Completions are sampled from p at temperature 1, so
 
 Rows of a model beyond the tokenizer's vocabulary do not exist for it.
 
-Letters in shapes: N tokens of several completions, M completions, H hidden size, V vocabulary.
+The evaluator computes the sums (`evaluator`), the controller what they come to. M completions in shapes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Set
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from torch import Tensor
-
-from sync import wire
-from sync.wire import unpack
-from teacher_service.engines.base import Item
-from teacher_service.engines.head import OutputHead
-
-CHUNK = 1024
-"""Positions whose full-vocabulary distributions are in memory at once."""
-
-
-def tensor_of(array: wire.Array, device: torch.device) -> Tensor:
-    """A tensor of an array of hidden states or head: bf16 or fp32."""
-    values = torch.from_numpy(unpack(array).copy())
-    return (values.view(torch.bfloat16) if array.dtype == "bf16" else values).to(device)
-
-
-def head_of(head: wire.Head | None, device: torch.device) -> OutputHead:
-    """The head of an engine with hidden states, as it is sent."""
-    assert head is not None, "engines with hidden states have a head"
-    weight_VH = tensor_of(head.weight, device)
-    bias_V = None if head.bias is None else tensor_of(head.bias, device).float()
-    return OutputHead(
-        weight_VH if weight_VH.is_cuda else weight_VH.float(), bias_V, head.scale, head.soft_cap
-    )
-
-
-@torch.inference_mode()
-def exact(student: OutputHead, student_NH: Tensor, teacher: OutputHead, teacher_NH: Tensor) -> np.ndarray:
-    """f4 [N]: the divergence at each position, from both models' hidden states."""
-    parts = []
-    for own_NH, other_NH in zip(student_NH.split(CHUNK), teacher_NH.split(CHUNK), strict=True):
-        logp_NV = student.logits(own_NH.to(student.weight_VH.dtype)).log_softmax(-1)
-        logq_NV = teacher.logits(other_NH.to(teacher.weight_VH.dtype)).log_softmax(-1)
-        parts.append((logp_NV.exp() * (logp_NV - logq_NV)).sum(-1).cpu().numpy())
-    return np.concatenate(parts)
-
-
-def parts(items: Sequence[Item], positions: int) -> Iterator[tuple[list[int], list[Item]]]:
-    """Work of at most `positions` scored positions at a time, shortest sequences first, and whose it is.
-
-    A completion with more is split: a sequence that ends where a part ends has the same scores up to there.
-    """
-    numbers: list[int] = []
-    part: list[Item] = []
-    left = positions
-    for number in sorted(range(len(items)), key=lambda i: len(items[i].token_ids_L)):
-        item = items[number]
-        first, length = item.first, len(item.token_ids_L)
-        while first < length:
-            if left == 0 or (part and length - first > left and length - first <= positions):
-                yield numbers, part
-                numbers, part, left = [], [], positions
-            end = min(length, first + left)
-            numbers.append(number)
-            part.append(replace(item, token_ids_L=item.token_ids_L[:end], first=first))
-            first, left = end, left - (end - first)
-    if part:
-        yield numbers, part
 
 
 @dataclass

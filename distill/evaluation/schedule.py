@@ -1,10 +1,10 @@
 """Schedules evaluations of published versions, picks the best one, and stops early when patience runs out.
 
-    due ─▶ a replica is held at the version ─▶ completions ─▶ released ─▶ scores, rewards ─▶ report
+    due ─▶ completions (generation.py) ─▶ the evaluator's forward pass (evaluator.py) ─▶ report (report.py)
+        ─▶ the best so far is kept ─▶ on record
 
-Training goes on beside an evaluation, with the other replicas while one is held; only the end of the run
-waits for one. When an evaluation takes longer than the steps between two, the older pending version is
-skipped.
+Training goes on beside an evaluation; only the end of the run waits for one. When an evaluation takes longer
+than the steps between two, the older pending version is skipped.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from distill import waits
 from distill.aio import Signal, unless, until_stalled
 from distill.config import RunConfig
-from distill.config.evaluation import EvaluationConfig, Metric
+from distill.config.evaluation import HELD_OUT, EvaluationConfig, Metric
+from distill.evaluation.completions import remove_old
+from distill.evaluation.generation import Generation
+from distill.evaluation.report import Comparison, report_of
 from distill.events import ErrorBudget
-from distill.interfaces import Evaluator
+from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.record.changes import Evaluated
 from distill.record.record import Record
-from distill.rollout.hold import hold
-from distill.rollout.replica_pool import ReplicaPool
 from distill.waits import EVALUATION
 from sync import wire
 from sync.base.errors import RemoteError, Unreachable, WireError, WrongServer
@@ -36,8 +38,6 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=wire.Message)
 STALL_SECONDS = 900.0
 """Without an answer of /health after which the evaluator counts as gone; covers reading its prompts."""
-LOST_REPLICAS = 5
-"""Replicas lost while they generated for one evaluation, after which it is given up."""
 
 
 def score(report: wire.EvalReport, metric: Metric) -> float:
@@ -82,20 +82,22 @@ class Evaluations:
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        parts: Components,
         config: RunConfig,
         record: Record,
-        pool: ReplicaPool,
+        generation: Generation,
         timeline: Timeline,
         done: Callable[[wire.EvalReport, bool], None],
         stop: Callable[[str], None],
         trust: ErrorBudget,
     ) -> None:
         assert config.evaluation is not None, "there is one only with an evaluation"
-        self._evaluator, self._pool = evaluator, pool
-        self._config, self._steps = config.evaluation, config.run.steps
+        assert parts.evaluator is not None, "and with an evaluator"
+        self._parts, self._evaluator, self.generation = parts, parts.evaluator, generation
+        texts = [name for name, teacher in config.teachers.items() if teacher.tokenizer == "own"]
+        self._shown = {name: parts.transforms[name] for name in texts}
+        self._config, self._steps, self._run_dir = config.evaluation, config.run.steps, config.run_dir
         self._metric = config.metric
-        self._hold_seconds = config.weights.timeout_seconds
         self._record = record
         self._timeline = timeline
         self._done = done
@@ -155,13 +157,17 @@ class Evaluations:
         sets = due_sets(self._config, self._of_lineage(), version.step, last)
         self._timeline.level("evaluator", "evaluate", 1)
         try:
-            report = await self._checked(version, sets)
+            report = await self.report(version, sets)
+            is_best = best([*state.evaluations, report], metric) is report
+            if is_best:
+                await self._evaluator.keep(report)
         finally:
             self._timeline.level("evaluator", "evaluate", 0)
         self._answered = True
         self._record.write(Evaluated(report))
         await self._record.store.commit()
-        self._done(report, best(state.evaluations, metric) is report)
+        await asyncio.to_thread(remove_old, self._run_dir)
+        self._done(report, is_best)
         if exhausted(reports := self._of_lineage(), metric, self._config.patience):
             self._stop(
                 f"{self._config.patience} evaluations brought no better {metric} than {best(reports, metric)}"
@@ -177,49 +183,41 @@ class Evaluations:
             if state.step_of(evaluation.version) == evaluation.version.step
         ]
 
-    async def _complete(self, version: wire.Version, sets: list[str]) -> None:
-        """Have all completions generated. Raises Unreachable when too many replicas are lost on the way."""
-        for _ in range(LOST_REPLICAS):
-            with waits.on(EVALUATION, "evaluator", lambda: f"completions of {version}"):
-                reply = await self._complete_on_held(version, sets)
-            if problem := checks.same_version(reply, version):
-                raise WireError(f"the evaluator's answer about completions cannot be used: {problem}")
-            if (lost := reply.lost) is None:
-                return
-            logger.warning("completions of %s are generated by another replica: %s", version, lost)
-            await asyncio.sleep(self.retry_seconds)
-        raise Unreachable(f"{LOST_REPLICAS} replicas were lost while they generated with {version}: {lost}")
+    async def report(self, version: wire.Version, names: Sequence[str]) -> wire.EvalReport:
+        """Of a version, on the held-out prompts and these named sets.
 
-    async def _complete_on_held(self, version: wire.Version, sets: list[str]) -> wire.CompletionsReply:
-        async with hold(self._pool, version, self._hold_seconds) as replica:
-            request = wire.CompletionsRequest(version=version, replica=replica.engine.url, sets=sets)
-            self._timeline.level(replica.name, "evaluate", 1)
-            try:
-                return await replica.unless_lost(self._evaluator.complete(request))
-            except Unreachable as error:
-                if not replica.lost.is_set():
-                    raise
-                return wire.CompletionsReply(version=version, lost=str(error))
-            finally:
-                self._timeline.level(replica.name, "evaluate", 0)
-
-    async def _checked(self, version: wire.Version, sets: list[str]) -> wire.EvalReport:
-        """A validated report. Raises WireError for one that cannot be recorded."""
+        Raises WireError for what cannot be recorded, and what `Generation` and `Evaluator` raise.
+        """
+        began, route, sets = time.monotonic(), self._parts.route, self._parts.sets
+        completions = await self.generation.completions(version, [HELD_OUT, *names])
+        generated = time.monotonic()
+        comparison = await asyncio.to_thread(
+            Comparison, version, completions[HELD_OUT], sets[HELD_OUT], route, self._shown
+        )
         try:
-            await self._complete(version, sets)
-            with waits.on(EVALUATION, "evaluator", lambda: f"the report of {version}"):
-                report = await self._evaluator.evaluate(version)
-            if report.version != version:
+            with waits.on(EVALUATION, "evaluator", lambda: f"the divergences of {version}"):
+                reply = await self._evaluator.evaluate(comparison.request)
+            compared = time.monotonic()
+            if reply.version != version:
                 raise RemoteError(
-                    f"the evaluator was asked for {version} and reports {report.version}: it serves another "
+                    f"the evaluator was asked for {version} and reports {reply.version}: it serves another "
                     "run; start it again, for this run alone"
                 )
+            if problem := checks.divergences(reply, comparison.request):
+                raise WireError(f"the evaluator's answer about {version} cannot be used: {problem}")
+            reference, sums = await self.generation.reference(), comparison.sums(reply)
+            seconds = time.monotonic() - began
+            report = await asyncio.to_thread(
+                report_of, version, sets, completions, sums, reference, route, seconds
+            )
             if problem := checks.evaluation(report, version):
-                raise WireError(f"the evaluator's report of {version} cannot be used: {problem}")
+                raise WireError(f"the evaluator's divergences of {version} cannot be used: {problem}")
         except WireError as error:
             self._trust.bad("the evaluator", version, str(error), lambda: False)
             raise
         self._trust.good("the evaluator")
+        parts_of = generated - began, compared - generated
+        logger.info("%s: completions and rewards %.1f s, reverse KL %.1f s", version, *parts_of)
         return report
 
 
@@ -228,16 +226,17 @@ class HttpEvaluator(Peer):
 
     stall_timeout_seconds = STALL_SECONDS
 
-    async def evaluate(self, version: wire.Version) -> wire.EvalReport:
-        """Evaluate a version whose completions are there; otherwise as `complete`."""
-        return await self._long("/v1/evaluate", wire.EvalRequest(version=version), wire.EvalReport, version)
-
-    async def complete(self, request: wire.CompletionsRequest) -> wire.CompletionsReply:
-        """Have completions generated, however long it takes; retried only when the connection is lost.
+    async def evaluate(self, request: wire.EvalRequest) -> wire.EvalReply:
+        """Compare a version with the teachers, however long it takes; retried only when the connection is
+        lost.
 
         Raises Unreachable (no /health within `stall_timeout_seconds`), RemoteError.
         """
-        return await self._long("/v1/completions", request, wire.CompletionsReply, request.version)
+        return await self._long("/v1/evaluate", request, wire.EvalReply, request.version)
+
+    async def keep(self, report: wire.EvalReport) -> None:
+        """Keep a version as the best; otherwise as `evaluate`."""
+        await self._long("/v1/best", report, wire.Ok, report.version)
 
     async def _long(self, path: str, body: wire.Message, kind: type[M], version: wire.Version) -> M:
         limit = self.stall_timeout_seconds

@@ -1,9 +1,8 @@
-"""The evaluator: a process that evaluates published versions.
+"""The evaluator: a process that loads published versions, compares them with the teachers, keeps the best.
 
     python -m distill.evaluation.service --config runs/NAME/roles/evaluator.json --port PORT
 
-The file is a RunConfig as JSON; --controller says where teachers and environments are, if it does not.
-/health answers once the prompts are read. Evaluations and probes run one at a time, completions beside them.
+The file is a RunConfig as JSON; --controller says where teachers are, if it does not. One request at a time.
 Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import shutil
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from blake3 import blake3
 from prometheus_client import Counter, Summary
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -30,15 +29,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from distill import translation
-from distill.aio import cancel
 from distill.config import RunConfig
-from distill.evaluation.schedule import score
 from distill.registry import expected_servers, follow
-from distill.rollout.replica_client import HttpReplica
 from distill.topology import places
 from sync import wire
 from sync.base.address import controller_url, token_from_environment
-from sync.base.decoding import convert
 from sync.base.durable import write_json
 from sync.base.errors import ConfigError, DistillError
 from sync.base.settings import read_settings
@@ -58,30 +53,28 @@ from sync.wire.server import (
 
 log = logging.getLogger("distill.evaluation.service")
 
-R = TypeVar("R", wire.CompletionsRequest, wire.EvalRequest, wire.ProbeRequest)
+R = TypeVar("R", wire.EvalRequest, wire.EvalReport, wire.ProbeRequest)
 
 
 def app(
-    complete: Callable[[wire.CompletionsRequest], Awaitable[wire.CompletionsReply]],
-    evaluate: Callable[[wire.Version], Awaitable[wire.EvalReport]],
+    evaluate: Callable[[wire.EvalRequest], Awaitable[wire.EvalReply]],
+    keep: Callable[[wire.EvalReport], Awaitable[wire.Ok]],
     probe: Callable[[wire.ProbeRequest], Awaitable[wire.ProbeReply]],
     token: str | None,
     claim: Claim,
 ) -> Starlette:
     """The HTTP side. The first run that has a version evaluated claims the process.
 
-    Generation ends when its caller leaves; an evaluation goes on, for the next request to wait for, which is
-    answered the same until completions are asked for again. What the three cannot do they raise as
-    DistillError, which becomes a 409.
+    Work goes on when its caller leaves; the newest evaluation is there for the next request that is the same.
+    What the three cannot do they raise as DistillError, which becomes a 409.
     """
-    reports: dict[wire.Version, wire.EvalReport] = {}  # the newest one
-    models, generation = asyncio.Lock(), asyncio.Lock()
-    registry = process_registry()
+    newest: dict[bytes, wire.EvalReply] = {}
+    turn, registry = asyncio.Lock(), process_registry()
     spent = Summary("distill_evaluator_seconds", "Duration of work, by route", ("route",), registry=registry)
     refused = Counter("distill_evaluator_refused", "Requests that failed", ("route",), registry=registry)
 
     def endpoint(
-        kind: type[R], work: Callable[[R], Awaitable[wire.Message]], turn: asyncio.Lock
+        kind: type[R], work: Callable[[R], Awaitable[wire.Message]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             route = request.url.path.removeprefix("/v1/")
@@ -89,9 +82,7 @@ def app(
                 message = await read_message(request, kind)
                 async with turn:
                     with spent.labels(route).time():
-                        if turn is models:
-                            return reply(await work(message))
-                        return await _while_wanted(request, work(message))
+                        return reply(await work(message))
             except DistillError as error:
                 refused.labels(route).inc()
                 log.error("%s", error)
@@ -99,71 +90,31 @@ def app(
 
         return answer
 
-    async def completed(message: wire.CompletionsRequest) -> wire.CompletionsReply:
-        reports.clear()
-        return await complete(message)
-
-    async def report(message: wire.EvalRequest) -> wire.EvalReport:
-        if (known := reports.get(message.version)) is None:
-            reports.clear()
-            known = reports[message.version] = await evaluate(message.version)
+    async def evaluated(message: wire.EvalRequest) -> wire.EvalReply:
+        digest = blake3(wire.encode(message)).digest()
+        if (known := newest.get(digest)) is None:
+            newest.clear()
+            known = newest[digest] = await evaluate(message)
         return known
 
-    completions = endpoint(wire.CompletionsRequest, completed, generation)
-    evaluated = endpoint(wire.EvalRequest, report, models)
     routes = [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/evaluate", evaluated, methods=["POST"]),
-        Route("/v1/probe", endpoint(wire.ProbeRequest, probe, models), methods=["POST"]),
+        Route("/v1/evaluate", endpoint(wire.EvalRequest, evaluated), methods=["POST"]),
+        Route("/v1/best", endpoint(wire.EvalReport, keep), methods=["POST"]),
+        Route("/v1/probe", endpoint(wire.ProbeRequest, probe), methods=["POST"]),
     ]
-    claiming = ("/v1/completions", "/v1/evaluate")
+    claiming = ("/v1/evaluate", "/v1/best")
     return application(Role.EVALUATOR, routes, registry, token, claim, claiming)
 
 
-async def _while_wanted(request: Request, work: Awaitable[wire.Message]) -> Response:
-    """The reply, unless the caller leaves before it is there."""
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(left())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return reply(task.result()) if task.done() else refuse(409, "the caller has left")
-    finally:
-        await cancel([task, gone])
-
-
-class BestKeeper:
-    """Evaluates versions and keeps the best one, by the configuration's metric, as the folder best/."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        evaluate: Callable[[wire.Version], Awaitable[wire.EvalReport]],
-        weights: Subscriber,
-        claim: Claim,
-    ) -> None:
-        self._evaluate, self._weights, self._claim = evaluate, weights, claim
-        self._metric = config.metric
-        self._target = config.run_dir / "best"
-        self._record = config.run_dir / "best.json"
-
-    async def __call__(self, version: wire.Version) -> wire.EvalReport:
-        report, best = await self._evaluate(version), True
-        if self._record.is_file():
-            known = json.loads(self._record.read_text())
-            if known.pop("run_id", None) in (None, self._claim.run_id):  # else another run's, in this folder
-                old = convert({**known, "version": wire.Version.parse(known["version"])}, wire.EvalReport)
-                best = score(report, self._metric) > score(old, self._metric)
-        if best:
-            if version.step > 0:
-                folder = await asyncio.to_thread(self._weights.folder, version)
-                await asyncio.to_thread(keep_best, folder, self._target)
-            figures = {**msgspec.to_builtins(report), "version": str(version)}
-            write_json(self._record, {**figures, "run_id": self._claim.run_id})
-        return report
+async def keep(config: RunConfig, weights: Subscriber, claim: Claim, report: wire.EvalReport) -> wire.Ok:
+    """Keep a version as the folder best/, with its figures; step 0 is the configuration's model folder."""
+    version = report.version
+    if version.step > 0:
+        folder = await asyncio.to_thread(weights.folder, version)
+        await asyncio.to_thread(keep_best, folder, config.run_dir / "best")
+    figures = {**msgspec.to_builtins(report), "version": str(version), "run_id": claim.run_id}
+    write_json(config.run_dir / "best.json", figures)
+    return wire.Ok()
 
 
 def keep_best(folder: Path, target: Path) -> None:
@@ -191,7 +142,6 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     check_bind(host, token)
     import setproctitle
 
-    from distill.environments.client import EnvironmentClient
     from distill.evaluation.evaluator import Evaluator
     from distill.evaluation.probes import probe
 
@@ -214,27 +164,21 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     where = places(config, at)
     places_of = {name: where[f"teachers.{name}"] for name in config.teachers}
     teachers, _ = translation.clients(config, places_of, token, claim)
-    environments = {
-        name: EnvironmentClient(
-            name,
-            where[f"environments.{name}"],
-            token,
-            claim,
-            environment.call_timeout_seconds,
-        )
-        for name, environment in config.environments.items()
-    }
-    connect = partial(HttpReplica, token=token, claim=claim)
-    evaluator = Evaluator(config, weights, teachers, connect, environments)
-    keeper = BestKeeper(config, evaluator.evaluate, weights, claim)
-    asgi = app(evaluator.complete, keeper, partial(probe, config, teachers), token, claim)
+    evaluator = Evaluator(config, weights, teachers)
+    asgi = app(
+        evaluator.evaluate,
+        partial(keep, config, weights, claim),
+        partial(probe, config, teachers),
+        token,
+        claim,
+    )
     serve_app(asgi, host, port, grace=5)
 
 
 def main() -> int:
     """Serve until signalled; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m distill.evaluation.service", description="Evaluate versions."
+        prog="python -m distill.evaluation.service", description="Compare versions with the teachers."
     )
     parser.add_argument("--config", type=Path, required=True, help="a RunConfig as JSON")
     parser.add_argument("--host", default="127.0.0.1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ class PromptSet(NamedTuple):
     """Source of rewards; None: the run has none, or its environments give them all."""
     config: PromptsConfig
     """Source of the prompts."""
+    decode: Callable[[list[int]], str]
+    """Text of token ids."""
 
     def passes(self, index: int, reward: float | None) -> bool:
         """Whether a completion of prompt `index` passes; without a reward it does not."""
@@ -53,7 +55,7 @@ def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str
         raise ConfigError(NOTHING_HELD_OUT)
     rollout, settings = config.rollout, config.evaluation or EvaluationConfig()
     sampling = Sampling(max_tokens=rollout.max_tokens, stop_token_ids=rollout.stop_token_ids)
-    sets = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards, config.prompts)}
+    sets = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards, config.prompts, tokenizer.decode)}
     for name, evaluation_set in settings.sets.items():
         sampling = Sampling(
             max_tokens=evaluation_set.max_tokens or rollout.max_tokens,
@@ -68,7 +70,8 @@ def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str
             prompts, rewards = _open(config, evaluation_set, longest, tokenizer)
         except (ConfigError, DataError) as error:
             raise type(error)(f"evaluation.sets.{name}: {error}") from error
-        sets[name] = PromptSet(prompts, evaluation_set.completions, sampling, rewards, evaluation_set.source)
+        completions, source = evaluation_set.completions, evaluation_set.source
+        sets[name] = PromptSet(prompts, completions, sampling, rewards, source, tokenizer.decode)
     return sets
 
 

@@ -12,11 +12,22 @@ import msgspec
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
+from distill.controller import Controller
+from distill.evaluation.sets import open_sets
+from distill.interfaces import Components
 from distill.launch.preflight import check_here, claim_of, connected, prepare
 from distill.launch.roles import Ports, plan_servers, temporary, token_of
 from distill.preflight_checks.checks import check_folder
-from sync.base.errors import ConfigError, Unreachable
-from sync.wire import CompletionsRequest, EvalReport, Version
+from distill.preflight_checks.engines import Engines
+from distill.prompts.sources import longest_sequence, open_prompts
+from distill.prompts.stream import PromptStream
+from distill.record.store import Store
+from student_trainer.objectives.config import needs
+from sync.base.errors import ConfigError
+from sync.base.tokenizers import load_tokenizer, vocab_size
+from sync.wire import EvalReport, Version
+from sync.wire.claims import Claim
+from teacher_service.router import Router
 
 
 def evaluate_folder(
@@ -42,7 +53,8 @@ def evaluate_folder(
     check_here(config, "evaluate")
     config = prepare(config, lambda line: None, trains=False).config
     placed = {"replicas": 1, "urls": [], "path": str(model.absolute() if model else config.student.path)}
-    config = config.with_(student=placed, trainer={"lora": None})
+    here = {"host": "127.0.0.1", "port": 0, "url": None}
+    config = config.with_(student=placed, trainer={"lora": None}, controller=here)
     with temporary(config) as moved, Ports() as ports:
         report = asyncio.run(_evaluated(moved, ports, say))
         if completions is not None:
@@ -67,18 +79,33 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]) -> EvalReport:
-    token, version = token_of(config), Version(0, 0)
+    token, claim = token_of(config), claim_of(config)
     plan = plan_servers(config, token, ports)
     say(f"starting {', '.join(child.name for child in plan.children)}")
-    async with connected(config, plan, token, claim_of(config)) as servers:
-        evaluator, settings = servers.evaluator, config.evaluation
-        assert evaluator is not None, "the plan has one"
-        assert settings is not None, "`evaluate_folder` sets it"
-        (url,) = plan.replicas.values()
-        names = list(settings.sets)
-        say("generating completions")
-        request = CompletionsRequest(version=version, replica=str(url), sets=names)
-        if (lost := (await evaluator.complete(request)).lost) is not None:
-            raise Unreachable(lost)
-        say("scoring completions")
-        return await evaluator.evaluate(version)
+    async with connected(config, plan, token, claim) as servers:
+        say("generating completions, and comparing them with the teachers")
+        return await Controller(config, _components(config, servers, claim), token=token).evaluated(
+            Version(0, 0)
+        )
+
+
+def _components(config: RunConfig, servers: Engines, claim: Claim) -> Components:
+    """What evaluates; nothing of it trains."""
+    tokenizer = load_tokenizer(config.student)
+    context = longest_sequence(config)
+    split = open_prompts(config, tokenizer, context)
+    return Components(
+        replicas=dict(servers.replicas),
+        teachers=dict(servers.teachers),
+        route=Router(config.teachers).route,
+        prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
+        store=Store(config.run_dir, "never"),
+        want=needs(config.objective, config.rollout.temperature),
+        vocab_size=vocab_size(tokenizer, config.student.known_ids),
+        evaluator=servers.evaluator,
+        sets=open_sets(config, split, tokenizer),
+        environments=dict(servers.environments),
+        transforms=dict(servers.transforms),
+        context=context,
+        claim=claim,
+    )

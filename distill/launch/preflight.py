@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from distill import translation
 from distill.config import RunConfig
 from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
+from distill.evaluation.sets import PromptSet
 from distill.launch import replica_command
 from distill.launch.roles import Plan, Ports, plan_servers, temporary, token_of
 from distill.launch.supervise import ChildSpec, Supervisor
@@ -56,6 +57,8 @@ class Prepared(NamedTuple):
     split: PromptSplit
     lines: list[str]
     """For people: each machine of a cluster with its processes, and the run's disk."""
+    sets: Mapping[str, PromptSet]
+    """Those of an evaluation, by name."""
 
 
 def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) -> Prepared:
@@ -64,7 +67,7 @@ def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) 
     `trains`: it writes checkpoints and versions too. Raises ConfigError, DataError or StoreError.
     """
     placed, machines = planned(config)
-    config, split, lines = check(config, placed)
+    config, split, lines, sets = check(config, placed)
     for line in lines:
         say(line)
     if trains:
@@ -74,7 +77,7 @@ def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) 
             check_local(config.mirrors)
         check_store(config)
         machines = [*machines, *machine.lines(config, disk)]
-    return Prepared(config, split, machines)
+    return Prepared(config, split, machines, sets)
 
 
 def prepare_role(config: RunConfig, process: Process, registers: bool) -> RunConfig:

@@ -29,6 +29,7 @@ from distill.aio import cancel, in_daemon
 from distill.buffer import Batch, rules
 from distill.config import RunConfig
 from distill.controller import Controller
+from distill.evaluation.sets import PromptSet
 from distill.events import Quarantined
 from distill.interfaces import Components, Hooks
 from distill.launch import cluster, roles
@@ -109,7 +110,7 @@ async def run(
         keep_position(split.train, folder.path)
         config, plan = cluster.planned(config, engine, folder, token, ports, relay, say)
         earlier, before = earlier_starts(folder.path)
-        launcher = _Launcher(config, folder, plan, split, token, console, relay, earlier)
+        launcher = _Launcher(config, folder, plan, split, ready.sets, token, console, relay, earlier)
         try:
             figures = await launcher.run(opened)
             taken = before + time.monotonic() - began
@@ -131,12 +132,14 @@ class _Launcher:
         folder: RunFolder,
         plan: Plan,
         split: PromptSplit,
+        sets: Mapping[str, PromptSet],
         token: str | None,
         console: Console,
         relay: roles.Relay,
         earlier: Mapping[str, Any],
     ) -> None:
         self._config, self._folder, self._token, self._split = config, folder, token, split
+        self._sets = sets
         self._expected = plan.expected
         self._joined, self._over, self.stopped_by = False, False, ""
         self._stop_deadline = float("inf")
@@ -331,6 +334,7 @@ class _Launcher:
             routing=routing_of(config),
             vocab_size=split.vocab_size,
             evaluator=clients.evaluator,
+            sets=self._sets,
             rewards=self._rewards,
             transforms=dict(clients.transforms),
             environments=dict(clients.environments),

@@ -108,7 +108,7 @@ def gauges(
         {
             "step": state.reached.step if state.reached else 0,
             "buffer/size": len(state.buffer),
-            "rollout/in_flight": sum(replica.in_flight for replica in pool.replicas.values()),
+            "rollout/in_flight": sum(r.in_flight - r.evaluating for r in pool.replicas.values()),
             "rollout/replicas": len(pool.serving()),
             "teacher": {name: asdict(teacher.counters) for name, teacher in teachers.items()},
             "sync": {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from distill.buffer import rules
 from distill.config import RunConfig
 from distill.config.prompts import EnvironmentPrompts, RowPrompts, sources_of
-from distill.evaluation.sets import check_rewards, open_sets
+from distill.evaluation.sets import PromptSet, check_rewards, open_sets
 from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, routing
 from distill.preflight_checks import objective, tokens
 from distill.preflight_checks.devices import Placed, check_devices
@@ -57,6 +57,8 @@ class Checked(NamedTuple):
     split: PromptSplit
     lines: list[str]
     """What was chosen and computed, in words."""
+    sets: Mapping[str, PromptSet]
+    """Those of an evaluation, by name; empty: there is none."""
 
 
 def check(config: RunConfig, placed: Placed | None = None) -> Checked:
@@ -99,9 +101,10 @@ def check(config: RunConfig, placed: Placed | None = None) -> Checked:
     router = Router(config.teachers)
     router.check(data_sources(split))
     refuse(_prompts(config, split, router))
-    if config.evaluation is not None:
-        check_rewards(open_sets(config, split, tokenizer))
-    return Checked(config, split, [*lines, *split.notes, *tokens.first_prompts(config, split, tokenizer)])
+    sets = open_sets(config, split, tokenizer) if config.evaluation is not None else {}
+    check_rewards(sets)
+    lines += [*split.notes, *tokens.first_prompts(config, split, tokenizer)]
+    return Checked(config, split, lines, sets)
 
 
 def refuse(problems: Iterable[str]) -> None:

@@ -60,6 +60,7 @@ class Replica:
         self.version: Version | None = None  # what it serves; None: the folder it was started with
         self.workers = 1  # processes that share the model
         self.in_flight = 0  # completions it works on
+        self.evaluating = 0  # of those, an evaluation's
         self.joined = 0  # how often it has begun to serve
         self.streams: set[asyncio.Task[None]] = set()  # tasks that read completions from it
         self.backoff = Backoff(1.0, 30.0)  # after requests that it refused
@@ -69,7 +70,8 @@ class Replica:
         self.refuses = False  # its newest update: it is sent nothing until it takes one
         self.refusal = ""  # why
         self.excluded = False  # it gave too many bad answers: it is sent nothing any more
-        self.busy = asyncio.Lock()  # held during an update
+        self.busy = asyncio.Lock()  # held during an update, and while the replica is held
+        self.updating = False
 
     @property
     def server(self) -> str:
@@ -295,8 +297,7 @@ class ReplicaPool:
                 return True
             seen = tokens, replica.version
             generates = replica.in_flight > 0 and tokens is not None  # None: its engine keeps no count
-            works = generates or replica.busy.locked()
-            return not works or seen != before
+            return not (generates or replica.updating) or seen != before
 
         while True:
             await until_stalled(progresses, self._stall_timeout_seconds)
@@ -416,9 +417,13 @@ class ReplicaPool:
         if replica.version == request.version and request.broadcast is None:
             return None
         began, source = time.monotonic(), STORE if request.broadcast is None else PUBLISHER
-        with waits.on(replica.name, source, lambda: f"it loads {request.version}"):
-            update = replica.engine.update(request, self._weights.timeout_seconds)
-            reply = await replica.unless_lost(update)
+        replica.updating = True
+        try:
+            with waits.on(replica.name, source, lambda: f"it loads {request.version}"):
+                update = replica.engine.update(request, self._weights.timeout_seconds)
+                reply = await replica.unless_lost(update)
+        finally:
+            replica.updating = False
         if problem := checks.same_version(reply, request.version):
             raise WireError(f"its answer to an update cannot be used: {problem}")
         replica.version, replica.refuses = reply.version, False

@@ -15,8 +15,8 @@ Producer → consumer
     server, people → controller    ServerRegisters, ServerLeaves
     controller → server            ServerLease;  → people, evaluator  Servers;  → people  Why
     trainer machine → controller   GangJoins;  controller → trainer machine  Gang
-    controller → evaluator         CompletionsRequest, EvalRequest, ProbeRequest
-    evaluator → controller         CompletionsReply, EvalReport, ProbeReply
+    controller → evaluator         EvalRequest, EvalReport (the best so far), ProbeRequest
+    evaluator → controller         EvalReply, ProbeReply
     controller, evaluator → environment    EpisodeBegin, EpisodeContinue, EpisodeEnd
     environment → controller, evaluator    Turn | EpisodeOver | EpisodeFailed, EnvironmentInfo
 

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
-from sync.wire.evaluator import CompletionsReply, EvalReport, PartReport
+from sync.wire.evaluator import EvalReply, EvalReport, EvalRequest, PartReport
 from sync.wire.replica import MASK_TIES, Generated, Routing, Sampling, SamplingMask, UpdateReply
 from sync.wire.teacher import DIGEST_BYTES, Head, Kept, Scored, Segment, TeacherCompletion, Want
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport
@@ -317,9 +317,16 @@ def head(message: Head) -> Problem | None:
 # --- the other reports ------------------------------------------------------------------------------------
 
 
-def same_version(answer: CompletionsReply | EvalReport | UpdateReply, version: Version) -> Problem | None:
+def same_version(answer: EvalReply | EvalReport | UpdateReply, version: Version) -> Problem | None:
     """An answer about `version`: of the evaluator, or a replica's to its update."""
     return _same("version", answer.version, version)
+
+
+def divergences(reply: EvalReply, request: EvalRequest) -> Problem | None:
+    """A sum for every sequence of the request."""
+    asked = {name: len(sequences) for name, sequences in request.teachers.items()}
+    sums = {name: len(divergence.sums) for name, divergence in reply.teachers.items()}
+    return same_version(reply, request.version) or _same("sums", f"{sums}", f"{asked}")
 
 
 def evaluation(report: EvalReport, version: Version) -> Problem | None:

@@ -1,4 +1,4 @@
-"""Controller ↔ evaluator: completions, evaluations, and the preflight's reference values."""
+"""Controller ↔ evaluator: divergences, evaluations, and the preflight's reference values."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ from sync.wire.replica import SamplingMask
 from sync.wire.teacher import ScoreSequence
 
 
-class CompletionsRequest(Message, frozen=True):
-    """Generate the completions of an evaluation and keep them on disk. Controller → evaluator."""
+class OwnTokens(msgspec.Struct, frozen=True):
+    """A sequence of a held-out completion, and which of its tokens the student sampled."""
 
-    version: Version
-    replica: str
-    """URL of a replica that is held at `version`."""
-    sets: list[str] = []
-    """Named sets to complete, besides the held-out prompts."""
+    token_ids: Array
+    """i4 [L], the prompt's first"""
+    own: list[tuple[int, int]]
+    """Start and end, in L, of those that are compared; at least one, the first behind the prompt."""
+    shown: Array | None = None
+    """i4: the prompt as a teacher with a tokenizer of its own sees it; None: as the student does."""
 
-
-class CompletionsReply(Message, frozen=True):
-    """Evaluator → controller, when all completions are on disk, or no more will come."""
-
-    version: Version
-    lost: str | None = None
-    """What became of the replica before all were there; None: they are complete."""
+    @property
+    def count(self) -> int:
+        """Tokens that are compared."""
+        return sum(end - start for start, end in self.own)
 
 
 class EvalRequest(Message, frozen=True):
-    """Evaluate the completions of a version that CompletionsRequest made. Controller → evaluator."""
+    """Compare a version with the teachers on its completions. Controller → evaluator."""
 
     version: Version
+    teachers: dict[str, list[OwnTokens]] = {}
+    """By the teacher that they are routed to."""
+
+
+class Divergence(msgspec.Struct, frozen=True):
+    """How far a version is from one teacher, on the sequences of a request."""
+
+    exact: bool
+    """The sums are of the full-vocabulary divergence at each token; False: of log p − log q of the token."""
+    sums: list[Number]
+    """Of each sequence, over the tokens that are compared; nats."""
+
+
+class EvalReply(Message, frozen=True):
+    """Evaluator → controller: a divergence for each teacher of the request."""
+
+    version: Version
+    teachers: dict[str, Divergence]
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -86,7 +102,7 @@ class Behaviour(msgspec.Struct, frozen=True):
 
 
 class EvalReport(Message, frozen=True):
-    """Evaluator → controller: the figures of one version; they go into the record and metrics."""
+    """The figures of one version, for record and metrics. Controller → evaluator: keep it as the best."""
 
     version: Version
     reverse_kl: Number

@@ -22,7 +22,17 @@ from distill.rollout.replica_client import Answer
 from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
 from sync.base.errors import DistillError
-from sync.wire import Array, EvalReport, Ok, ReplicaState, ScoreRefused, ScoreReply, Version, encode
+from sync.wire import (
+    Array,
+    EvalReply,
+    EvalRequest,
+    Ok,
+    ReplicaState,
+    ScoreRefused,
+    ScoreReply,
+    Version,
+    encode,
+)
 from teacher_service.client import Reply
 
 M = TypeVar("M", bound=wire.Message)
@@ -179,12 +189,12 @@ class SpoiledTeacher(MemoryTeacher):
 
 
 class SpoiledEvaluator(MemoryEvaluator):
-    """Reports."""
+    """Its answers."""
 
     spoiler: Spoiler
 
-    async def evaluate(self, version: Version) -> EvalReport:
-        return self.spoiler.over_the_wire(await super().evaluate(version), EvalReport)
+    async def evaluate(self, request: EvalRequest) -> EvalReply:
+        return self.spoiler.over_the_wire(await super().evaluate(request), EvalReply)
 
 
 class SpoiledSession:

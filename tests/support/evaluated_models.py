@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -15,17 +18,27 @@ from small_config import make_config
 from tiny_models import language_model
 from transformers import Qwen3ForCausalLM
 
+from distill.aio import cancel
 from distill.config import RunConfig
-from distill.evaluation.completions import file_of
+from distill.controller import Controller
+from distill.evaluation.completions import Completion, file_of
 from distill.evaluation.evaluator import Evaluator
+from distill.evaluation.schedule import Evaluations
+from distill.evaluation.sets import open_sets
+from distill.interfaces import Components
+from distill.prompts.sources import longest_sequence, open_prompts
+from distill.prompts.stream import PromptStream
+from distill.record.store import Store
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
 from sync import wire
+from sync.base.tokenizers import load_tokenizer
 from sync.wire import GenerateRequest, TeacherCompletion, Version, pack
-from teacher_service.client import Reply
+from teacher_service.client import Counters, Reply
 from teacher_service.engines.base import Item, ScoreOptions
 from teacher_service.engines.transformers import TransformersEngine
 from teacher_service.messages import describe, scored
+from teacher_service.router import Router
 
 torch.set_num_threads(1)
 
@@ -42,11 +55,11 @@ def save(folder: Path, seed: int) -> Path:
 
 
 class Replica(MemoryReplica):
-    """Samples from a model at temperature 1, with the weights of `version`."""
+    """Samples from a model at temperature 1, whatever its version."""
 
-    def __init__(self, folder: Path, version: Version = Version(0, 0)) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.model, self.version = Qwen3ForCausalLM.from_pretrained(folder), version
+        self.model = Qwen3ForCausalLM.from_pretrained(folder)
         self.random = torch.Generator().manual_seed(3)
         self.served: list[GenerateRequest] = []
 
@@ -73,11 +86,15 @@ class Teacher:
         self.engine = TransformersEngine(Qwen3ForCausalLM.from_pretrained(folder), KNOWN)
         self.hidden, self.requests = hidden, 0
         self.completed: list[str] = []
-        self.pause = 0.0
+        self.pause, self.processes = 0.0, 1
+        self.counters = Counters()
 
     async def first_info(self) -> wire.TeacherInfo:
         info = describe("t", self.engine.engine_info, letter_tokenizer())
         return info if self.hidden else replace(info, can=["topk"])
+
+    def answered_by(self, id: str) -> str:
+        return "memory"
 
     async def head(self) -> wire.Head:
         assert self.hidden
@@ -136,18 +153,65 @@ def lines(models: Path, name: str = "held_out", version: Version = Version(0, 0)
     return [json.loads(line) for line in file_of(models / "x", version, name).read_text().splitlines()]
 
 
-async def completed(
-    evaluator: Evaluator, version: Version = Version(0, 0), sets: Sequence[str] = ()
-) -> wire.CompletionsReply:
-    """Have the completions of a version generated."""
-    return await evaluator.complete(
-        wire.CompletionsRequest(version=version, replica="http://r", sets=[*sets])
+def evaluation(
+    config: RunConfig,
+    models: Path,
+    replica: MemoryReplica,
+    teachers: dict[str, Any],
+    environments: dict[str, Any] | None = None,
+) -> Controller:
+    """A controller whose evaluator is in this process; the replica is its only one."""
+    tokenizer, context = load_tokenizer(config.student), longest_sequence(config)
+    split = open_prompts(config, tokenizer, context)
+    weights: Any = Folders(models / "student")
+    evaluator: Any = Evaluator(config, weights, teachers)
+    parts = Components(
+        replicas={"r0": replica},
+        teachers=teachers,
+        route=Router(config.teachers).route,
+        prompts=PromptStream(split.train, 0),
+        store=Store(Path(mkdtemp(dir=models)), "never"),
+        want=wire.Want(),
+        vocab_size=KNOWN,
+        evaluator=evaluator,
+        sets=open_sets(config, split, tokenizer),
+        environments=environments or {},
+        context=context,
     )
+    controller = Controller(config, parts)
+    controller.pool.poll_seconds = controller.pool.retry_seconds = 0.02
+    controller.dispatcher.paused.add("end")
+    return controller
+
+
+def close(controller: Controller) -> None:
+    assert controller.evaluations is not None
+    controller.evaluations.generation.close()
+    controller.close()
+
+
+@asynccontextmanager
+async def working(controller: Controller) -> AsyncIterator[Evaluations]:
+    tasks = [asyncio.create_task(stage) for stage in (controller.pool.run(), controller.lives.run())]
+    try:
+        assert controller.evaluations is not None
+        yield controller.evaluations
+        assert not any(task.done() for task in tasks)
+    finally:
+        await cancel(tasks)
+
+
+async def completed(
+    controller: Controller, version: Version = Version(0, 0), sets: Sequence[str] = ()
+) -> dict[str, list[Completion]]:
+    """The completions of a version."""
+    async with working(controller) as evaluations:
+        return await evaluations.generation.completions(version, ["held_out", *sets])
 
 
 async def evaluated(
-    evaluator: Evaluator, version: Version = Version(0, 0), sets: Sequence[str] = ()
+    controller: Controller, version: Version = Version(0, 0), sets: Sequence[str] = ()
 ) -> wire.EvalReport:
-    """The report of a version, once its completions are generated."""
-    assert (await completed(evaluator, version, sets)).lost is None
-    return await evaluator.evaluate(version)
+    """The report of a version."""
+    async with working(controller) as evaluations:
+        return await evaluations.report(version, sets)

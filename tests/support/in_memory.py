@@ -19,6 +19,8 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from distill.aio import Signal
+from distill.config.prompts import TaskPrompts
+from distill.evaluation.sets import PromptSet
 from distill.prompts.rewards import Reward
 from distill.prompts.stream import Prompt
 from distill.rollout.replica_client import Answer
@@ -306,28 +308,36 @@ class MemoryRewards:
 
 @dataclass
 class MemoryEvaluator:
-    """Remembers what it evaluated; `kl` by step."""
+    """Remembers what it compared, and what was the best; `kl` by step."""
 
     seen: list[Version] = field(default_factory=list)
     kl: Callable[[int], float] = lambda step: 1.0 / (1 + step)
-    completed: list[wire.CompletionsRequest] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    """What becomes of the next replicas that are to complete."""
+    best: list[EvalReport] = field(default_factory=list)
 
-    async def complete(self, request: wire.CompletionsRequest) -> wire.CompletionsReply:
-        self.completed.append(request)
+    async def evaluate(self, request: wire.EvalRequest) -> wire.EvalReply:
+        self.seen.append(request.version)
         await asyncio.sleep(0)
-        return wire.CompletionsReply(version=request.version, lost=self.lost.pop(0) if self.lost else None)
+        each = self.kl(request.version.step)
+        teachers = {
+            name: wire.Divergence(exact=True, sums=[each * tokens.count for tokens in sequences])
+            for name, sequences in request.teachers.items()
+        }
+        return wire.decode(
+            wire.encode(wire.EvalReply(version=request.version, teachers=teachers)), wire.EvalReply
+        )
 
-    async def evaluate(self, version: Version) -> EvalReport:
-        self.seen.append(version)
-        await asyncio.sleep(0)
-        read = wire.Behaviour(1.0, 1.0, 1.0, 0.0, 1.0)
-        report = EvalReport(
-            version=version, reverse_kl=self.kl(version.step), pass_rate=None, completions=1, tokens=1,
-            truncated=0.0, seconds=0.0, behaviour=read, reference=read,
-        )  # fmt: skip
-        return wire.decode(wire.encode(report), EvalReport)
+    async def keep(self, report: EvalReport) -> None:
+        self.best.append(report)
+
+
+HELD_OUT_SET: Final = PromptSet(
+    [Prompt(str(i), [i, 1, 2]) for i in range(6)],
+    completions=1,
+    sampling=wire.Sampling(max_tokens=8),
+    rewards=None,
+    config=TaskPrompts(type="task", task="sort_letters"),
+    decode=str,
+)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_memory import MemoryPrompts, MemoryReplica, MemoryRewards, MemoryTeacher
+from in_memory import HELD_OUT_SET, MemoryPrompts, MemoryReplica, MemoryRewards, MemoryTeacher
 from small_config import make_config
 
 from distill.config import RunConfig
@@ -31,7 +31,7 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
     def build(
         config: RunConfig | None = None, hooks: Hooks | None = None, token: str | None = None, **parts: Any
     ) -> Controller:
-        config = config or make_config()
+        config = (config or make_config()).with_(run={"folder": tmp_path})
         if reward_fn := parts.pop("reward_fn", None):
             parts["rewards"] = MemoryRewards(reward_fn)
         given: dict[str, Any] = {
@@ -41,6 +41,7 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
             "prompts": PromptStream(MemoryPrompts(), seed=0),
             "store": Store(tmp_path, "never", file_bytes=4000, retry_seconds=0.01),
             "want": Want(entropy=True),
+            "sets": {"held_out": HELD_OUT_SET},
         }
         return Controller(config, Components(**{**given, **parts}), hooks or Hooks(), token)
 

@@ -22,7 +22,15 @@ from audited import check
 from corrupted_messages import SpoiledEvaluator, SpoiledReplica, SpoiledSession, SpoiledTeacher, Spoiler
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from in_memory import ROUTING, MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
+from in_memory import (
+    HELD_OUT_SET,
+    ROUTING,
+    MemoryEvaluator,
+    MemoryPrompts,
+    MemoryReplica,
+    MemoryTeacher,
+    MemoryTrainer,
+)
 
 from distill.config import RunConfig
 from distill.controller import Controller
@@ -77,7 +85,7 @@ async def spoiled_run(
     for server in (*replicas.values(), teacher, evaluator):
         server.spoiler = spoiler
     run = Controller(
-        config,
+        config.with_(run={"folder": folder}),
         Components(
             replicas=dict(replicas),
             teachers={"t": teacher},
@@ -89,6 +97,7 @@ async def spoiled_run(
             routing=ROUTING if config.rollout.routing_replay else None,
             vocab_size=50,
             evaluator=evaluator,
+            sets={"held_out": HELD_OUT_SET},
         ),
     )
     run.pool._retry_seconds = run.pool.poll_seconds = 0.02
@@ -293,7 +302,7 @@ async def test_when_no_server_of_a_kind_is_left_the_run_ends_with_an_error_and_a
     assert not summary["completed"]
     server = {"replica": "replica r0 at memory", "evaluator": "the evaluator"}.get(who, "teacher t at memory")
     assert summary["error"].startswith(f"{server} gave 3 unusable answers")
-    assert " is nan" in summary["error"]
+    assert (".sums[0]" if who == "evaluator" else " is nan") in summary["error"]
 
     mended = controller(settings, evaluator=MemoryEvaluator())
     trainer.session = mended.session

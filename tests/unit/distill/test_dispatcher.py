@@ -17,7 +17,7 @@ from small_config import make_config
 from virtual_time import LONG
 
 from distill.buffer import Bound, Rules
-from distill.events import ErrorBudget, Events
+from distill.events import ErrorBudget, Events, Quarantined
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptSource, PromptStream
@@ -25,10 +25,11 @@ from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.record.store import Store
 from distill.record.validation import Validator
-from distill.rollout.dispatcher import Dispatcher
+from distill.rollout.dispatcher import Completion, Dispatcher, Pin
+from distill.rollout.ends import Lost
 from distill.rollout.life import Lives
 from distill.rollout.replica_client import Answer
-from distill.rollout.replica_pool import ReplicaPool
+from distill.rollout.replica_pool import Phase, ReplicaPool
 from distill.waits import Waits, use
 from sync.base.errors import Overloaded, RemoteError
 from sync.base.settings import WeightsConfig
@@ -38,6 +39,7 @@ from sync.wire import (
     GeneratePrompt,
     GenerateRequest,
     Sampling,
+    Version,
     Want,
     pack,
 )
@@ -393,3 +395,82 @@ async def test_every_completion_is_rewarded_before_it_is_scored(tmp_path: Path) 
         await bench.until(lambda: len(bench.finished) == 16)
     for rollout in bench.finished:
         assert rollout.reward == rollout.length + (rollout.source_prompt.answer == "gold") / 2
+
+
+# --- completions of an evaluation -------------------------------------------------------------------------
+
+
+class Requested(MemoryReplica):
+    """Remembers what it was sent."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        self.requests.append(request)
+        async for answer in super().generate(request):
+            yield answer
+
+
+def pinned(bench: Bench, version: Version = Version(0, 0)) -> Pin:
+    """To the first replica, with sampling of its own."""
+    return Pin(bench.pool.replicas["r0"], version, Validator(Sampling(max_tokens=5), Want()))
+
+
+def asked(bench: Bench, pin: Pin, count: int) -> list[asyncio.Task[Completion]]:
+    rollouts = [Rollout(f"eval:{i}", i, issued=Prompt(f"{i}", [i, 1])) for i in range(count)]
+    return [asyncio.create_task(bench.dispatcher.complete(rollout, pin=pin)) for rollout in rollouts]
+
+
+async def test_completions_of_an_evaluation_go_to_its_replica_alone_and_count_for_no_room(
+    tmp_path: Path,
+) -> None:
+    """In whole requests, with the sampling of their set, also while no rollout is started."""
+    first, other = Requested(token_seconds=1.0), Requested(token_seconds=1.0)
+    bench = Bench(tmp_path, first, other, request_size=4, max_in_flight=8)
+    bench.dispatcher.paused.add("end")
+    async with bench.running():
+        await bench.until(lambda: len(bench.pool.serving()) == 2)
+        pin, outstanding = pinned(bench), bench.record.state.outstanding
+        completions = asked(bench, pin, 10)
+        await bench.until(lambda: pin.replica.in_flight == 8)
+        assert (pin.replica.evaluating, bench.dispatcher._hopeless()) == (8, 0)
+        answers = [completion.answer for completion in await asyncio.gather(*completions)]
+    assert bench.record.state.outstanding == outstanding == 0
+    assert not other.requests
+    assert [len(request.prompts) for request in first.requests] == [4, 4, 2]
+    assert {request.sampling.max_tokens for request in first.requests} == {5}
+    assert [answer.id for answer in answers] == [f"eval:{i}" for i in range(10)]
+    assert (pin.replica.in_flight, pin.replica.evaluating) == (0, 0)
+
+
+async def test_an_evaluation_that_ends_aborts_what_it_asked_for(tmp_path: Path) -> None:
+    endless = Requested(token_seconds=1e6)
+    bench = Bench(tmp_path, endless, request_size=4, max_in_flight=8)
+    bench.dispatcher.paused.add("end")
+    async with bench.running():
+        await bench.until(lambda: len(bench.pool.serving()) == 1)
+        pin = pinned(bench)
+        completions = asked(bench, pin, 10)
+        await bench.until(lambda: pin.replica.in_flight == 8)
+        for completion in completions:
+            completion.cancel()
+        await bench.until(lambda: pin.replica.in_flight == 0)
+        endless.token_seconds = 0.0
+        assert (await asked(bench, pin, 1)[0]).answer.id == "eval:0"
+        assert pin.replica.phase is Phase.SERVING
+    assert len(endless.requests) == 3, "what was cancelled before it was sent is not sent"
+
+
+async def test_a_completion_of_another_version_is_no_completion_of_an_evaluation(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, MemoryReplica())
+    bench.dispatcher.paused.add("end")
+    quarantined: list[Quarantined] = []
+    bench.events.on(Quarantined, quarantined.append)
+    async with bench.running():
+        await bench.until(lambda: len(bench.pool.serving()) == 1)
+        (completion,) = asked(bench, pinned(bench, Version(0, 3)), 1)
+        with pytest.raises(Lost, match="unusable"):
+            await completion
+    assert not quarantined

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from evaluated_models import (
-    Folders,
     Replica,
     Teacher,
+    close,
     completed,
     configure,
     evaluated,
+    evaluation,
     lines,
     log_probs,
     save,
@@ -28,15 +29,17 @@ from evaluated_models import (
 from msgspec.structs import replace
 from transformers import Qwen3ForCausalLM
 
+from distill import events
+from distill.controller import Controller
 from distill.evaluation import evaluator as evaluating
 from distill.evaluation import statistics
 from distill.evaluation.completions import KEPT, file_of, remove_old
-from distill.evaluation.evaluator import Evaluator
+from distill.evaluation.evaluator import parts
 from distill.evaluation.models import load_student
-from distill.evaluation.reverse_kl import ReverseKL, parts, total
+from distill.evaluation.reverse_kl import ReverseKL, total
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
-from sync.base.errors import DataError, RemoteError, WireError
+from sync.base.errors import DataError, RemoteError, Unreachable
 from sync.base.settings import ModelSource
 from sync.wire import (
     Behaviour,
@@ -44,6 +47,7 @@ from sync.wire import (
     Generated,
     GenerateRequest,
     Version,
+    VersionSpan,
     pack,
 )
 from teacher_service.engines.base import Item
@@ -56,20 +60,20 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
-MADE: list[Evaluator] = []
+MADE: list[Controller] = []
 
 
 @pytest.fixture(autouse=True)
 def _ends_workers() -> Iterator[None]:
     yield
     while MADE:
-        MADE.pop().close()
+        close(MADE.pop())
 
 
-def evaluator(models: Path, teacher: Any, vllm: Any, **evaluation: Any) -> Evaluator:
-    weights: Any = Folders(models / "student")
-    config = configure(models, **evaluation)
-    MADE.append(Evaluator(config, weights, {"t": teacher}, lambda url: vllm))
+def evaluator(models: Path, teacher: Any, vllm: Any, rollout: Any = (), **settings: Any) -> Controller:
+    config = configure(models, **settings)
+    config = config.with_(rollout=dict(rollout))
+    MADE.append(evaluation(config, models, vllm, {"t": teacher}))
     return MADE[-1]
 
 
@@ -106,11 +110,11 @@ async def test_the_teacher_completes_the_held_out_prompts_once_for_all_versions(
     teacher = Teacher(models / "teacher")
     first = evaluator(models, teacher, Replica(models / "student"))
     reports = [await evaluated(first), await evaluated(first)]
-    assert teacher.completed == [str(index) for index in range(12)]
+    assert sorted(map(int, teacher.completed)) == [*range(12)]
     assert [report.reference for report in reports] == [Behaviour(1.0, 2.0, 2.0, 0.0, 1.0)] * 2
     again = evaluator(models, teacher, Replica(models / "student"))
     assert (await evaluated(again)).reference == reports[0].reference
-    assert len(teacher.completed) == 12, "a restarted evaluator reads the file"
+    assert len(teacher.completed) == 12, "a restarted controller reads the file"
 
 
 async def test_a_teacher_that_generates_nothing_leaves_no_reference(models: Path) -> None:
@@ -193,49 +197,81 @@ def test_work_is_split_at_the_limit_and_nothing_is_lost() -> None:
 # --- completions ------------------------------------------------------------------------------------------
 
 
-async def test_a_completion_of_another_version_is_refused(models: Path) -> None:
-    one = evaluator(models, Teacher(models / "teacher"), Replica(models / "student", Version(0, 3)))
-    with pytest.raises(RemoteError, match="generated with L000-v00000003 and must hold L000-v00000002"):
-        await completed(one, Version(0, 2))
+class Changed(Replica):
+    """Changes the answers that `spoils` says."""
+
+    def __init__(self, folder: Path, change: Callable[[Generated], Answer], spoils: str = "") -> None:
+        super().__init__(folder)
+        self.change, self.spoils = change, spoils
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        async for answer in super().generate(request):
+            assert isinstance(answer, Generated)
+            yield self.change(answer) if self.spoils in answer.id else answer
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda answer: replace(answer, spans=[VersionSpan(Version(0, 3), 0, answer.token_ids.shape[0])]),
+            "it was generated with L000-v00000003, and must be with L000-v00000002",
+        ),
+        (lambda answer: replace(answer, token_ids=pack(np.zeros(7, "i4"))), "7 tokens, and must be 0 to 6"),
+    ],
+)
+async def test_completions_that_cannot_be_used_are_generated_again_and_not_for_ever(
+    models: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Generated], Answer], problem: str
+) -> None:
+    lying = Changed(models / "student", change, spoils=":7:0")
+    run = evaluator(models, Teacher(models / "teacher"), lying)
+    with pytest.raises(RemoteError, match=r"5 completions of eval:.*:held_out:7:0 were lost \(unusable\)"):
+        await completed(run, Version(0, 2))
+    assert problem in caplog.text
     assert not file_of(models / "x", Version(0, 2), "held_out").exists()
 
 
-async def test_a_completion_that_cannot_be_is_refused(models: Path) -> None:
-    class Long(Replica):
-        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            async for answer in super().generate(request):
-                assert isinstance(answer, Generated)
-                yield replace(answer, token_ids=pack(np.zeros(7, "i4")))
-
-    one = evaluator(models, Teacher(models / "teacher"), Long(models / "student"))
-    with pytest.raises(WireError, match="7 tokens, and must be 0 to 6"):
-        await completed(one)
-
-
-async def test_a_replica_that_leaves_prompts_unanswered_is_lost(models: Path) -> None:
+async def test_what_a_lost_replica_has_completed_is_not_generated_again(models: Path) -> None:
     class Short(Replica):
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
             async for answer in super().generate(request):
-                if not answer.id.startswith("7:"):
+                if len(self.served) > 3 or not answer.id.endswith(":7:0"):
                     yield answer
 
-    one = evaluator(models, Teacher(models / "teacher"), Short(models / "student"))
-    reply = await completed(one)
-    assert reply.lost == "memory left 1 of 12 prompts unanswered"
+    replica = Short(models / "student")
+    run = evaluator(models, Teacher(models / "teacher"), replica)
+    assert len((await completed(run))["held_out"]) == 12
+    again = [prompt.id for request in replica.served[3:] for prompt in request.prompts]
+    assert again == [f"eval:{Version(0, 0)}:held_out:7:0"]
 
 
-async def test_a_replica_that_generates_nothing_is_lost_after_the_time_limit(models: Path) -> None:
+async def test_a_replica_that_leaves_prompts_unanswered_is_given_up_at_last(models: Path) -> None:
+    class Mute(Replica):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+            return
+            yield
+
+    run = evaluator(models, Teacher(models / "teacher"), Mute(models / "student"))
+    run.pool.budget._limit = 1 << 30  # else it is excluded first
+    with pytest.raises(Unreachable, match=r"5 replicas were lost while they generated with .*r0 was lost"):
+        await completed(run)
+
+
+async def test_a_replica_that_generates_nothing_is_stalled_for_an_evaluation_too(models: Path) -> None:
     class Stalled(Replica):
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
-            await asyncio.Event().wait()
-            yield  # type: ignore[misc]
+            if len(self.served) == 0:
+                self.served.append(request)
+                await asyncio.Event().wait()
+            async for answer in super().generate(request):
+                yield answer
 
-    one = evaluator(models, Teacher(models / "teacher"), Stalled(models / "student"))
-    one._config = one._config.model_copy(
-        update={"rollout": one._config.rollout.model_copy(update={"stall_timeout_seconds": 0.4})}
-    )
-    reply = await completed(one)
-    assert reply.lost == "memory generated no token for rollout.stall_timeout_seconds = 0.4 s: it is stalled"
+    stall = {"stall_timeout_seconds": 0.4}
+    run = evaluator(models, Teacher(models / "teacher"), Stalled(models / "student"), rollout=stall)
+    stalled: list[str] = []
+    run.events.on(events.Stalled, lambda event: stalled.append(event.role))
+    assert len((await completed(run))["held_out"]) == 12
+    assert stalled == ["r0"]
 
 
 async def test_completions_on_disk_are_evaluated_by_another_process_and_not_generated_again(
@@ -340,9 +376,8 @@ async def test_a_reward_function_that_always_fails_ends_the_evaluation(
     report = await evaluated(one, sets=["some"])
     assert (report.sets["some"].failed, report.sets["some"].pass_at_1.value) == (3, 0.25)
     assert "ZeroDivisionError" in lines(models, "some")[1]["error"]
-    await completed(one, sets=["none"])
-    with pytest.raises(DataError, match="ZeroDivisionError"):
-        await one.evaluate(Version(0, 0))
+    with pytest.raises(DataError, match=r"ZeroDivisionError.*the last of 4 completions in a row"):
+        await completed(one, sets=["none"])
 
 
 # --- statistics -------------------------------------------------------------------------------------------

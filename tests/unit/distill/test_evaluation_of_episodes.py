@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 from episodes import ANSWER, ASK, HIGHER, LOWER, USER, GuessEnvironment, Trouble, bisects
 from evaluated_models import (
-    Folders,
     Replica,
     Teacher,
+    close,
     completed,
     configure,
     evaluated,
+    evaluation,
     lines,
     log_probs,
     save,
@@ -24,16 +26,16 @@ from in_memory import MemoryReplica
 from transformers import Qwen3ForCausalLM
 
 from distill.config.loading import validate
-from distill.evaluation.completions import GONE_SECONDS
-from distill.evaluation.evaluator import Evaluator
+from distill.controller import Controller
+from distill.evaluation.generation import GONE_SECONDS
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import letter_tokenizer
 from sync.base.errors import DataError, RemoteError
-from sync.wire import GenerateRequest, Version
+from sync.wire import GenerateRequest
 
 TASKS = 12
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-MADE: list[Evaluator] = []
+MADE: list[Controller] = []
 ENVIRONMENT = {"type": "environment", "environment": "guess"}
 
 
@@ -49,7 +51,7 @@ def models(tmp_path: Path) -> Path:
 def _ends_workers() -> Iterator[None]:
     yield
     while MADE:
-        MADE.pop().close()
+        close(MADE.pop())
 
 
 def evaluator(
@@ -59,16 +61,15 @@ def evaluator(
     prompts: dict[str, Any] = ENVIRONMENT,
     of_games: dict[str, Any] | None = None,
     **section: Any,
-) -> Evaluator:
+) -> Controller:
     """`of_games`: teachers of the source "games" by name, beside t."""
     raw = configure(models).model_dump(mode="json") | {
         "prompts": prompts,
         "environments": {"guess": {"environment": "a:b", **section}},
     }
     raw["teachers"] |= {name: {**raw["teachers"]["t"], "route": ["games"]} for name in of_games or {}}
-    weights: Any = Folders(models / "student")
     teachers: Any = {"t": Teacher(models / "teacher")} | (of_games or {})
-    one = Evaluator(validate(raw, "x"), weights, teachers, lambda url: replica, {"guess": environment})
+    one = evaluation(validate(raw, "x"), models, replica, teachers, {"guess": environment})
     MADE.append(one)
     return one
 
@@ -145,7 +146,7 @@ def player() -> Player:
 async def test_what_was_played_is_evaluated_by_another_process(models: Path) -> None:
     environment = GuessEnvironment()
     one = evaluator(models, environment, player())
-    assert (await completed(one)).lost is None
+    assert len((await completed(one))["held_out"]) == TASKS
     again = evaluator(models, environment, player())
     report = await evaluated(again)
     assert len(environment.begun) == TASKS
@@ -201,7 +202,7 @@ def once(trouble: Trouble, turn: int) -> Callable[[str, int], Trouble | None]:
 async def test_an_episode_that_fails_or_is_lost_begins_again(models: Path, trouble: Trouble) -> None:
     environment = GuessEnvironment(trouble=once(trouble, 1))
     one = evaluator(models, environment, player())
-    assert (await completed(one)).lost is None
+    assert len((await completed(one))["held_out"]) == TASKS
     rows = lines(models)
     assert {(row["reward"], row["error"]) for row in rows} == {(1.0, None)}
     assert len(environment.begun) > TASKS
@@ -212,12 +213,11 @@ async def test_an_episode_that_fails_or_is_lost_begins_again(models: Path, troub
 async def test_a_task_whose_environment_always_fails_has_an_error_and_no_reward(models: Path) -> None:
     broken = GuessEnvironment(trouble=lambda id, turn: "raise" if id.endswith(":3:0") and turn == 1 else None)
     one = evaluator(models, broken, player())
-    await completed(one)
+    report = await evaluated(one)
     rows = lines(models)
     (row,) = [row for row in rows if row["error"]]
     assert (row["index"], row["finish_reason"], row["reward"], len(row["turns"])) == (3, "failed", None, 1)
     assert "environment guess failed task 3: the environment has failed" in row["error"]
-    report = await one.evaluate(Version(0, 0))
     assert report.pass_rate == pytest.approx(1 - 1 / TASKS)
 
 
@@ -240,19 +240,26 @@ async def test_an_environment_that_stays_away_is_an_error_and_no_lost_replica(mo
         await completed(one)
 
 
-async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays(models: Path) -> None:
+@pytest.mark.virtual_time
+async def test_a_replica_that_dies_between_turns_is_lost_and_another_plays_the_rest(models: Path) -> None:
     environment, dying = GuessEnvironment(), player()
     dying.broken = 5
-    one = evaluator(models, environment, dying)
-    reply = await completed(one)
-    assert "dead" in (reply.lost or "")
+    run = evaluator(models, environment, dying)
+
+    async def revive() -> None:
+        await asyncio.sleep(10.0)
+        assert not dying.up
+        assert not environment.games
+        dying.revive()
+
+    reviving = asyncio.create_task(revive())
+    assert {made.reward for made in (await completed(run))["held_out"]} == {1.0}
+    await reviving
     assert not environment.games
-    dying.revive()
-    assert (await evaluated(one)).pass_rate == 1.0
 
 
 async def test_a_slow_environment_is_no_stalled_replica(models: Path) -> None:
     environment = GuessEnvironment(seconds=0.1)
     one = evaluator(models, environment, player())
-    one._config.rollout.__dict__["stall_timeout_seconds"] = 0.2
+    one.pool._stall_timeout_seconds = 0.2
     assert (await evaluated(one)).pass_rate == 1.0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-from in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica
+from in_memory import HELD_OUT_SET, MemoryEvaluator, MemoryPrompts
 from msgspec.structs import replace
 from pydantic import ValidationError
 from small_config import make_config
@@ -18,15 +19,20 @@ from virtual_time import LONG
 
 from distill.buffer import Bound, Rules
 from distill.config.evaluation import EvaluationConfig
-from distill.evaluation.schedule import LOST_REPLICAS, Evaluations, best, due_sets, exhausted
+from distill.evaluation.completions import Completion
+from distill.evaluation.generation import Generation
+from distill.evaluation.schedule import Evaluations, best, due_sets, exhausted
 from distill.events import ErrorBudget, Events
+from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from distill.record.record import Record
 from distill.record.store import Store
-from distill.rollout.replica_pool import Phase, ReplicaPool
+from distill.record.validation import Validator
+from distill.rollout.dispatcher import Dispatcher
+from distill.rollout.replica_pool import ReplicaPool
 from sync.base.errors import RemoteError, Unreachable
-from sync.wire import Estimate, EvalReport, SetReport, Version
+from sync.wire import Estimate, EvalReply, EvalReport, EvalRequest, Sampling, SetReport, Version, Want, pack
 
 pytestmark = pytest.mark.virtual_time
 
@@ -58,6 +64,26 @@ def test_patience_counts_reports_after_the_best(patience: int | None, over: bool
     assert exhausted(reports, "reverse_kl", patience) is over
 
 
+class Completed(Generation):
+    """Completions that are there at once; `asked` are the sets of every evaluation."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.asked: list[list[str]] = []
+
+    async def completions(self, version: Version, names: Sequence[str]) -> dict[str, list[Completion]]:
+        self.asked.append([*names])
+        await asyncio.sleep(0)
+        ids = pack(np.array([1, 2], "i4"))
+        made = [
+            Completion.of(i, prompt.token_ids, ids, "stop") for i, prompt in enumerate(HELD_OUT_SET.prompts)
+        ]
+        return dict.fromkeys(names, made)
+
+    async def reference(self) -> None:
+        return None
+
+
 def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> tuple[Evaluations, Record]:
     record = Record(
         Store(folder, "never"),
@@ -66,13 +92,18 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> 
         seed=0,
         rules=Rules(1, Bound(0, 0)),
     )
-    own = {"urls": ["http://127.0.0.1:1"]}
-    config = make_config(evaluation={"every": every, "replica": own, **more}, run={"steps": 100})
-    pool = ReplicaPool(record.state, config.weights, 0.0, ErrorBudget(8, Events()), Events())
-    pool.add("evaluation-replica", MemoryReplica(), for_evaluations=True)
-    pool.replicas["evaluation-replica"].phase = Phase.SERVING
-    budget = ErrorBudget(8, Events())
-    silent = Evaluations(evaluator, config, record, pool, Timeline(), lambda *_: None, lambda _: None, budget)
+    sections = {"evaluation": {"every": every, **more}, "run": {"steps": 100, "folder": folder}}
+    config, budget, timeline, events = make_config(**sections), ErrorBudget(8, Events()), Timeline(), Events()
+    pool = ReplicaPool(record.state, config.weights, 0.0, budget, events)
+    validator, want = Validator(Sampling(max_tokens=8), Want()), Want()
+    dispatcher = Dispatcher(record, pool, config, validator, timeline, events)
+    sets = {"held_out": HELD_OUT_SET, **dict.fromkeys(more.get("sets", ()), HELD_OUT_SET)}
+    prompts = PromptStream(MemoryPrompts(), 0)
+    parts = Components(
+        {}, {}, lambda source: "t", prompts, record.store, want, evaluator=evaluator, sets=sets
+    )
+    generation = Completed(parts, config, pool, dispatcher, timeline)
+    silent = Evaluations(parts, config, record, generation, timeline, lambda *_: None, lambda _: None, budget)
     silent.retry_seconds = 0.005
     return silent, record
 
@@ -134,11 +165,9 @@ async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp
     kl = {Version(0, 4): 0.1, Version(1, 2): 0.9, Version(1, 4): 0.8}
 
     class Rated(MemoryEvaluator):
-        async def evaluate(self, version: Version) -> EvalReport:
-            made = await super().evaluate(version)
-            figures = SetReport(1, 1, 1, 0.0, 0, *[Estimate(0.5, 0.4, 0.6)] * 2, None)
-            sets = dict.fromkeys(self.completed[-1].sets, figures)
-            return replace(made, reverse_kl=kl.get(version, 1.0), sets=sets)
+        async def evaluate(self, request: EvalRequest) -> EvalReply:
+            self.kl = lambda step: kl.get(request.version, 1.0)
+            return await super().evaluate(request)
 
     evaluator = Rated()
     source = {"type": "task", "task": "sort_letters"}
@@ -153,15 +182,17 @@ async def test_after_a_rollback_patience_and_sets_look_at_what_is_left_alone(tmp
     for step in (2, 4):
         await evaluations.now(Version(1, step))
     record.store.close()
-    assert [one.sets for one in evaluator.completed] == [["fourth"], ["fourth"], [], ["fourth"]]
+    assert isinstance(evaluations.generation, Completed)
+    assert [names[1:] for names in evaluations.generation.asked] == [["fourth"], ["fourth"], [], ["fourth"]]
+    assert [report.version for report in evaluator.best] == [Version(0, 0), Version(0, 4)]
     assert not stops
 
 
 async def test_a_version_that_is_under_way_is_not_evaluated_again(tmp_path: Path) -> None:
     class Slow(MemoryEvaluator):
-        async def evaluate(self, version: Version) -> EvalReport:
+        async def evaluate(self, request: EvalRequest) -> EvalReply:
             await asyncio.sleep(0.01)
-            return await super().evaluate(version)
+            return await super().evaluate(request)
 
     evaluator = Slow()
     async with running(tmp_path, evaluator, every=4) as (evaluations, record):
@@ -179,12 +210,12 @@ async def test_a_lost_evaluator_is_retried_and_a_refusal_is_final(
     requested = asyncio.Queue[Version]()
 
     class Failing(MemoryEvaluator):
-        async def evaluate(self, version: Version) -> EvalReport:
-            requested.put_nowait(version)
+        async def evaluate(self, request: EvalRequest) -> EvalReply:
+            requested.put_nowait(request.version)
             if not self.seen:
-                self.seen.append(version)
+                self.seen.append(request.version)
                 raise error
-            return await super().evaluate(version)
+            return await super().evaluate(request)
 
     evaluator = Failing()
     async with running(tmp_path, evaluator, 1) as (evaluations, _):
@@ -193,20 +224,6 @@ async def test_a_lost_evaluator_is_retried_and_a_refusal_is_final(
             await asyncio.wait_for(requested.get(), 60)
         await asyncio.sleep(LONG)
     assert len(evaluator.seen) == times
-
-
-async def test_completions_are_requested_again_while_replicas_are_lost_and_not_for_ever(
-    tmp_path: Path,
-) -> None:
-    evaluator = MemoryEvaluator(lost=["killed"] * (LOST_REPLICAS - 1))
-    evaluations, record = bench(tmp_path, evaluator, 1)
-    assert (await evaluations.now(Version(0, 1))).version == Version(0, 1)
-    assert len(evaluator.completed) == LOST_REPLICAS
-    evaluator.lost = ["killed"] * LOST_REPLICAS
-    with pytest.raises(Unreachable, match=r"5 replicas were lost while they generated with .*: killed"):
-        await evaluations.now(Version(0, 2))
-    assert evaluator.seen == [Version(0, 1)]
-    record.store.close()
 
 
 def test_named_sets_are_due_at_their_own_intervals_at_the_start_and_at_the_end() -> None:

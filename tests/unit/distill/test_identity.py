@@ -32,8 +32,7 @@ from distill.rollout.replica_client import Answer, HttpReplica
 from distill.trainer_api.http_api import listen, serving
 from sync.base.errors import RemoteError, WrongServer
 from sync.wire import (
-    CompletionsRequest,
-    EvalReport,
+    EvalReply,
     EvalRequest,
     Generated,
     GenerateRequest,
@@ -78,13 +77,9 @@ def replica_app(engine: MemoryReplica) -> Starlette:
 
 def evaluator_app(engine: MemoryEvaluator) -> Starlette:
     async def evaluate(request: Request) -> Response:
-        return reply(await engine.evaluate((await read_message(request, EvalRequest)).version))
+        return reply(await engine.evaluate(await read_message(request, EvalRequest)))
 
-    async def complete(request: Request) -> Response:
-        return reply(await engine.complete(await read_message(request, CompletionsRequest)))
-
-    routes = [Route("/v1/evaluate", evaluate, methods=["POST"])]
-    return Starlette(routes=[*routes, Route("/v1/completions", complete, methods=["POST"])])
+    return Starlette(routes=[Route("/v1/evaluate", evaluate, methods=["POST"])])
 
 
 @asynccontextmanager
@@ -139,7 +134,7 @@ async def test_a_run_claims_its_replicas_and_finds_them_again_when_it_resumes(co
 
 
 async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) -> None:
-    async with served(evaluator_app(MemoryEvaluator()), Claim(OTHER), "/v1/completions") as url:
+    async with served(evaluator_app(MemoryEvaluator()), Claim(OTHER), "/v1/evaluate") as url:
         claim = Claim()
         evaluator = HttpEvaluator(url, claim=claim)
         run = controller(evaluator=evaluator, claim=claim)
@@ -151,8 +146,8 @@ async def test_an_evaluator_left_up_from_another_run_ends_the_run(controller) ->
 
 async def test_a_report_of_another_version_is_left_out_and_missed_at_the_end(controller) -> None:
     class Stale(MemoryEvaluator):
-        async def evaluate(self, version: Version) -> EvalReport:
-            return msgspec.structs.replace(await super().evaluate(version), version=Version(0, 120))
+        async def evaluate(self, request: EvalRequest) -> EvalReply:
+            return msgspec.structs.replace(await super().evaluate(request), version=Version(0, 120))
 
     summary = await whole(controller(evaluator=Stale()))
     assert summary["evaluations"] == []
@@ -162,10 +157,10 @@ async def test_a_report_of_another_version_is_left_out_and_missed_at_the_end(con
 
 async def test_an_evaluator_that_another_run_took_over_is_missed_at_the_end(controller) -> None:
     class Taken(MemoryEvaluator):
-        async def evaluate(self, version: Version) -> EvalReport:
-            if version.step > 0:
+        async def evaluate(self, request: EvalRequest) -> EvalReply:
+            if request.version.step > 0:
                 raise WrongServer("it serves run 'other' (id 77)")
-            return await super().evaluate(version)
+            return await super().evaluate(request)
 
     summary = await whole(controller(evaluator=Taken()))
     assert summary["completed"]
@@ -336,10 +331,10 @@ class Altered(MemoryReplica):
 class Failing(MemoryEvaluator):
     """The evaluation of the last version fails."""
 
-    async def evaluate(self, version: Version) -> EvalReport:
-        if version.step == 6:
+    async def evaluate(self, request: EvalRequest) -> EvalReply:
+        if request.version.step == 6:
             raise RemoteError("disk full")
-        return await super().evaluate(version)
+        return await super().evaluate(request)
 
 
 def conclusion(folder: Any, trainer: MemoryTrainer) -> tuple[dict[str, Any], list[str]]:

@@ -37,7 +37,7 @@ from student_trainer.objectives.token_statistics import MEANS
 from sync import wire
 from sync.base.errors import DistillError, RemoteError
 from sync.vllm import metrics as replica_metrics
-from sync.wire import Behaviour, CompletionsReply, CompletionsRequest, Estimate, EvalReport, Version
+from sync.wire import Behaviour, Estimate, EvalReport, EvalRequest, Ok, Version
 from sync.wire.claims import Claim
 from teacher_service.batching import Metrics
 from teacher_service.kept import KeptScores
@@ -174,29 +174,29 @@ def test_a_replica_counts_its_updates() -> None:
 
 @pytest.fixture
 async def evaluator() -> Series:
-    """Metrics of an evaluator that has completed a version and could not evaluate it."""
+    """Metrics of an evaluator that has kept a version and could not evaluate another."""
 
-    async def complete(request: CompletionsRequest) -> CompletionsReply:
-        return CompletionsReply(version=request.version)
+    async def keep(report: EvalReport) -> Ok:
+        return Ok()
 
     async def fail(_: object) -> Any:
         raise DistillError("no teacher answers")
 
     bound = listen("127.0.0.1", 0, TOKEN)
     url = "http://127.0.0.1:{1}".format(*bound.getsockname())
-    async with serving(app(complete, fail, fail, TOKEN, Claim()), bound):
+    async with serving(app(fail, keep, fail, TOKEN, Claim()), bound):
         client = HttpEvaluator(url, TOKEN)
-        await client.complete(CompletionsRequest(version=Version(0, 0), replica="http://r"))
+        await client.keep(EvalReport(Version(0, 0), 0.5, None, 1, 1, 0.0, 0.0))
         with pytest.raises(RemoteError, match="no teacher answers"):
-            await client.evaluate(Version(0, 0))
+            await client.evaluate(EvalRequest(version=Version(0, 0)))
         await client.aclose()
         return await scraped(url)
 
 
 def test_the_evaluator_exports_what_it_did(evaluator: Series) -> None:
-    assert evaluator["distill_evaluator_seconds_count", ("completions",)] == 1
+    assert evaluator["distill_evaluator_seconds_count", ("best",)] == 1
     assert evaluator["distill_evaluator_refused_total", ("evaluate",)] == 1
-    assert ("distill_evaluator_refused_total", ("completions",)) not in evaluator
+    assert ("distill_evaluator_refused_total", ("best",)) not in evaluator
 
 
 # --- names ------------------------------------------------------------------------------------------------

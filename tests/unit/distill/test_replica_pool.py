@@ -855,11 +855,14 @@ async def test_without_a_serving_replica_nothing_is_held_and_a_lost_one_is_repor
         await world.until(lambda: not replica.busy.locked())
 
 
-async def test_a_held_replica_that_generates_nothing_is_stalled() -> None:
+async def test_a_held_replica_is_stalled_when_it_has_something_to_generate_alone() -> None:
     world = World(stall_timeout_seconds=5.0, a=MemoryReplica())
     async with world.running():
         await world.until(lambda: world.serving() == ["a"])
         async with hold(world.pool, Version(0, 0), 60.0) as held:
+            await asyncio.sleep(LONG)
+            assert world.stalled == [], "an environment or a reward function may take that long"
+            held.in_flight = held.evaluating = 1
             await asyncio.wait_for(held.lost.wait(), LONG)
         assert world.stalled == ["a"]
 
