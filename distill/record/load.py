@@ -39,7 +39,11 @@ def load(connection: sqlite3.Connection, rules: Rules | None, read: Read) -> Run
     """
     state = RunState(rules or Rules(1, Bound(0, 0)))
     try:
-        _load(connection, state, read, rules is not None)
+        state.opened = _opened(connection)
+        if rules is None and (begun := state.opened):
+            bound = Bound(begun.max_staleness, begun.hard_limit or begun.max_staleness, begun.half_life)
+            state.rules = Rules(begun.batch, bound, begun.group)
+        _load(connection, state, read)
     except DataError:
         raise
     except (msgspec.MsgspecError, sqlite3.DatabaseError, LookupError, ValueError, TypeError) as error:
@@ -50,8 +54,8 @@ def load(connection: sqlite3.Connection, rules: Rules | None, read: Read) -> Run
     return state
 
 
-def _load(connection: sqlite3.Connection, state: RunState, read: Read, has_rules: bool) -> None:
-    _load_facts(connection, state, has_rules)
+def _load(connection: sqlite3.Connection, state: RunState, read: Read) -> None:
+    _load_facts(connection, state)
     _load_trainer(connection, state)
     _load_replicas(connection, state)
     _load_pending(connection, state, read)
@@ -70,19 +74,19 @@ def _counter(_: type, value: Any) -> Counter[str]:
     return Counter(value)
 
 
-def _load_facts(connection: sqlite3.Connection, state: RunState, has_rules: bool) -> None:
+def _load_facts(connection: sqlite3.Connection, state: RunState) -> None:
     known = dict(connection.execute("SELECT key, value FROM fact"))
     if known:
         state.cursor = _decoded(known["cursor"], Cursor)
         state.bisection = _decoded(known["bisection"], Bisection)
         state.target = _decoded(known["target"], r.VersionPublished | None)
         state.counters = _decoded(known["counters"], Counters)
-    opening = connection.execute("SELECT * FROM opening ORDER BY at DESC LIMIT 1").fetchone()
-    if opening is not None:
-        state.opened = begun = r.from_columns(r.Opened, opening[1:])
-        if not has_rules:
-            bound = Bound(begun.max_staleness, begun.hard_limit or begun.max_staleness, begun.half_life)
-            state.rules = Rules(begun.batch, bound, begun.group)
+
+
+def _opened(connection: sqlite3.Connection) -> r.Opened | None:
+    """The newest start of a controller."""
+    row = connection.execute("SELECT * FROM opening ORDER BY at DESC LIMIT 1").fetchone()
+    return None if row is None else r.from_columns(r.Opened, row[1:])
 
 
 def _load_trainer(connection: sqlite3.Connection, state: RunState) -> None:
