@@ -35,7 +35,6 @@ from sync.wire.client import MAX_SMALL, BlockingPeer, in_loop
 from sync.wire.server import KEEP_ALIVE_SECONDS, TokenGuard, bind_alone, read_message, refuse, reply
 
 T = TypeVar("T")
-_PATH: Final = "/v1/keys"
 _SLICE_SECONDS: Final = 0.25
 """Longest that the server lets one request wait for keys."""
 
@@ -112,7 +111,7 @@ class Served:
         self._values: dict[str, bytes] = {}
         self._changed, self._closed, self._token = asyncio.Condition(), False, token
         guard = Middleware(TokenGuard, token=token or "")
-        app = Starlette(routes=[Route(_PATH, self._answer, methods=["POST"])], middleware=[guard])
+        app = Starlette(routes=[Route("/v1/keys", self._answer, methods=["POST"])], middleware=[guard])
         listener = bind_alone(host, port)
         listener.listen(128)  # every replica connects, all at once
         self.port = int(listener.getsockname()[1])
@@ -179,7 +178,9 @@ class Visitor:
         """The server's answer; any thread may ask."""
         ask = msgspec.structs.replace(ask, nonce=secrets.token_bytes(32))
         try:
-            told = decode(self._peer.once(_PATH, encode(ask), self._seconds, max_bytes=MAX_SMALL), KeyReply)
+            told = decode(
+                self._peer.once("/v1/keys", encode(ask), self._seconds, max_bytes=MAX_SMALL), KeyReply
+            )
         except (Unreachable, RemoteError, WireError) as error:
             raise RuntimeError(
                 f"the sender at {self._address} does not answer ({error}): it must run, with the same token"
