@@ -603,7 +603,9 @@ def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path
     ],
 )
 def test_sections_that_do_not_fit_are_refused(tmp_path: Path, sections: dict[str, Any], problem: str) -> None:
-    found = list(checks.environment_problems(run_config(tmp_path, **sections)))
+    config = run_config(tmp_path, **sections)
+    here = (line for name in config.environments for line in checks.check_environment(config, name))
+    found = [*checks.environment_problems(config), *here]
     assert [problem in one for one in found].count(True) == 1, found
 
 
