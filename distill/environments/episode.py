@@ -1,7 +1,7 @@
 """One episode: the student and an environment take turns, from the first prompt to the end.
 
-Controller and evaluator play alike: they differ in the replica that generates. Letters: P tokens of a
-sequence's prompt, T tokens behind it, those of the environment included.
+What is trained on and what is evaluated is played alike. Letters: P tokens of a sequence's prompt, T tokens
+behind it, those of the environment included.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ Producer → consumer
     trainer machine → controller   GangJoins;  controller → trainer machine  Gang
     controller → evaluator         EvalRequest, EvalReport (the best so far), ProbeRequest
     evaluator → controller         EvalReply, ProbeReply
-    controller, evaluator → environment    EpisodeBegin, EpisodeContinue, EpisodeEnd
-    environment → controller, evaluator    Turn | EpisodeOver | EpisodeFailed, EnvironmentInfo
+    controller → environment       EpisodeBegin, EpisodeContinue, EpisodeEnd
+    environment → controller       Turn | EpisodeOver | EpisodeFailed, EnvironmentInfo
 
 Bodies are msgpack. Every message carries its tag and `schema`; a reader refuses another schema.
 Arrays are little-endian, row-major bytes with dtype and shape. Nothing here imports torch.

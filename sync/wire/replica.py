@@ -231,7 +231,7 @@ class ReplicaState(Message, frozen=True):
     """Processes that share the model, each a member of a broadcast."""
 
 
-# --- controller or evaluator ↔ environment service: episodes, turn by turn ---------------------------------
+# --- controller ↔ environment service: episodes, turn by turn ----------------------------------------------
 #
 #     EpisodeBegin ─▶ Turn ─▶ EpisodeContinue ─▶ Turn ─▶ … ─▶ EpisodeOver | EpisodeFailed
 #
