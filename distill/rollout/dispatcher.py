@@ -347,7 +347,9 @@ class Dispatcher:
             limit = sampling.max_seconds
             left = lambda: f"{len(request.missing)} of {count} completions"  # noqa: E731
             async with asyncio.timeout(None if limit is None else PATIENCE * limit):
-                with waits.on(GENERATION, replica.name, left):
+                # a held replica waits for the evaluation to go on with others, not to generate
+                of = lambda: () if replica.held else (replica.name,)  # noqa: E731
+                with waits.on(GENERATION, replica.name, left, of=of):
                     async with aclosing(replica.engine.generate(message)) as answers:
                         async for answer in answers:
                             self._answered(request, answer)

@@ -35,8 +35,6 @@ ALLOWED: Final = {
     "replica_pool._serve": "pause between two looks at a replica that serves",
     "replica_pool.run": "pause between two looks at tasks",
     "replica_pool.unless_lost": "the loss that ends the other work",
-    "schedule._complete": "pause before another replica is asked",
-    "schedule._complete_on_held": INSIDE,
     "schedule.run": "pause before another try, and versions that are due",
     "scoring._serve": "pause in which a request fills",
     "scoring.run": "pause in which releases are collected",

@@ -24,8 +24,7 @@ from distill.record.store import Store
 from distill.waits import ROOT_SECONDS
 from sync.base.errors import Overloaded, RemoteError
 from sync.wire import (
-    CompletionsReply,
-    CompletionsRequest,
+    EVALUATION_ID,
     GenerateRequest,
     Heartbeat,
     UpdateReply,
@@ -243,28 +242,31 @@ async def test_a_replica_that_answers_nothing(
         assert chain(lines)[-1].startswith("← generation waits for r0: 4 of 4 completions")
 
 
-class Reading(MemoryEvaluator):
-    """An evaluator that asks the replica which is held for it, and never ends."""
+class LongForEvaluations(MemoryReplica):
+    """A replica whose completions of held-out prompts do not end."""
 
     hangs = False
 
-    async def complete(self, request: CompletionsRequest) -> CompletionsReply:
-        if self.hangs:
+    async def generate(self, request: GenerateRequest) -> Any:
+        if self.hangs and any(prompt.id.startswith(EVALUATION_ID) for prompt in request.prompts):
             await asyncio.Event().wait()
-        return await super().complete(request)
+        async for answer in super().generate(request):
+            yield answer
 
 
 async def test_the_only_replica_held_for_an_evaluation(
     controller: Callable[..., Controller], config: Callable[..., RunConfig]
 ) -> None:
-    evaluator = Reading()
-    run = controller(config(run=STEPS), evaluator=evaluator)
-    async with standing_still(run, lambda: setattr(evaluator, "hangs", True)) as lines:
-        first, room, held, last = chain(lines)
+    replica = LongForEvaluations()
+    settings = config(run=STEPS, rollout={"stall_timeout_seconds": 600})
+    run = controller(settings, replicas={"r0": replica}, evaluator=MemoryEvaluator())
+    async with standing_still(run, lambda: setattr(replica, "hangs", True)) as lines:
+        first, room, held, completions, last = chain(lines)
         assert first.startswith("trainer waits for batch")
         assert room == "← dispatcher waits for room: r0 is held"
         assert re.fullmatch(r"← r0 waits for evaluation: it is held at L000-v\d+", held)
-        assert re.fullmatch(r"← evaluation waits for evaluator: completions of L000-v\d+", last)
+        assert re.fullmatch(r"← evaluation waits for r0: completions of L000-v\d+", completions)
+        assert last.startswith("← generation waits for r0: ")
 
 
 async def test_nothing_to_wait_for(
