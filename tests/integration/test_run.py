@@ -60,17 +60,17 @@ STEPS, BATCH, MANY, GRACE_SECONDS = 5, 8, 100, 120
 BOTH_ENDS = {"type": "task", "task": "sort_letters"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 GIVES_UP = """
-import pathlib, psutil
-calls = pathlib.Path(__file__).with_name("calls")
+import pathlib
+trained = pathlib.Path(__file__).with_name("trained")
 def reward_fn(prompt, completion):
-    if any("evaluator" in word for parent in psutil.Process().parents() for word in parent.cmdline()):
-        with calls.open("a") as file:
+    if ":" in prompt.id:
+        with trained.open("a") as file:
             file.write("x")
-        if calls.stat().st_size > 4:
-            raise RuntimeError("the reward_fn has given up")
+    elif trained.is_file() and trained.stat().st_size >= 40:
+        raise RuntimeError("the reward_fn has given up")
     return True
 """
-"""A reward_fn that answers the evaluator for four completions, then never again."""
+"""A reward_fn that answers for no held-out prompt once it has answered for the rollouts of all five steps."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SETTINGS = """
 [run]

@@ -17,7 +17,8 @@ from distill.waits import Waits
 
 ROOT: Final = Path(distill.__file__).parent
 STAGES: Final = ("batching", "record", "rollout", "trainer_api")
-MODULES: Final = ("controller.py", "conclusion.py", "scoring.py", "evaluation/schedule.py")
+EVALUATION: Final = ("evaluation/schedule.py", "evaluation/generation.py")
+MODULES: Final = ("controller.py", "conclusion.py", "scoring.py", *EVALUATION)
 WAITING: Final = re.compile(
     r"\.(wait|wait_for|wrap_future)$|asyncio\.sleep$"
     r"|(engine|_evaluator|_environment|_rewards)\.(generate|update|complete|evaluate|begin|proceed|reward)$"
@@ -33,6 +34,7 @@ ALLOWED: Final = {
     "guard.run": "pause between two looks at heartbeats",
     "record.flush": NOTHING,
     "replica_pool._serve": "pause between two looks at a replica that serves",
+    "generation._played": "pause before an episode begins again",
     "replica_pool.run": "pause between two looks at tasks",
     "replica_pool.unless_lost": "the loss that ends the other work",
     "schedule.run": "pause before another try, and versions that are due",
