@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ def test_a_default_that_depends_on_an_unreadable_model_is_refused_with_the_key_t
 
 def test_every_role_alone_resolves_the_same_objective(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(single_role, "trainer_process", lambda config, *_: config.objective)
-    config = unnamed(tmp_path, run={"folder": str(tmp_path)}, student={"path": model_config(tmp_path)})
+    teacher = shutil.copytree(model_config(tmp_path), tmp_path / "teacher")
+    config = unnamed(tmp_path, run={"folder": str(tmp_path)}, teachers={"t": {"path": str(teacher)}})
     assert single_role.train(config, "http://127.0.0.1:1") == Full()
 
 

@@ -118,7 +118,7 @@ async def test_a_run_whose_wandb_hangs_has_its_figures(
             return {"steps": 1, "error": None}
 
     monkeypatch.setattr(launched, "_Launcher", Launcher)
-    ready = SimpleNamespace(config=config, split=SimpleNamespace(train=None))
+    ready = SimpleNamespace(config=config, split=SimpleNamespace(train=None), sets={})
     monkeypatch.setattr(launched, "prepare", lambda *_: ready)
     monkeypatch.setattr(launched, "content", lambda *_: {})
     monkeypatch.setattr(launched, "keep_position", lambda *_: None)

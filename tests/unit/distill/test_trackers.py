@@ -267,6 +267,6 @@ def test_an_overview_without_a_server_or_its_package_is_one_message(
 
 def test_tensorboard_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else 1)
-    problems = list(checks._others(make_config(tracking={"tensorboard": True})))
+    problems = list(checks._packages(make_config(tracking={"tensorboard": True})))
     assert len(problems) == 1
     assert "pip install 'onpolicy-distill[tensorboard]'" in problems[0]
