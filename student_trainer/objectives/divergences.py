@@ -410,7 +410,7 @@ def build(objective: config.ObjectiveConfig) -> Objective:
 
 
 def discount(objective: config.ObjectiveConfig) -> Discount | None:
-    """How later tokens are credited; None: credit is immediate."""
+    """How later tokens are credited; None: the objective credits none. γ = 0: those of a segment alone."""
     if not isinstance(objective, config.PolicyGradientTerms):
         return None
     return Discount(objective.discount, objective.rho_cap, objective.drop_rho_outside)

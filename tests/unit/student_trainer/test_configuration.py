@@ -261,7 +261,8 @@ def test_every_objective_has_a_divergence_and_states_its_needs() -> None:
         assert needs(objective) == want
         assert objectives.student_topk(objective) == k
     assert discount(TopK(discount=0.5, rho_cap=2.0)) == Discount(0.5, 2.0, None)
-    assert discount(TopK()) is discount(Full()) is None
+    assert discount(TopK()) == Discount(0.0, 5.0, None), "1 within segments of text"
+    assert discount(Full()) is None
 
 
 def test_head_shapes_of_model_families() -> None:
