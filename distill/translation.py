@@ -198,14 +198,8 @@ class TextTeacher(TeacherClient):
         super().__init__(*arguments)
         self.translation = translation
 
-    async def score_ids(
-        self,
-        sequences: Sequence[wire.ScoreSequence],
-        want: wire.Want = wire.Want(),
-        limit: float | None = None,
-    ) -> Reply[Scored | ScoreRefused]:
-        """Scores of the teacher's own ids."""
-        return await super().score(sequences, want, limit)
+    score_ids = TeacherClient.score
+    """Scores of the teacher's own ids."""
 
     async def score(
         self,

@@ -135,7 +135,8 @@ class Dispatcher:
                             await asyncio.wrap_future(loading)
                     await self._dispatch(group, begin)
                     self._note_idle()
-                    with waits.on(DISPATCHER, "room", self._lacking, of=self._blocking, progress=self._sent):
+                    parties, why = lambda: self._blocking()[0], lambda: self._blocking()[1]
+                    with waits.on(DISPATCHER, "room", why, of=parties, progress=self._sent):
                         await self._events.changed.wait()
             finally:
                 self._closing = True
@@ -296,41 +297,27 @@ class Dispatcher:
     def _idle_wait(self, name: str) -> waits.Wait:
         return waits.on(name, "room", of=lambda: [DISPATCHER], cause=TRAINER, idle=True)
 
-    def _blocking(self) -> Collection[str]:
-        """The parties for which nothing more is sent."""
-        able, newest, reached = self._pool.able(), self._record.state.target, self._record.state.reached
-        if self.paused:
-            return self.paused
-        if not able:
-            return [replica.name for replica in self._pool.members()]
-        if self._all_full():
-            return [GENERATION]
-        if behind := self._behind():
-            return [replica.name for replica in behind]
-        return [TRAINER if newest is None or newest.version == reached else PUBLISHER]
-
-    def _lacking(self) -> str:
-        """Why nothing more is sent, in words."""
+    def _blocking(self) -> tuple[Collection[str], str]:
+        """The parties for which nothing more is sent, and why, in words."""
         state, members = self._record.state, self._pool.members()
-        if self.paused:
-            return f"paused for {', '.join(self.paused)}"
-        if not self._pool.able():
-            return "; ".join(replica.condition for replica in members) or "there is no replica"
-        if self._all_full():
-            return f"every replica has rollout.max_in_flight = {self._config.max_in_flight} completions"
-        if behind := self._behind():
-            return "; ".join(f"{replica.name} is at {replica.version}" for replica in behind)
         newest = state.target and state.target.version
-        return f"{state.outstanding} rollouts are under way or buffered, the newest version is {newest}"
+        if self.paused:
+            return self.paused, f"paused for {', '.join(self.paused)}"
+        if not self._pool.able():
+            why = "; ".join(replica.condition for replica in members) or "there is no replica"
+            return [replica.name for replica in members], why
+        if self._all_full():
+            most = f"rollout.max_in_flight = {self._config.max_in_flight}"
+            return [GENERATION], f"every replica has {most} completions"
+        if behind := [each for each in self._pool.serving() if newest and each.version != newest]:
+            why = "; ".join(f"{replica.name} is at {replica.version}" for replica in behind)
+            return [replica.name for replica in behind], why
+        why = f"{state.outstanding} rollouts are under way or buffered, the newest version is {newest}"
+        return [TRAINER if newest is None or newest == state.reached else PUBLISHER], why
 
     def _all_full(self) -> bool:
         size = self._config.request_size if self._prompts else 1
         return all(replica.in_flight + size > self._config.max_in_flight for replica in self._pool.able())
-
-    def _behind(self) -> list[Replica]:
-        """Serving replicas that lack the newest version."""
-        target = self._record.state.target
-        return [r for r in self._pool.serving() if target and r.version != target.version]
 
     async def _send(self, request: _Request) -> None:
         """One request from start to end; leaves in it what was not answered, and why."""
