@@ -31,6 +31,7 @@ from distill.record.validation import Validator
 from distill.rollout.ends import Unusable
 from distill.waits import SCORING, TEACHER_GENERATION
 from sync.base.errors import (
+    DataError,
     DistillError,
     Overloaded,
     RemoteError,
@@ -352,10 +353,11 @@ class TeacherQueue:
         prompt = rollout.source_prompt
         teacher = self._parts.route(prompt.source)
         transform = self._parts.transforms.get(teacher)
+        function = f"the prompt_transform of teacher {teacher}"
         try:
             seen = pack(np.asarray(prompt.token_ids if transform is None else transform(prompt), "i4"))
+            self._budget.good(function)
         except DistillError as error:
-            function = f"the prompt_transform of teacher {teacher}"
             self._budget.function_failed(function, rollout.id, error)
             raise Unusable("function_failed", str(error)) from error
         answered = asyncio.get_running_loop().create_future()
@@ -413,6 +415,10 @@ class TeacherQueue:
         teacher, rollout = self._parts.teachers[queue.teacher], question.rollout
         outcome, server = asked.result, asked.server or queue.teacher
         name = f"teacher {queue.teacher} at {server}"
+        tokenizer = f"the tokenizer of teacher {queue.teacher}"
+        if isinstance(outcome, ScoreRefused) and outcome.no_text:
+            self._budget.function_failed(tokenizer, rollout.id, DataError(outcome.error))
+            return question.answered.set_exception(Unusable("function_failed", outcome.error))
         if isinstance(outcome, ScoreRefused) and not outcome.unusable:
             question.answered.set_exception(
                 Unusable("teacher_refused", f"teacher {queue.teacher}: {outcome.error}")
@@ -424,6 +430,7 @@ class TeacherQueue:
             problem = outcome.error
         elif (problem := self._job.problem(queue.teacher, rollout, outcome)) is None:
             self._budget.good(name)
+            self._budget.good(tokenizer)
             finished = self._job.finish(queue.teacher, rollout, question.message, outcome)
             return question.answered.set_result(finished)
         detail = f"{name}, {self._job.what} of {rollout.id}: {problem}"

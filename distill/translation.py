@@ -230,7 +230,7 @@ class TextTeacher(TeacherClient):
         try:
             return self.translation.completion(unpack(sequence.token_ids)[sequence.start :].tolist())
         except DataError as error:
-            return ScoreRefused(sequence.id, str(error))
+            return ScoreRefused(sequence.id, str(error), no_text=True)
 
 
 def _given(sequence: wire.ScoreSequence, aligned: Aligned) -> wire.Array:

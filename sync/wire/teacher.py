@@ -120,6 +120,9 @@ class ScoreRefused(msgspec.Struct, frozen=True, tag=True):
     unusable: bool = False
     """The engine's answer could not be used: the engine is at fault, not the sequence. False: the sequence
     cannot be served, or the engine fails on it alone."""
+    no_text: bool = False
+    """The caller's client found that the teacher's tokenizer cannot write the completion: no server was
+    asked."""
 
 
 class ScoreReply(Message, frozen=True):

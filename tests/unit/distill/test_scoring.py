@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from in_memory import MemoryPrompts, MemoryTeacher
+from msgspec.structs import replace
 from small_config import make_config
 from virtual_time import LONG
 
-from distill.events import ErrorBudget, Events
+from distill.events import ErrorBudget, Events, NoServerLeft
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptStream
@@ -120,6 +121,33 @@ async def test_the_students_top_k_is_gathered_by_the_teacher() -> None:
     assert bench.rollouts[0].scored.gathered is not None
     assert bench.rollouts[0].scored.gathered.shape == (2, 3)
     assert bench.rollouts[0].topk_ids is not None
+
+
+async def test_text_that_a_teacher_cannot_write_is_no_fault_of_its_server() -> None:
+    """Too much of it in a row ends the run, by the name of the tokenizer."""
+
+    class Wordless(MemoryTeacher):
+        async def score(
+            self, sequences: Sequence[ScoreSequence], want: Want, limit: float
+        ) -> Reply[Scored | ScoreRefused]:
+            reply = await super().score(sequences, want, limit)
+            refused = ScoreRefused("", "no such character", no_text=True)
+            results = [
+                answer if answer.id == "p0" else replace(refused, id=answer.id) for answer in reply.results
+            ]
+            return Reply(results, reply.server)
+
+    bench, events, ended = Bench({"t": Wordless()}), Events(), list[str]()
+    events.on(NoServerLeft, lambda event: ended.append(event.problem))
+    bench.scoring._budget = ErrorBudget(2, events)
+    for number in (1, 0, 2):
+        await bench.score(completed(number))
+    assert [rollout.id for rollout in bench.rollouts] == ["p0"]
+    assert bench.reasons == ["function_failed"] * 2
+    assert not ended, "a completion that was scored stands between them"
+    await bench.score(completed(3))
+    (problem,) = ended
+    assert problem.startswith("the tokenizer of teacher t gave 2 unusable answers")
 
 
 async def test_a_teacher_may_see_another_prompt() -> None:
