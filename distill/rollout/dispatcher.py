@@ -307,8 +307,8 @@ class Dispatcher:
             why = "; ".join(replica.condition for replica in members) or "there is no replica"
             return [replica.name for replica in members], why
         if self._all_full():
-            most = f"rollout.max_in_flight = {self._config.max_in_flight}"
-            return [GENERATION], f"every replica has {most} completions"
+            limit = f"rollout.max_in_flight = {self._config.max_in_flight}"
+            return [GENERATION], f"every replica has {limit} completions"
         if behind := [each for each in self._pool.serving() if newest and each.version != newest]:
             why = "; ".join(f"{replica.name} is at {replica.version}" for replica in behind)
             return [replica.name for replica in behind], why
