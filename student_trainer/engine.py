@@ -383,9 +383,9 @@ def check_rows(student: Student, run: nn.Module, device: torch.device) -> float:
     """
     length_R = np.array([5, 7, 6]) * (1 if student.group is None else 2 * student.group.size)
     flat = (7 * np.arange(length_R.sum()) + 3) % student.head.shape.vocab
-    laid, begin_R = laid_out(flat, length_R, student.varlen)
+    laid, begin_R, packed = laid_out(flat, length_R, student.varlen)
     places = np.arange(len(flat)) + np.repeat(begin_R - (length_R.cumsum() - length_R), length_R)
-    layout: Any = PackedRows(tuple(length_R.tolist())) if student.varlen else None
+    layout: Any = packed
     tokens_RL, place_S, flat_S = map(torch.from_numpy, (laid, places, flat))
     own_S = torch.arange(len(flat))
     if student.group is not None:

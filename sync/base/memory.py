@@ -13,7 +13,7 @@ CGROUP = Path("/sys/fs/cgroup")
 ALLOCATOR: Final = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 """glibc gives large blocks back to the kernel as they are freed, and the kernel zeroes every page when one is
 taken again: with temporaries of a vocabulary's size, nearly half of a step. With the first two it keeps them.

@@ -167,7 +167,8 @@ def test_metrics_follow_from_the_rows() -> None:
     assert metrics["age_mean"] == metrics["age_max"] == 1
     assert metrics["tokens_per_slot"] == pytest.approx((tokens + prompts) / (3 * 11))
     engine = PlainEngine(student(2, varlen=True), 0.1)
-    assert train_step(engine, batch([rows]), spec(TopK(k=5), teacher), ALONE)["tokens_per_slot"] == 1
+    metrics = train_step(engine, batch([rows]), spec(TopK(k=5), teacher), ALONE)
+    assert metrics["tokens_per_slot"] == (tokens + prompts) / 64
     assert 0 < metrics["effective_sample_size"] < 1
     assert 0 <= metrics["topk_overlap"] <= 1
     assert "mismatch_kl" not in metrics
@@ -202,8 +203,9 @@ def test_rows_laid_end_to_end_keep_their_places() -> None:
     rows = scored_rows(student(1), [1, 2, 5])
     padded, packed = collate(rows, 3, VOCAB), collate(rows, 3, VOCAB, varlen=True)
     assert padded.layout is None
-    assert packed.layout == PackedRows((7, 11, 6))
-    assert packed.tokens_RL.tolist() == [np.frombuffer(rows.tokens.data, np.int32).tolist()]
+    assert packed.layout == PackedRows((7, 11, 6, *[1] * 40))
+    assert packed.tokens_RL.shape == (1, 64)
+    assert packed.tokens_RL[0, :24].tolist() == np.frombuffer(rows.tokens.data, np.int32).tolist()
     assert packed.positions_C.tolist() == [2, 3, 4, 5, 10, 11, 12, 13, 14, 15, 16, 21, 22]
     before = packed.tokens_RL.flatten()[packed.positions_C + 1]
     assert torch.equal(before, padded.tokens_RL.flatten()[padded.positions_C + 1])
