@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from student_trainer.objectives.config import TaskReward
 from student_trainer.objectives.divergences import Discount, Objective, Targets, at, own
 from student_trainer.objectives.token_statistics import STATS, token_sums
 
@@ -65,8 +66,8 @@ class Loss:
     """Names, as Rows.teacher indexes them."""
     coefficients: tuple[float, ...] = ()
     """λ·c of each teacher; empty: 1 for all."""
-    task: bool = False
-    """Whether rollouts' rewards are part of the loss."""
+    task: TaskReward | None = None
+    """How rollouts' rewards are part of the loss; None: they are not."""
 
     @property
     def tracked(self) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.head import RHO_MAX, HeadWeights, Loss
-from student_trainer.objectives.config import ObjectiveConfig
+from student_trainer.objectives.config import ObjectiveConfig, TaskReward
 from student_trainer.objectives.divergences import Targets, build, discount
 from student_trainer.objectives.token_statistics import COUNTS, MEANS, STATS
 from student_trainer.ranks import Ranks
@@ -32,6 +32,8 @@ from student_trainer.varlen import PackedRows
 from sync.base.errors import DataError
 from sync.wire import Rows, Segment, TrainBatch, unpack
 
+_EQUAL: Final = 1e-6
+"""Standard deviation of rewards, as a share of their mean or of 1, up to which they are the same number."""
 MULTIPLE: Final = 64
 """Packed tokens are padded to a multiple of it. oneDNN compiles a product for every shape that it meets: rows
 of any length cost it 26 compilations a step, 60 ms of 400, and a megabyte each in its cache. On GPUs the sums
@@ -56,7 +58,7 @@ def loss_of(
         ends=ends,
         teachers=tuple(teachers),
         coefficients=tuple(factors) if any(factor != 1.0 for factor in factors) else (),
-        task=objective.task is not None,
+        task=objective.task,
     )
 
 
@@ -73,7 +75,7 @@ def train_step(
     """
     clock = Stopwatch(ranks.device) if clock is None else clock
     scale, student = ranks.world_size / batch.denominator, engine.module
-    rewards = rewards_of(batch, ranks, student.group) if loss.task else None
+    rewards = None if loss.task is None else rewards_of(batch, ranks, student.group)
     parts: list[tuple[Tensor, dict[str, float]]] = []
     for index, rows in enumerate(batch.micro_batches):
         micro = collate(rows, batch.version.step, student.head.shape.vocab, student.varlen)
@@ -95,7 +97,7 @@ def train_step(
     clock.begin(None)
     metrics = summarise(parts, batch.denominator, ranks, loss.teachers)
     if rewards is not None and rewards.mean is not None:
-        metrics["reward_mean"] = rewards.mean
+        metrics |= {"reward_mean": rewards.mean, "reward_std": rewards.deviation}
     applied = bool(engine.was_step_applied())
     if applied and not math.isfinite(metrics["loss"]):
         raise DataError(
@@ -270,9 +272,13 @@ class Rewards:
     """What the rewards of one step sum up to, all ranks together."""
 
     mean: float | None
-    """b: over the student's rollouts with a reward; None: there are none"""
+    """Over the student's rollouts with a reward; None: there are none"""
     tokens: float
     """M: supervised tokens of rollouts with a reward"""
+    rollouts: float = 0.0
+    """Rollouts with a reward"""
+    deviation: float = 0.0
+    """Standard deviation, over the same as `mean`"""
 
 
 def rewards_of(batch: TrainBatch, ranks: Ranks, group: SequenceGroup | None = None) -> Rewards:
@@ -280,44 +286,62 @@ def rewards_of(batch: TrainBatch, ranks: Ranks, group: SequenceGroup | None = No
 
     Raises DataError when no rollout has a reward, or one is not finite.
     """
-    sums = np.zeros(3)
+    sums = np.zeros(5)
     for rows in batch.micro_batches if group is None or group.rank == 0 else []:
         if rows.reward is not None:
             reward_R, student_R = unpack(rows.reward), np.ones(rows.reward.shape[0], bool)
             if rows.by_teacher is not None:
                 student_R = unpack(rows.by_teacher) == 0
-            sums += reward_R[student_R].sum(), student_R.sum(), in_loss(rows).sum()
-    total, rollouts, tokens = ranks.gather(torch.from_numpy(sums)).sum(0).tolist()
+            own_R = reward_R[student_R].astype(np.float64)
+            sums += own_R.sum(), own_R @ own_R, own_R.size, in_loss(rows).sum(), reward_R.size
+    total, squares, count, tokens, rollouts = ranks.gather(torch.from_numpy(sums)).sum(0).tolist()
     if tokens == 0 or not np.isfinite(total):
         raise DataError(
-            f"the batch of {batch.version} has {rollouts:.0f} rollouts with a reward, their sum is {total}: "
+            f"the batch of {batch.version} has {count:.0f} rollouts with a reward, their sum is {total}: "
             "objective.task needs a finite reward; set prompts.reward_fn, take prompts of a task, or leave "
             "it out"
         )
-    return Rewards(total / rollouts if rollouts else None, tokens)
+    deviation = math.sqrt(max(0.0, squares - total**2 / count) / (count - 1)) if count > 1 else 0.0
+    return Rewards(total / count if count else None, tokens, rollouts, deviation)
 
 
-def advantages(rows: Rows, rewards: Rewards, denominator: int) -> Tensor | None:
-    """(R − E − b)·N/M of every completion token [C]; None: these rows have no reward.
+def advantages(
+    rows: Rows, rewards: Rewards, denominator: int, task: TaskReward = TaskReward()
+) -> Tensor | None:
+    """(R − E − b)/s·w·N of every completion token [C]; None: these rows have no reward.
 
-    b is the rows' own baseline where they carry one, else the mean of the step. E is the part of R that turns
-    before the token's earned, which none of its tokens can change.
+    b is the rows' own baseline where they carry one, else the mean of the step, and s the deviation beside
+    it, or 1. E is the part of R that turns before the token's earned, which none of its tokens can change. w
+    is 1/M, or 1/(rollouts with a reward · tokens of the rollout in the loss).
     """
     if rows.reward is None:
         return None
-    baseline_R = rewards.mean or 0.0 if rows.baseline is None else unpack(rows.baseline).astype(np.float64)
-    advantage_R = unpack(rows.reward).astype(np.float64) - baseline_R
-    advantage_C = np.repeat(advantage_R, unpack(rows.completion_lens))
+    length_R, kept_C = unpack(rows.completion_lens), in_loss(rows)
+    baseline_R, deviation_R = np.full((2, length_R.size), [[rewards.mean or 0.0], [rewards.deviation]])
+    if rows.baseline is not None:
+        baseline_R = unpack(rows.baseline).astype(np.float64)
+    if rows.deviation is not None:
+        deviation_R = unpack(rows.deviation).astype(np.float64)
+    row_C = np.repeat(np.arange(length_R.size), length_R)
+    advantage_C = (unpack(rows.reward) - baseline_R)[row_C]
     if rows.earned is not None:
         advantage_C = advantage_C - unpack(rows.earned)
-    advantage_C = advantage_C[in_loss(rows)] * denominator / rewards.tokens
+    share_R = np.full(length_R.size, 1.0 / rewards.tokens)
+    if task.average == "rollouts":
+        share_R = 1.0 / (rewards.rollouts * np.bincount(row_C, kept_C, length_R.size).clip(min=1))
+    if task.scale == "std":
+        differ_R = deviation_R > _EQUAL * np.abs(baseline_R).clip(min=1.0)
+        share_R = np.where(differ_R, share_R / np.where(differ_R, deviation_R, 1.0), 0.0)
+    advantage_C = (advantage_C * share_R[row_C] * denominator)[kept_C]
     return torch.from_numpy(advantage_C.astype(np.float32))
 
 
 def weighted(targets: Targets, rows: Rows, loss: Loss, rewards: Rewards | None, denominator: int) -> Targets:
     """`targets` with each token's weights: λ·c and the task's credit, times the row's weight."""
     coefficient_C = torch.tensor(loss.coefficients)[targets.teacher_N] if loss.coefficients else None
-    advantage_C = None if rewards is None else advantages(rows, rewards, denominator)
+    advantage_C = None
+    if rewards is not None and loss.task is not None:
+        advantage_C = advantages(rows, rewards, denominator, loss.task)
     if rows.weight is not None:
         weight_C = torch.tensor(unpack(rows.weight))[targets.row_N]
         coefficient_C = weight_C if coefficient_C is None else weight_C * coefficient_C

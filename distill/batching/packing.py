@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import stdev
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -48,17 +49,27 @@ class Shape:
     """Whether rows are padded to the longest of their micro-batch, counted so; else they lie end to end."""
 
 
-def group_means(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, float]:
-    """Mean reward of the student's rollouts of every rollout's group, by the rollout's id, of those that have
-    a reward; 0 where the teacher generated the whole group."""
+class GroupRewards(NamedTuple):
+    """The rewards of the student's rollouts in a group; zeros where the teacher generated all of it."""
+
+    mean: float
+    deviation: float
+    """Standard deviation of one of them; 0 where there is one."""
+
+
+def group_rewards(rollouts: Sequence[Rollout], group_of: Callable[[str], str]) -> dict[str, GroupRewards]:
+    """The rewards of every rollout's group, by the rollout's id, of those that have a reward."""
     rewards: dict[str, list[float]] = {}
     for rollout in rollouts:
         if rollout.reward is not None and not rollout.by_teacher:
             rewards.setdefault(group_of(rollout.id), []).append(rollout.reward)
-    means = {group: sum(reward) / len(reward) for group, reward in rewards.items()}
-    return {
-        member.id: means.get(group_of(member.id), 0.0) for member in rollouts if member.reward is not None
+    groups = {
+        group: GroupRewards(sum(values) / len(values), stdev(values) if len(values) > 1 else 0.0)
+        for group, values in rewards.items()
     }
+    nothing = GroupRewards(0.0, 0.0)
+    rewarded = (rollout for rollout in rollouts if rollout.reward is not None)
+    return {rollout.id: groups.get(group_of(rollout.id), nothing) for rollout in rewarded}
 
 
 def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> list[TrainBatch]:
@@ -67,7 +78,7 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
     `step_of`: a token's version as a step of the trainer's lineage.
     """
     weights = dict(zip((rollout.id for rollout in batch.rollouts), batch.weights, strict=False))
-    baselines = group_means(batch.rollouts, group_of) if shape.group > 1 else {}
+    groups = group_rewards(batch.rollouts, group_of) if shape.group > 1 else {}
     rollouts = [_cut(rollout, shape.supervised) for rollout in batch.rollouts]
     shares = _shares(rollouts, world_size, shape)
     count = max(len(share) for share in shares)
@@ -83,7 +94,7 @@ def pack_batch(batch: Batch, world_size: int, shape: Shape, step_of: StepOf) -> 
             version=batch.version,
             denominator=denominator,
             micro_batches=[
-                rows_of(micro, like(micro), index, step_of, step, weights, baselines)
+                rows_of(micro, like(micro), index, step_of, step, weights, groups)
                 for micro in share + [[]] * (count - len(share))
             ],
         )
@@ -159,12 +170,12 @@ def rows_of(
     step_of: StepOf,
     step: int,
     weights: Mapping[str, float] = {},
-    baselines: Mapping[str, float] = {},
+    groups: Mapping[str, GroupRewards] = {},
 ) -> Rows:
     """Rows of rollouts, in order, trained on top of `step`.
 
     `template` has the optional arrays that there are when there are no rollouts. By rollout's id: its loss
-    weight (empty: 1 for all), and what its reward is compared with (empty: the mean of the step).
+    weight (empty: 1 for all), and the rewards that its own is compared with (empty: those of the step).
     """
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     assert len(rewards) in (0, len(rollouts)), "rows of one micro-batch all have a reward or none has"
@@ -179,12 +190,11 @@ def rows_of(
         return _join([getattr(score, name) for score in scores], getattr(scored, name))
 
     by_teacher = [rollout.by_teacher for rollout in rollouts]
-    compared = [baselines[rollout.id] for rollout in rollouts if baselines and rewarded]
+    baseline, deviation = _compared(rollouts, groups if rewarded else {})
     routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
-    tokens = b"".join(part for rollout in rollouts for part in (rollout.prompt.data, rollout.tokens.data))
     return Rows(
         ids=[rollout.id for rollout in rollouts],
-        tokens=Array("i4", (len(tokens) // 4,), tokens),
+        tokens=_tokens(rollouts),
         prompt_lens=_array("i4", [rollout.prompt.shape[0] for rollout in rollouts]),
         completion_lens=_array("i4", [rollout.length for rollout in rollouts]),
         behavior_logprob=student("logprob"),
@@ -200,7 +210,8 @@ def rows_of(
         reward=_array("f4", rewards) if rewarded else None,
         truncated=_array("u1", [rollout.truncated for rollout in rollouts]),
         weight=_array("f4", [weights[rollout.id] for rollout in rollouts]) if weights else None,
-        baseline=_array("f4", compared) if baselines and rewarded else None,
+        baseline=baseline,
+        deviation=deviation,
         by_teacher=_array("u1", by_teacher) if any(by_teacher) else None,
         kept=[score.kept for score in scores] if scored.kept else None,
         teacher_prompts=[rollout.teacher_prompt for rollout in rollouts] if scored.kept else None,
@@ -212,6 +223,23 @@ def rows_of(
         segment=_segments(scores),
         off_path=off_path,
     )
+
+
+def _tokens(rollouts: Sequence[Rollout]) -> Array:
+    """Each prompt, then its completion."""
+    data = b"".join(part for rollout in rollouts for part in (rollout.prompt.data, rollout.tokens.data))
+    return Array("i4", (len(data) // 4,), data)
+
+
+def _compared(
+    rollouts: Sequence[Rollout], groups: Mapping[str, GroupRewards]
+) -> tuple[Array | None, Array | None]:
+    """`Rows.baseline` and `Rows.deviation`."""
+    if not groups:
+        return None, None
+    compared = [groups[rollout.id] for rollout in rollouts]
+    means, deviations = [group.mean for group in compared], [group.deviation for group in compared]
+    return _array("f4", means), _array("f4", deviations)
 
 
 def _places(routes: Array | None) -> int:

@@ -90,6 +90,7 @@ FIGURES: Final = tuple(
         ("train/rows", "rollouts", "of the step"),
         ("train/rescored", "rollouts", "of the step, whose kept scores were gone and computed again"),
         ("train/reward_mean", "–", "task reward of the step"),
+        ("train/reward_std", "–", "its standard deviation over the step's rollouts"),
         ("train/grad_norm", "–", "before clipping"),
         ("train/lr", "–", "learning rate that the step used"),
         ("train/skipped", "0 or 1", "the update was left out: its loss or gradient norm was not finite"),

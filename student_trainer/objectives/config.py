@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from sync.base.own_code import typed
 from sync.base.settings import Settings
@@ -22,16 +22,36 @@ Cap = Annotated[
 
 
 class TaskReward(Settings):
-    """A task's reward beside the divergence: L = L_task + λ·L_KL, L_task by REINFORCE.
+    """A task's reward, beside a divergence (L = L_task + λ·L_KL) or alone: policy gradient on the sampled
+    tokens.
 
-    L_task is divided by the supervised tokens of rollouts with a reward.
+        L_task = −Σ_t w_t · min(ρ_t, c)·A_t · log p(y_t),     A = (R − b)/s
     """
 
     baseline: Literal["batch", "group"] = "batch"
-    """What a reward is compared with: the mean reward of the step's rollouts, or that of the completions of
-    the same prompt (rollout.per_prompt of them, at least 2), which are then trained on together."""
+    """b, what a reward is compared with: the mean reward of the step's rollouts, or that of the completions
+    of the same prompt (rollout.per_prompt of them, at least 2), which are then trained on together."""
+    scale: Literal["none", "std"] = "none"
+    """s. none: 1; std: the standard deviation of the rewards that b is the mean of. Where these are all equal
+    nothing is learned from them."""
+    average: Literal["tokens", "rollouts"] = "tokens"
+    """w. tokens: every supervised token of rollouts with a reward counts the same. rollouts: every such
+    rollout does, so that a token of a short one counts more."""
     rho_cap: Cap = 5.0
-    """Cap of the importance weight min(ρ, c) of L_task, ρ = p(y)/μ(y); inf: uncapped."""
+    """Cap c of the importance weight min(ρ, c) of L_task, ρ = p(y)/μ(y); inf: uncapped."""
+    clip: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0)]] | None = None
+    """[low, high]: in the place of min(ρ, c)·A·log p the clipped ratio min(ρ'·A, clip(ρ', 1 − low,
+    1 + high)·A) with ρ' = min(ρ, c), which the gradient goes through: a token that has moved so far already
+    gives none. None: no clipping."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TaskReward:
+        if self.clip is not None and self.rho_cap is not None and self.rho_cap <= 1 + self.clip[1]:
+            raise ValueError(
+                f"rho_cap is {self.rho_cap:g} and clip {list(self.clip)}: the cap must lie above "
+                f"1 + {self.clip[1]:g}; raise it, or leave clip out"
+            )
+        return self
 
 
 class Mixing(Settings):

@@ -5,8 +5,8 @@ teacher. p: live student, q: teacher, μ: the policy that sampled y, d = log p �
 without gradient. Log-probabilities are nats, fp32. A divergence returns a surrogate loss for each token,
 whose gradient is the one wanted, and statistics named in `token_statistics.STATS`.
 
-ρ is always detached: a differentiable min(ρ, c)·A has no gradient wherever ρ > c, and a differentiable ρ in
-the hybrid makes the gradient wrong (docs/objectives.md).
+ρ is detached: a differentiable min(ρ, c)·A has no gradient wherever ρ > c, and a differentiable ρ in the
+hybrid makes the gradient wrong (docs/objectives.md). The task's clipped ratio alone is meant to have none.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Targets:
     coefficient_N: Tensor | None = None
     """λ·c of the token's teacher, times the row's weight; None: 1"""
     advantage_N: Tensor | None = None
-    """(R − b)·N/M of the token's rollout, times the row's weight; None: no task reward"""
+    """A·w·N of the token (see `mixture`), times the row's weight; None: no task reward"""
     by_teacher_N: Tensor | None = None
     """bool: the teacher generated the token; None: the student generated all"""
     teacher_N: Tensor | None = None
@@ -312,21 +312,47 @@ def both_ways(logp_NV: Tensor, targets: Targets, reverse: Objective, weight: flo
 # --- what is minimised --------------------------------------------------------------------------------------
 
 
+def rewarded(
+    logp_N: Tensor, targets: Targets, rho_cap: float | None, clip: tuple[float, float] | None = None
+) -> Tensor:
+    """Policy gradient of a task's reward, to be maximised [N]; A is `advantage_N`.
+
+        sg[ min(ρ, c)·A ] · log p(y)
+        with clip = (l, h):  min( ρ'·A, clip(ρ', 1 − l, 1 + h)·A ),     ρ' = min(ρ, c)
+
+    The clipped one has the gradient ρ·A·∇log p, and none where A > 0 and ρ > 1 + h, or A < 0 and ρ < 1 − l,
+    or ρ > c: the clip of PPO, and a cap for A < 0, which it leaves open.
+    """
+    assert targets.advantage_N is not None
+    if clip is None:
+        weight_N = weight(ratio(logp_N, targets.behavior_logp_N), rho_cap, None)
+        return (weight_N * targets.advantage_N) * logp_N
+    rho_N = (logp_N - targets.behavior_logp_N).clamp(max=_MAX_LOG_RHO).exp()
+    rho_N = rho_N if rho_cap is None else rho_N.clamp(max=rho_cap)
+    inside_N = rho_N.clamp(1.0 - clip[0], 1.0 + clip[1])
+    return torch.minimum(rho_N * targets.advantage_N, inside_N * targets.advantage_N)
+
+
 def mixture(
-    logp_NV: Tensor, targets: Targets, divergence: Objective, rho_cap: float | None, estimated: bool = True
+    logp_NV: Tensor,
+    targets: Targets,
+    divergence: Objective,
+    rho_cap: float | None,
+    estimated: bool = True,
+    clip: tuple[float, float] | None = None,
 ) -> Terms:
     """A divergence from the teacher and a task's reward, together.
 
         L      = L_task + λ·L_KL
         L_KL   = (1/N) Σ_t c_t · divergence_t                        c: coefficient of the sample's teacher
-        L_task = −(1/M) Σ_t sg[ min(ρ_t, cap) · (R − b) ] · log p(y_t)
+        L_task = −Σ_t w_t · rewarded_t                               with A = (R − b)/s of the token's rollout
 
     Tokens that the teacher generated have no part in L_task, and cross-entropy (`sft`) in the place of their
     divergence: with a share 1 − f of such rollouts the expected loss is f·L + (1 − f)·λ·L_sft.
 
-    R is the reward of the token's rollout, b its baseline (REINFORCE), N all supervised tokens of the step,
-    M those of rollouts with a reward. What is summed here is divided by N later: λ·c_t comes as
-    `coefficient_N`, (R − b)·N/M as `advantage_N`. The statistics are the divergence's own.
+    R is the reward of the token's rollout, b its baseline, s its scale, w its share in the average, N all
+    supervised tokens of the step. What is summed here is divided by N later: λ·c_t comes as `coefficient_N`,
+    A·w·N as `advantage_N`. The statistics are the divergence's own.
 
     What is estimated at y, the policy gradient of a reward or, with `estimated`, of the divergence, is of the
     distributions within the sampling mask (`within_mask`): μ is one of these.
@@ -340,9 +366,7 @@ def mixture(
     if targets.coefficient_N is not None:
         loss_N = targets.coefficient_N * loss_N
     if targets.advantage_N is not None and masked is not None:
-        logp_N = at(masked[0], targets.token_N)
-        weight_N = weight(ratio(logp_N, targets.behavior_logp_N), rho_cap, None)
-        task_N = (weight_N * targets.advantage_N) * logp_N
+        task_N = rewarded(at(masked[0], targets.token_N), targets, rho_cap, clip)
         loss_N = loss_N - (task_N if by_teacher_N is None else torch.where(by_teacher_N, 0.0, task_N))
     return loss_N, stats
 
@@ -404,9 +428,9 @@ what it needs from the teacher in `config.needs`."""
 
 def build(objective: config.ObjectiveConfig) -> Objective:
     """The function of (live log p [N, V], Targets) that is minimised, mixing included."""
-    rho_cap = None if objective.task is None else objective.task.rho_cap
-    divergence = DIVERGENCES[type(objective)](objective)
-    return partial(mixture, divergence=divergence, rho_cap=rho_cap, estimated=config.estimated(objective))
+    divergence, estimated = DIVERGENCES[type(objective)](objective), config.estimated(objective)
+    cap, clip = (None, None) if (task := objective.task) is None else (task.rho_cap, task.clip)
+    return partial(mixture, divergence=divergence, rho_cap=cap, estimated=estimated, clip=clip)
 
 
 def discount(objective: config.ObjectiveConfig) -> Discount | None:

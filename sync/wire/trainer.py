@@ -90,6 +90,8 @@ class Rows(msgspec.Struct, frozen=True):
     """f4 [R], in (0, 1]: what the row's loss is multiplied by, for its freshness; None: 1 for all"""
     baseline: Array | None = None
     """f4 [R]: b that the row's reward is compared with; None: the mean reward of the step"""
+    deviation: Array | None = None
+    """f4 [R]: standard deviation of the rewards that `baseline` is the mean of; None: of the step's"""
     by_teacher: Array | None = None
     """u1 [R]: 1 where the teacher generated the completion (loss: cross-entropy); None: no row"""
     kept: list[Kept | None] | None = None

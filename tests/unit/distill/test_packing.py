@@ -14,7 +14,7 @@ from in_memory import some_routes
 from msgspec.structs import replace
 
 from distill.batching.filling import Split, end_to_end, rectangles
-from distill.batching.packing import Shape, group_means, pack_batch, rows_of
+from distill.batching.packing import Shape, group_rewards, pack_batch, rows_of
 from distill.buffer import Lineage, Lineages
 from distill.record.record import is_teacher_turn
 from distill.record.rollout import Rollout
@@ -288,13 +288,15 @@ def test_weights_and_baselines_follow_their_rows() -> None:
     for micro in rows:
         assert unpack(micro.weight).tolist() == [np.float32(weights[int(i[1:])]) for i in micro.ids]
         assert unpack(micro.baseline).tolist() == [0.75] * len(micro.ids)
+        deviation = np.float32(np.std([0, 1, 2, 0], ddof=1))
+        assert unpack(micro.deviation).tolist() == [deviation] * len(micro.ids)
     assert sum(len(micro.ids) for micro in rows) == 4
-    assert group_means([rollout(9, 1, 2)], lambda name: name) == {}
+    assert group_rewards([rollout(9, 1, 2)], lambda name: name) == {}
     (plain,) = shares(rollouts, 1, 100)
     assert (plain.micro_batches[0].weight, plain.micro_batches[0].baseline) == (None, None)
 
 
-def test_a_groups_baseline_is_the_mean_of_the_students_rewards() -> None:
+def test_a_groups_baseline_and_deviation_are_of_the_students_rewards() -> None:
     """Of groups of two the teacher generated none, one or both."""
     import msgspec
 
@@ -302,8 +304,10 @@ def test_a_groups_baseline_is_the_mean_of_the_students_rewards() -> None:
         msgspec.structs.replace(rollout(i, 1, 2), reward=float(i), by_teacher=i in (3, 4, 5))
         for i in range(6)
     ]
-    means = group_means(rollouts, lambda name: str(int(name[1:]) // 2))
+    rewards = group_rewards(rollouts, lambda name: str(int(name[1:]) // 2))
+    means = {name: group.mean for name, group in rewards.items()}
     assert means == {"r0": 0.5, "r1": 0.5, "r2": 2.0, "r3": 2.0, "r4": 0.0, "r5": 0.0}
+    assert [group.deviation for group in rewards.values()] == [0.5**0.5] * 2 + [0.0] * 4
 
 
 def test_rows_with_and_without_an_array_are_refused() -> None:

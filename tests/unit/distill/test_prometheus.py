@@ -44,7 +44,8 @@ from teacher_service.kept import KeptScores
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "secret"
-BESIDE_MEANS = ["reward_mean", "grad_norm", "lr", "skipped", "effective_sample_size", "eos_rate", "tokens"]
+BESIDE_MEANS = ["reward_mean", "reward_std", "grad_norm", "lr", "skipped"]
+BESIDE_MEANS += ["effective_sample_size", "eos_rate", "tokens"]
 OF_STEP = dict.fromkeys([*MEANS, *BESIDE_MEANS, "reverse_kl/t"], 0.5)
 HALF = wire.Estimate(0.5, 0.4, 0.6)
 EVALUATION = wire.EvalReport(
