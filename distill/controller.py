@@ -22,7 +22,7 @@ from distill import events, waits
 from distill.aio import cancel, until
 from distill.batching.batcher import StepBatcher
 from distill.batching.packing import Shape
-from distill.buffer import Batch, rules
+from distill.buffer import Batch
 from distill.conclusion import conclude
 from distill.config import RunConfig
 from distill.evaluation.generation import Generation
@@ -33,6 +33,7 @@ from distill.metrics.summary import Advice, digest_of_all, gauges, identity, of_
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.record.changes import Checkpointed, Concluded, VersionApplied
 from distill.record.record import Record
+from distill.record.resume import Resume
 from distill.record.validation import Validator
 from distill.registry import Gangs, Registry
 from distill.rollout.broadcasts import Broadcasts
@@ -51,29 +52,27 @@ ROOT_LOOK_SECONDS = 1.0
 
 
 class Controller:
-    """Controls one run. If its record is not empty, the run continues from it.
+    """Controls one run, which goes on from `start`: distill.record.resume says from what.
 
-    Construct (reads the record, binds the port), then `await run()` once. `url` is where the trainer finds
-    it. `request_stop` and `trainer_left` may be called at any time.
+    Construct (binds the port), then `await run()` once. `url` is where the trainer finds it. `request_stop`
+    and `trainer_left` may be called at any time.
     """
 
     def __init__(
-        self, config: RunConfig, parts: Components, hooks: Hooks = Hooks(), token: str | None = None
+        self,
+        config: RunConfig,
+        parts: Components,
+        start: Resume,
+        hooks: Hooks = Hooks(),
+        token: str | None = None,
     ) -> None:
         self.config, self._parts, self._hooks, run = config, parts, hooks, config.run
         self.events = bus = Events()
-        self.timeline = timeline = Timeline(hooks.span, earlier=parts.earlier)
+        self.timeline = timeline = Timeline(hooks.span, earlier=start.earlier.figures)
         self.waits = waits.Waits(timeline.blocked)
         budget = ErrorBudget(config.guard.bad_answers, bus)
         checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size, parts.routing)
-        self.record = record = Record(
-            parts.store,
-            parts.prompts,
-            run=run.name,
-            seed=run.seed,
-            rules=rules(config),
-            events=bus,
-        )
+        self.record = record = Record(parts.store, parts.prompts, start, bus)
         stall, group = config.rollout.stall_timeout_seconds, record.state.rules.group
         self.pool = ReplicaPool(record.state, config.weights, stall, budget, bus)
         self.pool.keeps_cache = config.keeps_cache

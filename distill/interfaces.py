@@ -154,7 +154,5 @@ class Components:
     context: int = ANY_ID
     """Longest sequence, in tokens, that student and teachers take."""
     transforms: dict[str, Transform] = field(default_factory=dict)  # by teacher
-    earlier: Mapping[str, Any] = field(default_factory=dict)
-    """Seconds of the run's earlier starts, as `Timeline.figures`."""
     claim: Claim = field(default_factory=Claim)
     """Sent with all requests to other servers; the controller sets the run in it."""

@@ -19,12 +19,15 @@ from blake3 import blake3
 
 from sync.base.decoding import json_decoder
 from sync.base.errors import DataError
+from sync.base.formats import check_json_format
 from sync.wire import Version
 
 log = logging.getLogger(__name__)
 CHECKPOINTS: Final = "checkpoints"
 """Their folder in a run's."""
 INDEX: Final = "checkpoint.json"
+FORMAT: Final = 1
+"""Of a checkpoint: INDEX names it, and what names none has it."""
 DIGESTED_BYTES: Final = 256 << 20
 """Largest checkpoint that is read to compare digests before anything loads: a fraction of a second."""
 
@@ -51,6 +54,7 @@ class Index(msgspec.Struct):
     """ranks that shared the experts of a layer"""
     files: dict[str, File] = {}
     """path below the checkpoint's folder → file"""
+    format: int = FORMAT
 
 
 def latest(folder: Path) -> str:
@@ -95,7 +99,8 @@ def choose(folder: Path, altered: Mapping[str, str] | None = None, digested: int
     """The checkpoint that `latest` names, or the newest whole one before it, else after it.
 
     `altered`: name → what its readers found wrong; `digested`: bytes up to which a checkpoint's digests are
-    compared here, else its sizes alone. Raises DataError when there are checkpoints and none is whole.
+    compared here, else its sizes alone. Raises DataError when there are checkpoints and none is whole, and
+    for one of another format, instead of which none is used.
     """
     named, paths = latest(folder), saved(folder)[::-1]
     names = [path.name for path in paths]
@@ -125,6 +130,8 @@ def choose(folder: Path, altered: Mapping[str, str] | None = None, digested: int
 
 def damage(path: Path, digested: int) -> str | None:
     """What is wrong with a checkpoint; None where nothing that is looked at is. `digested`: see `choose`."""
+    with suppress(OSError):  # `index` says it
+        check_json_format(path / INDEX, (path / INDEX).read_bytes(), FORMAT)
     header, problem = index(path)
     if header is None or sum(file.size for file in header.files.values()) > digested:
         return problem

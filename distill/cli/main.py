@@ -148,10 +148,7 @@ def run(
         settled = dry.dry_run(settings)
         typer.echo("\n".join(dry.lines(settled)))
         if resume:
-            from distill.buffer import rules
-            from distill.record import resume as record
-
-            typer.echo("\n".join(["", *record.lines(record.resume_of(settings.run_dir, rules(settings)))]))
+            typer.echo("\n".join(["", *dry.resume_lines(settings)]))
         write_figures(json_file, settled)
         return
     _run(settings, resume, json_file)

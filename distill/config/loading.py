@@ -18,12 +18,15 @@ from distill.config import RunConfig
 from distill.config.laws import sections
 from sync.base import secrets
 from sync.base.errors import ConfigError
+from sync.base.formats import check_json_format
 from sync.base.own_code import OWN, typed
 from sync.base.settings import ModelSource, Settings
 
 S = TypeVar("S", bound=Settings)
 log = logging.getLogger(__name__)
 PUT_BACK: Final = "the file was altered: put it back, or start a new run under another run.name"
+
+CONFIG_FORMAT: Final = 1  # of config.json in a run's folder; the key "format" has it
 
 RENAMED: Final = {
     "awake_teachers": "max_loaded_teachers",
@@ -84,6 +87,7 @@ def _of_run_dir(run_dir: Path) -> dict[str, Any]:
     raw = _inherited(secrets.filled(recorded(run_dir)))  # with those of a role that a launcher started
     raw["run"]["folder"] = str(run_dir.absolute().parent)
     raw.pop("content", None)
+    raw.pop("format", None)
     return raw
 
 
@@ -103,19 +107,21 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """What config.json in a run's folder holds, secrets hidden: the tables of a configuration, and "content".
+    """What config.json in a run's folder holds, secrets hidden: the tables of a configuration, "content" and
+    "format".
 
-    Raises ConfigError when there is none, or another file in its place.
+    Raises ConfigError when there is none, or another file in its place, DataError for another format.
     """
     path = run_dir / "config.json"
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(data := path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name the folder of a run") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): {PUT_BACK}") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("run"), dict):
         raise ConfigError(f"{path} has no table 'run', which every run writes: {PUT_BACK}")
+    check_json_format(path, data, CONFIG_FORMAT)
     return raw
 
 

@@ -16,10 +16,13 @@ from typing import Any, Final
 from distill.config import RunConfig
 from distill.launch.cluster import role_words
 from distill.launch.roles import Ports, plan_servers, temporary, token_of, trainer_child, url_of
+from distill.launch.run_folder import check_holds_run
 from distill.launch.supervise import ChildSpec
-from distill.preflight_checks.checks import check_keys
+from distill.preflight_checks.checks import check, check_keys
 from distill.preflight_checks.objective import resolve
-from distill.preflight_checks.placement import needs
+from distill.preflight_checks.placement import needs, planned
+from distill.prompts.stream import PromptStream
+from distill.record import resume as record
 from sync.base import secrets
 
 _ANY: Final = 65535
@@ -56,6 +59,17 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         folder = str(moved.run.folder)
         commands = [_shown(child, folder, str(config.run.folder)) for child in children]
     return {"config": shown, "commands": commands}
+
+
+def resume_lines(config: RunConfig) -> Iterator[str]:
+    """What `distill run --resume` would go on from; reads models' configs, prompts and the run's folder.
+
+    Raises ConfigError or DataError where it would be refused.
+    """
+    check_holds_run(config.run_dir)
+    config, split, *_ = check(config, planned(config)[0])
+    prompts = PromptStream(split.train, config.run.seed, config.rollout.per_prompt)
+    return record.lines(record.resume(config.run_dir, record.Start.of(config, prompts, split)))
 
 
 def _shown(child: ChildSpec, written: str, real: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from distill.preflight_checks.checks import check_folder
 from distill.preflight_checks.engines import Engines
 from distill.prompts.sources import longest_sequence, open_prompts
 from distill.prompts.stream import PromptStream
+from distill.record.resume import Start, resume
 from distill.record.store import Store
 from student_trainer.objectives.config import needs
 from sync.base.errors import ConfigError
@@ -84,9 +85,9 @@ async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]
     say(f"starting {', '.join(child.name for child in plan.children)}")
     async with connected(config, plan, token, claim) as servers:
         say("generating completions, and comparing them with the teachers")
-        return await Controller(config, _components(config, servers, claim), token=token).evaluated(
-            Version(0, 0)
-        )
+        parts = _components(config, servers, claim)
+        start = resume(config.run_dir, Start.of(config, parts.prompts), parts.store.connection)
+        return await Controller(config, parts, start, token=token).evaluated(Version(0, 0))
 
 
 def _components(config: RunConfig, servers: Engines, claim: Claim) -> Components:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -35,12 +34,12 @@ from distill.interfaces import Components, Hooks
 from distill.launch import cluster, roles
 from distill.launch.preflight import connect, disconnect, prepare
 from distill.launch.roles import Plan, Ports, token_of, trainer_child
-from distill.launch.run_folder import RunFolder, checkpoint_line, content
+from distill.launch.run_folder import RunFolder, checkpoint_line
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.card import write_card
 from distill.metrics.console import ProgressDisplay
 from distill.metrics.page import REPORT, write_page
-from distill.metrics.results import earlier_seconds, read_summary
+from distill.metrics.results import read_summary
 from distill.metrics.samples import QUARANTINE, SAMPLES, Quarantine, SampleFile
 from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
@@ -52,6 +51,8 @@ from distill.prompts.reward_pool import RewardPool
 from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
 from distill.prompts.stream import PromptStream
 from distill.record.journal import import_journal
+from distill.record.resume import Resume, Start
+from distill.record.resume import resume as goes_on_from
 from distill.record.store import Store
 from distill.rollout.replica_client import HttpReplica
 from distill.topology import CONTROLLER, TRAINER
@@ -96,24 +97,24 @@ async def run(
     if resume and (done := finished(config)):
         say(f"{config.run_dir} is already complete: {done['steps']} steps; raise run.steps to train on")
         return done
-    if line := checkpoint_line(config.run_dir):
-        say(line)
     with contextlib.ExitStack() as opened:
         ready = prepare(config, say)
         config, split, token = ready.config, ready.split, token_of(ready.config)
         engine = opened.enter_context(cluster.opened(config))
         folder = opened.enter_context(RunFolder.open(config, resume))
         ports = opened.enter_context(Ports())
-        for line in folder.keep(config, content(config, split)):
-            say(f"resumed with {line}")
         await import_journal(folder.path, rules(config), config.trainer.keep_checkpoints)
-        keep_position(split.train, folder.path)
+        prompts = PromptStream(split.train, config.run.seed, config.rollout.per_prompt)
+        start = goes_on_from(folder.path, Start.of(config, prompts, split))
+        for line in start.notes:
+            say(line)
+        folder.keep(start.config)
+        keep_position(split.train, folder.path, start.streams)
         config, plan = cluster.planned(config, engine, folder, token, ports, relay, say)
-        earlier, before = earlier_starts(folder.path)
-        launcher = _Launcher(config, folder, plan, split, ready.sets, token, console, relay, earlier)
+        launcher = _Launcher(config, folder, plan, split, ready.sets, prompts, start, token, console, relay)
         try:
             figures = await launcher.run(opened)
-            taken = before + time.monotonic() - began
+            taken = start.earlier.seconds + time.monotonic() - began
             summary = complete(config, figures, taken, seconds or {})
             write_json(folder.path / "summary.json", summary)
             await asyncio.to_thread(describe, config, summary, launcher.stopped_by, say)
@@ -133,21 +134,22 @@ class _Launcher:
         plan: Plan,
         split: PromptSplit,
         sets: Mapping[str, PromptSet],
+        prompts: PromptStream,
+        start: Resume,
         token: str | None,
         console: Console,
         relay: roles.Relay,
-        earlier: Mapping[str, Any],
     ) -> None:
         self._config, self._folder, self._token, self._split = config, folder, token, split
-        self._sets = sets
+        self._sets, self._prompts = sets, prompts
         self._expected = plan.expected
         self._joined, self._over, self.stopped_by = False, False, ""
         self._stop_deadline = float("inf")
         self._roll_back_to: list[Version | None] = []
         """Checkpoint at which the next trainer begins, after a rollback and until it has; else empty."""
         self._first_step: asyncio.Future[list[Finding]] = asyncio.get_running_loop().create_future()
-        self._earlier = earlier
-        self._display = ProgressDisplay(config, console, earlier.get("run_seconds", 0.0))
+        earlier = start.earlier.figures.get("run_seconds", 0.0)
+        self._display = ProgressDisplay(config, console, earlier)
         self._spans = JsonLines(folder.path / "timeline.jsonl")
         self._quarantine = JsonLines(folder.path / QUARANTINE)
         every, count = config.tracking.samples_every, config.tracking.samples
@@ -159,7 +161,7 @@ class _Launcher:
         self._rewards = RewardPool(split.rewards) if split.rewards else None
         self._claim = Claim()
         self._clients = connect(config, plan, token, self._claim)
-        self._controller = Controller(config, self._components(), self._hooks(), token)
+        self._controller = Controller(config, self._components(), start, self._hooks(), token)
         self._controller.withhold("the engines are compared (run.preflight)")
         folder.keep_url(config.controller, self._controller.url)
         children = {child.name: child for child in plan.children}
@@ -325,7 +327,7 @@ class _Launcher:
             replicas=dict(clients.replicas),
             teachers=dict(clients.teachers),
             route=Router(config.teachers).route,
-            prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
+            prompts=self._prompts,
             store=Store(self._folder.path, config.buffer.fsync),
             want=needs(config.objective, config.rollout.temperature),
             connect=lambda address: HttpReplica(address, self._token, claim=self._claim),
@@ -339,7 +341,6 @@ class _Launcher:
             transforms=dict(clients.transforms),
             environments=dict(clients.environments),
             context=longest_sequence(config) if config.environments else ANY_ID,
-            earlier=self._earlier,
             claim=self._claim,
         )
 
@@ -392,20 +393,6 @@ class _Launcher:
 
 
 # --- how a run has ended
-
-
-def earlier_starts(folder: Path) -> tuple[dict[str, Any], float]:
-    """`Timeline.figures` of a run's starts until now, and their seconds in all.
-
-    Neither is needed to resume: where their files were altered, this start counts alone, and says so.
-    """
-    try:
-        figures, summary = earlier_seconds(folder), read_summary(folder)
-    except DataError as error:
-        log.warning("%s; the seconds of earlier starts are left out", error)
-        return {}, 0.0
-    run_seconds: float = figures.get("run_seconds", 0.0)  # a start that was killed wrote no summary
-    return figures, max(run_seconds, (summary.get("seconds") or {}).get("total") or 0.0)
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:

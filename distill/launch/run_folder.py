@@ -1,8 +1,4 @@
-"""A run's folder: its lock, its recorded configuration, and what of that may change on `--resume`.
-
-A changed key takes effect, or is refused, or is judged by its content: prompts, held-out prompts and
-DeepSpeed's configuration are compared themselves (`content`), wherever they come from.
-"""
+"""A run's folder: its lock, its files for other processes, and the checkpoints that a rollback removes."""
 
 from __future__ import annotations
 
@@ -11,35 +7,28 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Final
-
-import msgspec
-from blake3 import blake3
+from typing import IO, Any
 
 from distill.config import ControllerConfig, RunConfig
-from distill.config.laws import decide
-from distill.config.loading import PUT_BACK, recorded, validate
+from distill.config.loading import recorded
 from distill.preflight_checks.machine import check_disk
-from distill.prompts.sources import PromptSplit, sample_prompts
-from distill.prompts.stream import Mixture, PromptSource
 from distill.record.journal import JOURNAL
 from distill.record.store import RECORD
 from student_trainer.checkpoint_files import CHECKPOINTS, choose, saved
-from student_trainer.deepspeed_json import deepspeed_config
 from sync.base import durable, secrets
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE, TOKEN_FILE_VARIABLE, WILDCARDS
 from sync.base.errors import ConfigError
-from sync.base.settings import LIVE, Settings
+from sync.base.settings import Settings
 from sync.wire import Version
 
 
 class RunFolder:
     """The folder of one run, locked for this process. Use inside `with`, or call `close()`."""
 
-    def __init__(self, path: Path, lock: IO[str], resumed: bool) -> None:
-        self.path, self._lock, self._resumed = path, lock, resumed
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path, self._lock = path, lock
         self.logs = path / "logs"
 
     @classmethod
@@ -51,8 +40,8 @@ class RunFolder:
         """
         path = config.run_dir
         existing = holds_run(path)
-        if resume and not existing:
-            raise ConfigError(f"run folder {path} holds no run to resume: leave --resume out")
+        if resume:
+            check_holds_run(path)
         try:
             durable.make_folder(path)
         except OSError as error:
@@ -67,34 +56,16 @@ class RunFolder:
                 "or remove the folder"
             )
         (path / "logs").mkdir(exist_ok=True)
-        return cls(path, lock, resume)
+        return cls(path, lock)
 
-    def keep(self, config: RunConfig, content: dict[str, Any]) -> list[str]:
-        """Write config.json, and keep an earlier one that differs as config.N.json; a line for every change.
-
-        What a resume has no prompts of keeps its digest, for the next one. Raises ConfigError, and changes
-        nothing, when a resumed run must not change so, or when what it ran with is not known.
-        """
-        path, lines = self.path / "config.json", []
-        record = secrets.hide(config.model_dump(mode="json")) | {"content": secrets.hide(content)}
-        if self._resumed or path.exists():
-            kept = recorded(self.path)
-            if self._resumed:
-                if not isinstance(kept.get("content"), dict):
-                    raise ConfigError(f"{path} has no table 'content', which every run writes: {PUT_BACK}")
-                ran = {name: table for name, table in kept.items() if name != "content"}
-                before = validate(ran, str(path)).model_dump(mode="json")
-                lines = compare(before | {"content": kept["content"]}, record)
-                record["content"] |= {
-                    name: kept["content"][name]
-                    for name in _OPTIONAL
-                    if record["content"].get(name) is None and name in kept["content"]
-                }
-            if kept != record:
-                number = len([*self.path.glob("config.*.json")])
-                durable.write_json(self.path / f"config.{number}.json", kept, mode=0o600)
+    def keep(self, record: Mapping[str, Any]) -> None:
+        """Write config.json (distill.record.configuration), and keep an earlier one that differs as
+        config.N.json."""
+        path = self.path / "config.json"
+        if path.exists() and (kept := recorded(self.path)) != record:
+            number = len([*self.path.glob("config.*.json")])
+            durable.write_json(self.path / f"config.{number}.json", kept, mode=0o600)
         durable.write_json(path, record, mode=0o600)
-        return lines
 
     def begin(self) -> None:
         """The run goes on: the summary of an earlier end is removed until it ends again."""
@@ -144,6 +115,12 @@ class RunFolder:
         self.close()
 
 
+def check_holds_run(run_dir: Path) -> None:
+    """Raise ConfigError where there is nothing to resume."""
+    if not holds_run(run_dir):
+        raise ConfigError(f"run folder {run_dir} holds no run to resume: leave --resume out")
+
+
 def holds_run(run_dir: Path) -> bool:
     """Whether there is something to resume, of this release or of one that kept a journal."""
     return (run_dir / RECORD).is_file() or (run_dir / JOURNAL).is_dir()
@@ -189,82 +166,3 @@ def _take_lock(path: Path) -> IO[str]:
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
-
-
-# --- resume
-
-_FORM: Final = "refused: weights and optimizer in the checkpoint have that form"
-_OF_CONTENT: Final = {
-    **dict.fromkeys(("deepspeed.optimizer.type", "deepspeed.bf16", "deepspeed.fp16"), _FORM),
-    "prompts": "refused: other prompts would be trained on, some of them held out or trained on before",
-    "held_out": "refused: evaluations before and after would use different prompts",
-}
-"""Key below `content` → what a resume does with a change of it, and of all below it; else it takes effect."""
-_OPTIONAL: Final = ("prompts", "held_out")
-"""Parts of `content` that a run may not have."""
-
-
-def content(config: RunConfig, split: PromptSplit) -> dict[str, Any]:
-    """Digests of what a run trains on and with, wherever it comes from; of endless prompts, of a sample."""
-    deepspeed = deepspeed_config(config.trainer)
-    deepspeed["optimizer"]["params"].pop("lr")  # trainer.lr says it
-    return {
-        "prompts": _content(split.train),
-        "held_out": _digest(split.held_out) if split.held_out else None,
-        "deepspeed": deepspeed,
-    }
-
-
-def _content(source: PromptSource) -> Any:
-    """Digest of a source's rows, of a mixture by part; of endless prompts, of a sample."""
-    if isinstance(source, Mixture):
-        return {name: _content(part) for name, part in source.parts.items()}
-    if isinstance(source, Sized):
-        return _digest(source)
-    return _digest(sample_prompts(PromptSplit(source, [], None)), "the first of endless")
-
-
-def _digest(prompts: Any, which: str = "") -> str:
-    state = blake3()
-    for index in range(len(prompts)):
-        state.update(msgspec.msgpack.encode(prompts[index]))
-    return f"{which} {len(prompts)} prompts, {state.hexdigest(length=16)}".strip()
-
-
-def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for every key that changed between two records of a run. Raises ConfigError for a refused one.
-
-    What one record lacks (a newer field, prompts without an evaluator) is not compared with the other's.
-    """
-    lines: list[str] = []
-    refused: list[str] = []
-    for path, old, new in _differences(before, now):
-        if path in [("content", name) for name in _OPTIONAL] and None in (old, new):
-            continue
-        decision = _decide(path)
-        line = f"{'.'.join(path).removeprefix('content.')}: {old!s:.80} -> {new!s:.80} ({decision})"
-        (refused if decision.startswith("refused") else lines).append(line)
-    if refused:
-        raise ConfigError(
-            "\n".join(["the run cannot be resumed with these changes:", *refused])
-            + "\nundo them, or start a new run under another run.name"
-        )
-    return lines
-
-
-def _decide(path: tuple[str, ...]) -> str:
-    if path[0] != "content":
-        return decide(RunConfig, path)
-    key = ".".join((*path[1:], ""))
-    return next((words for part, words in _OF_CONTENT.items() if key.startswith(f"{part}.")), LIVE.words)
-
-
-def _differences(
-    before: Any, now: Any, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Path and both values of what differs; a table that one side lacks is one difference."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in {**before, **now}:
-            yield from _differences(before.get(key), now.get(key), (*path, key))
-    elif before != now:
-        yield path, before, now

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypedDict
 
 import msgspec
@@ -16,6 +18,7 @@ from sync.base.decoding import json_decoder
 from sync.base.errors import DataError
 from sync.base.jsonl import read_lines
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 AXES: Final = ("step", "lineage", "time")
 """Of every line of metrics.jsonl."""
@@ -144,6 +147,26 @@ def earlier_seconds(folder: Path) -> dict[str, Any]:
                 inner = inner.setdefault(place, {})
             inner[places[-1]] = value
     return seconds
+
+
+class Earlier(NamedTuple):
+    """The time that a run's starts have taken until now."""
+
+    figures: Mapping[str, Any] = MappingProxyType({})
+    """`Timeline.figures`"""
+    seconds: float = 0.0
+    """in all"""
+
+
+def earlier_starts(folder: Path) -> Earlier:
+    """None of it is needed to resume: where files were altered, the next start counts alone, and says so."""
+    try:
+        figures, summary = earlier_seconds(folder), read_summary(folder)
+    except DataError as error:
+        log.warning("%s; the seconds of earlier starts are left out", error)
+        return Earlier()
+    run_seconds: float = figures.get("run_seconds", 0.0)  # a start that was killed wrote no summary
+    return Earlier(figures, max(run_seconds, (summary.get("seconds") or {}).get("total") or 0.0))
 
 
 def newest(lines: Sequence[Row]) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Callable, Iterable, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from functools import partial
 from operator import index as as_index
 from pathlib import Path
@@ -35,7 +35,7 @@ from distill.prompts.rows import (
     rows_of,
 )
 from distill.prompts.stream import Mixture, Prompt, PromptSource, by_weight
-from distill.prompts.streaming import StreamSource, open_stream
+from distill.prompts.streaming import Starts, StreamSource, open_stream
 from distill.tasks import Task, TaskPrompt
 from sync.base.errors import ConfigError, DataError
 from sync.base.hub import check_reachable
@@ -186,12 +186,16 @@ class PromptSplit(NamedTuple):
         return self.rewards is not None or self.by_environment
 
 
-def keep_position(source: PromptSource, folder: Path) -> None:
-    """Have every stream remember in `folder` where its blocks begin, so that a resume is quick."""
+def keep_position(source: PromptSource, folder: Path, saved: Mapping[str, Starts]) -> None:
+    """Have every stream remember in `folder` where its blocks begin, so that a resume is quick.
+
+    `saved`: of an earlier start, by the name of the file.
+    """
     parts = source.parts if isinstance(source, Mixture) else {"prompts": source}
     for name, part in parts.items():
         if isinstance(part, StreamSource):
-            part.keep(folder / f"stream-{name}.json")
+            path = folder / f"stream-{name}.json"
+            part.keep(path, saved.get(path.name))
 
 
 def sample_prompts(split: PromptSplit) -> list[Prompt]:

@@ -28,13 +28,14 @@ from distill.prompts.stream import Prompt
 from sync.base import durable
 from sync.base.decoding import json_decoder
 from sync.base.errors import ConfigError, DataError
+from sync.base.formats import check_json_format
 
 log = logging.getLogger(__name__)
 KEPT_STARTS: Final = 8
 """Newest blocks whose beginning is remembered, and the first."""
 FIRST: Final = 256
 """Rows that are read at the start, or more where so many are needed to hold prompts out; as many stay."""
-_FORMAT: Final = 2  # of the file; in 1 the state of a block that a resume began at was that of the first row
+FORMAT: Final = 2  # of the file; in 1 the state of a block that a resume began at was that of the first row
 
 
 class BlockStart(msgspec.Struct, frozen=True):
@@ -48,13 +49,30 @@ class BlockStart(msgspec.Struct, frozen=True):
     """`datasets.IterableDataset.state_dict()`; None: of a pass that begins."""
 
 
-class _Saved(msgspec.Struct):
+class Starts(msgspec.Struct):
     """Content of the file of `keep`."""
 
     stream: str
     """`StreamSource.identity`."""
     starts: dict[int, BlockStart]
     """Block → its beginning."""
+    format: int = FORMAT
+
+
+def saved_starts(folder: Path) -> dict[str, Starts]:
+    """What the files of streams in a run's folder hold, by name; those that are damaged are left out.
+
+    Raises DataError for a format that this release does not read.
+    """
+    starts: dict[str, Starts] = {}
+    for path in sorted(folder.glob("stream-*.json")):
+        data = path.read_bytes()
+        check_json_format(path, data, FORMAT)
+        try:
+            starts[path.name] = json_decoder(Starts).decode(data)
+        except msgspec.DecodeError as error:
+            log.warning("%s cannot be used (%s): the rows are read from the start", path, error)
+    return starts
 
 
 class StreamSource:
@@ -87,22 +105,17 @@ class StreamSource:
     def identity(self) -> str:
         """Digest of what decides which prompt has which index."""
         settings = self._config.model_dump_json(), self._seed, sorted(self._held_out), self._reader.longest
-        return blake3(msgspec.json.encode([_FORMAT, *settings])).hexdigest()
+        return blake3(msgspec.json.encode([FORMAT, *settings])).hexdigest()
 
     def without(self, ids: Iterable[str]) -> StreamSource:
         """This stream, which never gives out these rows either; before the first prompt is asked for."""
         self._held_out |= frozenset(map(int, ids))
         return self
 
-    def keep(self, path: Path) -> None:
-        """Remember beginnings of blocks in a file, and take those of the same stream that it holds."""
+    def keep(self, path: Path, saved: Starts | None) -> None:
+        """Remember beginnings of blocks in a file, and take those of the same stream that were `saved`."""
         self._file = path
-        if not path.is_file():
-            return
-        try:
-            saved = json_decoder(_Saved).decode(path.read_bytes())
-        except msgspec.DecodeError as error:
-            log.warning("%s cannot be used (%s): the rows are read from the start", path, error)
+        if saved is None:
             return
         if saved.stream == self.identity:
             self._starts |= saved.starts
@@ -200,7 +213,7 @@ class StreamSource:
 
     def _save(self) -> None:
         if self._file is not None and self._file.parent.is_dir():
-            saved = _Saved(self.identity, {block: start for block, start in self._starts.items() if block})
+            saved = Starts(self.identity, {block: start for block, start in self._starts.items() if block})
             try:
                 durable.write(self._file, msgspec.json.encode(saved))
             except OSError as error:

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from distill.record.facts import Ledger, add_ledgers, open_tables
-from distill.record.load import load
 from distill.record.resume import resume
 from distill.record.rollout import Block
-from distill.record.store import RECORD, open_read_only, read_bytes, reader
-from student_trainer.checkpoint_files import CHECKPOINTS, choose, index, latest
+from distill.record.store import RECORD, open_read_only, read_bytes
+from student_trainer.checkpoint_files import CHECKPOINTS, Choice, choose, index, latest
 from student_trainer.ledger import read, repeated
 from sync.base.errors import DataError
 from sync.wire import Version
@@ -268,11 +267,10 @@ def _unreadable(run_dir: Path, tables: sqlite3.Connection) -> list[str]:
 
 def _problems(run_dir: Path, tables: sqlite3.Connection) -> Iterator[tuple[Block | None, str]]:
     try:
-        state = load(tables, None, reader(run_dir))
-        blocks = resume(state, state.checkpoints[-1] if state.checkpoints else None).blocks
+        goes_on = resume(run_dir, None, tables, Choice(None, []))  # checkpoints are asked about by themselves
     except DataError as error:
         return (yield None, str(error))
-    for block in sorted(blocks):
+    for block in sorted(goes_on.state.blocks):
         try:
             read_bytes(run_dir, block)
         except (DataError, ValueError, OverflowError, MemoryError) as error:

@@ -27,7 +27,6 @@ from distill.buffer import Bound, Rules
 from distill.prompts.stream import Cursor
 from distill.record import changes as r
 from distill.record.blocks import Column, Entries, filled
-from distill.record.resume import resume
 from distill.record.rollout import Rollout
 from distill.record.state import RunState
 from distill.record.store import RECORD, Store
@@ -61,7 +60,7 @@ async def import_journal(run_dir: Path, rules: Rules, keep_checkpoints: int) -> 
         for record in _records(run_dir / JOURNAL):
             await _write(record, state, store, keep_checkpoints)
         await store.commit(durable=True)
-        await store.free(resume(state, next(reversed(state.checkpoints), None)).files, store.file)
+        await store.free(state.files, store.file)
     finally:
         store.close()
     rename(folder / "arrays", run_dir / "arrays")

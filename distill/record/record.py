@@ -5,26 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from functools import lru_cache
-from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from distill.buffer import Batch, Rules, pick
+from distill.buffer import Batch, pick
 from distill.events import Events, Quarantined, ScoresUnneeded
-from distill.prompts.stream import Cursor, Prompt, PromptStream
+from distill.prompts.stream import Prompt, PromptStream
 from distill.record import changes as r
 from distill.record.changes import Change, LineageOpened, Opened, facts
-from distill.record.load import load
-from distill.record.resume import resume
+from distill.record.resume import Resume, handover
 from distill.record.rollout import DropReason, RequeueReason, Rollout
 from distill.record.state import RunState
-from distill.record.store import Store
-from sync.base.errors import ConfigError
+from distill.record.store import Store, other_controller
 from sync.wire import RunIdentity, Version, unpack
 
 GROUP_BROKEN = "another completion of its prompt was dropped"
@@ -36,39 +31,28 @@ class Record:
     """Record, state and prompt cursor of a run. `flush()` for the length of the run."""
 
     def __init__(
-        self,
-        store: Store,
-        prompts: PromptStream,
-        *,
-        run: str,
-        seed: int,
-        rules: Rules,
-        events: Events | None = None,
+        self, store: Store, prompts: PromptStream, start: Resume, events: Events | None = None
     ) -> None:
-        """Go on from the rows of the run (none: a new run).
-
-        Raises DataError when something is damaged, ConfigError when it is another run's or of other prompts.
-        """
-        self.store, self.state = store, load(store.connection, rules, store.read)
+        """Raises DataError when something was written since `start` was read."""
+        if store.at != start.at:
+            raise other_controller(store.folder)
+        self.store, self.state = store, start.state
         store.facts = lambda: facts(self.state, store.at)
-        self._prompts, self._name = prompts, run
+        self._prompts = prompts
         self._events, self._admitted = events or Events(), asyncio.Event()
-        bound, per_prompt, rows = rules.bound, prompts.per_prompt, prompts.rows
-        limits = bound.limit, bound.hard, bound.half_life
-        now = Opened(
-            run, seed, rules.batch, *limits, rules.group, per_prompt, rows, supervised=rules.supervised
-        )
-        if self.state.opened is not None:
-            _check_same_prompts(store.folder, self.state.opened, now)
-        prompts.cursor = Cursor(*self.state.cursor)
-        self.write(msgspec.structs.replace(now, id=self.run.id or secrets.token_hex(8)))
+        prompts.cursor = start.cursor
+        self.write(start.opening)
         self._drop_broken()
 
     @property
     def run(self) -> RunIdentity:
         """What all requests of this run name."""
-        opened = self.state.opened
-        return RunIdentity(self._name, opened.id if opened else None, self.state.fingerprint)
+        return RunIdentity(self._opened.run, self._opened.id, self.state.fingerprint)
+
+    @property
+    def _opened(self) -> Opened:
+        assert self.state.opened is not None, "the first change of every start"
+        return self.state.opened
 
     async def flush(self) -> None:
         """Commit what was admitted, as it comes, until cancelled."""
@@ -96,12 +80,10 @@ class Record:
     def issue(self, count: int) -> list[Rollout]:
         """Take `count` prompts from the cursor."""
         prompts, first, rules = self._prompts.take(count), self.state.counters.issued, self.state.rules
-        assert self.state.opened is not None, "`open` has written it"
-        seed = self.state.opened.seed
         by_teacher = [
             place
             for place in range(count)
-            if is_teacher_turn(first + place, seed, rules.batch, rules.on_policy)
+            if is_teacher_turn(first + place, self._opened.seed, rules.batch, rules.on_policy)
         ]
         self.write(r.Issued(prompts, self._prompts.cursor, by_teacher))
         return [self.state.pending[prompt.id] for prompt in prompts]
@@ -177,8 +159,8 @@ class Record:
             if checkpoint.step >= reached.step and checkpoint not in state.checkpoints:
                 self.write(r.Checkpointed(checkpoint, str(checkpoint)))
         suspected = state.suspect
-        goes_on = resume(state, checkpoint, rolled_back=without is not None)
-        start, origin, branch = goes_on.start, goes_on.origin, goes_on.branch
+        begins = handover(state, checkpoint, rolled_back=without is not None)
+        start, origin, branch = begins.start, begins.origin, begins.branch
         batched = {id for batch in state.batches.values() for id in batch.ids}
         left, parts = [id for id in without or () if id in batched], _parts_from(state, branch)
         batches = state.batches.values()
@@ -236,8 +218,7 @@ class Record:
         self._unneeded(rollout for batch in covered for rollout in batch.rollouts)
         await self.store.commit(durable=True)
         newest = self.store.file  # before what is not committed: it will be in this file or a newer
-        needed = resume(state, kept[0]).files
-        await self.store.free(needed, newest)
+        await self.store.free(state.files, newest)
 
 
 def is_teacher_turn(number: int, seed: int, batch: int, on_policy: float) -> bool:
@@ -271,19 +252,3 @@ def _parts_from(state: RunState, branch: int) -> list[list[str]]:
     if suspected is not None and len(suspected.ids) <= group:  # most likely the only one: the rest at once
         return [[id for part in parts for id in part]] if parts else []
     return parts
-
-
-def _check_same_prompts(folder: Path, before: Opened, now: Opened) -> None:
-    """Raise ConfigError when the cursor on record would give out ids that were given out before."""
-    if (before.run, before.seed) != (now.run, now.seed):
-        raise ConfigError(
-            f"the record in {folder} is of run {before.run!r} with seed {before.seed}, this is {now.run!r} "
-            f"with seed {now.seed}: its prompts come in another order; start a new run"
-        )
-    if (before.per_prompt, before.rows) != (now.per_prompt, now.rows):
-        raise ConfigError(
-            f"the record in {folder} is of {before.rows or 'endless'} prompts, {before.per_prompt} of each, "
-            f"and these are {now.rows or 'endless'} prompts, {now.per_prompt} of each: some would be asked "
-            "twice; undo the change of the prompts, rollout.per_prompt, evaluation or evaluation.prompts, or "
-            "start a new run"
-        )

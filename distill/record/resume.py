@@ -1,51 +1,51 @@
-"""What a start of a run goes on from: one function of its rows and of the checkpoint the trainer begins with.
+"""What a start of a run goes on from: one function of its folder and of the start's configuration.
 
-rows ──▶ RunState ─┐
-checkpoints/latest ┴▶ resume ──▶ `distill run CONFIG --resume --dry-run`, Record.open_lineage
+    run.db, arrays/ ──▶ RunState ──────────────────┐
+    checkpoints/latest ──▶ where the trainer begins ┤
+    config.json ──▶ what changed, or a refusal ─────┼▶ Resume ──▶ Controller; `distill run --resume --dry-run`
+    stream-*.json ──▶ where blocks begin ───────────┤
+    metrics.jsonl ──▶ seconds of earlier starts ────┘
+
+Each source has a format number; one that another release wrote is refused. The audit asks for the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+import secrets
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from distill.buffer import Rules
-from distill.prompts.stream import Cursor
+from distill.buffer import Bound, Rules, rules
+from distill.config import RunConfig
+from distill.metrics.results import Earlier, earlier_starts
+from distill.prompts.sources import PromptSplit
+from distill.prompts.stream import Cursor, PromptStream
+from distill.prompts.streaming import Starts, saved_starts
+from distill.record.changes import Opened
+from distill.record.configuration import content, record_of, resumed
+from distill.record.journal import JOURNAL
 from distill.record.load import load
-from distill.record.rollout import Block
 from distill.record.state import RunState
-from distill.record.store import RECORD, open_read_only, reader
-from student_trainer.checkpoint_files import CHECKPOINTS, choose
+from distill.record.store import FORMAT, RECORD, last_at, open_read_only, reader
+from student_trainer import checkpoint_files
+from student_trainer.checkpoint_files import CHECKPOINTS, Choice, choose
+from sync.base.errors import ConfigError, DataError
 from sync.wire import Version
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Where the next trainer begins, and what becomes of prompts and rollouts."""
+class Handover(NamedTuple):
+    """What a trainer that begins from a checkpoint takes over."""
 
-    cursor: Cursor
-    """Of the next prompt that is issued."""
-    pending: int
-    """Prompts that are sent to a generator again."""
-    buffered: int
-    """Scored rollouts that wait for a batch."""
     checkpoint: Version | None
-    """What the trainer begins from; None: the model folder."""
+    """None: the model folder."""
     origin: int | None
     """Lineage whose batches it takes over; None: it takes over none."""
     branch: int
     """First step whose batch is formed anew; those from the checkpoint on are trained again."""
-    target: Version | None
-    """What replicas follow until the trainer publishes; None: the model folder, or a broadcast."""
-    blocks: frozenset[Block]
-    """Of arrays and prompts: those that are read."""
-
-    @property
-    def files(self) -> set[int]:
-        """Of arrays: those that are read."""
-        return {block.file for block in self.blocks}
 
     @property
     def start(self) -> int:
@@ -53,16 +53,13 @@ class Resume:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def resume(state: RunState, checkpoint: Version | None, *, rolled_back: bool = False) -> Resume:
-    """What a trainer that starts from `checkpoint` goes on from; `rolled_back`: no batch is used again."""
-    start, origin = checkpoint.step if checkpoint else 0, state.lineages.origin_of(checkpoint)
-    branch = start
+def handover(state: RunState, checkpoint: Version | None, *, rolled_back: bool = False) -> Handover:
+    """What a trainer that starts from `checkpoint` takes over; `rolled_back`: no batch is used again."""
+    origin = state.lineages.origin_of(checkpoint)
+    branch = checkpoint.step if checkpoint else 0
     while origin is not None and not rolled_back and _is_handed_out_again(state, origin, branch):
         branch += 1
-    blocks = frozenset(location.block for location in state.where.values() if location.block)
-    counts = len(state.pending), len(state.buffer)
-    target = state.target.version if state.target else None
-    return Resume(state.cursor, *counts, checkpoint, origin, branch, target, blocks)
+    return Handover(checkpoint, origin, branch)
 
 
 def _is_handed_out_again(state: RunState, origin: int, step: int) -> bool:
@@ -71,28 +68,158 @@ def _is_handed_out_again(state: RunState, origin: int, step: int) -> bool:
     return batch is not None and batch is not state.suspect
 
 
-def resume_of(run_dir: Path, rules: Rules) -> Resume:
-    """What `distill run CONFIG --resume` would go on from; changes nothing.
+@dataclass(frozen=True)
+class Start:
+    """What a start of a controller brings along; it must fit the run that is on record."""
 
-    Raises DataError where the record or every checkpoint is damaged.
+    run: str
+    """`run.name`"""
+    seed: int
+    rules: Rules
+    prompts: PromptStream
+    config: Mapping[str, Any] | None = None
+    """What its config.json holds; None: it has none, and nothing is compared."""
+
+    @classmethod
+    def of(cls, config: RunConfig, prompts: PromptStream, split: PromptSplit | None = None) -> Start:
+        """`split`: of the prompts; None: nothing is compared."""
+        record = None if split is None else record_of(config, content(config, split))
+        return cls(config.run.name, config.run.seed, rules(config), prompts, record)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a start goes on from; of a new run: an empty state, and no checkpoint."""
+
+    state: RunState
+    """Cursor, pending prompts, buffered rollouts, batches, lineages, evaluations, counters."""
+    at: int
+    """Number of the newest change on record."""
+    opening: Opened
+    """The row of this start; the run's name, seed and identity."""
+    trainer: Handover
+    """Of a trainer that begins with this start."""
+    notes: list[str]
+    """For people: a line for every key that has changed since the newest start, and one where checkpoints are
+    damaged."""
+    config: Mapping[str, Any]
+    """What config.json is to hold; empty: there is none."""
+    streams: Mapping[str, Starts]
+    """Where blocks of streamed prompts begin, by the name of their file."""
+    earlier: Earlier
+    formats: Mapping[str, int]
+    """Format by source, of those that were read."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """Of the next prompt that is issued."""
+        return self.state.cursor
+
+    @property
+    def target(self) -> Version | None:
+        """What replicas follow until the trainer publishes; None: the model folder, or a broadcast."""
+        return self.state.target.version if self.state.target else None
+
+
+def resume(
+    folder: Path,
+    start: Start | None = None,
+    connection: sqlite3.Connection | None = None,
+    checkpoint: Choice | None = None,
+) -> Resume:
+    """What `start` goes on from in a run's folder; changes nothing.
+
+    `start`: None: one like the newest on record. `connection`: of run.db, where it is open already.
+    `checkpoint`: what the trainer begins from; None: what `choose` says.
+
+    Raises ConfigError when the run must not go on so, DataError for what is damaged, contradicts itself, or
+    has a format that this release does not read.
     """
-    with closing(open_read_only(run_dir / RECORD)) as connection:
-        state = load(connection, rules, reader(run_dir))
-    state.bisection.handed_out = -1  # as the start of the controller will leave it
-    path = choose(run_dir / CHECKPOINTS).path
-    checkpoint = Version.parse(path.name) if path else None
-    back = state.rolled_back
-    return resume(state, back.to if back else checkpoint, rolled_back=back is not None)
-
-
-def lines(start: Resume) -> Iterator[str]:
-    """What people read of it."""
-    again = start.branch - start.start
-    yield f"goes on from {start.checkpoint or 'the model folder'}"
-    yield f"batches that are trained again: {again}" + (
-        f", of steps {start.start + 1} to {start.branch}" if again else ""
+    exists = connection is not None or (folder / RECORD).is_file()
+    if not exists and (folder / JOURNAL).is_dir():
+        raise DataError(f"{folder} holds a journal and no {RECORD}: leave --dry-run out, and it is made")
+    config, notes, formats = start.config if start else None, list[str](), dict[str, int]()
+    if exists and config is not None:
+        config, changes = resumed(folder, config)
+        notes += (f"resumed with {line}" for line in changes)
+        formats["config.json"] = config["format"]
+    state, at = RunState(start.rules if start else Rules(1, Bound(0, 0))), 0
+    if exists:
+        formats[f"{RECORD} and arrays/"] = FORMAT
+        opened = closing(open_read_only(folder / RECORD)) if connection is None else nullcontext(connection)
+        with opened as tables:
+            state = load(tables, start.rules if start else None, reader(folder))
+            at = last_at(tables)
+    opening = _opening(folder, state, start)
+    state.bisection.handed_out = -1  # a trainer that ends with its controller died of that
+    choice, back = checkpoint or choose(folder / CHECKPOINTS), state.rolled_back
+    if choice.path is not None:
+        formats[f"{CHECKPOINTS}/"] = checkpoint_files.FORMAT
+    begins = back.to if back else Version.parse(choice.path.name) if choice.path else None
+    streams = saved_starts(folder)
+    formats |= {name: saved.format for name, saved in streams.items()}
+    return Resume(
+        state,
+        at,
+        opening,
+        handover(state, begins, rolled_back=back is not None),
+        notes + [choice.line] * bool(choice.line),
+        config or {},
+        streams,
+        earlier_starts(folder) if start else Earlier(),
+        formats,
     )
-    yield f"prompts that are generated again: {start.pending}; scored rollouts that wait: {start.buffered}"
-    yield f"next prompt: epoch {start.cursor.epoch}, position {start.cursor.position}"
-    yield f"replicas serve {start.target or 'the model folder'} until the trainer publishes"
-    yield f"files of arrays that are read: {len(start.files)}"
+
+
+def _opening(folder: Path, state: RunState, start: Start | None) -> Opened:
+    """Raises ConfigError when the cursor on record would give out ids that were given out before."""
+    before = state.opened
+    if start is None:
+        return before or Opened("", 0, 1, 0)  # nothing is on record yet
+    bound, prompts = start.rules.bound, start.prompts
+    now = Opened(
+        start.run,
+        start.seed,
+        start.rules.batch,
+        bound.limit,
+        bound.hard,
+        bound.half_life,
+        start.rules.group,
+        prompts.per_prompt,
+        prompts.rows,
+        (before.id if before else None) or secrets.token_hex(8),
+        start.rules.supervised,
+    )
+    if before is None:
+        return now
+    if (before.run, before.seed) != (now.run, now.seed):
+        raise ConfigError(
+            f"the record in {folder} is of run {before.run!r} with seed {before.seed}, this is {now.run!r} "
+            f"with seed {now.seed}: its prompts come in another order; start a new run"
+        )
+    if (before.per_prompt, before.rows) != (now.per_prompt, now.rows):
+        raise ConfigError(
+            f"the record in {folder} is of {before.rows or 'endless'} prompts, {before.per_prompt} of each, "
+            f"and these are {now.rows or 'endless'} prompts, {now.per_prompt} of each: some would be asked "
+            "twice; undo the change of the prompts, rollout.per_prompt, evaluation or evaluation.prompts, or "
+            "start a new run"
+        )
+    return now
+
+
+def lines(goes_on: Resume) -> Iterator[str]:
+    """What people read of it."""
+    state, trainer = goes_on.state, goes_on.trainer
+    yield from goes_on.notes
+    again = trainer.branch - trainer.start
+    yield f"goes on from {trainer.checkpoint or 'the model folder'}"
+    yield f"batches that are trained again: {again}" + (
+        f", of steps {trainer.start + 1} to {trainer.branch}" if again else ""
+    )
+    waiting = len(state.buffer)
+    yield f"prompts that are generated again: {len(state.pending)}; scored rollouts that wait: {waiting}"
+    cursor = goes_on.cursor
+    yield f"next prompt: epoch {cursor.epoch}, position {cursor.position}; seed {goes_on.opening.seed}"
+    yield f"replicas serve {goes_on.target or 'the model folder'} until the trainer publishes"
+    yield f"files of arrays that are read: {len(state.files)}"
+    yield "formats: " + ", ".join(f"{source} {number}" for source, number in goes_on.formats.items())

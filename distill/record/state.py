@@ -15,7 +15,7 @@ import msgspec
 
 from distill.buffer import Batch, Lineages, Rules, capacity
 from distill.prompts.stream import Cursor, group_of
-from distill.record.rollout import Location, Rollout
+from distill.record.rollout import Block, Location, Rollout
 from sync.wire import EvalReport, Version, VersionSpan
 
 if TYPE_CHECKING:
@@ -100,6 +100,16 @@ class RunState(msgspec.Struct):
     """Where the arrays of every prompt and rollout are that a restart could need."""
 
     # --- questions ----------------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> frozenset[Block]:
+        """Of arrays and prompts that a restart could need."""
+        return frozenset(location.block for location in self.where.values() if location.block)
+
+    @property
+    def files(self) -> set[int]:
+        """Of arrays, which have these blocks."""
+        return {block.file for block in self.blocks}
 
     @property
     def outstanding(self) -> int:

@@ -34,10 +34,11 @@ from distill.record.blocks import pack_block, unpack_block
 from distill.record.rollout import Block, Location, Rollout
 from sync.base.durable import force, is_full, make_folder
 from sync.base.errors import ConfigError, DataError, DistillError
+from sync.base.formats import check_format
 from sync.base.mounts import network_mount
 
 RECORD: Final = "run.db"  # in a run's folder
-FORMAT: Final = 2  # user_version of run.db
+FORMAT: Final = 2  # of run.db, whose user_version it is, and of arrays/
 BUSY_SECONDS: Final = 30.0  # how long a start waits for readers that copy run.db
 _BLOCK_BYTES: Final = 256 << 10  # of a block's records: what is decompressed to read one of them
 _FACT: Final = "INSERT INTO fact VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
@@ -78,6 +79,15 @@ def last_at(connection: sqlite3.Connection) -> int:
     """Number of the last record; 0: none."""
     row = connection.execute("SELECT value FROM fact WHERE key = 'at'").fetchone()
     return int(row[0]) if row else 0
+
+
+def other_controller(folder: Path) -> DataError:
+    """What a controller raises when another one has written to the record meanwhile."""
+    return DataError(
+        f"another controller has written to {folder / RECORD} since this one began, and one alone may: this "
+        "one stops, and what it did last is not on record; look for the other one, on other machines too, "
+        "and leave one running"
+    )
 
 
 def arrays_path(folder: Path, number: int) -> Path:
@@ -257,11 +267,7 @@ class Store:
         try:
             execute("BEGIN IMMEDIATE")
             if last_at(self.connection) != self._committed_at:
-                raise DataError(
-                    f"another controller has written to {self.folder / RECORD} since this one began, and one "
-                    "alone may: this one stops, and what it did last is not on record; look for the other "
-                    "one, on other machines too, and leave one running"
-                )
+                raise other_controller(self.folder)
             new = map(msgspec.structs.astuple, self._blocks)
             self.connection.executemany("INSERT INTO block VALUES (?, ?, ?, ?, ?)", new)
             statements = itertools.chain.from_iterable(items for items, _ in lists)
@@ -357,11 +363,7 @@ def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
 
 
 def _check_format(connection: sqlite3.Connection, path: Path) -> None:
-    number = connection.execute("PRAGMA user_version").fetchone()[0]
-    if number != FORMAT:
-        raise DataError(
-            f"{path} has format {number}, this release reads {FORMAT}: go on with the release that wrote it"
-        )
+    check_format(path, connection.execute("PRAGMA user_version").fetchone()[0], FORMAT)
 
 
 @contextmanager

@@ -32,7 +32,6 @@ import typer
 from in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
 from msgspec.structs import replace
 
-from distill.buffer import rules
 from distill.config import RunConfig
 from distill.controller import Controller
 from distill.interfaces import Components, Hooks
@@ -40,6 +39,7 @@ from distill.metrics.trackers import MetricsFile
 from distill.prompts.stream import PromptStream
 from distill.record.audit import audit
 from distill.record.record import Record
+from distill.record.resume import Start, resume
 from distill.record.store import Store
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, student_topk
@@ -216,7 +216,8 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
                 getattr(role, "updates", getattr(role, "requests", [])).clear()
 
     hooks = Hooks(step=lambda version, values: metrics.log(version.step, values), span=spans.write)
-    controller = Controller(config, parts, hooks)
+    start = resume(folder, Start.of(config, parts.prompts), parts.store.connection)
+    controller = Controller(config, parts, start, hooks)
     trainer = MemoryTrainer(
         controller.session, part.ranks, checkpoint_every=part.checkpoint_every, record=record
     )
@@ -305,7 +306,7 @@ def measured(folder: Path, part: Part, objective: str = "", scores: str = "inlin
     asyncio.run(train(folder, part, config, figures))
     began = time.monotonic()
     store, prompts = Store(folder), PromptStream(MemoryPrompts(), config.run.seed)
-    Record(store, prompts, run=config.run.name, seed=config.run.seed, rules=rules(config))
+    Record(store, prompts, resume(folder, Start.of(config, prompts)))
     store.close()
     figures["restart_seconds"], began = time.monotonic() - began, time.monotonic()
     figures |= {"audit_ok": audit(folder).ok, "audit_seconds": time.monotonic() - began}

@@ -15,6 +15,7 @@ import torch
 from in_memory import MemoryReplica
 from msgspec.structs import replace
 from small_config import make_config
+from started import controlled
 from tiny_models import language_model
 from transformers import Qwen3ForCausalLM
 
@@ -178,7 +179,7 @@ def evaluation(
         environments=environments or {},
         context=context,
     )
-    controller = Controller(config, parts)
+    controller = controlled(config, parts)
     controller.pool.poll_seconds = controller.pool.retry_seconds = 0.02
     controller.dispatcher.paused.add("end")
     return controller

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from in_memory import MemoryPrompts
+from started import begun
 
 from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream
@@ -33,7 +34,7 @@ KINDS = {"plain": PLAIN, "freshness": FRESHNESS, "groups": GROUPS, "both": BOTH}
 def opened(folder: Path, rules: Rules = PLAIN, store: Store | None = None) -> Record:
     store = store or Store(folder, "never", file_bytes=1500, retry_seconds=0.001)
     prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
-    return Record(store, prompts, run="r", seed=0, rules=rules)
+    return begun(store, prompts, rules)
 
 
 def scored(issued: Rollout, *versions: Version, name: str = "", kept: bool = False) -> Rollout:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from in_memory import HELD_OUT_SET, MemoryPrompts, MemoryReplica, MemoryRewards, MemoryTeacher
 from small_config import make_config
+from started import controlled
 
 from distill.config import RunConfig
 from distill.controller import Controller
@@ -43,6 +44,6 @@ def controller(tmp_path: Path) -> Callable[..., Controller]:
             "want": Want(entropy=True),
             "sets": {"held_out": HELD_OUT_SET},
         }
-        return Controller(config, Components(**{**given, **parts}), hooks or Hooks(), token)
+        return controlled(config, Components(**{**given, **parts}), hooks or Hooks(), token)
 
     return build

@@ -21,6 +21,7 @@ from distill.launch.run import _Launcher
 from distill.launch.run_folder import RunFolder
 from distill.metrics.samples import SAMPLES, Sample
 from distill.metrics.trackers import MetricsFile
+from distill.record.configuration import record_of
 from sync.base.errors import ConfigError, DataError
 from sync.base.jsonl import JsonLines
 
@@ -151,7 +152,7 @@ def test_signals_are_left_alone_beside_the_main_thread() -> None:
 def test_a_run_is_read_back_as_plain_python(file: Path, tmp_path: Path) -> None:
     config = distill.load_config(file)
     with RunFolder.open(config, resume=False) as folder:
-        folder.keep(config, {})
+        folder.keep(record_of(config, {}))
     lines, samples = MetricsFile(config.run_dir / "metrics.jsonl"), JsonLines(config.run_dir / SAMPLES)
     lines.log(1, {"train/loss": 0.25, "train/grad_norm": float("nan")})
     lines.close()

@@ -31,6 +31,7 @@ from in_memory import (
     MemoryTeacher,
     MemoryTrainer,
 )
+from started import controlled
 
 from distill.config import RunConfig
 from distill.controller import Controller
@@ -84,7 +85,7 @@ async def spoiled_run(
     teacher, evaluator = SpoiledTeacher(), SpoiledEvaluator()
     for server in (*replicas.values(), teacher, evaluator):
         server.spoiler = spoiler
-    run = Controller(
+    run = controlled(
         config.with_(run={"folder": folder}),
         Components(
             replicas=dict(replicas),

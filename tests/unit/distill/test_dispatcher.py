@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from in_memory import MemoryPrompts, MemoryReplica, MemoryRewards
 from small_config import make_config
+from started import begun
 from virtual_time import LONG
 
 from distill.buffer import Bound, Rules
@@ -21,7 +22,6 @@ from distill.events import ErrorBudget, Events, Quarantined
 from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptSource, PromptStream
-from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.record.store import Store
 from distill.record.validation import Validator
@@ -76,7 +76,7 @@ class Bench:
         **config: Any,
     ) -> None:
         rules, prompts = Rules(8, Bound(1, 1), group=group), PromptStream(source or MemoryPrompts(), 0, group)
-        self.record = Record(Store(folder, "never"), prompts, run="r", seed=0, rules=rules)
+        self.record = begun(Store(folder, "never"), prompts, rules)
         self.events = events = Events()
         budget = ErrorBudget(1 << 30, events)
         self.pool = ReplicaPool(self.record.state, WeightsConfig(), 0.0, budget, events)

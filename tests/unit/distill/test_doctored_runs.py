@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from in_memory import MemoryPrompts
 from small_record import checkpoint
+from started import begun
 
 from distill.buffer import Batch, Bound, Rules
 from distill.cli.main import app
 from distill.prompts.stream import PromptStream
 from distill.record.audit import VIOLATIONS, audit
 from distill.record.changes import Checkpointed, Stepped, VersionPublished
-from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.record.store import RECORD, Store
 from student_trainer.ledger import Ledger, read
@@ -44,7 +44,7 @@ class Run:
         self.folder = folder
         store = Store(folder, "batch", ARRAYS)
         prompts = PromptStream(MemoryPrompts(), seed=0)
-        self.record = Record(store, prompts, run="r", seed=0, rules=RULES)
+        self.record = begun(store, prompts, RULES)
 
     async def live(self) -> None:
         await self.train(ranks=2, checkpoint=None, steps=5)
@@ -644,7 +644,7 @@ def test_whatever_a_row_says_the_audit_ends_with_a_report(sound: Path, tmp_path:
         try:
             store = Store(run, "batch", ARRAYS)
             try:
-                Record(store, PromptStream(MemoryPrompts(), 0), run="r", seed=0, rules=RULES)
+                begun(store, PromptStream(MemoryPrompts(), 0), RULES)
             finally:
                 store.close()
         except DistillError as error:

@@ -15,6 +15,7 @@ from in_memory import HELD_OUT_SET, MemoryEvaluator, MemoryPrompts
 from msgspec.structs import replace
 from pydantic import ValidationError
 from small_config import make_config
+from started import begun
 from virtual_time import LONG
 
 from distill.buffer import Bound, Rules
@@ -85,13 +86,7 @@ class Completed(Generation):
 
 
 def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> tuple[Evaluations, Record]:
-    record = Record(
-        Store(folder, "never"),
-        PromptStream(MemoryPrompts(), 0),
-        run="r",
-        seed=0,
-        rules=Rules(1, Bound(0, 0)),
-    )
+    record = begun(Store(folder, "never"), PromptStream(MemoryPrompts(), 0), Rules(1, Bound(0, 0)))
     sections = {"evaluation": {"every": every, **more}, "run": {"steps": 100, "folder": folder}}
     config, budget, timeline, events = make_config(**sections), ErrorBudget(8, Events()), Timeline(), Events()
     pool = ReplicaPool(record.state, config.weights, 0.0, budget, events)

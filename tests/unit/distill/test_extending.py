@@ -33,6 +33,7 @@ from distill.prompts.reward_pool import RewardPool
 from distill.prompts.rewards import load_rewards, reward_source
 from distill.prompts.stream import Prompt
 from distill.published import store_of
+from distill.record.configuration import record_of
 from distill.tasks import guess
 from distill.tasks.sort_letters import STUDENT, TEACHER, letter_tokenizer, untaught
 from student_trainer.objectives.config import ObjectiveConfig, Own, Sampled, needs, student_topk
@@ -264,7 +265,7 @@ def test_the_store_keeps_the_contract_and_its_copy(example: Example, tmp_path: P
 def test_a_recorded_configuration_finds_the_same_code_again(example: Example, tmp_path: Path) -> None:
     config = example("Store")
     with RunFolder.open(config, resume=False) as folder:
-        folder.keep(config, {})
+        folder.keep(record_of(config, {}))
     kept = load_run_dir(config.run_dir)
     assert kept == config
     assert kept.run.code_folder == tmp_path / "beside"

@@ -23,6 +23,7 @@ from distill.cli.main import main
 from distill.cli.options import guarded
 from distill.launch import run as launched
 from distill.launch.run import STOP_SIGNALS, _Launcher
+from distill.metrics.results import Earlier, earlier_starts
 from sync.base.errors import Interrupted
 
 
@@ -120,7 +121,9 @@ async def test_a_run_whose_wandb_hangs_has_its_figures(
     monkeypatch.setattr(launched, "_Launcher", Launcher)
     ready = SimpleNamespace(config=config, split=SimpleNamespace(train=None), sets={})
     monkeypatch.setattr(launched, "prepare", lambda *_: ready)
-    monkeypatch.setattr(launched, "content", lambda *_: {})
+    monkeypatch.setattr(launched, "Start", SimpleNamespace(of=lambda *_: None))
+    start = SimpleNamespace(notes=[], config={}, streams={}, earlier=Earlier())
+    monkeypatch.setattr(launched, "goes_on_from", lambda *_: start)
     monkeypatch.setattr(launched, "keep_position", lambda *_: None)
     monkeypatch.setattr(launched, "describe", lambda *_: None)
     running = asyncio.create_task(launched.run(config, console=Console(quiet=True)))
@@ -230,11 +233,11 @@ def test_figures_that_were_altered_stop_no_resume(
 ) -> None:
     line = {"step": 1, "time": 2.0, "lineage": 0, "perf/run_seconds": 7.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert launched.earlier_starts(tmp_path) == ({"run_seconds": 7.0}, 7.0)
+    assert earlier_starts(tmp_path) == ({"run_seconds": 7.0}, 7.0)
     (tmp_path / "summary.json").write_text('{"seconds": {"total": 9.0}}')
-    assert launched.earlier_starts(tmp_path) == ({"run_seconds": 7.0}, 9.0)
+    assert earlier_starts(tmp_path) == ({"run_seconds": 7.0}, 9.0)
     (tmp_path / name).write_text('{"step"\n{"step": 2}\n')
-    assert launched.earlier_starts(tmp_path) == ({}, 0.0)
+    assert earlier_starts(tmp_path) == ({}, 0.0)
     assert name in caplog.text
     assert "the seconds of earlier starts are left out" in caplog.text
 
@@ -243,4 +246,4 @@ def test_a_start_that_was_killed_counts_although_it_wrote_no_summary(tmp_path: P
     line = {"step": 9, "time": 2.0, "lineage": 1, "perf/run_seconds": 650.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (tmp_path / "summary.json").write_text('{"seconds": {"total": 120.0}}')
-    assert launched.earlier_starts(tmp_path) == ({"run_seconds": 650.0}, 650.0)
+    assert earlier_starts(tmp_path) == ({"run_seconds": 650.0}, 650.0)

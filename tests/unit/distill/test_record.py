@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_history import KINDS, PLAIN, History, differences, opened, seen
+from in_memory import MemoryPrompts
+from random_history import KINDS, PLAIN, History, differences, seen
+from small_config import make_config
 from small_record import checkpoint
 
 from distill.buffer import Rules
+from distill.prompts.stream import PromptStream
+from distill.record.audit import audit
+from distill.record.configuration import record_of
 from distill.record.load import load
-from distill.record.resume import resume_of
+from distill.record.record import Record
+from distill.record.resume import Start, resume
 from distill.record.store import RECORD, Store
+from sync.base.errors import DataError
+from sync.wire import Version
 
 
 def lived(folder: Path, seed: int, rules: Rules, events: int, after: Callable[[History], Any]) -> History:
@@ -79,16 +90,69 @@ def test_a_resume_goes_on_from_what_the_dry_run_says(
     if newest is not None:
         checkpoint(folder, newest)
     before = (folder / RECORD).read_bytes()
-    told = resume_of(folder, rules)
+    prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
+    told = resume(folder, Start("r", 0, rules, prompts))
     assert before == (folder / RECORD).read_bytes()
 
     async def go_on() -> None:
-        record = opened(folder, rules)
-        assert (told.pending, told.buffered) == (len(record.state.pending), len(record.state.buffer))
-        assert told.cursor == record.state.cursor
+        record = Record(Store(folder, "never"), prompts, told)
+        assert prompts.cursor == history.state.cursor
         made = await record.open_lineage(newest, "model", back.without if back else None)
-        assert (told.checkpoint, told.start) == (made.checkpoint, made.start)
-        assert (told.origin, told.branch) == (made.origin, made.branch)
+        assert told.trainer == (made.checkpoint, made.origin, made.branch)
+        assert told.trainer.start == made.start
         record.store.close()
 
     asyncio.run(go_on())
+
+
+def alter(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_source_of_another_format_is_refused_whichever_it_is(tmp_path: Path) -> None:
+    history = lived(tmp_path, 3, PLAIN, 40, lambda _: asyncio.sleep(0))
+    assert history.state.lineage is not None
+    newest = checkpoint(tmp_path, Version(0, 1))
+    config = make_config(run={"name": "r"})
+    kept = record_of(config, {"prompts": "a", "held_out": None, "deepspeed": {}})
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    (tmp_path / "stream-prompts.json").write_text('{"stream": "x", "starts": {}}')
+    start = Start("r", 0, PLAIN, PromptStream(MemoryPrompts(), seed=0), kept)
+    read = resume(tmp_path, start).formats
+    sources = {
+        "config.json": tmp_path / "config.json",
+        "stream-prompts.json": tmp_path / "stream-prompts.json",
+        "checkpoints/": newest / "checkpoint.json",
+    }
+    assert read.keys() == {*sources, "run.db and arrays/"}
+    for source, path in sources.items():
+        alter(path, format=read[source] + 1)
+        with pytest.raises(DataError, match=refusal(path, read[source] + 1, read[source])):
+            resume(tmp_path, start)
+        alter(path, format=read[source])
+    checkpoint(tmp_path, Version(0, 0)).parent.joinpath("latest").write_text(f"{newest.name}\n")
+    alter(newest / "checkpoint.json", format=7)
+    with pytest.raises(DataError, match="has format 7"):  # although an older one is whole
+        resume(tmp_path, start)
+    alter(newest / "checkpoint.json", format=1)
+    alter(sources["stream-prompts.json"], format=9)
+    assert "has format 9" in audit(tmp_path).violations["record_damaged"][0]
+    alter(sources["stream-prompts.json"], format=2)
+    with closing(sqlite3.connect(tmp_path / RECORD)) as tables:
+        tables.execute("PRAGMA user_version = 9")
+    with pytest.raises(DataError, match=refusal(tmp_path / RECORD, 9, read["run.db and arrays/"])):
+        resume(tmp_path, start)
+
+
+def refusal(path: Path, number: int, reads: int) -> str:
+    told = f"{path} has format {number}, this release reads {reads}: go on with the release that wrote it"
+    return re.escape(told)
+
+
+def test_a_record_that_was_written_to_since_a_start_read_it_is_refused(tmp_path: Path) -> None:
+    prompts = PromptStream(MemoryPrompts(), seed=0)
+    told = resume(tmp_path, Start("r", 0, PLAIN, prompts))
+    lived(tmp_path, 1, PLAIN, 5, lambda _: asyncio.sleep(0))
+    store = Store(tmp_path, "never")
+    with closing(store), pytest.raises(DataError, match="another controller has written to"):
+        Record(store, prompts, told)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import MemoryPrompts
 from recorded import rows_of
+from started import begun
 
 from distill.buffer import Bound, Rules
 from distill.prompts.stream import PromptStream, group_of
@@ -38,7 +39,7 @@ MAX_ATTEMPTS = PLAIN.max_attempts
 def opened(folder: Path, rules: Rules = PLAIN) -> Record:
     store = Store(folder, "never", file_bytes=1500, retry_seconds=0.001)
     prompts = PromptStream(MemoryPrompts(), seed=0, per_prompt=rules.group)
-    return Record(store, prompts, run="r", seed=0, rules=rules)
+    return begun(store, prompts, rules)
 
 
 def rollout(asked: Rollout, *versions: Version) -> Rollout:
@@ -375,7 +376,7 @@ async def test_another_runs_record_is_refused(tmp_path: Path) -> None:
     record.store.close()
     prompts = PromptStream(MemoryPrompts(), seed=1)
     with pytest.raises(ConfigError, match="is of run 'r' with seed 0, this is 'r' with seed 1"):
-        Record(Store(tmp_path), prompts, run="r", seed=1, rules=Rules(BATCH, Bound(1, 1)))
+        begun(Store(tmp_path), prompts, Rules(BATCH, Bound(1, 1)), seed=1)
 
 
 class Table(MemoryPrompts):
@@ -392,10 +393,7 @@ class Table(MemoryPrompts):
 async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
     tmp_path: Path, rows: int, per_prompt: int
 ) -> None:
-    def begun(prompts: PromptStream) -> Record:
-        return Record(Store(tmp_path), prompts, run="r", seed=0, rules=PLAIN)
-
-    record = begun(PromptStream(Table(100), seed=0))
+    record = begun(Store(tmp_path), PromptStream(Table(100), seed=0), PLAIN)
     first = {asked.id for asked in record.issue(40)}
     await record.store.commit()
     record.store.close()
@@ -403,8 +401,8 @@ async def test_prompts_that_would_come_twice_after_a_resume_are_refused(
     other.cursor = record.state.cursor
     assert first & {prompt.id for prompt in other.take(40)}, "the same ids again"
     with pytest.raises(ConfigError, match=f"of 100 prompts, 1 of each, and these are {rows}"):
-        begun(other)
-    again = begun(PromptStream(Table(100), seed=0))
+        begun(Store(tmp_path), other, PLAIN)
+    again = begun(Store(tmp_path), PromptStream(Table(100), seed=0), PLAIN)
     assert not first & {asked.id for asked in again.issue(40)}
     again.store.close()
 

@@ -15,10 +15,11 @@ from distill.config import RunConfig
 from distill.config.laws import check_laws
 from distill.config.loading import load_run_dir, merge, validate
 from distill.launch.run import run
-from distill.launch.run_folder import RunFolder, _decide, compare, content
+from distill.launch.run_folder import RunFolder
 from distill.metrics.results import read_summary
 from distill.prompts.sources import TableSource, split_table
 from distill.prompts.stream import Prompt
+from distill.record.configuration import _decide, compare, content, record_of, resumed
 from student_trainer.config import LoRAConfig
 from sync.base.errors import ConfigError
 from sync.base.settings import Fixed, Reason, Settings
@@ -170,15 +171,21 @@ def test_prompts_are_told_apart_by_content_whatever_their_number(tmp_path: Path)
     assert "lr" not in first["deepspeed"]["optimizer"]["params"], "said once, as trainer.lr"
 
 
+def goes_on(folder: RunFolder, config: RunConfig, given: dict[str, Any]) -> list[str]:
+    record, lines = resumed(folder.path, record_of(config, given))
+    folder.keep(record)
+    return lines
+
+
 def test_every_configuration_of_a_run_is_kept(tmp_path: Path) -> None:
     given = {"prompts": "a", "held_out": None, "deepspeed": {}}
     with RunFolder.open(config(tmp_path), resume=False) as folder:
-        assert folder.keep(config(tmp_path), given) == []
+        folder.keep(record_of(config(tmp_path), given))
         (folder.path / "run.db").touch()
     for lr in (1e-5, 1e-5, 1e-4):
         faster = config(tmp_path, trainer={"deepspeed": JSON, "lr": lr})
         with RunFolder.open(faster, resume=True) as folder:
-            said = folder.keep(faster, given)
+            said = goes_on(folder, faster, given)
     assert said == ["trainer.lr: 1e-05 -> 0.0001 (takes effect)"]
     names = ["config.0.json", "config.1.json", "config.json"]
     kept = [json.loads((tmp_path / "x" / name).read_text())["trainer"]["lr"] for name in names]
@@ -192,7 +199,7 @@ def test_a_resumed_run_has_no_summary_until_it_ends_again(tmp_path: Path) -> Non
     (tmp_path / "x/summary.json").write_text('{"steps": 3}')
     given = {"prompts": "a", "held_out": None, "deepspeed": {}}
     with RunFolder.open(config(tmp_path), resume=True) as folder:
-        folder.keep(config(tmp_path), given)
+        goes_on(folder, config(tmp_path), given)
         assert read_summary(tmp_path / "x") == {"steps": 3}, "nothing has started yet"
         folder.begin()
     assert read_summary(tmp_path / "x") == {}
@@ -205,7 +212,7 @@ def test_a_refused_resume_leaves_the_record_as_it_is(tmp_path: Path) -> None:
     other = config(tmp_path, student={"path": "other"})
     given = {"prompts": "a", "held_out": None, "deepspeed": {}}
     with RunFolder.open(other, resume=True) as folder, pytest.raises(ConfigError, match=r"student\.path"):
-        folder.keep(other, given)
+        goes_on(folder, other, given)
     assert (tmp_path / "x/config.json").read_text() == before
     assert not (tmp_path / "x/config.2.json").exists()
     assert read_summary(tmp_path / "x") == {"steps": 3}
@@ -215,12 +222,12 @@ def test_held_out_prompts_are_compared_across_a_resume_without_them(tmp_path: Pa
     test_every_configuration_of_a_run_is_kept(tmp_path)
     for held_out in ("4 prompts, b", None, "4 prompts, b"):
         with RunFolder.open(config(tmp_path), resume=True) as folder:
-            folder.keep(config(tmp_path), {"prompts": "a", "held_out": held_out, "deepspeed": {}})
+            goes_on(folder, config(tmp_path), {"prompts": "a", "held_out": held_out, "deepspeed": {}})
     with (
         RunFolder.open(config(tmp_path), resume=True) as folder,
         pytest.raises(ConfigError, match="held_out"),
     ):
-        folder.keep(config(tmp_path), {"prompts": "a", "held_out": "4 prompts, c", "deepspeed": {}})
+        goes_on(folder, config(tmp_path), {"prompts": "a", "held_out": "4 prompts, c", "deepspeed": {}})
 
 
 @pytest.mark.parametrize(
@@ -249,7 +256,7 @@ def test_a_run_whose_record_is_gone_or_altered_is_not_resumed(
         record.write_bytes(damage)
     given = {"prompts": "a", "held_out": None, "deepspeed": {}}
     with RunFolder.open(config(tmp_path), resume=True) as folder, pytest.raises(ConfigError, match=says):
-        folder.keep(config(tmp_path), given)
+        goes_on(folder, config(tmp_path), given)
     with pytest.raises(ConfigError, match=says if "content" not in says else "missing"):
         load_run_dir(tmp_path / "x")
 

@@ -18,6 +18,7 @@ from distill.launch.roles import Ports
 from distill.launch.run_folder import RunFolder, write_role
 from distill.preflight_checks.machine import check_disk
 from distill.quickstart import make_room
+from distill.record.configuration import record_of
 from student_trainer.checkpoint_files import latest, saved
 from sync.base.errors import ConfigError
 from sync.base.secrets import HIDDEN
@@ -97,7 +98,7 @@ def test_the_configuration_is_kept_without_secrets_and_can_be_read_again(tmp_pat
     env = {"WANDB_API_KEY": "s3cret", "OMP_NUM_THREADS": "1"}
     settings = config(tmp_path, student={"path": "s", "env": env})
     with RunFolder.open(settings, resume=False) as folder:
-        folder.keep(settings, {})
+        folder.keep(record_of(settings, {}))
         kept = json.loads((folder.path / "config.json").read_text())
         role = write_role(folder.path, "student", settings.student)
     assert kept["student"]["env"] == {"WANDB_API_KEY": HIDDEN, "OMP_NUM_THREADS": "1"}

@@ -16,13 +16,13 @@ from small_config import make_config
 
 from distill.config import RunConfig
 from distill.config.prompts import DatasetPrompts, MixturePrompts
-from distill.launch.run_folder import content
 from distill.prompts import sources, streaming
 from distill.prompts.rewards import load_rewards
 from distill.prompts.rows import RowReader
 from distill.prompts.sources import EnvironmentSource, PromptSplit, TableSource, data_sources, keep_position
 from distill.prompts.stream import DRAWS, Cursor, Mixture, Prompt, PromptStream, by_weight
-from distill.prompts.streaming import StreamSource, open_stream
+from distill.prompts.streaming import StreamSource, open_stream, saved_starts
+from distill.record.configuration import content
 from sync.base.errors import ConfigError, DataError
 
 FILES, ROWS = 3, 20
@@ -74,12 +74,12 @@ def test_a_resumed_stream_goes_on_with_the_same_rows(
     dataset: DatasetPrompts, tmp_path: Path, position: int, kept: bool
 ) -> None:
     whole, _ = opened(dataset, wanted=4)
-    keep_position(whole, tmp_path)
+    keep_position(whole, tmp_path, saved_starts(tmp_path))
     wanted = [whole[index] for index in range(position + 30)]
     if not kept:
         (tmp_path / "stream-prompts.json").unlink()
     again, _ = opened(dataset, wanted=4)
-    keep_position(again, tmp_path)
+    keep_position(again, tmp_path, saved_starts(tmp_path))
     stream = PromptStream(again, seed=5, per_prompt=2)
     stream.cursor = Cursor(0, 2 * position)
     taken = stream.take(60)
@@ -92,28 +92,28 @@ def test_a_resume_with_its_file_reads_little_again(
     dataset: DatasetPrompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = opened(dataset)
-    keep_position(whole, tmp_path)
+    keep_position(whole, tmp_path, saved_starts(tmp_path))
     expected = texts(whole, range(55))[50:]
     again, _ = opened(dataset)
-    keep_position(again, tmp_path)
+    keep_position(again, tmp_path, saved_starts(tmp_path))
     assert texts(again, range(50, 55)) == expected
     assert again._reader.read <= 3 * 7, "two blocks, and the beginning of a third"
     other, _ = opened(dataset.model_copy(update={"min_prompt_tokens": 2}))
-    keep_position(other, tmp_path)
+    keep_position(other, tmp_path, saved_starts(tmp_path))
     assert texts(other, range(5)) != texts(whole, range(5)), "the file of another stream is not believed"
     (tmp_path / "stream-prompts.json").write_text("{")
     torn, _ = opened(dataset)
-    keep_position(torn, tmp_path)
+    keep_position(torn, tmp_path, saved_starts(tmp_path))
     assert texts(torn, range(50, 55)) == expected
 
 
 def test_a_stream_is_resumed_again_and_again_at_one_place(dataset: DatasetPrompts, tmp_path: Path) -> None:
     whole, _ = opened(dataset)
-    keep_position(whole, tmp_path)
+    keep_position(whole, tmp_path, saved_starts(tmp_path))
     expected = texts(whole, range(55))[50:]
     for _ in range(3):
         again, _ = opened(dataset)
-        keep_position(again, tmp_path)
+        keep_position(again, tmp_path, saved_starts(tmp_path))
         assert texts(again, range(50, 55)) == expected
         again._thread.shutdown()
 
@@ -163,7 +163,7 @@ def test_where_a_resume_begins_does_not_decide_whether_a_stream_goes_on(tmp_path
     config = DatasetPrompts(type="dataset", path=str(tmp_path / "rows"), template="plain", stream_rows=50)
     for _ in range(2):
         source, _ = opened(config)
-        keep_position(source, tmp_path)
+        keep_position(source, tmp_path, saved_starts(tmp_path))
         assert texts(source, range(300, 330)) == ["y"] * 30
         source._thread.shutdown()
 
@@ -329,13 +329,13 @@ def test_a_part_of_a_mixture_may_be_streamed(tmp_path: Path, dataset: DatasetPro
     }
     config = mixed(tmp_path, parts={**parts, "more": part})
     first, second = opened_mixture(config), opened_mixture(config)
-    keep_position(first.train, tmp_path)
+    keep_position(first.train, tmp_path, saved_starts(tmp_path))
     stream = PromptStream(first.train, seed=0)
     while (loading := stream.loading(100)) is not None:
         loading.result(timeout=60)
     wanted = [prompt.id for prompt in stream.take(300)]
     assert (tmp_path / "stream-more.json").is_file()
-    keep_position(second.train, tmp_path)
+    keep_position(second.train, tmp_path, saved_starts(tmp_path))
     again = PromptStream(second.train, seed=0)
     again.cursor = Cursor(0, 200)
     assert [prompt.id for prompt in again.take(100)] == wanted[200:]
