@@ -6,6 +6,7 @@ drops, and beside each what a restart by that release found.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tarfile
 from contextlib import closing
@@ -13,15 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audited import check
+from in_memory import MemoryPrompts, MemoryTrainer
 from random_history import KINDS, opened
+from recorded import rows_of
 
+from distill.prompts.stream import PromptStream
 from distill.record.audit import audit
 from distill.record.journal import JOURNAL, import_journal
 from distill.record.load import load
+from distill.record.resume import Start, resume
 from distill.record.store import RECORD, Store
 from sync.base.errors import DataError
 
 JOURNALS = Path(__file__).with_name("journals.tar.xz")
+LATE = {"late": {"type": "freshness", "hard_limit": 4, "half_life": 1.5}}
+TRAINED = """
+    SELECT step.lineage, step.step, rollout FROM step JOIN chain ON chain.lineage = step.lineage
+        AND step.step > chain.first AND step.step <= chain.past
+    JOIN member ON member.lineage = chain.owner AND member.step = step.step - 1
+    ORDER BY 1, 2, place"""
 RUNS = {"plain11": "plain", "freshness4": "freshness", "groups4": "groups", "both2": "both"}
 
 
@@ -74,6 +86,47 @@ async def test_a_run_with_a_journal_goes_on_as_it_would_have(folder: Path, name:
     (run / RECORD).rename(run / "kept")
     await import_journal(run, KINDS[RUNS[name]], 1)  # the journal is still there
     assert on_record(run, RUNS[name])["counters"] == expected["counters"]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(("name", "late"), [("plain11", {}), ("freshness4", LATE)])
+async def test_a_controller_goes_on_with_an_imported_run_and_its_audit_is_clean(
+    folder: Path, controller: Any, config: Any, name: str, late: dict[str, Any]
+) -> None:
+    """The trainer's own record of earlier steps is not kept with the journals: batches on record stand for
+    it."""
+    run, rules = folder / name, KINDS[RUNS[name]]
+    await import_journal(run, rules, 1)
+    prompts = PromptStream(MemoryPrompts(), seed=0)
+    told = resume(run, Start("r", 0, rules, prompts))
+    checkpoint, reached = told.state.checkpoints[-1], told.state.reached
+    assert reached is not None
+    before = rows_of(run, TRAINED)
+    goes_on = controller(
+        config(
+            run={"name": "r", "steps": reached.step + 4},
+            rollout={"batch": rules.batch},
+            buffer={"max_staleness": rules.bound.limit, **late},
+        ),
+        store=Store(run, "never"),
+        prompts=prompts,
+    )
+    assert prompts.cursor == told.cursor
+    assert [*goes_on.record.state.pending] == [*told.state.pending]
+    assert [*goes_on.record.state.buffer] == [*told.state.buffer]
+    trainer = MemoryTrainer(goes_on.session, checkpoint=checkpoint, checkpoint_every=2)
+    running = asyncio.create_task(goes_on.run())
+    await asyncio.wait_for(trainer.run(), 600)
+    summary = await asyncio.wait_for(running, 60)
+    assert (summary["steps"], summary["completed"]) == (reached.step + 4, True)
+    (lineage,) = trainer.ledger
+    assert lineage == len(told.state.lineages)
+    ledger = {number: dict[int, list[str]]() for number in range(lineage)} | trainer.ledger
+    for number, step, rollout in before:
+        ledger[number].setdefault(step, []).append(rollout)
+    report = check(run, ledger)
+    assert report.ok, report
+    assert report.prompts == summary["rollout"]["issued"] > told.state.counters.issued
 
 
 def last(run: Path) -> Path:
