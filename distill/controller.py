@@ -34,12 +34,12 @@ from distill.metrics.timeline import TRAINER, Timeline
 from distill.record.changes import Checkpointed, Concluded, VersionApplied
 from distill.record.record import Record
 from distill.record.resume import Resume
-from distill.record.validation import Validator
 from distill.registry import Gangs, Registry
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.life import Lives
 from distill.rollout.replica_pool import ReplicaPool
+from distill.rollout.validation import Validator
 from distill.scoring import ScoreReleases
 from distill.topology import EVALUATION_REPLICA, servers
 from distill.trainer_api.guard import Guard, Heartbeats, retreat

@@ -27,8 +27,8 @@ from distill.events import AT_FAULT, ErrorBudget
 from distill.interfaces import Components, Teacher
 from distill.metrics.timeline import REPLICAS, Timeline
 from distill.record.rollout import Rollout
-from distill.record.validation import Validator
 from distill.rollout.ends import Unusable
+from distill.rollout.validation import Validator
 from distill.waits import SCORING, TEACHER_GENERATION
 from sync.base.errors import (
     DataError,

@@ -47,11 +47,11 @@ from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.reward_pool import RewardPool
 from distill.record.rollout import SPENDS_ATTEMPT, Rollout
-from distill.record.validation import Validator
 from distill.rollout.dispatcher import Dispatcher, Pin
 from distill.rollout.ends import Lost, Unneeded, Unusable
 from distill.rollout.hold import hold
 from distill.rollout.replica_pool import Replica, ReplicaPool
+from distill.rollout.validation import Validator
 from distill.scoring import ask, until_answered
 from distill.waits import EVALUATION, GENERATION, PLAY
 from sync.base.errors import DataError, DistillError, RemoteError, Unreachable, WireError

@@ -29,8 +29,8 @@ from distill.preflight_checks.checks import must_differ, shares_template
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit, longest_prompt, sample_prompts, student_limit
 from distill.prompts.stream import Prompt
-from distill.record.validation import sampling_of
 from distill.rollout.replica_client import ReplicaEngine
+from distill.rollout.validation import sampling_of
 from distill.scoring import ask
 from distill.translation import TextTeacher
 from sync import wire

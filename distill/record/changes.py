@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_origin
 
 import msgspec
 
-from distill.buffer import Batch, Lineage
+from distill.buffer import Batch, Bound, Lineage
 from distill.prompts.stream import Cursor, Prompt, group_of
 from distill.record.rollout import (
     SPENDS_ATTEMPT,
@@ -102,11 +102,16 @@ class Opened(Change, frozen=True):
     id: str | None = None  # `RunIdentity.id`: the same at every opening
     supervised: int | None = None  # tokens of each completion that are trained on; None: all
 
+    @property
+    def bound(self) -> Bound:
+        """Of the ages in its batches."""
+        hard = self.max_staleness if self.hard_limit is None else self.hard_limit
+        return Bound(self.max_staleness, hard, self.half_life)
+
     def apply(self, state: RunState, store: Store) -> None:
         state.opened = self
         state.bisection.handed_out = -1  # a trainer that ends with its controller died of that
-        hard = self.max_staleness if self.hard_limit is None else self.hard_limit
-        store.insert("opening", store.at, *flat(msgspec.structs.replace(self, hard_limit=hard)))
+        store.insert("opening", store.at, *flat(msgspec.structs.replace(self, hard_limit=self.bound.hard)))
 
 
 class Issued(Change, frozen=True):

@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 import zstandard
 
-from distill.buffer import Bound, Rules
+from distill.buffer import Rules
 from distill.prompts.stream import Cursor
 from distill.record import changes as r
 from distill.record.blocks import Column, Entries, filled
@@ -71,9 +71,7 @@ async def import_journal(run_dir: Path, rules: Rules, keep_checkpoints: int) -> 
 async def _write(record: r.Change, state: RunState, store: Store, keep_checkpoints: int) -> None:
     """As a run did when it happened."""
     if isinstance(record, r.Opened):
-        hard = record.max_staleness if record.hard_limit is None else record.hard_limit
-        bound = Bound(record.max_staleness, hard, record.half_life)
-        state.rules = replace(state.rules, batch=record.batch, bound=bound, group=record.group)
+        state.rules = replace(state.rules, batch=record.batch, bound=record.bound, group=record.group)
     store.begin()
     try:
         record.apply(state, store)

@@ -41,8 +41,7 @@ def load(connection: sqlite3.Connection, rules: Rules | None, read: Read) -> Run
     try:
         state.opened = _opened(connection)
         if rules is None and (begun := state.opened):
-            bound = Bound(begun.max_staleness, begun.hard_limit or begun.max_staleness, begun.half_life)
-            state.rules = Rules(begun.batch, bound, begun.group)
+            state.rules = Rules(begun.batch, begun.bound, begun.group)
         _load(connection, state, read)
     except DataError:
         raise

@@ -20,10 +20,10 @@ from distill.events import AT_FAULT, Events, Quarantined
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.record.record import Record
 from distill.record.rollout import RequeueReason, Rollout
-from distill.record.validation import Validator
 from distill.rollout.ends import Lost, Unneeded
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Replica, ReplicaPool
+from distill.rollout.validation import Validator
 from distill.waits import DISPATCHER, GENERATION, PUBLISHER
 from sync.base.errors import Overloaded, RemoteError, Unreachable, WireError, WrongServer
 from sync.wire import Generated, GenerateFailed, GeneratePrompt, GenerateRequest, Version

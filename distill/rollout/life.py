@@ -32,10 +32,10 @@ from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.record.record import GROUP_BROKEN, Record
 from distill.record.rollout import Rollout
-from distill.record.validation import Validator, repetitive
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.ends import Dropped, Lost, Unneeded, Unusable
 from distill.rollout.episodes import Episodes
+from distill.rollout.validation import Validator, repetitive
 from distill.scoring import Scoring, TeacherGeneration, TeacherQueue
 from sync.base.errors import DistillError
 from sync.wire import unpack

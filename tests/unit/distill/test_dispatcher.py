@@ -24,12 +24,12 @@ from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptSource, PromptStream
 from distill.record.rollout import Rollout
 from distill.record.store import Store
-from distill.record.validation import Validator
 from distill.rollout.dispatcher import Completion, Dispatcher, Pin
 from distill.rollout.ends import Lost
 from distill.rollout.life import Lives
 from distill.rollout.replica_client import Answer
 from distill.rollout.replica_pool import Phase, ReplicaPool
+from distill.rollout.validation import Validator
 from distill.waits import Waits, use
 from sync.base.errors import Overloaded, RemoteError
 from sync.base.settings import WeightsConfig

@@ -29,9 +29,9 @@ from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from distill.record.record import Record
 from distill.record.store import Store
-from distill.record.validation import Validator
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.replica_pool import ReplicaPool
+from distill.rollout.validation import Validator
 from sync.base.errors import RemoteError, Unreachable
 from sync.wire import Estimate, EvalReply, EvalReport, EvalRequest, Sampling, SetReport, Version, Want, pack
 

@@ -24,7 +24,7 @@ from distill.launch.run_folder import RunFolder
 from distill.metrics.summary import CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
 from distill.record.changes import Checkpointed, LineageOpened, RolledBack
 from distill.record.state import RunState
-from distill.record.validation import repetitive
+from distill.rollout.validation import repetitive
 from distill.trainer_api.guard import Guard, retreat, trouble
 from sync.base.errors import RemoteError
 from sync.wire import Heartbeat, StepReport, Version, pack

@@ -19,8 +19,8 @@ from distill.interfaces import Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptStream
 from distill.record.rollout import Rollout
-from distill.record.validation import Validator
 from distill.rollout.ends import Unusable
+from distill.rollout.validation import Validator
 from distill.scoring import Scoring, TeacherQueue
 from sync.base.errors import Overloaded, RemoteError, TooLarge
 from sync.wire import (
