@@ -12,7 +12,12 @@ The teacher is asked about one way of cutting a text, its tokenizer's own, and p
 the student sampled. So the divergence is that of texts, less the entropy of the student's ways of cutting a
 text, plus what the teacher holds on other ways than its tokenizer's.
 
-Letters: L ids of the student's completion, M of the teacher's.
+The teacher's most likely tokens at the beginning of a segment are of use to the trainer if they follow from
+what stands before, whatever the text goes on with. So of these only such are sent (S) as the teacher's
+tokenizer always parts from what stands before: no token of its vocabulary holds the last byte before and the
+first byte behind side by side. Any of them as y has the same S, and the same log q on it.
+
+Letters: L ids of the student's completion, M of the teacher's, K of a position, B values of a byte.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -34,13 +40,16 @@ from sync import wire
 from sync.base.address import Place
 from sync.base.errors import DataError
 from sync.base.tokenizers import end_ids, end_of_turn, load_tokenizer, special_ids
-from sync.wire import Scored, ScoreRefused, Segment, pack, unpack
+from sync.wire import Scored, ScoreRefused, Segment, checks, pack, unpack
 from sync.wire.claims import Claim
 from teacher_service.client import Reply, TeacherClient
 from teacher_service.router import load_transforms
 
 _SPACE: Final = "\u2581"
 """What tokenizers of SentencePiece's kind write for a space."""
+_REPLACED: Final = "\ufffd".encode()
+_SPECIAL, _EMPTY = 256, 257
+"""In a byte's place: a special token's, that of a token without bytes."""
 _SHOWN: Final = 12
 """Tokens that are shown."""
 
@@ -54,6 +63,8 @@ class Aligned(NamedTuple):
     """u1 [L] of Segment"""
     ends: np.ndarray
     """i8: where each segment ends in M"""
+    behind: np.ndarray = np.zeros(0, "i4")
+    """i4: the first of the teacher's ids of what is not scored, if there are any"""
 
     def scores(self, logprob_M: np.ndarray) -> np.ndarray:
         """f4 [L]: log q of segments at its last token, 0 elsewhere; from log q of the teacher's tokens."""
@@ -62,6 +73,17 @@ class Aligned(NamedTuple):
         scores_L = np.zeros(len(self.segment), "f4")
         scores_L[~goes_on_L & (self.segment != Segment.UNSCORED)] = np.diff(until, prepend=0.0)
         return scores_L
+
+    def sent(self, want: wire.Want) -> np.ndarray:
+        """i4: the ids that the teacher is sent."""
+        return np.append(self.token_ids, self.behind) if want.topk else self.token_ids
+
+    def starts(self) -> tuple[np.ndarray, np.ndarray]:
+        """i8: where segments begin in L, and in M; that which is not scored too, where it is `behind`."""
+        begins = np.flatnonzero(self.segment == Segment.BEGINS)
+        if len(self.behind):
+            begins = np.append(begins, np.argmax(self.segment == Segment.UNSCORED))
+        return begins, np.append(0, self.ends)[: len(begins)]
 
     def alone(self) -> np.ndarray:
         """i8: places in L of the tokens that are one token to the teacher too."""
@@ -89,6 +111,64 @@ class Translation:
             )
         self.end = int(end)
         """The teacher's id for the end of a completion."""
+
+    @cached_property
+    def shared(self) -> np.ndarray:
+        """i4: by the teacher's id, the student's of the same bytes or, of special ones, the same meaning; -1:
+        there is none."""
+        special = special_ids(self._student) | {*self.special}
+        ours = {data: id_ for id_, data in enumerate(self._student_bytes) if data and id_ not in special}
+        theirs = {data: id_ for id_, data in enumerate(self._teacher_bytes) if data in ours}
+        shared = np.full(len(self._teacher_bytes), -1, "i4")
+        for data, id_ in theirs.items():
+            shared[id_] = ours[data]
+        shared[[*special_ids(self._teacher)]] = -1
+        shared[[*self.special.values()]] = [*self.special]
+        return shared
+
+    @cached_property
+    def _edges(self) -> np.ndarray:
+        """i2 [2, V]: the first and the last byte of each of the student's tokens; 256: a special one, 257: no
+        byte."""
+        ends = ((data[0], data[-1]) if data else (_EMPTY, _EMPTY) for data in self._student_bytes)
+        edges = np.array([*ends], "i2").T
+        edges[:, [*self.special]] = _SPECIAL
+        return edges
+
+    @cached_property
+    def _parted(self) -> np.ndarray:
+        """bool [B, B]: the teacher's tokenizer always parts a text after the first byte and before the other,
+        and cuts what stands before alike whatever follows: rules that look ahead do so over white space.
+
+        Bytes that are no UTF-8 are the replacement character to it.
+        """
+        special, parted = special_ids(self._teacher), np.ones((_EMPTY + 1, _EMPTY + 1), bool)
+        words = [data for id_, data in enumerate(self._teacher_bytes) if id_ not in special]
+        for pair in {pair for word in words for pair in pairwise(word)}:
+            parted[pair] = False
+        first, last = _REPLACED[0], _REPLACED[-1]
+        parted[0x80:256] &= parted[last]
+        parted[:, 0xC0:256] &= parted[:, [first]]
+        parted[:256, 0x80:0xC0] = False  # within a character
+        parted[[*b" \t\n\v\f\r"]] = False
+        parted[_EMPTY], parted[:, _EMPTY] = False, False
+        parted[_SPECIAL], parted[:, _SPECIAL] = True, True
+        return parted
+
+    def support(
+        self, token_ids: Sequence[int], aligned: Aligned, theirs_MK: np.ndarray, logq_MK: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """S of each token, i4 [L, K], -1 where there are fewer than K, and log q there, 0 elsewhere; from the
+        teacher's most likely ids and log q of them."""
+        begins, starts = aligned.starts()
+        first, last = self._edges
+        before = np.append(_SPECIAL, last[[*token_ids]])[begins]
+        ours = self.shared[theirs_MK[starts]]
+        ours = np.where(self._parted[before[:, None], first[ours]], ours, -1)
+        size = len(token_ids), theirs_MK.shape[1]
+        support_LK, logq_LK = np.full(size, -1, "i4"), np.zeros(size, logq_MK.dtype)
+        support_LK[begins], logq_LK[begins] = ours, np.where(ours >= 0, logq_MK[starts], 0.0)
+        return support_LK, logq_LK
 
     @cached_property
     def special(self) -> dict[int, int]:
@@ -121,6 +201,7 @@ class Translation:
             np.concatenate([run.token_ids for run in runs]),
             np.concatenate([run.segment for run in runs]),
             np.concatenate(ends),
+            runs[-1].behind,
         )
 
     def _text(self, token_ids: Sequence[int], followed: bool) -> Aligned:
@@ -138,7 +219,15 @@ class Translation:
         segment = np.full(len(pieces), Segment.GOES_ON, "u1")
         segment[np.concatenate([[0], last_L])[: len(last_L)]] = Segment.BEGINS
         segment[last_L[-1] if len(last_L) else 0 :] = Segment.UNSCORED
-        return Aligned(np.array(theirs[: ends[-1] if len(ends) else 0], "i4"), segment, ends)
+        scored = int(ends[-1]) if len(ends) else 0
+        behind = theirs[scored : scored + 1] if Segment.UNSCORED in segment else []
+        return Aligned(np.array(theirs[:scored], "i4"), segment, ends, np.array(behind, "i4"))
+
+    def _dense(self, token_ids: Sequence[int]) -> int:
+        """Tokens that S may hold where they stand."""
+        first, last = self._edges[:, [*token_ids]]
+        parted = self._parted[np.append(_SPECIAL, last[:-1]), first]
+        return int((parted & np.isin(token_ids, self.shared)).sum())
 
     def figures(self, prompts: Sequence[Prompt]) -> list[str]:
         """What is to be known of the two tokenizers, in words; `prompts`: texts to cut."""
@@ -147,7 +236,8 @@ class Translation:
         ours = sum(len(ids) for ids, _ in cut)
         theirs = sum(len(aligned.token_ids) for _, aligned in cut)
         alone = sum(len(aligned.alone()) for _, aligned in cut)
-        shared = {*self._student_bytes} & {*self._teacher_bytes}
+        dense = sum(self._dense(ids) for ids, _ in cut)
+        same = {*self._student_bytes} & {*self._teacher_bytes}
         names = [
             f"{self._student.convert_ids_to_tokens(id_)!r} is {self._teacher.convert_ids_to_tokens(other)!r}"
             for id_, other in sorted(self.special.items())
@@ -159,8 +249,10 @@ class Translation:
         ]
         return [
             f"{alone / ours:.0%} of the tokens of {len(cut)} prompts are one token to both, {ours:,} of the "
-            f"student's are {theirs:,} of the teacher's; {len(shared):,} tokens, of "
+            f"student's are {theirs:,} of the teacher's; {len(same):,} tokens, of "
             f"{len(self._student_bytes):,} and {len(self._teacher_bytes):,}, are the same text",
+            f"{dense / ours:.0%} of the tokens are the same text and stand where the teacher always parts a "
+            'text: there objective "topk" looks beyond the token that was sampled',
             f"special tokens: {', '.join(names[:_SHOWN])}",
             f"{texts[0]!r} is {texts[1]!r} to the teacher",
         ]
@@ -207,46 +299,64 @@ class TextTeacher(TeacherClient):
         want: wire.Want = wire.Want(),
         limit: float | None = None,
     ) -> Reply[Scored | ScoreRefused]:
-        """Log-probabilities by segment and nothing else; refused: text that the teacher cannot have."""
+        """Log-probabilities by segment, and S from `want.topk` ids; refused: text that it cannot have."""
         aligned = await asyncio.to_thread(lambda: [self._aligned(sequence) for sequence in sequences])
+        both = [*zip(sequences, aligned, strict=True)]
         asked = [
-            wire.ScoreSequence(sequence.id, _given(sequence, other), sequence.start)
-            for sequence, other in zip(sequences, aligned, strict=True)
-            if isinstance(other, Aligned) and len(other.token_ids)
+            wire.ScoreSequence(sequence.id, _behind_prompt(sequence, ids), sequence.start)
+            for sequence, other in both
+            if isinstance(other, Aligned) and len(ids := other.sent(want))
         ]
         reply: Reply[Scored | ScoreRefused] = Reply([], "")
         if asked:
             reply = await self.score_ids(asked, replace(want, entropy=False), limit)
         answered = {answer.id: answer for answer in reply.results}
-        results = [
-            _by_segment(sequence.id, other, answered.get(sequence.id))
-            if isinstance(other, Aligned)
-            else other
-            for sequence, other in zip(sequences, aligned, strict=True)
-        ]
-        return Reply(results, reply.server)
+
+        def result(sequence: wire.ScoreSequence, other: Aligned | ScoreRefused) -> Scored | ScoreRefused:
+            if isinstance(other, ScoreRefused):
+                return other
+            return self._by_segment(sequence, other, answered.get(sequence.id), want)
+
+        return Reply(await asyncio.to_thread(lambda: [result(*pair) for pair in both]), reply.server)
 
     def _aligned(self, sequence: wire.ScoreSequence) -> Aligned | ScoreRefused:
         try:
-            return self.translation.completion(unpack(sequence.token_ids)[sequence.start :].tolist())
+            return self.translation.completion(_completion(sequence))
         except DataError as error:
             return ScoreRefused(sequence.id, str(error), no_text=True)
 
+    def _by_segment(
+        self,
+        sequence: wire.ScoreSequence,
+        aligned: Aligned,
+        answer: Scored | ScoreRefused | None,
+        want: wire.Want,
+    ) -> Scored | ScoreRefused:
+        """`answer`: to the teacher's ids; None: there are none."""
+        if isinstance(answer, ScoreRefused):
+            return answer
+        if answer is None:
+            empty = pack(np.zeros((0, want.topk), "i4")), pack(np.zeros((0, want.topk), "f4"))
+            answer = Scored(sequence.id, pack(np.zeros(0, "f4")), *(empty if want.topk else ()))
+        count, known = len(aligned.sent(want)), len(self.translation.shared)
+        if problem := checks.scored(answer, count, 0, replace(want, entropy=False), known):
+            return ScoreRefused(sequence.id, str(problem), unusable=True)
+        scores_L = aligned.scores(unpack(answer.logprob)[: len(aligned.token_ids)])
+        scored = Scored(sequence.id, pack(scores_L), segment=pack(aligned.segment))
+        if answer.topk_ids is None or answer.topk_logprob is None:
+            return scored
+        topk_MK = unpack(answer.topk_ids), unpack(answer.topk_logprob)
+        ids_LK, logq_LK = self.translation.support(_completion(sequence), aligned, *topk_MK)
+        return replace(scored, topk_ids=pack(ids_LK), topk_logprob=pack(logq_LK))
 
-def _given(sequence: wire.ScoreSequence, aligned: Aligned) -> wire.Array:
+
+def _completion(sequence: wire.ScoreSequence) -> list[int]:
+    return unpack(sequence.token_ids)[sequence.start :].tolist()
+
+
+def _behind_prompt(sequence: wire.ScoreSequence, ids: np.ndarray) -> wire.Array:
     """i4 [L]: a sequence with the teacher's ids in the completion's place."""
-    return pack(np.concatenate([unpack(sequence.token_ids)[: sequence.start], aligned.token_ids]), "i4")
-
-
-def _by_segment(id: str, aligned: Aligned, answer: Scored | ScoreRefused | None) -> Scored | ScoreRefused:
-    """`answer`: to the teacher's ids; None: there are none."""
-    if isinstance(answer, ScoreRefused):
-        return answer
-    logprob_M = np.zeros(0, "f4") if answer is None else unpack(answer.logprob)
-    if logprob_M.shape != aligned.token_ids.shape:
-        text = f"logprob of shape {logprob_M.shape} for {len(aligned.token_ids)} tokens"
-        return ScoreRefused(id, text, unusable=True)
-    return Scored(id, pack(aligned.scores(logprob_M)), segment=pack(aligned.segment))
+    return pack(np.concatenate([unpack(sequence.token_ids)[: sequence.start], ids]), "i4")
 
 
 def translations(config: RunConfig) -> dict[str, Translation]:

@@ -249,6 +249,7 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
         mask_NK=None if rows.mask is None else torch.from_numpy(rows.mask.padded()),
         row_N=torch.from_numpy(row_C),
         goes_on_N=None if segment_C is None else segment_C == Segment.GOES_ON,
+        by_text_N=None if segment_C is None else segment_C != Segment.TOKEN,
     )
 
 

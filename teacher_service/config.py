@@ -81,7 +81,7 @@ class TeacherConfig(ModelSource, Placement):
     """A "module:function" from a data source to whether this teacher takes it; None: `route` alone."""
     tokenizer: Fixed[Literal["auto", "student", "own"]] = "auto"
     """student: ids mean the same to it as to the student. own: it has another vocabulary or chat template,
-    and scores the text of completions by its own, for objective "sampled". auto: own where vocabularies
-    differ."""
+    and scores the text of completions by its own, for objectives "sampled" and "topk". auto: own where
+    vocabularies differ."""
     prompt_transform: Fixed[str | None] = None
     """A "module:function" from a Prompt to the token ids the teacher sees instead; None: the same ids."""

@@ -107,9 +107,11 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     if tokens is None or rollout.own_length <= tokens:
         return rollout
     limit, scores = _place(rollout, tokens), scores_of(rollout)
-    if scores.segment is not None:  # what is cut off of a segment would be missing in its score
-        begins_T = unpack(scores.segment) != Segment.GOES_ON
-        limit = int(np.flatnonzero(begins_T[: limit + 1])[-1])
+    if scores.segment is not None:  # what is cut off of a segment is missing in its score
+        segment_T = unpack(scores.segment).copy()
+        begins = int(np.flatnonzero(segment_T[: limit + 1] != Segment.GOES_ON)[-1])
+        segment_T[begins:limit] = Segment.UNSCORED
+        scores = replace(scores, segment=pack(segment_T))
 
     def first(struct: Rollout | Scored, names: Iterable[str]) -> dict[str, Array]:
         arrays = ((name, getattr(struct, name)) for name in names)
@@ -268,7 +270,8 @@ def _segments(scores: Sequence[Scored]) -> Array | None:
     """`Rows.segment`, where any teacher has a tokenizer of its own."""
     if all(score.segment is None for score in scores):
         return None
-    return joined([score.segment or pack(np.zeros(score.logprob.shape, "u1")) for score in scores])
+    plain = (np.full(score.logprob.shape, Segment.TOKEN, "u1") for score in scores)
+    return joined([score.segment or pack(plain_T) for score, plain_T in zip(scores, plain, strict=True)])
 
 
 def _earned(rollouts: Sequence[Rollout]) -> Array | None:

@@ -57,6 +57,10 @@ def resolve(config: RunConfig) -> Resolved:
         chosen = chosen.with_(preflight={"mismatch_tolerance": tolerance})
         if routed:
             lines.append(f"preflight.mismatch_tolerance = {tolerance:g}: the student has experts")
+    by_text = any(teacher.tokenizer == "own" for teacher in chosen.teachers.values())
+    if by_text and needs(chosen.objective).topk and chosen.buffer.scores == "auto":
+        chosen = chosen.with_(buffer={"scores": "inline"})
+        lines.append("buffer.scores: inline (auto, a teacher's ids become the student's in the controller)")
     if chosen.weights.kv_on_swap == "auto":
         kept = "keep" if chosen.keeps_cache else "recompute"
         lines.append(f"weights.kv_on_swap: {kept} (auto, at trainer.lr = {chosen.trainer.lr:g})")
@@ -167,7 +171,7 @@ def can(teacher: TeacherConfig) -> tuple[str, ...]:
     if teacher.engine == "vllm" and teacher.generate_url is None:
         without |= {"generate"}
     if teacher.tokenizer == "own":  # of others' ids it knows nothing
-        without |= {"hidden", "topk", "gather", "generate"}
+        without |= {"hidden", "gather", "generate"}
     return tuple(name for name in ENGINE_CAN.get(teacher.engine, CAPABILITIES) if name not in without)
 
 
@@ -213,6 +217,19 @@ def remedy(config: RunConfig, can: Sequence[str]) -> str:
     return " and ".join(changes)
 
 
+def _unlike(config: RunConfig) -> str | None:
+    """What to change where the objective is not for a teacher with other tokens."""
+    chosen = config.objective
+    if not needs(chosen).topk:
+        return None
+    if not isinstance(chosen, TopK) or chosen.forward:
+        what = f"objective.forward = {chosen.forward:g}" if isinstance(chosen, TopK) else f'"{chosen.type}"'
+        return f'{what} compares single tokens: set objective.type = "topk" with forward = 0'
+    if config.buffer.scores == "reference":
+        return 'its ids become the student\'s in the controller: set buffer.scores = "inline"'
+    return None
+
+
 def unserved(config: RunConfig) -> Iterator[str]:
     """A line for each teacher whose engine cannot serve the objective."""
     temperature = teacher_temperature(config.objective, config.rollout.temperature)
@@ -231,5 +248,7 @@ def unserved(config: RunConfig) -> Iterator[str]:
                 f"teacher {name!r}{other} gives {', '.join(capabilities)}: "
                 f"set {remedy(config, capabilities)}{instead}"
             )
+        elif teacher.tokenizer == "own" and (problem := _unlike(config)):
+            yield f"teacher {name!r} has a tokenizer of its own, and {problem}"
         elif teacher.engine in ENGINE_CAN and (problem := too_many(config, MAX_TOPK)):
             yield f"teacher {name!r}: {problem}"

@@ -33,6 +33,8 @@ _LEAST_MASS = 1e-4
 """Mass outside S is known no better than this: the teacher's log-probabilities travel as fp16."""
 _NO_TAIL = 1e-6
 """Teacher mass outside S below which it is rounding, not a tail; where S is everything, all of it is."""
+_TINY = 1e-30
+"""Mass of S by which is divided: at least p(y), which only rounding makes 0."""
 _MAX_LOG_RHO = 20.0
 """exp of it still has finite squares in fp32; beyond it a sample carries no information."""
 
@@ -80,6 +82,9 @@ class Targets:
     goes_on_N: Tensor | None = None
     """bool: the token goes on the segment of text that the one before it is in: log q of a segment stands at
     its last token, 0 at the others; None: every token is a segment"""
+    by_text_N: Tensor | None = None
+    """bool: a teacher with another tokenizer scored the token, and S is known only because y may be in it;
+    None: of no token"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Targets:
         """The same with every tensor changed: moved, or cut to some of the tokens."""
@@ -196,6 +201,7 @@ def hybrid(
     all of it is ∇KL(p‖q) for every S that does not depend on y: S = ∅ is `sampled`, S = V is exact. That
     holds for any b: a rounded one costs variance, not bias. S is the teacher's top-k (`topk`) or the
     student's top-k at sampling time (`student_topk`). `reverse_kl` is Σ_S p·d + b·P + 1[y∉S]·w·(d(y) − b).
+    Tokens of a teacher with another tokenizer have the terms of `expected_within`.
     """
     assert targets.support_NK is not None
     assert targets.support_logp_NK is not None
@@ -215,7 +221,43 @@ def hybrid(
     credit_N = d_N if targets.future_N is None else d_N + targets.future_N
     exact_N = torch.where(member_NK, pd_NK.detach(), 0.0).sum(1) + baseline_N * rest_N.detach()
     loss_N = inside_N + baseline_N * rest_N + (weight_N * credit_N) * logp_N
-    return loss_N, {"reverse_kl": exact_N + weight_N * d_N}
+    reverse_N = exact_N + weight_N * d_N
+    if (by_text_N := targets.by_text_N) is not None:
+        text_N, stats = expected_within(logp_NV, targets, weight_N)
+        loss_N = torch.where(by_text_N, text_N, loss_N)
+        reverse_N = torch.where(by_text_N, stats["reverse_kl"], reverse_N)
+    return loss_N, {"reverse_kl": reverse_N}
+
+
+def expected_within(logp_NV: Tensor, targets: Targets, weight_N: Tensor) -> Terms:
+    """`sampled`, with what y ∈ S is credited replaced by its expectation over S; unbiased.
+
+        loss_t = 1[y_t∈S]·sg[w_t/Σ_S p] · Σ_{v∈S} [ p(v) c(v) − p(v) + q(v) ]
+               + sg[ w_t · (d_t + Σ_{j≥1} γ^j d_{t+j} − 1[y_t∈S]·c(y_t)) ] · log p(y_t)
+
+        c(v) = log p(v) − log q(v) on S
+
+    Whether a teacher with another tokenizer has a distribution at a place depends on y and what follows, so
+    the sums of `hybrid` may not stand there. But any y in S makes S and q on it known, the same for all of
+    these: E[1[y∈S]·w·c(y)·∇log p(y)] = Σ_S p·c·∇log p is the expectation of the first line, and the second
+    keeps what y's segment adds to c(y): nothing where y is one token to the teacher too. `reverse_kl`
+    estimates the same.
+    """
+    assert targets.support_NK is not None
+    assert targets.support_logp_NK is not None
+    member_NK, hit_NK = targets.support_NK >= 0, targets.support_NK == targets.token_N.unsqueeze(1)
+    logp_NK, logp_N = logp_NV.gather(1, targets.support_NK.clamp(min=0)), at(logp_NV, targets.token_N)
+    p_NK, c_NK = logp_NK.exp(), logp_NK - targets.support_logp_NK
+    q_NK = targets.support_logp_NK.exp()
+    inside_N = torch.where(member_NK, p_NK * c_NK - p_NK + q_NK, 0.0).sum(1)
+    mass_N = torch.where(member_NK, p_NK.detach(), 0.0).sum(1).clamp(min=_TINY)
+    share_N = torch.where(hit_NK.any(1), weight_N / mass_N, 0.0)
+    d_N = logp_N.detach() - targets.teacher_logp_N - torch.where(hit_NK, c_NK.detach(), 0.0).sum(1)
+    credit_N = d_N if targets.future_N is None else d_N + targets.future_N
+    exact_N = torch.where(member_NK, (p_NK * c_NK).detach(), 0.0).sum(1)
+    return share_N * inside_N + (weight_N * credit_N) * logp_N, {
+        "reverse_kl": share_N * exact_N + weight_N * d_N
+    }
 
 
 def forward_topk(logp_NV: Tensor, targets: Targets) -> Terms:

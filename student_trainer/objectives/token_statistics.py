@@ -97,7 +97,7 @@ def _ends(logp_NV: Tensor, targets: Targets, ends_E: Tensor) -> dict[str, Tensor
     elif targets.support_NK is not None and targets.support_logp_NK is not None:
         ends_NK = torch.isin(targets.support_NK, ends_E)
         sums |= {"teacher_end": torch.where(ends_NK, targets.support_logp_NK.exp(), 0.0).sum()}
-        sums |= {"teacher_end_tokens": count}
+        sums |= {"teacher_end_tokens": (targets.support_NK >= 0).any(1).sum()}
     return sums
 
 
@@ -107,17 +107,19 @@ def _entropy(logp_NV: Tensor) -> Tensor:
 
 
 def _support(logp_NV: Tensor, targets: Targets, ids_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
-    """Sums that compare student and teacher on S. The score gap is that of tokens inside S."""
+    """Sums that compare student and teacher on S. The score gap is that of tokens inside S, but for those of
+    text, which the teacher may have scored with others."""
     member_NK, hit_NK = ids_NK >= 0, ids_NK == targets.token_N.unsqueeze(1)
     ids_NK = ids_NK.clamp(min=0)
     gap_NK = (logq_NK - targets.teacher_logp_N.unsqueeze(1)).abs()
+    read_NK = hit_NK if targets.by_text_N is None else hit_NK & ~targets.by_text_N.unsqueeze(1)
     some_PV, members_PK = logp_NV[:_OVERLAP_TOKENS], member_NK[:_OVERLAP_TOKENS]
     own_PK = some_PV.topk(min(ids_NK.shape[1], logp_NV.shape[1]), dim=1).indices
     own_PV = torch.zeros_like(some_PV, dtype=torch.bool).scatter_(1, own_PK, True)
     shared_P = (own_PV.gather(1, ids_NK[:_OVERLAP_TOKENS]) & members_PK).sum(1)
     return {
-        "score_gap": torch.where(hit_NK, gap_NK, 0.0).sum(),
-        "score_gap_tokens": hit_NK.sum(),
+        "score_gap": torch.where(read_NK, gap_NK, 0.0).sum(),
+        "score_gap_tokens": read_NK.sum(),
         "student_mass": torch.where(member_NK, logp_NV.gather(1, ids_NK).exp(), 0.0).sum(),
         "teacher_mass": torch.where(member_NK, logq_NK.exp(), 0.0).sum(),
         "support_tokens": member_NK.any(1).sum(),

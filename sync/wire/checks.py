@@ -270,13 +270,13 @@ def scored(
     return first(
         array("logprob", answer.logprob, F4, (count,), LOGPROB),
         _kept(answer.kept, want.keep),
-        topk_ids("topk_ids", answer.topk_ids, count, topk, vocab_size, 0),
+        topk_ids("topk_ids", answer.topk_ids, count, topk, vocab_size, -1 if answer.segment else 0),
         array("topk_logprob", answer.topk_logprob, HALF, (count, topk), LOGPROB, asked=topk > 0),
         array("gathered", answer.gathered, HALF, (count, gather), LOGPROB, asked=gather > 0),
         topk_ids("gather_ids", answer.gather_ids, count, gather * with_ids, vocab_size, -1),
         array("hidden", answer.hidden, WIDE, (count, hidden_size), FINITE, asked=hidden),
         array("segment", answer.segment, U1, (count,), ids(len(Segment))) if answer.segment else None,
-    ) or (_mass(answer.topk_logprob) if answer.topk_logprob else None)
+    ) or (_mass(answer.topk_ids, answer.topk_logprob) if answer.topk_ids and answer.topk_logprob else None)
 
 
 def _kept(kept: Kept | None, asked: bool) -> Problem | None:
@@ -291,8 +291,9 @@ def _kept(kept: Kept | None, asked: bool) -> Problem | None:
     return None
 
 
-def _mass(topk_logprob: Array) -> Problem | None:
-    mass = np.exp(unpack(topk_logprob).astype("f4")).sum(axis=1).max(initial=0.0)
+def _mass(ids: Array, topk_logprob: Array) -> Problem | None:
+    probability = np.where(unpack(ids) >= 0, np.exp(unpack(topk_logprob).astype("f4")), 0.0)
+    mass = probability.sum(axis=1).max(initial=0.0)
     rule = "log-probabilities of one distribution"
     return (
         Problem("topk_logprob", f"of {mass:.3f} in sum of probabilities", rule)

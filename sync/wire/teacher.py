@@ -85,6 +85,8 @@ class Segment(enum.IntEnum):
     GOES_ON = 1
     UNSCORED = 2
     """It holds the first bytes of a character that the completion was cut off in: `logprob` says nothing."""
+    TOKEN = 3
+    """The teacher reads the student's tokens, as another one of the batch does not."""
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -95,7 +97,8 @@ class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):
     logprob: Array
     """f4 [T]: log q(y_t)"""
     topk_ids: Array | None = None
-    """i4 [T, K], most likely first"""
+    """i4 [T, K], most likely first; with `segment`: ids of the student's whose distribution is known only
+    because the sampled token may be one of them, -1 where there are fewer than K"""
     topk_logprob: Array | None = None
     """f2 or f4 [T, K]"""
     gathered: Array | None = None

@@ -137,7 +137,7 @@ def test_an_adapter_to_evaluate_is_to_be_merged_first(distill: Distill, tmp_path
     assert f"holds an adapter: distill export {tmp_path} FOLDER merges it into its base" in message
 
 
-def test_a_teacher_of_another_vocabulary_needs_a_tokenizer_of_its_own_and_the_sampled_objective(
+def test_a_teacher_of_another_vocabulary_needs_a_tokenizer_of_its_own_and_an_objective_for_it(
     distill: Distill, models: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "teacher"
@@ -152,8 +152,10 @@ def test_a_teacher_of_another_vocabulary_needs_a_tokenizer_of_its_own_and_the_sa
     assert "is 'a' and 'b'" in message
     assert "token ids must mean the same to both" in message
     message = distill(path_is, "objective.type=full")
-    assert "(it has a tokenizer of its own) gives entropy" in message
-    assert 'set objective.type = "sampled"' in message
+    assert "(it has a tokenizer of its own) gives topk, entropy" in message
+    assert 'set objective.type = "topk"' in message
+    message = distill(path_is, "objective.type=forward_topk")
+    assert 'has a tokenizer of its own, and "forward_topk" compares single tokens' in message
 
 
 def jsonl(folder: Path, rows: str) -> str:

@@ -22,7 +22,7 @@ from distill.record.state import Batch
 from distill.scoring import seed_of
 from sync import wire
 from sync.base.errors import DataError
-from sync.wire import Array, Version, VersionSpan, encode, pack, unpack
+from sync.wire import Array, Segment, Version, VersionSpan, encode, pack, unpack
 
 
 def rollout(number: int, prompt: int, length: int, **scores: Array | None) -> Rollout:
@@ -58,7 +58,7 @@ def formed(rollouts: list[Rollout], weights: list[float] | None = None) -> Batch
     return Batch(Version(0, 6), rollouts, [0] * len(rollouts), weights or [])
 
 
-def test_a_completion_is_cut_where_a_segment_of_text_begins() -> None:
+def test_the_segment_in_which_a_completion_is_cut_is_not_scored() -> None:
     """Four tokens are allowed, and the third and fourth are scored with the fifth."""
     segment = pack(np.array([0, 1, 0, 1, 1, 0], "u1"))
     text, plain = rollout(1, 2, 6, segment=segment), rollout(2, 2, 3)
@@ -66,8 +66,12 @@ def test_a_completion_is_cut_where_a_segment_of_text_begins() -> None:
     (rows,) = batch.micro_batches
     assert rows.segment is not None
     cut = dict(zip(rows.ids, unpack(rows.completion_lens).tolist(), strict=True))
-    assert cut == {"r1": 2, "r2": 3}
-    assert sorted(unpack(rows.segment).tolist()) == [0, 0, 0, 0, 1]
+    assert cut == {"r1": 4, "r2": 3}
+    segments = np.split(unpack(rows.segment), np.cumsum(unpack(rows.completion_lens))[:-1])
+    assert {id_: row.tolist() for id_, row in zip(rows.ids, segments, strict=True)} == {
+        "r1": [Segment.BEGINS, Segment.GOES_ON, Segment.UNSCORED, Segment.UNSCORED],
+        "r2": [Segment.TOKEN] * 3,
+    }
 
 
 def test_of_a_long_completion_only_the_first_tokens_are_trained_on() -> None:

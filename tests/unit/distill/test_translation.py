@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from distill.prompts.stream import Prompt
 from distill.translation import TextTeacher, Translation, read, token_bytes
-from student_trainer.objectives.divergences import Discount, Targets, at, future_credit, sampled
+from student_trainer.objectives.divergences import (
+    Discount,
+    Objective,
+    Targets,
+    at,
+    future_credit,
+    hybrid,
+    sampled,
+)
 from sync.base.errors import DataError
-from sync.wire import Scored, ScoreRefused, ScoreSequence, Segment, Want, pack, unpack
+from sync.wire import Scored, ScoreRefused, ScoreSequence, Segment, Want, checks, pack, unpack
 from teacher_service.client import Reply
 
 END = "<end>"
@@ -36,14 +45,25 @@ def words(*vocabulary: str, end: str = END) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end)
 
 
-def pieces(merges: list[tuple[str, str]]) -> Any:
-    """Byte-level BPE with these merges; its last token ends a completion."""
+def merged(letters: str, *merges: tuple[str, str]) -> Any:
+    """BPE of whole texts."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*letters, *(left + right for left, right in merges), END]
+    core = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, [*merges]))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END)
+
+
+def pieces(merges: list[tuple[str, str]], by_words: bool = False) -> Any:
+    """Byte-level BPE with these merges; its last token ends a completion. `by_words`: GPT-2's rules first."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
     core = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, merges))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END)
 
@@ -144,19 +164,102 @@ def test_tokenizers_that_change_text_are_refused_by_name() -> None:
         translation(FRENCH, wordpiece)
 
 
+# --- the teacher's most likely tokens
+
+
+def most_likely(teacher: Any, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log q of each of the teacher's positions [M, K], which follow from the ids before."""
+    size = len(token_bytes(teacher))
+    rows = [np.random.default_rng([7, *ids[:place]]).normal(size=size) for place in range(len(ids))]
+    logq_MV = np.array(rows).reshape(-1, size)
+    logq_MV -= np.log(np.exp(logq_MV).sum(1, keepdims=True))
+    topk_MK = logq_MV.argsort(axis=1)[:, ::-1][:, :k].astype("i4")
+    return topk_MK, np.take_along_axis(logq_MV, topk_MK, 1)
+
+
+def support(both: Translation, teacher: Any, ids: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+    aligned = both.completion(ids)
+    return both.support(ids, aligned, *most_likely(teacher, aligned.sent(Want(topk=1)), k))
+
+
+def test_the_teachers_ids_become_the_students_of_the_same_text() -> None:
+    """ "he" and "the" are no tokens to the other, é is one to the French alone; ends are ends."""
+    both = translation(ENGLISH, FRENCH)
+    shared = {id_: other for id_, other in enumerate(both.shared.tolist()) if other >= 0}
+    assert len(shared) == 256 + 1
+    assert shared[FRENCH.eos_token_id] == ENGLISH.eos_token_id
+    assert {token_bytes(FRENCH)[id_] == token_bytes(ENGLISH)[other] for id_, other in shared.items()} == {
+        True
+    }
+
+
+def test_s_stands_where_the_teacher_parts_a_text_whatever_follows() -> None:
+    """ "le" and " t" are French tokens: an e behind "l" may go on its segment, nothing does behind "x"."""
+    student = pieces([])
+    both = translation(student, FRENCH)
+    ids = ids_of(student, "lx e t", ended=False)
+    ids_LK, _ = support(both, FRENCH, ids, len(token_bytes(FRENCH)))
+    kept = [{*row.tolist()} - {-1} for row in ids_LK]
+    (e, x, t), end = ids_of(student, "ext", ended=False), student.eos_token_id
+    assert len(kept[0]) == 257  # of all tokens, at the beginning
+    assert kept[1] >= {x, t, end}
+    assert e not in kept[1]
+    assert kept[2] >= {e, x, t, end}
+    assert kept[3] == {end}  # behind white space
+    assert kept[5] == set(), "within ' t'"
+
+
+@cache
+def parting(kind: str) -> tuple[Any, Translation]:
+    """A teacher and the translation to it."""
+    merges = [("h", "e"), ("l", "e"), ("Ġ", "t"), ("Ġ", "Ġ"), ("Ã", "©"), ("ï", "¿"), ("e", "!")]
+    teacher = FRENCH if kind == "plain" else pieces(merges, kind == "by_words")
+    return teacher, translation(ENGLISH, teacher)
+
+
+@given(
+    st.lists(st.integers(0, 260), max_size=6),
+    st.lists(st.integers(0, 260), max_size=4),
+    st.lists(st.integers(0, 260), max_size=4),
+    st.sampled_from(["plain", "by_words", "spaces"]),
+    st.data(),
+)
+def test_every_token_in_s_has_the_same_s_whatever_follows(
+    before: list[int], one: list[int], other: list[int], kind: str, data: st.DataObject
+) -> None:
+    """What the gradient's proof rests on."""
+    teacher, both = parting(kind)
+    ids = [*before, *one, ENGLISH.eos_token_id]
+    ids_LK, logq_LK = support(both, teacher, ids, 80)
+    here = ids_LK[len(before)].tolist()
+    assume(ids[len(before)] in here)
+    chosen = data.draw(st.sampled_from([id_ for id_ in here if id_ >= 0]))
+    tail = (
+        []
+        if chosen == ENGLISH.eos_token_id
+        else [*other, ENGLISH.eos_token_id][: data.draw(st.integers(0, 5))]
+    )
+    changed = [*before, chosen, *tail]
+    again_LK, logq_again_LK = support(both, teacher, changed, 80)
+    assert again_LK[len(before)].tolist() == here
+    assert logq_again_LK[len(before)].tolist() == logq_LK[len(before)].tolist()
+
+
 # --- the teacher's client
 
 
 class Given(TextTeacher):
-    """Scores of the teacher's ids are -1, -2, …"""
+    """Scores of the teacher's ids are -1, -2, …, and its end is all but sure everywhere."""
 
     async def score_ids(self, sequences: Any, want: Want = Want(), limit: Any = None) -> Any:
         self.sequences = sequences
-        results = [
-            Scored(asked.id, pack(-np.arange(1, 1 + asked.token_ids.shape[0] - asked.start, dtype="f4")))
-            for asked in sequences
-        ]
-        return Reply(results, "here")
+        return Reply([self._scored(asked, want.topk) for asked in sequences], "here")
+
+    def _scored(self, asked: ScoreSequence, k: int) -> Scored:
+        count = asked.token_ids.shape[0] - asked.start
+        topk = np.full((count, k), self.translation.end, "i4"), np.full((count, k), -0.5, "f2")
+        logprob = pack(-np.arange(1, 1 + count, dtype="f4"))
+        return Scored(asked.id, logprob, *(map(pack, topk) if k else ()))
 
 
 async def test_a_teacher_is_sent_its_own_ids_behind_the_prompt_that_it_sees() -> None:
@@ -171,6 +274,18 @@ async def test_a_teacher_is_sent_its_own_ids_behind_the_prompt_that_it_sees() ->
     assert ENGLISH.decode(unpack(sent.token_ids)[2:].tolist()) == f" the{END}"
     assert unpack(good.logprob).tolist() == [0, -1, -2]
     assert unpack(cut.segment).tolist() == [Segment.UNSCORED]
+
+
+async def test_of_the_teachers_ids_the_students_come_back_at_each_beginning_of_a_segment() -> None:
+    """Of what a limit cut off the distribution is known, not the score."""
+    client = Given(translation(FRENCH, ENGLISH), "teacher", ["http://127.0.0.1:1"])
+    ids = ids_of(FRENCH, "e the", ended=False)
+    asked = [ScoreSequence.of("id", pack(np.array([7], "i4")), pack(np.array(ids, "i4")))]
+    ((scored,), _) = await client.score(asked, Want(topk=1))
+    assert not checks.scored(scored, 3, 0, Want(topk=1), len(token_bytes(FRENCH)))
+    assert unpack(scored.segment).tolist() == [Segment.BEGINS, Segment.UNSCORED, Segment.UNSCORED]
+    assert unpack(scored.topk_ids).tolist() == [[FRENCH.eos_token_id], [FRENCH.eos_token_id], [-1]]
+    assert unpack(scored.topk_logprob).tolist() == [[-0.5], [-0.5], [0]]
 
 
 async def test_text_that_the_teacher_cannot_have_is_refused_alone() -> None:
@@ -268,3 +383,143 @@ def test_a_teacher_that_is_the_student_with_other_ids_gives_no_loss() -> None:
     )
     scores = aligned.scores(theirs.log_softmax(0).numpy()[aligned.token_ids])
     assert np.abs(scores - logits.log_softmax(0).numpy()[ids]).max() < 1e-6
+
+
+def gradient(
+    student: Any, teacher: Any, divergence: Objective, gamma: float, stale: bool, by_text: bool = True
+) -> Tensor:
+    """The expected gradient where completions are cut off after LONGEST tokens; all are enumerated."""
+    both, last = translation(student, teacher), student.eos_token_id
+    texts = [ids for ids in itertools.product(range(last + 1), repeat=LONGEST) if last not in ids[:-1]]
+    texts += [
+        (*ids, last) for size in range(LONGEST - 1) for ids in itertools.product(range(last), repeat=size)
+    ]
+    prefixes = {ids[:place]: 0 for ids in texts for place in range(len(ids))}
+    prefixes = {prefix: place for place, prefix in enumerate(prefixes)}
+    live = policy(1, len(prefixes), last + 1).requires_grad_()
+    logmu = policy(2 if stale else 1, len(prefixes), last + 1).log_softmax(1)
+    losses = []
+    for ids in texts:
+        states, token_C = [prefixes[ids[:place]] for place in range(len(ids))], torch.tensor(ids)
+        aligned, logp = both.completion(ids), live.log_softmax(1)[states]
+        sent = aligned.sent(Want(topk=1))
+        topk_MK, logq_MK = most_likely(teacher, sent, len(both.shared))
+        logq_M = (logq_MK * (topk_MK == sent[:, None])).sum(1)[: len(aligned.token_ids)]
+        own_C, behavior_C = at(logp.detach(), token_C), at(logmu[states], token_C)
+        segment_C, teacher_C = (
+            torch.tensor(aligned.segment),
+            torch.tensor(aligned.scores(logq_M).astype("f8")),
+        )
+        ids_CK, logq_CK = both.support(ids, aligned, topk_MK[:, :2], logq_MK[:, :2])
+        if not by_text:
+            begins, starts = aligned.starts()
+            ids_CK[begins] = both.shared[topk_MK[starts, :2]]
+            logq_CK[begins] = logq_MK[starts, :2]
+        goal = Targets(
+            token_C,
+            behavior_C,
+            torch.where(segment_C == Segment.UNSCORED, behavior_C, teacher_C),
+            torch.ones(len(ids), dtype=torch.bool),
+            support_NK=torch.tensor(ids_CK).long(),
+            support_logp_NK=torch.tensor(logq_CK),
+            goes_on_N=segment_C == Segment.GOES_ON,
+            by_text_N=torch.full((len(ids),), by_text),
+        )
+        factor_C = Discount(gamma, None, None).factor(own_C, goal)
+        future_C = future_credit(own_C - goal.teacher_logp_N, factor_C, torch.zeros_like(token_C))
+        loss_C, _ = divergence(logp, Targets(**{**vars(goal), "future_N": future_C}))
+        losses.append(behavior_C.sum().exp() * loss_C.sum())
+    (total,) = torch.autograd.grad(torch.stack(losses).sum(), live)
+    return total
+
+
+UNCAPPED: Any = {"rho_cap": None, "drop_rho_outside": None}
+PAIRS = {
+    "the teacher joins letters": (words("a", "b", "c"), merged("cba", ("b", "c"))),
+    "each joins others": (words("a", "b", "ba"), merged("ba", ("a", "b"))),
+    "both join the same": (words("a", "b", "ab"), merged("ba", ("a", "b"))),
+    "the student joins letters": (words("a", "b", "ab"), words("b", "a")),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("gamma", "stale"), [(1.0, False), (0.0, False), (0.5, True)])
+def test_the_hybrid_has_the_expected_gradient_of_the_sampled_objective(
+    pair: str, gamma: float, stale: bool
+) -> None:
+    """Which is that of the divergence between texts (γ = 1). So too where completions are cut off."""
+    exact, dense = (
+        gradient(*PAIRS[pair], partial(divergence, **UNCAPPED), gamma, stale)
+        for divergence in (sampled, hybrid)
+    )
+    assert float((dense - exact).abs().max()) < 1e-12 < float(exact.abs().max())
+
+
+@pytest.mark.parametrize(("pair", "error"), [("the teacher joins letters", 0.03), ("each joins others", 0.3)])
+def test_sums_over_s_wherever_a_segment_happens_to_begin_would_be_biased(pair: str, error: float) -> None:
+    """Whether one begins depends on what follows; the sums of a teacher with the same tokenizer do not."""
+    exact, dense = (
+        gradient(*PAIRS[pair], partial(divergence, **UNCAPPED), 0.0, False, by_text=False)
+        for divergence in (sampled, hybrid)
+    )
+    assert float((dense - exact).norm() / exact.norm()) > error
+
+
+def test_with_other_ids_for_the_same_tokens_the_gradient_is_that_without() -> None:
+    """On the average over y for any k, token by token where S is everything."""
+    letters = list("abcdefgh")
+    student, teacher = words(*letters), words(*np.random.default_rng(0).permutation(letters))
+    both, size = translation(student, teacher), 9
+    live = policy(1, 1, size).requires_grad_()
+    values = policy(2, 1, size).log_softmax(1)[0].tolist()
+    logq = dict(zip([*letters, END], values, strict=True))
+    logq_M = np.array([logq[teacher.convert_ids_to_tokens(id_)] for id_ in range(size)])
+    logq_N = torch.tensor(
+        [[logq[student.convert_ids_to_tokens(id_)] for id_ in range(size)]], dtype=torch.float64
+    )
+    for k in (size, 3):
+        topk_MK = logq_M.argsort()[::-1][None, :k].astype("i4")
+        terms: dict[bool, list[Tensor]] = {True: [], False: []}
+        for y in range(size):
+            ids = [y] if y == student.eos_token_id else [y, student.eos_token_id]
+            aligned = both.completion(ids)
+            tables = topk_MK.repeat(len(ids), 0), logq_M[topk_MK].repeat(len(ids), 0)
+            ids_CK, logq_CK = both.support(ids, aligned, *tables)
+            for by_text, losses in terms.items():
+                logp = live.log_softmax(1)
+                goal = Targets(
+                    torch.tensor([y]),
+                    logp.detach()[:, y],
+                    torch.tensor(aligned.scores(logq_M[aligned.token_ids])[:1].astype("f8")),
+                    torch.tensor([True]),
+                    support_NK=torch.tensor(ids_CK[:1]).long(),
+                    support_logp_NK=torch.tensor(logq_CK[:1]),
+                    by_text_N=torch.tensor([by_text]),
+                )
+                assert {*ids_CK[0].tolist()} == {*logq_N[0].topk(k).indices.tolist()}
+                (part,) = torch.autograd.grad(hybrid(logp, goal, **UNCAPPED)[0].sum(), live)
+                losses.append(part)
+        chances = live.detach().softmax(1)[0, :, None, None]
+        of_text, of_ids = (torch.stack(terms[by_text]) for by_text in (True, False))
+        assert float(((of_text - of_ids) * chances).sum(0).abs().max()) < 1e-6
+        assert k < size or float((of_text - of_ids).abs().max()) < 1e-6
+
+
+def test_the_hybrid_gives_no_loss_where_the_teacher_is_the_student_with_other_ids() -> None:
+    logq = policy(1, 1, 5).log_softmax(1)
+    support_NK = torch.tensor([[1, 3, -1]])
+    for y in range(5):
+        goal = Targets(
+            torch.tensor([y]),
+            logq[:, y],
+            logq[:, y],
+            torch.tensor([True]),
+            support_NK=support_NK,
+            support_logp_NK=torch.where(support_NK >= 0, logq.gather(1, support_NK.clamp(min=0)), 0.0),
+            by_text_N=torch.tensor([True]),
+        )
+        live = policy(1, 1, 5).requires_grad_()
+        loss_N, stats = hybrid(live.log_softmax(1), goal, **UNCAPPED)
+        (slope,) = torch.autograd.grad(loss_N.sum(), live)
+        values = torch.cat([loss_N.detach(), slope[0], stats["reverse_kl"]])
+        assert float(values.abs().max()) < 1e-15
