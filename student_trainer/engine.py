@@ -22,7 +22,7 @@ from student_trainer.checkpoint_files import CHECKPOINTS, Index
 from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.expert_layers import Originals, check_experts, originals
-from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss, log_probs, project, token_logp
+from student_trainer.head import HeadShape, HeadWeights, KnownRows, Loss, chunked_loss, log_probs, token_logp
 from student_trainer.objectives.divergences import Targets, future_credit
 from student_trainer.ranks import Ranks
 from student_trainer.routing import Router, replayed, routers
@@ -150,7 +150,7 @@ class Head(nn.Module):
         """
         head = HeadWeights(self.weight, self.bias, self.shape)
         if targets is None or loss is None:
-            return project(hidden_CH, self.weight, self.bias)
+            return KnownRows(self.weight, self.bias).logits(hidden_CH)
         if loss.discount is not None and targets.row_N is not None and loss.discount.applies(targets):
             logp_C = token_logp(hidden_CH.detach(), head, targets.token_N, self.chunk)
             factor_C = loss.discount.factor(logp_C, targets)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from student_trainer.objectives.config import TaskReward
 from student_trainer.objectives.divergences import Discount, Objective, Targets, at, own
 from student_trainer.objectives.token_statistics import STATS, token_sums
+from sync.base.products import bf16_products, project
 
 RHO_MAX = len(STATS)
 """Place of the largest ρ in a statistics vector; the sums named in STATS stand before it. After it stand, for
@@ -44,11 +45,26 @@ class HeadWeights:
     bias_V: Tensor | None
     shape: HeadShape
 
-    def known_rows(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias below `vocab`, fp32 where the device cannot sum products of bf16 in fp32."""
+    def known_rows(self, device: torch.device) -> KnownRows:
+        """Weight and bias below `vocab`, the weight fp32 where the device has no products of bf16 in fp32."""
         weight_VH = self.weight_VH.detach()[: self.shape.vocab]
-        bias_V = None if self.bias_V is None else self.bias_V.detach()[: self.shape.vocab]
-        return (weight_VH if device.type == "cuda" else weight_VH.float()), bias_V
+        bias_V = None if self.bias_V is None else self.bias_V.detach()[: self.shape.vocab].float()
+        exact = weight_VH.dtype == torch.bfloat16
+        return KnownRows(weight_VH if device.type == "cuda" else weight_VH.float(), bias_V, exact)
+
+
+class KnownRows(NamedTuple):
+    """Rows of a head that tokens have."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    exact: bool = False
+    """Whether the weight's numbers are those of bf16, whatever its type."""
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """hidden · weightᵀ + bias as fp32 [N, V]."""
+        raw_NV = project(hidden_NH, self.weight_VH, self.exact)
+        return raw_NV if self.bias_V is None else raw_NV + self.bias_V
 
 
 @dataclass(frozen=True)
@@ -85,21 +101,12 @@ def log_probs(raw_NV: Tensor, shape: HeadShape) -> Tensor:
     return logits_NV.log_softmax(1)
 
 
-def project(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-    """hidden · weightᵀ + bias as fp32 [N, V]; products of bf16 are summed and kept in fp32."""
-    if hidden_NH.is_cuda and hidden_NH.dtype == weight_VH.dtype != torch.float32:
-        raw_NV = torch.mm(hidden_NH, weight_VH.t(), out_dtype=torch.float32)
-    else:
-        raw_NV = hidden_NH.float() @ weight_VH.float().t()
-    return raw_NV if bias_V is None else raw_NV + bias_V.float()
-
-
 @torch.no_grad()
 def token_logp(hidden_CH: Tensor, head: HeadWeights, token_C: Tensor, chunk: int) -> Tensor:
     """log p(y) [C] without gradient, in chunks of `chunk` tokens."""
-    rows_VH, rows_V = head.known_rows(hidden_CH.device)
+    rows = head.known_rows(hidden_CH.device)
     pairs = zip(hidden_CH.split(chunk), token_C.split(chunk), strict=True)
-    return torch.cat([at(log_probs(project(h, rows_VH, rows_V), head.shape), token) for h, token in pairs])
+    return torch.cat([at(log_probs(rows.logits(h_NH), head.shape), token_N) for h_NH, token_N in pairs])
 
 
 def chunked_loss(
@@ -128,7 +135,8 @@ class _ChunkedLoss(torch.autograd.Function):
         spec: Loss,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        rows_VH, rows_V = HeadWeights(weight_VH, bias_V, shape).known_rows(hidden_CH.device)
+        rows = HeadWeights(weight_VH, bias_V, shape).known_rows(hidden_CH.device)
+        exact = rows.exact and hidden_CH.dtype == torch.bfloat16 and not hidden_CH.is_cuda
         loss = hidden_CH.new_zeros((), dtype=torch.float32)
         stats = hidden_CH.new_zeros(RHO_MAX + 1 + 2 * spec.tracked, dtype=torch.float32)
         grad_hidden_CH = torch.zeros_like(hidden_CH, dtype=torch.float32)
@@ -137,13 +145,15 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, hidden_CH.shape[0], chunk):
             part = slice(start, start + chunk)
             hidden_NH, chunk_targets = hidden_CH[part].detach(), targets.each(itemgetter(part))
-            raw_NV = project(hidden_NH, rows_VH, rows_V).requires_grad_()
+            raw_NV = rows.logits(hidden_NH).requires_grad_()
             total, sums, grad_NV = _chunk_loss(raw_NV, shape, chunk_targets, spec)
             loss += total
             _record(stats, sums)
-            grad_hidden_CH[part] = grad_NV.to(rows_VH.dtype) @ rows_VH
-            if grad_weight_VH is not None:
-                _add_product(grad_weight_VH[: shape.vocab], grad_NV, hidden_NH.to(rows_VH.dtype))
+            with bf16_products(exact):  # the factor from the loss is rounded, as it is on GPUs
+                grad_hidden_CH[part] = grad_NV.to(rows.weight_VH.dtype) @ rows.weight_VH
+                if grad_weight_VH is not None:
+                    hidden_NH = hidden_NH.to(rows.weight_VH.dtype)
+                    _add_product(grad_weight_VH[: shape.vocab], grad_NV, hidden_NH)
             if grad_bias_V is not None:
                 grad_bias_V[: shape.vocab] += grad_NV.sum(0)
         ctx.grads = (grad_hidden_CH, grad_weight_VH, grad_bias_V)
@@ -193,8 +203,8 @@ def _teacher_logp(targets: Targets, heads: tuple[HeadWeights, ...]) -> Tensor | 
 
 
 def _one_teacher(hidden_NG: Tensor, head: HeadWeights) -> Tensor:
-    weight_VG, bias_V = head.known_rows(hidden_NG.device)
-    return log_probs(project(hidden_NG[:, : weight_VG.shape[1]], weight_VG, bias_V), head.shape)
+    rows = head.known_rows(hidden_NG.device)
+    return log_probs(rows.logits(hidden_NG[:, : rows.weight_VH.shape[1]]), head.shape)
 
 
 def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:

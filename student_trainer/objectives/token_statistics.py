@@ -102,8 +102,8 @@ def _ends(logp_NV: Tensor, targets: Targets, ends_E: Tensor) -> dict[str, Tensor
 
 
 def _entropy(logp_NV: Tensor) -> Tensor:
-    """−Σ p·log p [N], in one pass over both factors."""
-    return -torch.einsum("nv,nv->n", logp_NV.exp(), logp_NV)
+    """−Σ p·log p [N]."""
+    return -logp_NV.exp().mul_(logp_NV).sum(1)
 
 
 def _support(logp_NV: Tensor, targets: Targets, ids_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:

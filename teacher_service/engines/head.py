@@ -7,8 +7,7 @@ Letters in shapes: C scored positions, c of one chunk, K ids per position, H hid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from sync.base.errors import ConfigError
+from sync.base.products import project
 from sync.wire import Head, pack
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
@@ -41,12 +41,7 @@ class OutputHead:
 
     def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
         """float32 [C, V]; products are accumulated and kept in float32 whatever the model's dtype."""
-        weight_HV = self.weight_VH.T
-        if hidden_CH.is_cuda and weight_HV.dtype in (torch.bfloat16, torch.float16):
-            logits_CV = torch.mm(hidden_CH, weight_HV, out_dtype=torch.float32)
-        else:
-            with bf16_products(self.rounded and hidden_CH.dtype == torch.bfloat16):
-                logits_CV = hidden_CH.float() @ weight_HV.float()
+        logits_CV = project(hidden_CH, self.weight_VH, self.rounded)
         if self.bias_V is not None:
             logits_CV += self.bias_V
         if self.scale != 1.0:
@@ -74,23 +69,6 @@ class OutputHead:
             scale=self.scale,
             soft_cap=self.soft_cap,
         )
-
-
-@contextmanager
-def bf16_products(exact: bool) -> Iterator[None]:
-    """Let oneDNN multiply float32 matrices in bf16, accumulating in float32, where that is `exact`.
-
-    For the whole process: one thread at a time multiplies what is `exact`.
-    """
-    if not exact:
-        yield
-        return
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
