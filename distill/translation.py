@@ -40,7 +40,7 @@ from sync import wire
 from sync.base.address import Place
 from sync.base.errors import DataError
 from sync.base.tokenizers import end_ids, end_of_turn, load_tokenizer, special_ids
-from sync.wire import Scored, ScoreRefused, Segment, checks, pack, unpack
+from sync.wire import Scored, ScoreRefused, Segment, TeacherCompletion, checks, pack, unpack
 from sync.wire.claims import Claim
 from teacher_service.client import Reply, TeacherClient
 from teacher_service.router import load_transforms
@@ -171,6 +171,11 @@ class Translation:
         return support_LK, logq_LK
 
     @cached_property
+    def back(self) -> Translation:
+        """From completions of the teacher to the student's."""
+        return Translation(self._teacher, self._student, {self.end, self._teacher.eos_token_id} - {None})
+
+    @cached_property
     def special(self) -> dict[int, int]:
         """The student's special ids → the teacher's: of the same name, or both end a completion."""
         theirs = {self._teacher.convert_ids_to_tokens(id_): id_ for id_ in special_ids(self._teacher)}
@@ -283,7 +288,8 @@ class Translation:
 
 
 class TextTeacher(TeacherClient):
-    """The client of a teacher that scores text: sequences have its ids up to `start`, then the student's."""
+    """The client of a teacher that scores and writes text: sequences have its ids up to `start`, then the
+    student's; completions of its prompts have the student's."""
 
     def __init__(self, translation: Translation, *arguments: Any) -> None:
         """`arguments`: of TeacherClient."""
@@ -292,6 +298,8 @@ class TextTeacher(TeacherClient):
 
     score_ids = TeacherClient.score
     """Scores of the teacher's own ids."""
+    generate_ids = TeacherClient.generate
+    """Completions in the teacher's own ids."""
 
     async def score(
         self,
@@ -318,6 +326,51 @@ class TextTeacher(TeacherClient):
             return self._by_segment(sequence, other, answered.get(sequence.id), want)
 
         return Reply(await asyncio.to_thread(lambda: [result(*pair) for pair in both]), reply.server)
+
+    async def generate(
+        self,
+        prompts: Sequence[wire.TeacherPrompt],
+        max_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        temperature: float = 1.0,
+        limit: float | None = None,
+    ) -> Reply[TeacherCompletion | ScoreRefused]:
+        """Completions of at most `max_tokens` ids of either; refused: what the student cannot write."""
+        special = self.translation.special
+        ends = {special[id_] for id_ in stop_token_ids if id_ in special} | {self.translation.end}
+        reply = await self.generate_ids(
+            prompts, max_tokens, sorted(ends), temperature=temperature, limit=limit
+        )
+
+        def results() -> list[TeacherCompletion | ScoreRefused]:
+            return [self._as_student(answer, max_tokens) for answer in reply.results]
+
+        return Reply(await asyncio.to_thread(results), reply.server)
+
+    def _as_student(
+        self, answer: TeacherCompletion | ScoreRefused, limit: int
+    ) -> TeacherCompletion | ScoreRefused:
+        """A completion in the student's ids, as many whole segments as `limit` allows; the log-probability of
+        a segment stands at its last token, 0 at the others."""
+        if isinstance(answer, ScoreRefused):
+            return answer
+        if problem := checks.teacher_completion(answer, limit, len(self.translation.shared)):
+            return ScoreRefused(answer.id, str(problem), unusable=True)
+        try:
+            aligned = self.translation.back.completion(unpack(answer.token_ids).tolist())
+        except DataError as error:
+            return ScoreRefused(answer.id, str(error), no_text=True)
+        ends = aligned.ends[aligned.ends <= limit]
+        if not len(ends):
+            text = f"none of {limit} tokens of the student end where one of its completion does"
+            return ScoreRefused(answer.id, text)
+        begins, _ = aligned.starts()
+        logprob_M = np.zeros(ends[-1], "f4")
+        logprob_M[ends - 1] = np.add.reduceat(unpack(answer.logprob), begins)[: len(ends)]
+        whole = len(ends) == len(aligned.ends) and not len(aligned.behind)
+        reason = answer.finish_reason if whole else "length"
+        return TeacherCompletion(answer.id, pack(aligned.token_ids[: ends[-1]]), pack(logprob_M), reason)
 
     def _aligned(self, sequence: wire.ScoreSequence) -> Aligned | ScoreRefused:
         try:

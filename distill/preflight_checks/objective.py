@@ -171,7 +171,7 @@ def can(teacher: TeacherConfig) -> tuple[str, ...]:
     if teacher.engine == "vllm" and teacher.generate_url is None:
         without |= {"generate"}
     if teacher.tokenizer == "own":  # of others' ids it knows nothing
-        without |= {"hidden", "gather", "generate"}
+        without |= {"hidden", "gather"}
     return tuple(name for name in ENGINE_CAN.get(teacher.engine, CAPABILITIES) if name not in without)
 
 

@@ -27,7 +27,18 @@ from student_trainer.objectives.divergences import (
     sampled,
 )
 from sync.base.errors import DataError
-from sync.wire import Scored, ScoreRefused, ScoreSequence, Segment, Want, checks, pack, unpack
+from sync.wire import (
+    Scored,
+    ScoreRefused,
+    ScoreSequence,
+    Segment,
+    TeacherCompletion,
+    TeacherPrompt,
+    Want,
+    checks,
+    pack,
+    unpack,
+)
 from teacher_service.client import Reply
 
 END = "<end>"
@@ -249,11 +260,17 @@ def test_every_token_in_s_has_the_same_s_whatever_follows(
 
 
 class Given(TextTeacher):
-    """Scores of the teacher's ids are -1, -2, …, and its end is all but sure everywhere."""
+    """Scores of the teacher's ids are -1, -2, …, and its end is likely everywhere; it writes `written`."""
+
+    written: TeacherCompletion
 
     async def score_ids(self, sequences: Any, want: Want = Want(), limit: Any = None) -> Any:
         self.sequences = sequences
         return Reply([self._scored(asked, want.topk) for asked in sequences], "here")
+
+    async def generate_ids(self, prompts: Any, max_tokens: int, ends: Any = (), **options: Any) -> Any:
+        self.ends = ends
+        return Reply([self.written], "here")
 
     def _scored(self, asked: ScoreSequence, k: int) -> Scored:
         count = asked.token_ids.shape[0] - asked.start
@@ -286,6 +303,38 @@ async def test_of_the_teachers_ids_the_students_come_back_at_each_beginning_of_a
     assert unpack(scored.segment).tolist() == [Segment.BEGINS, Segment.UNSCORED, Segment.UNSCORED]
     assert unpack(scored.topk_ids).tolist() == [[FRENCH.eos_token_id], [FRENCH.eos_token_id], [-1]]
     assert unpack(scored.topk_logprob).tolist() == [[-0.5], [-0.5], [0]]
+
+
+async def completed(student: Any, text: str, limit: int, reason: Any = "stop") -> Any:
+    """What becomes of a completion of the English teacher, with log-probabilities -1, -2, …"""
+    client = Given(translation(student, ENGLISH), "teacher", ["http://127.0.0.1:1"])
+    ids = ids_of(ENGLISH, text, ended=reason == "stop")
+    logprob = pack(-np.arange(1, 1 + len(ids), dtype="f4"))
+    client.written = TeacherCompletion("id", pack(np.array(ids, "i4")), logprob, reason)
+    prompt = TeacherPrompt("id", pack(np.array([7], "i4")), 0)
+    ((answer,), _) = await client.generate([prompt], limit, [student.eos_token_id])
+    return answer, client.ends
+
+
+async def test_a_completion_of_the_teachers_comes_back_in_the_students_ids() -> None:
+    """Ġthe|ing|end is Ġt|he|i|ng|end, the first token as long as two and so the second: -1 | -2 | -3."""
+    answer, ends = await completed(FRENCH, " theing", 8)
+    assert FRENCH.convert_ids_to_tokens(unpack(answer.token_ids).tolist()) == ["Ġt", "he", "i", "ng", END]
+    assert unpack(answer.logprob).tolist() == [0, -1, 0, -2, -3]
+    assert (answer.finish_reason, ends) == ("stop", [ENGLISH.eos_token_id])
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(3, "stop"), (8, "length")])
+async def test_of_a_completion_that_is_too_long_whole_segments_come_back(limit: int, reason: str) -> None:
+    answer, _ = await completed(FRENCH, " theing", limit, reason)
+    assert FRENCH.convert_ids_to_tokens(unpack(answer.token_ids).tolist()) == ["Ġt", "he"]
+    assert (unpack(answer.logprob).tolist(), answer.finish_reason) == ([0, -1], "length")
+
+
+async def test_a_completion_that_the_student_cannot_write_is_refused() -> None:
+    answer, _ = await completed(words("a"), "x", 8)
+    assert answer.no_text
+    assert isinstance((await completed(FRENCH, " the", 1, "length"))[0], ScoreRefused)
 
 
 async def test_text_that_the_teacher_cannot_have_is_refused_alone() -> None:
