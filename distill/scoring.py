@@ -132,29 +132,43 @@ async def ask(
         def once() -> Awaitable[Reply[Any]]:
             return request(part, limit=None if within == math.inf else max(0.05, expires - clock()))
 
+        reply = await until_answered(teacher, once, expires - clock())
+        if problem := checks.echo([result.id for result in reply.results], [message.id for message in part]):
+            raise WireError(f"{reply.server} returned ids that do not match the request: {problem}")
+        return [Asked(result, reply.server) for result in reply.results]
+
+    tasks = [asyncio.ensure_future(_halved(part, send, isolate)) for part in in_parts(messages, cost, extra)]
+    try:
+        return [asked for part in await asyncio.gather(*tasks) for asked in part]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _halved(
+    whole: Sequence[M], send: Callable[[Sequence[M]], Awaitable[list[Asked]]], isolate: bool
+) -> list[Asked]:
+    """What became of messages that are sent in halves where they fail together.
+
+    Not a closure that calls itself: that would be garbage in a circle, one a request.
+    """
+    left, done = [whole], list[Asked]()
+    while left:
+        part = left.pop()
         try:
-            reply = await until_answered(teacher, once, expires - clock())
-            if problem := checks.echo(
-                [result.id for result in reply.results], [message.id for message in part]
-            ):
-                raise WireError(f"{reply.server} returned ids that do not match the request: {problem}")
-            return [Asked(result, reply.server) for result in reply.results]
+            done += await send(part)
         except (Overloaded, WrongServer):
             raise
         except (RemoteError, WireError) as error:
             if not isolate and (len(part) == 1 or not isinstance(error, TooLarge)):
                 raise
             if len(part) == 1:
-                return [Asked(ScoreRefused(part[0].id, str(error), isinstance(error, WireError)), "")]
-        middle = len(part) // 2
-        return [*await send(part[:middle]), *await send(part[middle:])]
-
-    tasks = [asyncio.ensure_future(send(part)) for part in in_parts(messages, cost, extra)]
-    try:
-        return [asked for part in await asyncio.gather(*tasks) for asked in part]
-    finally:
-        for task in tasks:
-            task.cancel()
+                refused = ScoreRefused(part[0].id, str(error), isinstance(error, WireError))
+                done.append(Asked(refused, ""))
+            else:
+                middle = len(part) // 2
+                left += [part[middle:], part[:middle]]
+    return done
 
 
 def in_parts(messages: Sequence[M], cost: int, extra: int) -> list[Sequence[M]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
+from distill import garbage
 from distill.aio import cancel, in_daemon
 from distill.buffer import Batch, rules
 from distill.config import RunConfig
@@ -71,8 +71,6 @@ log = logging.getLogger(__name__)
 STOP_SHARE = 0.7
 """Share of the grace period for the trainer's step and checkpoint; the rest is for TERM and KILL."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ALL_GARBAGE_STEPS = 64
-"""Steps between two collections that look at what outlived a batch too."""
 DISK_POLL_SECONDS = 5.0
 
 
@@ -186,8 +184,7 @@ class _Launcher:
                 run = self._controller.record.run
                 self._wandb = await asyncio.to_thread(Wandb, self._config, run)
                 self._sinks.append(self._wandb)
-            gc.freeze()  # full collections skip modules and configuration: tens of ms each
-            gc.set_threshold(*gc.get_threshold()[:2], 1 << 30)  # and come after a batch alone: see `batch`
+            garbage.begin()
             signals.enter_context(self._signals(asyncio.get_running_loop()))
             return await self._supervised()
         finally:
@@ -358,10 +355,7 @@ class _Launcher:
 
         def batch(batch: Batch) -> None:
             self._samples.write(batch)
-            if batch.version.step % ALL_GARBAGE_STEPS == 0:
-                gc.unfreeze()
-            gc.collect()
-            gc.freeze()
+            garbage.batch_made(batch.version.step)
 
         def evaluated(report: EvalReport, best: bool) -> None:
             log_all(self._sinks, report.version, of_evaluation(report, best))

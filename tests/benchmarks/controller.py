@@ -29,11 +29,20 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 import psutil
 import typer
-from in_memory import MemoryEvaluator, MemoryPrompts, MemoryReplica, MemoryTeacher, MemoryTrainer
+from in_memory import (
+    HELD_OUT_SET,
+    MemoryEvaluator,
+    MemoryPrompts,
+    MemoryReplica,
+    MemoryTeacher,
+    MemoryTrainer,
+)
 from msgspec.structs import replace
 
+from distill import garbage
 from distill.config import RunConfig
 from distill.controller import Controller
+from distill.evaluation.sets import HELD_OUT
 from distill.interfaces import Components, Hooks
 from distill.metrics.trackers import MetricsFile
 from distill.prompts.stream import PromptStream
@@ -194,6 +203,8 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
         written += (count := os.write(file, data))
         return count
 
+    held_out = [replace(prompt, source=names[0]) for prompt in HELD_OUT_SET.prompts]
+    sampling = wire.Sampling(max_tokens=part.tokens)
     parts = Components(
         replicas=dict(replicas),
         teachers=dict(teachers),
@@ -203,6 +214,7 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
         want=needs(config.objective),
         student_topk=student_topk(config.objective),
         evaluator=MemoryEvaluator(),
+        sets={HELD_OUT: HELD_OUT_SET._replace(prompts=held_out, sampling=sampling)},
     )
     metrics, spans = MetricsFile(folder / "metrics.jsonl"), JsonLines(folder / "timeline.jsonl")
     ledgers = [Ledger(folder / "ledger", Version(0, 0), None, rank) for rank in range(part.ranks)]
@@ -215,7 +227,11 @@ async def train(folder: Path, part: Part, config: RunConfig, figures: Figures) -
             for role in (*replicas.values(), *teachers.values()):
                 getattr(role, "updates", getattr(role, "requests", [])).clear()
 
-    hooks = Hooks(step=lambda version, values: metrics.log(version.step, values), span=spans.write)
+    hooks = Hooks(
+        step=lambda version, values: metrics.log(version.step, values),
+        batch=lambda batch: garbage.batch_made(batch.version.step),
+        span=spans.write,
+    )
     start = resume(folder, Start.of(config, parts.prompts), parts.store.connection)
     controller = Controller(config, parts, start, hooks)
     trainer = MemoryTrainer(
@@ -339,7 +355,7 @@ def run(
             for way in ways:
                 row = {"shape": name, "objective": objective, "scores": way}
                 rows.append(row | {key: median(trial[way][key] for trial in trials) for key in COSTS})
-    gc.freeze()  # as in a run
+    garbage.begin()
     soaks = {name: measured(folder / name, part) for name, part in parts.items() if part.rollouts}
     return {"k": K, "rounds": rounds, "rows": rows, "soaks": soaks}
 

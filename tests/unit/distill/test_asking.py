@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from in_memory import MemoryTeacher
 from ports import free_port, silent
 from scored_sequences import TABLE, V, right, sequences
 from served_teacher import serving
@@ -227,3 +229,16 @@ async def test_what_a_teacher_cannot_do_is_asked_once_unless_a_rollout_may_be_at
         asked = await ask_scores(client, sequences(4), want, isolate=True)
     assert len(client.sizes) == 1 + 2 * 4 - 1
     assert all("topk is 12" in one.result.error and not one.result.unusable for one in asked)
+
+
+async def test_a_request_leaves_no_garbage_that_only_a_look_at_all_of_memory_finds() -> None:
+    teacher = MemoryTeacher()
+    await ask_scores(teacher, sequences(2))  # type: ignore[arg-type]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(30):
+            await ask_scores(teacher, sequences(2))  # type: ignore[arg-type]
+        assert gc.collect() < 30
+    finally:
+        gc.enable()
