@@ -135,8 +135,8 @@ class Components:
     """Everything the controller works with; each can be replaced by one in memory."""
 
     replicas: dict[str, ReplicaEngine]
-    teachers: dict[str, Teacher]  # in the order of their index in Rows.teacher
-    route: Callable[[str], str]  # data source → teacher
+    teachers: dict[str, Teacher]  # in the order of their index in Rows.teacher; empty: rewards alone
+    route: Callable[[str], str]  # data source → teacher; empty: there are none
     prompts: PromptStream
     store: Store
     want: Want  # what the objective needs from the teacher

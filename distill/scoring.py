@@ -222,17 +222,13 @@ class Scoring:
     def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout:
         assert isinstance(answer, Scored)
         assert isinstance(message, ScoreSequence)
-        prompt = pack(np.asarray(rollout.source_prompt.token_ids, "i4"))
-        seen = cut(message.token_ids, message.start)
+        seen, ended = cut(message.token_ids, message.start), rollout.ended()
         return replace(
-            rollout,
-            prompt=prompt,
-            teacher_prompt=seen if answer.kept and seen != prompt else None,
+            ended,
+            teacher_prompt=seen if answer.kept and seen != ended.prompt else None,
             topk_ids=None if answer.kept else rollout.topk_ids,
             teacher=teacher,
             scored=checks.without_bad_entropy(answer, rollout.length),
-            since=None,
-            issued=None,
         )
 
 

@@ -72,7 +72,8 @@ def _teacher_gpus(_: RunConfig, teacher: Any) -> int:
 
 
 def _evaluator_gpus(config: RunConfig, _: Any) -> int:
-    return int(config.evaluation is not None and config.evaluation.device != "cpu")
+    compares = config.evaluation is not None and bool(config.teachers)  # else it computes nothing
+    return int(compares and config.evaluation is not None and config.evaluation.device != "cpu")
 
 
 class Kind(NamedTuple):

@@ -232,8 +232,11 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
     behavior_logp_C, teacher_logp_C = (
         _floats(rows, name) for name in ("behavior_logprob", "teacher_logprob")
     )
+    teacher_C = None if rows.teacher is None else torch.tensor(unpack(rows.teacher)[row_C], dtype=torch.int64)
     segment_C = None if rows.segment is None else torch.tensor(unpack(rows.segment))
-    if segment_C is not None:  # an unscored token has d = 0 but for its age
+    if teacher_logp_C is None:  # without a teacher no token is scored
+        teacher_logp_C = behavior_logp_C
+    elif segment_C is not None:  # an unscored token has d = 0 but for its age
         teacher_logp_C = torch.where(segment_C == Segment.UNSCORED, behavior_logp_C, teacher_logp_C)
     return Targets(
         token_N=torch.from_numpy(token_C),
@@ -244,7 +247,7 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
         support_logp_NK=_floats(rows, name),
         teacher_entropy_N=_floats(rows, "teacher_entropy"),
         by_teacher_N=None if by_teacher_C is None else torch.from_numpy(by_teacher_C),
-        teacher_N=torch.from_numpy(unpack(rows.teacher).astype(np.int64)[row_C]),
+        teacher_N=teacher_C,
         teacher_hidden_NG=_floats(rows, "teacher_hidden"),
         mask_NK=None if rows.mask is None else torch.from_numpy(rows.mask.padded()),
         row_N=torch.from_numpy(row_C),
@@ -403,6 +406,8 @@ def summarise(
     by_teacher = summed[len(names) + 1 :]
     total = dict(zip(names, summed, strict=False)) | {"denominator": denominator}
     shares = {metric: (total[above], total[below]) for metric, (above, below) in MEANS.items()}
+    if not teachers:
+        del shares["reverse_kl"]
     if by_teacher:
         pairs = zip(by_teacher, by_teacher[len(teachers) :], strict=False)
         shares |= {f"reverse_kl/{name}": pair for name, pair in zip(teachers, pairs, strict=True)}

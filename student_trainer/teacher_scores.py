@@ -196,7 +196,7 @@ class TeacherScores:
 
 def kept_rows(rows: Rows, teachers: Sequence[str]) -> Iterator[KeptRow]:
     """The rows that carry a reference, in order; the others carry their scores."""
-    if rows.kept is None or rows.teacher_prompts is None:
+    if rows.kept is None or rows.teacher_prompts is None or rows.teacher is None:
         return
     arrays = rows.prompt_lens, rows.completion_lens, rows.teacher
     sizes = zip(*(wire.unpack(array).tolist() for array in arrays), strict=True)

@@ -19,6 +19,7 @@ class Router:
         self._by_source: dict[str, str] = {}
         self._takers: dict[str, Callable[[str], bool]] = {}
         self._default: str | None = None
+        self._none = not teachers
         for name, config in teachers.items():
             if config.route_by is not None:
                 field, remedy = f"teachers.{name}.route_by", "return whether it takes the source"
@@ -37,10 +38,12 @@ class Router:
                     )
 
     def route(self, source: str) -> str:
-        """Name of the teacher for samples of `source`.
+        """Name of the teacher for samples of `source`; empty: there are no teachers.
 
         Raises ConfigError when there is none, DataError when a function of the user's raises.
         """
+        if self._none:
+            return ""
         if (named := self._by_source.get(source)) is not None:
             return named
         takers = [name for name, takes in self._takers.items() if takes(source)]

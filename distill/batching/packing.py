@@ -106,8 +106,9 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     """The rollout up to the `tokens`-th token of the student's; its reward stays that of the whole."""
     if tokens is None or rollout.own_length <= tokens:
         return rollout
-    limit, scores = _place(rollout, tokens), scores_of(rollout)
-    if scores.segment is not None:  # what is cut off of a segment is missing in its score
+    limit, scores = _place(rollout, tokens), rollout.scored
+    if scores is not None and scores.segment is not None:
+        # what is cut off of a segment is missing in its score
         segment_T = unpack(scores.segment).copy()
         begins = int(np.flatnonzero(segment_T[: limit + 1] != Segment.GOES_ON)[-1])
         segment_T[begins:limit] = Segment.UNSCORED
@@ -123,7 +124,7 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
         if span.start < limit
     )
     turns = tuple((start, min(end, limit)) for start, end in rollout.own if start < limit)
-    scored = replace(scores, **first(scores, scores.__struct_fields__))
+    scored = scores and replace(scores, **first(scores, scores.__struct_fields__))
     arrays = first(rollout, ("tokens", "logprob", "topk_ids"))
     mask = rollout.mask and rollout.mask.cut(limit)
     routes = rollout.routes and cut(rollout.routes, rollout.prompt.shape[0] + limit - 1)
@@ -140,21 +141,16 @@ def _place(rollout: Rollout, tokens: int) -> int:
     return tokens
 
 
-def scores_of(rollout: Rollout) -> Scored:
-    """Of a rollout that is scored and not released."""
-    assert rollout.scored is not None, f"{rollout.id} has its scores"
-    return rollout.scored
-
-
 def _widths(rollout: Rollout) -> tuple[tuple[int, ...], str]:
     """Trailing sizes of the optional arrays, and whether there is a reward: rows of a micro-batch must agree.
 
     An environment may reward some episodes and not others. Arrays that a teacher keeps have its sizes.
     """
-    scores = scores_of(rollout)
-    arrays = scores.topk_ids, scores.topk_logprob, rollout.topk_ids, scores.gathered, scores.hidden
+    arrays: list[Array | None] = [rollout.topk_ids]
+    if (scores := rollout.scored) is not None:
+        arrays += [scores.topk_ids, scores.topk_logprob, scores.gathered, scores.hidden]
     sizes = (0 if array is None else array.shape[-1] for array in arrays)
-    return (*sizes, int(rollout.reward is not None)), rollout.teacher if scores.kept else ""
+    return (*sizes, int(rollout.reward is not None)), rollout.teacher if rollout.kept else ""
 
 
 def _shares(rollouts: Sequence[Rollout], ranks: int, shape: Shape) -> list[list[list[Rollout]]]:
@@ -182,14 +178,14 @@ def rows_of(
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     assert len(rewards) in (0, len(rollouts)), "rows of one micro-batch all have a reward or none has"
     rewarded = (rollouts[0] if rollouts else template).reward is not None
-    scores, scored = [scores_of(rollout) for rollout in rollouts], scores_of(template)
+    scores = [rollout.scored for rollout in rollouts]
     token_step, off_path = _token_steps(rollouts, step_of, step)
 
     def student(name: str) -> Any:
         return _join([getattr(rollout, name) for rollout in rollouts], getattr(template, name))
 
     def teacher(name: str) -> Any:
-        return _join([getattr(score, name) for score in scores], getattr(scored, name))
+        return _join([getattr(score, name, None) for score in scores], getattr(template.scored, name, None))
 
     by_teacher = [rollout.by_teacher for rollout in rollouts]
     baseline, deviation = _compared(rollouts, groups if rewarded else {})
@@ -201,22 +197,22 @@ def rows_of(
         completion_lens=_array("i4", [rollout.length for rollout in rollouts]),
         behavior_logprob=student("logprob"),
         token_step=token_step,
-        teacher=_array("i4", [teachers[rollout.teacher] for rollout in rollouts]),
+        teacher=_array("i4", [teachers[rollout.teacher] for rollout in rollouts]) if teachers else None,
         teacher_logprob=teacher("logprob"),
         teacher_topk_ids=teacher("topk_ids"),
         teacher_topk_logprob=teacher("topk_logprob"),
         student_topk_ids=student("topk_ids"),
         student_topk_teacher_logprob=teacher("gathered"),
         teacher_hidden=teacher("hidden"),
-        teacher_entropy=teacher("entropy") if all(score.entropy for score in scores) else None,
+        teacher_entropy=teacher("entropy") if all(s and s.entropy for s in scores) else None,
         reward=_array("f4", rewards) if rewarded else None,
         truncated=_array("u1", [rollout.truncated for rollout in rollouts]),
         weight=_array("f4", [weights[rollout.id] for rollout in rollouts]) if weights else None,
         baseline=baseline,
         deviation=deviation,
         by_teacher=_array("u1", by_teacher) if any(by_teacher) else None,
-        kept=[score.kept for score in scores] if scored.kept else None,
-        teacher_prompts=[rollout.teacher_prompt for rollout in rollouts] if scored.kept else None,
+        kept=[rollout.kept for rollout in rollouts] if template.kept else None,
+        teacher_prompts=[rollout.teacher_prompt for rollout in rollouts] if template.kept else None,
         own=_own(rollouts),
         mask=_mask(rollouts),
         routes=joined(routes) if routes else None,
@@ -266,12 +262,13 @@ def _mask(rollouts: Sequence[Rollout]) -> SamplingMask | None:
     return SamplingMask.joined([rollout.mask or SamplingMask.none(rollout.length) for rollout in rollouts])
 
 
-def _segments(scores: Sequence[Scored]) -> Array | None:
+def _segments(scores: Sequence[Scored | None]) -> Array | None:
     """`Rows.segment`, where any teacher has a tokenizer of its own."""
-    if all(score.segment is None for score in scores):
+    scored = [score for score in scores if score is not None]
+    if all(score.segment is None for score in scored):
         return None
-    plain = (np.full(score.logprob.shape, Segment.TOKEN, "u1") for score in scores)
-    return joined([score.segment or pack(plain_T) for score, plain_T in zip(scores, plain, strict=True)])
+    plain = (np.full(score.logprob.shape, Segment.TOKEN, "u1") for score in scored)
+    return joined([score.segment or pack(plain_T) for score, plain_T in zip(scored, plain, strict=True)])
 
 
 def _earned(rollouts: Sequence[Rollout]) -> Array | None:

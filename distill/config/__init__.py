@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from distill.config.cluster import ClusterConfig, LocalCluster
 from distill.config.evaluation import EvaluationConfig, Metric
@@ -319,13 +319,11 @@ def _changed(value: Any, change: Any) -> Any:
 
 
 class RunConfig(Settings):
-    """A whole run."""
+    """A whole run. Without a teacher, `teachers` empty, it learns from rewards alone."""
 
     run: Annotated[RunConfigSection, Reason("rollouts on record and the order of the prompts depend on it")]
     student: Annotated[StudentConfig, Reason("the checkpoint was trained from it")]
-    teachers: Annotated[
-        dict[Name, TeacherConfig], Reason("rollouts on record were scored by it"), Field(min_length=1)
-    ]
+    teachers: Annotated[dict[Name, TeacherConfig], Reason("rollouts on record were scored by it")] = {}
     prompts: Annotated[PromptsConfig, Reason("rewards on record were given by it")]
     environments: Annotated[
         dict[Name, EnvironmentConfig], Reason("rollouts on record were played against it")
@@ -344,6 +342,15 @@ class RunConfig(Settings):
     tracking: Live[TrackingConfig] = TrackingConfig()
     controller: Live[ControllerConfig] = ControllerConfig()
     cluster: Live[ClusterConfig] = LocalCluster()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rewards_alone(cls, raw: Any) -> Any:
+        """An objective without a type is `Rewards` where there are no teachers."""
+        if not isinstance(raw, dict) or raw.get("teachers"):
+            return raw
+        objective = raw.get("objective", {})
+        return {**raw, "objective": {"type": "rewards", **objective}} if isinstance(objective, dict) else raw
 
     @property
     def run_dir(self) -> Path:
@@ -390,8 +397,8 @@ class RunConfig(Settings):
         metric, objective = self.evaluation.metric if self.evaluation else "auto", self.objective
         if metric != "auto":
             return metric
-        factors = (objective.teacher_coefficients.get(name, 1.0) for name in self.teachers)
-        alone = objective.task is not None and objective.coefficient * max(factors) <= NEGLIGIBLE
+        factors = [objective.teacher_coefficients.get(name, 1.0) for name in self.teachers]
+        alone = objective.task is not None and objective.coefficient * max(factors, default=0.0) <= NEGLIGIBLE
         return "reward" if alone else "reverse_kl"
 
     @property

@@ -54,7 +54,8 @@ class EvaluationConfig(Settings):
     """Padded tokens of one forward pass of the student."""
     metric: Live[Literal["auto", "reverse_kl", "pass_rate", "reward"]] = "auto"
     """Metric on the held-out prompts that decides which version is the best; reward: its mean. auto: reward
-    where the divergence from the teacher weighs next to nothing against a task's, else reverse_kl."""
+    where there is no teacher, or the divergence from it weighs next to nothing against a task's, else
+    reverse_kl."""
     patience: Live[int | None] = Field(None, ge=1)
     """Early stopping: consecutive evaluations without a new best version; None: never stop early."""
     replica: Live[Placement | None] = None

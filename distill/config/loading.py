@@ -45,8 +45,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a TOML file, or of a run's folder, with overrides such as "run.steps=10" over it.
 
     An override that gives a section another `type` drops the keys which only the old type knows, and logs
-    them. `evaluation = false` leaves evaluation out. Relative paths are taken from the working directory and
-    come back absolute; `run.code_folder` is the file's folder unless it is set. Raises ConfigError.
+    them. `evaluation = false` and `teachers = false` leave these out. Relative paths are taken from the
+    working directory and come back absolute; `run.code_folder` is the file's folder unless it is set. Raises
+    ConfigError.
     """
     return located(read(path, overrides), path)
 
@@ -130,6 +131,8 @@ def validate(raw: Mapping[str, Any], source: str) -> RunConfig:
     secrets.found(raw)  # so that no message shows one
     if raw.get("evaluation") is False:
         raw = {**raw, "evaluation": None}
+    if raw.get("teachers") is False:
+        raw = {**raw, "teachers": {}}
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
@@ -219,7 +222,9 @@ def _nearest(key: str, section: type[Settings]) -> str:
         return f"it is now called {RENAMED[key]!r}"
     last = key.rpartition("_")[2]  # such as prompt_field of prompts.field
     close = [last] if last in known else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known here are {', '.join(known)}"
+    tags = get_args(section.model_fields["type"].annotation) if "type" in known else ()
+    where = f"of type {tags[0]!r}" if len(tags) == 1 else "here"
+    return f"did you mean {close[0]!r}?" if close else f"known {where} are {', '.join(known)}"
 
 
 def _walk(place: Sequence[str]) -> tuple[list[str], list[type[Settings]]]:

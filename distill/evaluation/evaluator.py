@@ -60,6 +60,8 @@ class Evaluator:
 
     async def evaluate(self, request: wire.EvalRequest) -> wire.EvalReply:
         """Raises DistillError."""
+        if not request.teachers:  # its completions and their rewards are all
+            return wire.EvalReply(version=request.version, teachers={})
         began = time.monotonic()
         student = await asyncio.to_thread(self._loaded, request.version)
         teachers = {

@@ -273,13 +273,13 @@ class Generation:
     async def reference(self) -> list[Completion] | None:
         """The teachers' own completions of the held-out prompts, each made once for the run.
 
-        None: a teacher generates none, is no single distribution (it follows the student, or sees a prompt of
-        its own), or the prompts are an environment's.
+        None: there is no teacher, or it generates none, is no single distribution (it follows the student, or
+        sees a prompt of its own), or the prompts are an environment's.
         """
         path, prompt_set = file_of(self._config.run_dir, TEACHER, HELD_OUT), self._sets[HELD_OUT]
         if path.is_file():
             return await asyncio.to_thread(read_completions, path, prompt_set)
-        if any(prompt.environment for prompt in prompt_set.prompts):
+        if not self._parts.teachers or any(prompt.environment for prompt in prompt_set.prompts):
             return None
         asked: dict[str, list[TeacherPrompt]] = {}
         for index, prompt in enumerate(prompt_set.prompts):

@@ -27,7 +27,7 @@ from sync.wire import (
 )
 
 Route = Callable[[str], str]
-"""Data source → teacher."""
+"""Data source → teacher; empty: there are none."""
 
 
 class Comparison:
@@ -47,7 +47,8 @@ class Comparison:
         """Teacher → sequences, each with the number of its completion."""
         for number, completion in enumerate(completions):
             prompt = prompt_set.prompts[completion.index]
-            teacher = route(prompt.source)
+            if not (teacher := route(prompt.source)):
+                continue
             seen = pack(np.array(shown[teacher](prompt), np.int32)) if teacher in shown else None
             sampled = [(number, _own_tokens(part, seen)) for part in completion.sequences if part.own]
             self._asked.setdefault(teacher, []).extend(sampled)

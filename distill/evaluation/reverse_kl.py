@@ -51,9 +51,12 @@ class ReverseKL:
         return float(len(x_M) / (len(x_M) - 1) * ((rest_M - rest_M.mean()) ** 2).sum())
 
 
-def total(parts: list[ReverseKL]) -> tuple[float, float | None]:
-    """Mean over the tokens of all teachers, and its standard error; None: it is exact."""
+def total(parts: list[ReverseKL]) -> tuple[float | None, float | None]:
+    """Mean over the tokens of all teachers, and its standard error, None where it is exact; both None where
+    nothing was compared."""
     all_sums = [sums for part in parts for sums in part.sums.values()]
+    if not all_sums:
+        return None, None
     tokens = max(1, sum(count for _, count in all_sums))
     value = math.fsum(x for x, _ in all_sums) / tokens
     if all(part.is_exact for part in parts):

@@ -43,7 +43,7 @@ STALL_SECONDS = 900.0
 def score(report: wire.EvalReport, metric: Metric) -> float:
     """A report's figure of merit: higher is better."""
     if metric == "reverse_kl":
-        return -report.reverse_kl
+        return -math.inf if report.reverse_kl is None else -report.reverse_kl
     value = report.pass_rate if metric == "pass_rate" else report.reward
     return -math.inf if value is None else value
 

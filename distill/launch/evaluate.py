@@ -84,7 +84,7 @@ async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]
     plan = plan_servers(config, token, ports)
     say(f"starting {', '.join(child.name for child in plan.children)}")
     async with connected(config, plan, token, claim) as servers:
-        say("generating completions, and comparing them with the teachers")
+        say("generating completions" + ", and comparing them with the teachers" * bool(config.teachers))
         parts = _components(config, servers, claim)
         start = resume(config.run_dir, Start.of(config, parts.prompts), parts.store.connection)
         return await Controller(config, parts, start, token=token).evaluated(Version(0, 0))

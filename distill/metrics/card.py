@@ -35,6 +35,11 @@ _OPERATIONAL: Final = frozenset(
     {"code_folder", "devices", "engine_url", "env", "folder", "generate_url", "host", "hostfile"}
     | {"keep_folder", "launcher_args", "port", "store", "url", "urls"}
 )
+_TAUGHT: Final = (
+    "distilled on-policy: the student generates completions, the teacher ({teachers}) scores every token,\n"
+    "and the student is trained on its own samples."
+)
+_REWARDED: Final = "trained on its own samples by their rewards."
 _TEXT: Final = Template(
     """---
 $matter
@@ -42,8 +47,7 @@ $matter
 
 # $title
 
-$student distilled on-policy: the student generates completions, the teacher ($teachers) scores every token,
-and the student is trained on its own samples. Objective `$objective`. $meaning
+$student $trained Objective `$objective`. $meaning
 
 | held-out prompts | before | after |
 | --- | --- | --- |
@@ -101,12 +105,13 @@ def write_card(
     meaning = "A function of the run's own code."
     if not isinstance(config.objective, Own):
         meaning = " ".join((type(config.objective).__doc__ or "").partition("\n\n")[0].split())
+    teachers = ", ".join(_shown(teacher.path) for teacher in config.teachers.values())
     text = _TEXT.substitute(
         matter=yaml.safe_dump(matter, sort_keys=False, allow_unicode=True).strip()
         + "".join(f"\n# {field}: fill in" for field in missing),
         title=name if name != FOLDER else config.run.name,
         student=_shown(config.student.path),
-        teachers=", ".join(_shown(teacher.path) for teacher in config.teachers.values()),
+        trained=_TAUGHT.format(teachers=teachers) if teachers else _REWARDED,
         objective=getattr(config.objective, "name", config.objective.type),
         meaning=meaning,
         figures=_rows(rows) or "| not evaluated | – | – |",
@@ -135,8 +140,12 @@ def front_matter(config: RunConfig, adapter: bool) -> dict[str, Any]:
         **({"datasets": datasets} if datasets else {}),
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["distillation", "on-policy-distillation", "onpolicy-distill", *(["lora"] * adapter)],
+        "tags": [*_tags(config), "onpolicy-distill", *(["lora"] * adapter)],
     }
+
+
+def _tags(config: RunConfig) -> list[str]:
+    return ["distillation", "on-policy-distillation"] if config.teachers else ["reinforcement-learning"]
 
 
 def _student_card(student: ModelSource) -> dict[str, Any]:
@@ -198,7 +207,8 @@ def _figures(report: Mapping[str, Any] | None) -> dict[str, str]:
     error = report.get("reverse_kl_error")
     margin = "" if error is None else f" ± {Z * error:.3f}"
     (reverse_kl, _, _), (pass_rate, _, _), _ = HELD_OUT
-    figures = {reverse_kl: f"{report['reverse_kl']:.3f}{margin}"}
+    value = report.get("reverse_kl")
+    figures = {} if value is None else {reverse_kl: f"{value:.3f}{margin}"}
     if (rate := report.get("pass_rate")) is not None:
         figures[pass_rate] = _interval(rate, *(report.get("pass_rate_interval") or ()))
     if (reward := report.get("reward")) not in (None, rate):

@@ -201,7 +201,7 @@ class ProgressDisplay:
     def _handle(self, event: Logged | str) -> None:
         if isinstance(event, str):
             self._console.print(event, markup=False, highlight=False, soft_wrap=True)
-        elif "eval/reverse_kl" in event.figures:
+        elif "eval/truncated" in event.figures:
             self._shown.evaluation = evaluation_line(event.step, event.figures)
             self._handle(self._shown.evaluation)
         else:
@@ -246,10 +246,10 @@ def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
         figures, rate = dict(shown.steps[-1].figures), shown.per_second("train/tokens_total")
         figures |= {"buffer/age_limit": rules(shown.config).bound.hard}
         figures |= {} if rate is None else {"tokens_per_second": rate}
-        values = [
-            step.figures["train/reverse_kl"] for step in shown.steps if "train/reverse_kl" in step.figures
-        ]
-        yield "reverse KL", f"{values[-1]:.3f}  {sparkline(values, bars)}" if values else ""
+        taught = bool(shown.config.teachers)
+        learned = ("reverse KL", "train/reverse_kl") if taught else ("reward", "train/reward_mean")
+        name, values = learned[0], [s.figures[learned[1]] for s in shown.steps if learned[1] in s.figures]
+        yield name, f"{values[-1]:.3f}  {sparkline(values, bars)}" if values else ""
         for name, parts in ROWS.items():
             yield name, ", ".join(form.format(figures[key]) for form, key in parts if key in figures)
         yield "busy", _busy(shown)
@@ -319,5 +319,6 @@ def evaluation_line(step: int, figures: Mapping[str, float]) -> str:
             if name.startswith(first) and name.endswith(end)
         ]
     )
-    sources = f" ({of_each})" if of_each else ""
-    return f"step {step}, held out: reverse KL {figures['eval/reverse_kl']:.3f} nats per token{sources}{rate}"
+    sources, value = f" ({of_each})" if of_each else "", figures.get("eval/reverse_kl")
+    divergence = "" if value is None else f", reverse KL {value:.3f} nats per token{sources}"
+    return f"step {step}, held out: {f'{divergence}{rate}'.removeprefix(', ')}"

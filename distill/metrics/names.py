@@ -32,7 +32,7 @@ FIGURES: Final = tuple(
     Figure(*row)
     for row in (
         ("rollout/issued", "rollouts", "prompts given out"),
-        ("rollout/scored", "rollouts", "completions with their teacher's scores"),
+        ("rollout/scored", "rollouts", "completions with their teacher's scores; without one, rewarded"),
         (
             "rollout/batched",
             "rollouts",
@@ -126,7 +126,7 @@ FIGURES: Final = tuple(
         ("perf/busy_seconds/ROLE", "seconds", "with work, in all starts"),
         ("perf/idle_seconds/ROLE", "seconds", "without work; roles overlap"),
         ("perf/waited_seconds/ROLE/CAUSE", "seconds", "blocked, by what it was blocked on"),
-        ("eval/reverse_kl", "nats per token", "held-out prompts, temperature 1"),
+        ("eval/reverse_kl", "nats per token", "held-out prompts, temperature 1; left out without a teacher"),
         ("eval/reverse_kl_error", "nats per token", "its standard error; left out where it is exact"),
         ("eval/pass_rate", "share", "held-out completions that pass, from `pass_threshold` on"),
         ("eval/reward", "–", "of held-out completions, mean"),

@@ -147,7 +147,7 @@ def _beside_the_teacher(run: Run) -> Iterator[str]:
     sides = (before, after, {"behaviour": reference})
     rows = [(title, [_form(_at(side, place), form) for side in sides]) for title, place, form in BEHAVIOUR]
     yield _table("Held-out completions", SIDES, rows)
-    if reference is None:
+    if reference is None and before.get("reverse_kl", after.get("reverse_kl")) is not None:
         yield (
             "<p>Completions of the teacher are not beside them: it generates none (engine vllm without "
             "generate_url), is another for other steps or prompts, or the prompts are an environment's.</p>"
@@ -187,7 +187,9 @@ def _samples(run: Run) -> Iterable[str]:
     except ConfigError as error:
         yield f"<p>samples cannot be shown as text: {escape(str(error))}</p>"
         return
-    yield "<h2>Samples</h2><p>A token is shaded by log μ − log q: what the teacher finds unlikely.</p>"
+    taught = any(sample.teacher_logprob is not None for sample in samples)
+    shades = "<p>A token is shaded by log μ − log q: what the teacher finds unlikely.</p>" * taught
+    yield f"<h2>Samples</h2>{shades}"
     for version in dict.fromkeys([samples[0].version, samples[-1].version]):
         for sample in [shown for shown in samples if shown.version == version][:MOST_SAMPLES]:
             head = escape(f"{sample.version}  {sample.id}  {figures(sample)}")
@@ -262,10 +264,15 @@ def draw(run: Run) -> Path:
     draw_cost(figure.add_subplot(grid[0, 1]), run.metrics)
     draw_activity(figure.add_subplot(grid[1, :]), read_lines(run.folder / "timeline.jsonl", Span), summary)
     title, (before, after) = run.folder.name, (summary.get(side) or {} for side in ("before", "after"))
-    if None not in (before.get("reverse_kl"), after.get("reverse_kl")):
-        title += f":  reverse KL {before['reverse_kl']:.2f} → {after['reverse_kl']:.2f} nats per token"
-        if None not in (before.get("pass_rate"), after.get("pass_rate")):
-            title += f",  pass rate {before['pass_rate']:.0%} → {after['pass_rate']:.0%}"
+    told = [
+        f"{name} {early:{form}} → {late:{form}}"
+        for name, key, form in (
+            ("reverse KL, nats per token,", "reverse_kl", ".2f"),
+            ("pass rate", "pass_rate", ".0%"),
+        )
+        if None not in (early := before.get(key), late := after.get(key))
+    ]
+    title += f":  {',  '.join(told)}" if told else ""
     figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     if "rollout" in summary:
         figure.supxlabel(use_of_tokens(summary), x=0.01, ha="left", fontsize=9, color=FAINT)
@@ -294,13 +301,16 @@ def compare(runs: Sequence[Run]) -> bytes:
 
 
 def draw_quality(axes: Axes, lines: Sequence[Row]) -> None:
-    """Reverse KL and pass rate over trained tokens: exact ones as dots, the training batches' as a line."""
-    _dress(axes, "Student on its own completions", TOKENS, "reverse KL, nats per token", BLUE)
-    axes.plot(
-        *_curve(lines, "train/reverse_kl"), color=BLUE, alpha=0.35, label="reverse KL, training batches"
-    )
-    axes.plot(*_curve(lines, "eval/reverse_kl"), "o-", color=BLUE, label="reverse KL, held out")
-    axes.set_ylim(bottom=0)
+    """Reverse KL, without a teacher the reward, and pass rate over trained tokens: held-out prompts as dots,
+    the training batches as a line."""
+    what, unit, trained, held_out = "reverse KL", ", nats per token", "train/reverse_kl", "eval/reverse_kl"
+    if not any(trained in line for line in lines) and any("train/reward_mean" in line for line in lines):
+        what, unit, trained, held_out = "reward", "", "train/reward_mean", "eval/reward"
+    _dress(axes, "Student on its own completions", TOKENS, f"{what}{unit}", BLUE)
+    axes.plot(*_curve(lines, trained), color=BLUE, alpha=0.35, label=f"{what}, training batches")
+    axes.plot(*_curve(lines, held_out), "o-", color=BLUE, label=f"{what}, held out")
+    if what == "reverse KL":
+        axes.set_ylim(bottom=0)
     curves, passed = axes.get_lines(), _curve(lines, "eval/pass_rate")
     if passed[0]:
         right = _right(axes, "pass rate, share of completions", GREEN)

@@ -17,7 +17,7 @@ from sync.base.decoding import convert
 from sync.base.errors import DataError
 from sync.base.jsonl import JsonLines, read_lines
 from sync.base.tokenizers import load_tokenizer
-from sync.wire import unpack
+from sync.wire import Array, unpack
 
 SAMPLES, QUARANTINE = "samples.jsonl", "quarantine.jsonl"
 SHADES = ((4.0, "white on red3"), (2.0, "black on dark_orange"), (1.0, "black on khaki1"), (0.5, "khaki3"))
@@ -39,8 +39,8 @@ class Sample(msgspec.Struct, frozen=True):
     tokens: list[int]
     logprob: list[float]
     """log μ of each token, nats"""
-    teacher_logprob: list[float]
-    """log q of each token, nats"""
+    teacher_logprob: list[float] | None
+    """log q of each token, nats; None: there is no teacher"""
     reward: float | None
     """None: neither reward function nor environment gives one."""
     truncated: bool
@@ -61,8 +61,9 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def excess(self) -> list[float]:
-        """log μ − log q of each token: the reverse KL as one sample shows it, nats; an environment's: 0."""
-        nats = [mu - q for mu, q in zip(self.logprob, self.teacher_logprob, strict=True)]
+        """log μ − log q of each token: the reverse KL as one sample shows it, nats; an environment's, and
+        without a teacher every one: 0."""
+        nats = [mu - q for mu, q in zip(self.logprob, self.teacher_logprob or self.logprob, strict=True)]
         for start, end, environment in self.parts:
             if environment:
                 nats[start:end] = [0.0] * (end - start)
@@ -74,8 +75,10 @@ class Sample(msgspec.Struct, frozen=True):
         return sum(end - start for start, end, environment in self.parts if not environment)
 
     @property
-    def reverse_kl(self) -> float:
-        """Mean of `excess` over these, nats per token."""
+    def reverse_kl(self) -> float | None:
+        """Mean of `excess` over these, nats per token; None: there is no teacher."""
+        if self.teacher_logprob is None:
+            return None
         return sum(self.excess) / max(1, self.own_length)
 
 
@@ -104,9 +107,7 @@ class SampleFile:
             return
         stride = max(1, len(batch.rollouts) // max(1, self._count))
         for rollout, age in list(zip(batch.rollouts, batch.ages, strict=True))[::stride][: self._count]:
-            assert rollout.scored is not None, "a rollout of a batch is scored"
-            logps = (rollout.logprob, rollout.scored.logprob)
-            logprob, teacher_logprob = (unpack(logp).astype("f8").round(4).tolist() for logp in logps)
+            scored = rollout.scored
             sample = Sample(
                 version=str(batch.version),
                 id=rollout.id,
@@ -114,14 +115,19 @@ class SampleFile:
                 teacher=rollout.teacher,
                 prompt=unpack(rollout.prompt).tolist(),
                 tokens=unpack(rollout.tokens).tolist(),
-                logprob=logprob,
-                teacher_logprob=teacher_logprob,
+                logprob=_rounded(rollout.logprob),
+                teacher_logprob=None if scored is None else _rounded(scored.logprob),
                 reward=rollout.reward,
                 truncated=rollout.truncated,
                 by_teacher=rollout.by_teacher,
                 own=rollout.own,
             )
             self._lines.write(sample)
+
+
+def _rounded(logprob: Array) -> list[float]:
+    values: list[float] = unpack(logprob).astype("f8").round(4).tolist()
+    return values
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -145,9 +151,10 @@ def read_quarantine(run_dir: Path) -> list[Quarantine]:
 
 
 def choose(samples: Sequence[Sample], order: str, count: int) -> list[Sample]:
-    """The first `count` in an order: newest, worst, longest, or the newest truncated ones."""
+    """The first `count` in an order: newest, worst (by reverse KL, without a teacher by reward), longest, or
+    the newest truncated ones."""
     keys: dict[str, Callable[[Sample], Any]] = {
-        "worst": lambda sample: sample.reverse_kl,
+        "worst": lambda sample: sample.reverse_kl or -(sample.reward or 0.0),
         "longest": lambda sample: len(sample.tokens),
     }
     among = [sample for sample in samples if sample.truncated or order != "truncated"]
@@ -220,12 +227,12 @@ def shaded(sample: Sample, decoder: Decoder) -> str:
 def figures(sample: Sample) -> str:
     """What is known of a sample besides its text."""
     parts = [
-        f"reverse KL {sample.reverse_kl:.3f}",
+        "" if (reverse_kl := sample.reverse_kl) is None else f"reverse KL {reverse_kl:.3f}",
         f"{len(sample.own)} turns" if sample.own else "",
         f"{sample.own_length} tokens",
         f"age {sample.age}",
         "" if sample.reward is None else f"reward {sample.reward:g}",
         "truncated" if sample.truncated else "",
-        f"completed by teacher {sample.teacher}" if sample.by_teacher else f"teacher {sample.teacher}",
+        ("completed by " * sample.by_teacher + f"teacher {sample.teacher}") * bool(sample.teacher),
     ]
     return "  ".join(part for part in parts if part)

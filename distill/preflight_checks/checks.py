@@ -32,6 +32,7 @@ from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import machines, names_others
 from student_trainer.objectives.config import (
     Own,
+    Rewards,
     TopK,
     needs,
     teacher_temperature,
@@ -225,6 +226,7 @@ def _peers(config: RunConfig) -> Iterator[tuple[str, str, Role]]:
 def key_problems(config: RunConfig) -> Iterator[str]:
     """Keys that contradict each other, whatever the files hold that they name."""
     yield from environment_problems(config)
+    yield from without_teacher(config)
     rollout, chosen = config.rollout, config.objective
     if (rollout.top_p < 1 or rollout.min_p > 0) and not rollout.top_k:
         name, value = ("top_p", rollout.top_p) if rollout.top_p < 1 else ("min_p", rollout.min_p)
@@ -268,6 +270,31 @@ def key_problems(config: RunConfig) -> Iterator[str]:
             f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
             f"{', '.join(config.teachers)}: use their names"
         )
+
+
+def without_teacher(config: RunConfig) -> Iterator[str]:
+    """Keys that need a teacher, where there is none, or make no sense beside one."""
+    chosen, evaluation, guard = config.objective, config.evaluation, config.guard
+    if config.teachers:
+        if isinstance(chosen, Rewards):
+            yield (
+                f'objective.type is "rewards", which learns from no teacher, and [teachers] names '
+                f"{', '.join(config.teachers)}: leave them out, or choose a divergence and mix it with "
+                "objective.task"
+            )
+        return
+    if not isinstance(chosen, Rewards):
+        yield (
+            f'objective.type is "{chosen.type}", which learns from a teacher, and there are none: name one '
+            'in [teachers], or set objective.type = "rewards"'
+        )
+    needed = {
+        "guard.max_reverse_kl": guard.max_reverse_kl is not None,
+        "guard.min_end_share": guard.min_end_share is not None,
+        "run.max_loaded_teachers": config.run.max_loaded_teachers is not None,
+        'evaluation.metric = "reverse_kl"': evaluation is not None and evaluation.metric == "reverse_kl",
+    }
+    yield from (f"{key} needs a teacher, and there is none: leave it out" for key in needed if needed[key])
 
 
 def _packages(config: RunConfig) -> Iterator[str]:
@@ -318,19 +345,21 @@ def _prompts(config: RunConfig, split: PromptSplit, router: Router) -> Iterator[
                 "leave it out"
             )
     if config.objective.task is not None and not split.rewarded:
+        alone = isinstance(config.objective, Rewards)
+        learned = 'objective.type is "rewards"' if alone else "objective.task is set"
         yield (
-            f'objective.task is set and prompts of type "{kind}" have no reward: '
-            "set prompts.reward_fn, take prompts of a task, or leave objective.task out"
+            f'{learned} and prompts of type "{kind}" have no reward: set prompts.reward_fn, take prompts of '
+            f"a task, or {'name a teacher in [teachers]' if alone else 'leave objective.task out'}"
+        )
+    elif evaluation is not None and config.metric != "reverse_kl" and not split.rewarded:
+        yield (
+            f'evaluation.metric is "{config.metric}" and prompts of type "{kind}" have no reward: '
+            'set prompts.reward_fn, or evaluation.metric = "reverse_kl"'
         )
     if config.objective.task is not None and config.objective.on_policy == 0:
         yield (
             "objective.task rewards the student's completions and objective.on_policy is 0, so there are "
             "none: raise on_policy, or leave objective.task out"
-        )
-    if evaluation is not None and config.metric != "reverse_kl" and not split.rewarded:
-        yield (
-            f'evaluation.metric is "{config.metric}" and prompts of type "{kind}" have no reward: '
-            'set prompts.reward_fn, or evaluation.metric = "reverse_kl"'
         )
 
 

@@ -19,6 +19,7 @@ from student_trainer.objectives.config import (
     Full,
     ObjectiveConfig,
     Own,
+    Rewards,
     Sampled,
     TopK,
     needs,
@@ -65,13 +66,16 @@ def resolve(config: RunConfig) -> Resolved:
         kept = "keep" if chosen.keeps_cache else "recompute"
         lines.append(f"weights.kv_on_swap: {kept} (auto, at trainer.lr = {chosen.trainer.lr:g})")
     if (evaluation := chosen.evaluation) and evaluation.metric == "auto" and chosen.metric == "reward":
-        weight = f"objective.coefficient = {chosen.objective.coefficient:g}"
-        lines.append(f"evaluation.metric: reward (auto, at {weight}, where the task's reward alone counts)")
+        weight = f"at objective.coefficient = {chosen.objective.coefficient:g}, where the task's reward alone"
+        why = f"{weight} counts" if chosen.teachers else "there is no teacher"
+        lines.append(f"evaluation.metric: reward (auto, {why})")
     return Resolved(chosen, lines)
 
 
 def with_objective(config: RunConfig) -> Resolved:
     """The configuration with another objective than Auto; one that names its own is left as it is."""
+    if isinstance(config.objective, Rewards):
+        return Resolved(config, ['objective: "rewards", no teacher: nothing is scored'])
     if not isinstance(config.objective, Auto):
         return Resolved(config, [f"objective: {_costs(config, config.objective)}"])
     mixing = {name: getattr(config.objective, name) for name in Auto.model_fields if name != "type"}
@@ -107,7 +111,7 @@ def score_bytes(config: RunConfig, objective: ObjectiveConfig) -> int:
     want, gathered = needs(objective), student_topk(objective)
     logprob, id_, half = 4, 4, 2
     numbers = {name: half if t.wire_dtype == "float16" else 4 for name, t in config.teachers.items()}
-    number = max(numbers.values())
+    number = max(numbers.values(), default=half)
     topk = want.topk * (id_ + number)
     hidden = max(_hidden_bytes(name, t) for name, t in config.teachers.items()) if want.hidden else 0
     return logprob + 4 * want.entropy + topk + gathered * number + hidden

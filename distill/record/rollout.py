@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 import msgspec
+import numpy as np
 
 from distill.prompts.stream import Prompt
-from sync.wire import Array, Generated, Kept, SamplingMask, Scored, Version, VersionSpan, unpack
+from sync.wire import Array, Generated, Kept, SamplingMask, Scored, Version, VersionSpan, pack, unpack
 
 DropReason = Literal[
     "too_old",
@@ -67,7 +68,8 @@ class Rollout(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
         Record.issue ─▶ completed: Dispatcher, TeacherGeneration ─▶ scored: Scoring ─▶ record, buffer, batch
 
-    The record holds it once it is scored. In memory it is `released` when nothing needs its arrays there.
+    The record holds it once it is scored, without a teacher once it is rewarded. In memory it is `released`
+    when nothing needs its arrays there.
     Letters as in sync.wire: P prompt tokens, T completion tokens, K ids. Without lists: a buffer holds
     thousands, and what is made of tuples alone costs no garbage collection anything.
     """
@@ -79,8 +81,9 @@ class Rollout(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     logprob: Array = NO_VALUES  # f4 [T]: log μ
     spans: tuple[VersionSpan, ...] = ()  # which version sampled which tokens; empty: the teacher did
     truncated: bool = False  # the completion was ended by a limit
-    teacher: str = ""  # whose scores it has
-    scored: Scored | None = None  # None: not scored yet; released: `Scored.kept` alone, if it is kept
+    teacher: str = ""  # whose scores it has; empty: nobody's
+    scored: Scored | None = None
+    """None: not scored yet, or there is no teacher; released: `Scored.kept` alone, if it is kept"""
     topk_ids: Array | None = None  # i4 [T, K]: the student's own; None: not used, or kept with the scores
     reward: float | None = None  # None: neither reward_fn nor environment gives one
     by_teacher: bool = False
@@ -157,6 +160,11 @@ class Rollout(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
             mask=answer.mask,
             routes=answer.routes,
         )
+
+    def ended(self) -> Rollout:
+        """With its prompt in tokens, and without what was needed on the way: ready for record and buffer."""
+        prompt = pack(np.asarray(self.source_prompt.token_ids, "i4"))
+        return msgspec.structs.replace(self, prompt=prompt, since=None, issued=None)
 
     def on_disk(self) -> Rollout:
         """What a block holds of it: what its row does not say."""

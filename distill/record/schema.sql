@@ -34,7 +34,7 @@ CREATE INDEX buffered ON rollout_row (admitted) WHERE admitted IS NOT NULL;
 --   scored       `at` of its admission, NULL: not scored
 --   spans        JSON of [[lineage, step, first], ...]: which version sampled the tokens from `first` on; NULL: none
 --   own          JSON of [[first, past], ...]: the student's tokens in an episode; NULL: all
---   reverse_kl   mean of log mu - log q over its own tokens, nats; NULL: the teacher keeps the scores
+--   reverse_kl   mean of log mu - log q over its own tokens, nats; NULL: the teacher keeps the scores, or there is none
 CREATE VIEW rollout AS SELECT id, coalesce(rollout_row.number, row) AS number, source.name AS source,
     environment.name AS environment, for_teacher, continues, attempts, CASE WHEN reason IS NOT NULL THEN 'dropped' WHEN scored IS NULL THEN 'pending'
     WHEN admitted IS NULL THEN 'batched' ELSE 'buffered' END AS status, reason, detail, scored, teacher.name AS teacher,
@@ -81,7 +81,7 @@ CREATE TABLE checkpoint (at INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, step 
 CREATE TABLE rolled_back (at INTEGER PRIMARY KEY, lineage INTEGER, step INTEGER, without TEXT NOT NULL,
     problem TEXT NOT NULL) STRICT;
 CREATE TABLE evaluation (at INTEGER PRIMARY KEY, lineage INTEGER NOT NULL, step INTEGER NOT NULL,
-    reverse_kl REAL NOT NULL, pass_rate REAL, reward REAL, report TEXT NOT NULL) STRICT;
+    reverse_kl REAL, pass_rate REAL, reward REAL, report TEXT NOT NULL) STRICT;
 -- An end of the run: replica → whether it held the trainer's weights, and what was not shown, as JSON.
 CREATE TABLE conclusion (at INTEGER PRIMARY KEY, lineage INTEGER, step INTEGER, weights TEXT NOT NULL,
     problems TEXT NOT NULL) STRICT;

@@ -1,7 +1,8 @@
 """The life of a rollout from its prompt to the buffer: one coroutine for each, read from top to bottom.
 
     issued ─▶ completed by a replica │ by a teacher │ turn by turn against its environment
-           ─▶ within the limits ─▶ screened ─▶ rewarded ─▶ scored ─▶ admitted to the buffer
+           ─▶ within the limits ─▶ screened ─▶ rewarded ─▶ scored, by a teacher if there is one
+           ─▶ admitted to the buffer
 
     Lost ─▶ requeued: its next life begins     Unusable ─▶ quarantined and dropped     Unneeded ─▶ dropped
 
@@ -60,7 +61,7 @@ class Lives:
         events: Events,
     ) -> None:
         self._record, self.dispatcher, self._rewards = record, dispatcher, parts.rewards
-        self._config, self._guard = config.rollout, config.guard
+        self._config, self._guard, self._taught = config.rollout, config.guard, bool(parts.teachers)
         self._budget, self._events = budget, events
         generation = TeacherGeneration(parts, config, validator)
         self.generation = TeacherQueue(generation, parts, config, timeline, budget)
@@ -92,7 +93,7 @@ class Lives:
                 following = [*parts] if self._record.state.rules.group == 1 else []
             self._screen(rollout)
             rollout = await self._rewarded(rollout)
-            self._record.admit(await self.scoring.answer(rollout))
+            self._record.admit(await self.scoring.answer(rollout) if self._taught else rollout.ended())
         except Lost as lost:
             following = [self._record.requeue(rollout, lost.reason, lost.tokens)]
         except Unusable as end:

@@ -7,6 +7,7 @@ an objective consists of.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -74,6 +75,23 @@ class Mixing(Settings):
     max_supervised_tokens: int | None = Field(None, ge=1)
     """Completion tokens of a rollout that are trained on, from its beginning; those of environments do not
     count. None: all are."""
+
+
+class Rewards(Settings):
+    """The task's reward alone: no teacher.
+
+    What the other objectives say of a teacher has one value here, and is no key.
+    """
+
+    type: Literal["rewards"] = "rewards"
+    task: TaskReward = TaskReward()
+    """How the reward is learned."""
+    max_supervised_tokens: int | None = Field(None, ge=1)
+    """As of the other objectives: completion tokens of a rollout that are trained on."""
+    coefficient: ClassVar[float] = 0.0
+    teacher_coefficients: ClassVar[Mapping[str, float]] = {}
+    on_policy: ClassVar[float] = 1.0
+    teacher_temperature: ClassVar[Literal["one", "rollout"]] = "rollout"
 
 
 class ForwardTerm(Mixing):
@@ -183,7 +201,9 @@ class Own(Mixing):
     """Further keyword arguments of the function."""
 
 
-_Objectives = Auto | Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT | Own
+_Objectives = (
+    Auto | Rewards | Sampled | TopK | StudentTopK | ForwardTopK | Full | JSD | SkewReverse | SFT | Own
+)
 
 
 def _typed(table: Any) -> Any:
@@ -210,6 +230,8 @@ def needs(objective: ObjectiveConfig, rollouts: float = 1.0) -> Want:
     assert not isinstance(objective, Auto), "the launcher resolves it before anything starts"
     temperature = teacher_temperature(objective, rollouts)
     kind, k = _scores(objective)
+    if kind == "rewards":
+        return Want()
     if kind in ("full", "jsd", "skew"):
         return Want(hidden=True, temperature=temperature)
     return Want(topk=k if kind in ("topk", "forward_topk") else 0, entropy=True, temperature=temperature)

@@ -337,6 +337,11 @@ def skew(logp_NV: Tensor, targets: Targets, alpha: float) -> Terms:
     return loss_N, full(logp_NV.detach(), targets)[1]
 
 
+def nothing(logp_NV: Tensor, targets: Targets) -> Terms:
+    """No divergence: 0, whose gradient is 0. It gives no reverse KL."""
+    return 0.0 * at(logp_NV, targets.token_N), {}
+
+
 def both_ways(logp_NV: Tensor, targets: Targets, reverse: Objective, weight: float) -> Terms:
     """A reverse divergence and φ times the forward KL: over the full vocabulary, else bucketed on S.
 
@@ -454,6 +459,7 @@ def own_objective(objective: config.Own) -> Objective:
 
 
 DIVERGENCES: Final[Mapping[type, Callable[[Any], Objective]]] = {
+    config.Rewards: lambda _: nothing,
     config.Sampled: _weighted(sampled),
     config.TopK: _reverse(_weighted(hybrid)),
     config.StudentTopK: _weighted(hybrid),

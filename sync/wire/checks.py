@@ -333,9 +333,8 @@ def divergences(reply: EvalReply, request: EvalRequest) -> Problem | None:
 def evaluation(report: EvalReport, version: Version) -> Problem | None:
     """An evaluation of `version`; an exact divergence is at least 0."""
     of_all: list[EvalReport | PartReport] = [report, *report.sources.values(), *report.teachers.values()]
-    low = [
-        part.reverse_kl for part in of_all if part.reverse_kl_error is None and part.reverse_kl < -ROUNDING
-    ]
+    exact = [part.reverse_kl for part in of_all if part.reverse_kl_error is None]
+    low = [value for value in exact if value is not None and value < -ROUNDING]
     rule = "at least 0 where it is exact"
     return same_version(report, version) or (Problem("reverse_kl", f"{low[0]}", rule) if low else None)
 

@@ -81,7 +81,7 @@ class PartReport(msgspec.Struct, frozen=True):
 
     completions: Count
     tokens: Count
-    reverse_kl: Number
+    reverse_kl: Number | None
     reverse_kl_error: Amount | None
     pass_rate: Share | None
     reward: Number | None
@@ -105,10 +105,10 @@ class EvalReport(Message, frozen=True):
     """The figures of one version, for record and metrics. Controller → evaluator: keep it as the best."""
 
     version: Version
-    reverse_kl: Number
+    reverse_kl: Number | None
     """Nats per token, of the student's own temperature-1 completions, with EOS: over the full vocabulary
     where the teacher gives hidden states, else the mean of log p − log q. Rounding and sampling may take it
-    below 0."""
+    below 0. None: there is no teacher."""
     pass_rate: Share | None
     """Share of held-out completions whose reward is at least the threshold of their prompts; None: the run
     has no reward function."""

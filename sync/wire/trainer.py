@@ -37,7 +37,7 @@ class TrainerWelcome(Message, frozen=True):
     parent: Version | None
     """Where this lineage branched from; None: it is the first."""
     teachers: list[str]
-    """Names, in the order that Rows.teacher indexes them."""
+    """Names, in the order that Rows.teacher indexes them; empty: rewards alone are learned."""
     run: RunIdentity
     """What the trainer names from now on, in requests, manifests and checkpoints."""
 
@@ -51,7 +51,7 @@ class BatchRequest(Message, frozen=True):
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """R scored rollouts, concatenated by the controller for one micro-batch; C = sum(completion_lens). Flat
+    """R rollouts, concatenated by the controller for one micro-batch; C = sum(completion_lens). Flat
     arrays run over rows in order. Optional arrays are None where the objective does not use them."""
 
     ids: list[str]
@@ -66,9 +66,9 @@ class Rows(msgspec.Struct, frozen=True):
     token_step: Array
     """i4 [C]: step of the version each token was sampled from, mapped into the trainer's lineage; that of the
     batch where the teacher generated"""
-    teacher: Array
-    """i4 [R]: index into TrainerWelcome.teachers"""
-    teacher_logprob: Array
+    teacher: Array | None = None
+    """i4 [R]: index into TrainerWelcome.teachers; None: there are none, nor any of their arrays below"""
+    teacher_logprob: Array | None = None
     """f4 [C]: log q(y_t)"""
     teacher_topk_ids: Array | None = None
     """i4 [C, K]"""

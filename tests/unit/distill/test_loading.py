@@ -42,7 +42,7 @@ def problem(override: str) -> str:
             'prompts={type="mixture",task="x",parts={a={type="jsonl",path="x",feld="y"}}}',
             "my.toml: prompts.parts.a.feld is not a known key: did you mean 'field'?",
         ),
-        ("objective.kk=3", "my.toml: objective.kk is not a known key: known here are coefficient,"),
+        ("objective.kk=3", "my.toml: objective.kk is not a known key: known of type 'auto' are coefficient,"),
         ("trainer.lora.rnk=3", "my.toml: trainer.lora.rnk is not a known key: did you mean 'rank'?"),
         (
             "run.awake_teachers=1",
