@@ -3,6 +3,7 @@
     timeline.jsonl   seconds of each stage's spans
     metrics.jsonl    tokens and rows of each step, when it ended, its age, tokens that each teacher scored,
                      bytes of versions
+    samples.jsonl    tokens of sequences, of a run without a teacher
 
 Steady steps alone are measured: not the first seconds, which pay for warming up, nor steps on batches that
 were generated before there was a trainer, nor those at a run's end for which nothing is generated. A stage is
@@ -13,7 +14,7 @@ configuration is scaled by the same factor. So a plan of the run itself gives th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from distill.config import RunConfig
 from distill.metrics.results import read_run
+from distill.metrics.samples import read_samples
 from distill.metrics.timeline import Span
 from distill.planning.estimate import GENERATE, SCORE, TRAIN, Calibration, Lengths, Plan
 from sync.base.errors import ConfigError, DataError
@@ -56,9 +58,11 @@ def measure(run_dir: Path) -> Measured:
     ends = [row["time"] for row in steps]
     full, delta = (steps[-1].get(f"sync/bytes_{kind}") for kind in ("full", "delta"))
     before, *steps = steps
+    stages = (GENERATE, SCORE, TRAIN) if _taught(steps) else (GENERATE, TRAIN)
+    seconds = _stage_seconds(run_dir, ends[0], ends[-1], stages)
     return Measured(
         _lengths(run_dir, before, steps),
-        {kind: seconds / len(steps) for kind, seconds in _stage_seconds(run_dir, ends[0], ends[-1]).items()},
+        {kind: of_all / len(steps) for kind, of_all in seconds.items()},
         _interval(ends),
         mean(row["buffer/age_mean"] for row in steps),
         delta / full if full and delta else None,
@@ -92,6 +96,10 @@ def _lengths(run_dir: Path, before: dict[str, Any], steps: Sequence[dict[str, An
     Teachers count from a start on: a step of an earlier start leaves out nothing.
     """
     completion = sum(line["train/tokens"] for line in steps) / sum(line["train/rows"] for line in steps)
+    if not _taught(steps):
+        if not (lengths := [len(sample.prompt) + len(sample.tokens) for sample in read_samples(run_dir)]):
+            raise DataError(f"--measured {run_dir}: it has no teacher and no samples, which tell the lengths")
+        return Lengths(max(1.0, mean(lengths) - completion), completion, f"measured in {run_dir.name}")
     counts: dict[str, float] = defaultdict(float)
     for name, value in steps[-1].items():
         if name.startswith("teacher/"):
@@ -103,8 +111,13 @@ def _lengths(run_dir: Path, before: dict[str, Any], steps: Sequence[dict[str, An
     return Lengths(max(1.0, whole - completion), completion, f"measured in {run_dir.name}")
 
 
-def _stage_seconds(run_dir: Path, begin: float, end: float) -> dict[str, float]:
-    """Of each stage, between two moments."""
+def _taught(steps: Sequence[dict[str, Any]]) -> bool:
+    """Whether the run has a teacher."""
+    return any(name.startswith("teacher/") for name in steps[-1])
+
+
+def _stage_seconds(run_dir: Path, begin: float, end: float, stages: Sequence[str]) -> dict[str, float]:
+    """Of each of `stages`, between two moments."""
     by_role: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in read_lines(run_dir / "timeline.jsonl", Span):
         if span["what"] == GENERATE and span["role"].startswith("teacher "):
@@ -112,13 +125,10 @@ def _stage_seconds(run_dir: Path, begin: float, end: float) -> dict[str, float]:
         what: str = span["what"]
         kind = {"publish": TRAIN, "checkpoint": TRAIN}.get(what, what)
         by_role[kind][span["role"]] += max(0.0, min(end, span["end"]) - max(begin, span["start"]))
-    if missing := [kind for kind in (GENERATE, SCORE, TRAIN) if not sum(by_role[kind].values())]:
+    if missing := [kind for kind in stages if not sum(by_role[kind].values())]:
         raise DataError(f"--measured {run_dir}: timeline.jsonl has no span of {', '.join(missing)}")
-    return {
-        GENERATE: mean(by_role[GENERATE].values()),
-        SCORE: max(by_role[SCORE].values()),
-        TRAIN: sum(by_role[TRAIN].values()),
-    }
+    of_roles: dict[str, Callable[[Collection[float]], float]] = {GENERATE: mean, SCORE: max, TRAIN: sum}
+    return {kind: of_roles[kind](by_role[kind].values()) for kind in stages}
 
 
 def _interval(ends: Sequence[float]) -> float:

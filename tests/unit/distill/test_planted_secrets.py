@@ -17,6 +17,7 @@ from distill.launch import preflight, roles, single_role
 from distill.launch.run_folder import RunFolder
 from distill.metrics.trackers import Wandb
 from distill.preflight_checks.checks import check_secrets
+from distill.record.configuration import record_of, resumed
 from distill.topology import processes
 from student_trainer.config import TrainerConfig
 from student_trainer.deepspeed_json import deepspeed_config
@@ -95,7 +96,7 @@ def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RunFolder.open(config, resume=False) as folder, roles.Ports() as ports:
-        folder.keep(config, {"deepspeed": deepspeed_config(config.trainer)})
+        folder.keep(record_of(config, {"deepspeed": deepspeed_config(config.trainer)}))
         plan = roles.plan_servers(config, "the run's token", ports)
         trainer = roles.trainer_child(config, "http://me:pl4nted-10@127.0.0.1:9", None)
     written = files(config.run_dir)
@@ -136,7 +137,7 @@ def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_el
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RunFolder.open(config, resume=False) as folder:
-        folder.keep(config, {})
+        folder.keep(record_of(config, {}))
         (folder.path / "run.db").touch()
     kept = load_run_dir(config.run_dir)
     assert (kept.run, kept.rollout) == (config.run, config.rollout)
@@ -147,12 +148,13 @@ def test_the_record_of_a_run_is_read_back_and_its_store_looks_for_its_secrets_el
     open_store(kept.weights.store, config.run_dir)
     assert [sorted(options) for options in asked] == [["endpoint"]]
     with RunFolder.open(config, resume=True) as folder:
-        assert folder.keep(config, {}) == [], "what is hidden has not changed"
+        _, lines = resumed(folder.path, record_of(config, {}))
+    assert lines == [], "what is hidden has not changed"
 
 
 def test_a_role_of_a_run_folder_inherits_variables_that_are_hidden_there(config: RunConfig) -> None:
     with RunFolder.open(config, resume=False) as folder:
-        folder.keep(config, {})
+        folder.keep(record_of(config, {}))
     kept = load(config.run_dir)
     with roles.Ports() as ports:
         child = roles.server(kept, processes(kept)[0], ports)
@@ -205,7 +207,7 @@ def test_a_role_that_needs_a_value_which_a_run_folder_hides_is_refused(
 ) -> None:
     monkeypatch.setattr(preflight, "check_parts", lambda *_: None)
     with RunFolder.open(config, resume=False) as folder:
-        folder.keep(config, {})
+        folder.keep(record_of(config, {}))
     with pytest.raises(ConfigError, match=rf"(?m)^{key} holds a secret, which the run's folder does not"):
         serve(load(config.run_dir))
 
