@@ -201,7 +201,7 @@ class ProgressDisplay:
     def _handle(self, event: Logged | str) -> None:
         if isinstance(event, str):
             self._console.print(event, markup=False, highlight=False, soft_wrap=True)
-        elif "eval/truncated" in event.figures:
+        elif any(name.startswith("eval/") for name in event.figures):
             self._shown.evaluation = evaluation_line(event.step, event.figures)
             self._handle(self._shown.evaluation)
         else:

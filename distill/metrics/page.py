@@ -147,7 +147,7 @@ def _beside_the_teacher(run: Run) -> Iterator[str]:
     sides = (before, after, {"behaviour": reference})
     rows = [(title, [_form(_at(side, place), form) for side in sides]) for title, place, form in BEHAVIOUR]
     yield _table("Held-out completions", SIDES, rows)
-    if reference is None and before.get("reverse_kl", after.get("reverse_kl")) is not None:
+    if reference is None and (after or before).get("reverse_kl", 0.0) is not None:
         yield (
             "<p>Completions of the teacher are not beside them: it generates none (engine vllm without "
             "generate_url), is another for other steps or prompts, or the prompts are an environment's.</p>"

@@ -87,7 +87,7 @@ class Wandb:
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._later(self._run.log, {"step": step, **figures})
-        if "eval/truncated" in figures:
+        if any(name.startswith("eval/") for name in figures):
             self._evaluations += 1
             if self._every and self._evaluations % self._every == 0:
                 self._later(self._log_samples)
