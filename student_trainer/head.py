@@ -85,6 +85,9 @@ class Loss:
     task: TaskReward | None = None
     """How rollouts' rewards are part of the loss; None: they are not."""
 
+    few_columns: bool = False
+    """Whether the objective reads log p at y and on S alone: its gradient is then taken in these."""
+
     @property
     def tracked(self) -> int:
         """M: teachers whose reverse KL is summed one by one; 0 when there is only one."""
@@ -145,7 +148,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, hidden_CH.shape[0], chunk):
             part = slice(start, start + chunk)
             hidden_NH, chunk_targets = hidden_CH[part].detach(), targets.each(itemgetter(part))
-            raw_NV = rows.logits(hidden_NH).requires_grad_()
+            raw_NV = rows.logits(hidden_NH)
             total, sums, grad_NV = _chunk_loss(raw_NV, shape, chunk_targets, spec)
             loss += total
             _record(stats, sums)
@@ -174,18 +177,42 @@ def _chunk_loss(
     """Summed loss of one chunk, its statistics, and the gradient of the sum in `raw_NV`."""
     with torch.no_grad():
         targets = replace(targets, teacher_logp_NV=_teacher_logp(targets, spec.heads))
+    few = spec.few_columns and shape.soft_cap is None and targets.mask_NK is None
     with torch.enable_grad():
-        logp_NV = log_probs(raw_NV, shape)
-        loss_N, terms = spec.objective(logp_NV, targets)
+        logp_NV = log_probs(raw_NV if few else raw_NV.requires_grad_(), shape)
+        if few:
+            ids_NC, named = columns(targets)
+            logp_NC = logp_NV.gather(1, ids_NC).requires_grad_()
+            loss_N, terms = spec.objective(logp_NC, named)
+        else:
+            loss_N, terms = spec.objective(logp_NV, targets)
         total = loss_N.sum()
-    (grad_NV,) = torch.autograd.grad(total, raw_NV)
+    (grad,) = torch.autograd.grad(total, logp_NC if few else raw_NV)
     sums = token_sums(logp_NV.detach(), targets, spec.ends)
+    if few:  # of the softmax, in the place of logp_NV
+        of_rest_NV = logp_NV.exp_().mul_(-grad.sum(1, keepdim=True))
+        grad = of_rest_NV.scatter_add_(1, ids_NC, grad).mul_(shape.scale / shape.temperature)
     sums |= {name: value.sum() for name, value in terms.items()}
     if spec.tracked and "reverse_kl" in terms:
         assert targets.teacher_N is not None
         both_2N = torch.stack([terms["reverse_kl"], own(targets).to(logp_NV.dtype)])
         sums["by_teacher"] = both_2N.new_zeros(2, spec.tracked).index_add_(1, targets.teacher_N, both_2N)
-    return total.detach(), sums | {"loss": total.detach()}, grad_NV
+    return total.detach(), sums | {"loss": total.detach()}, grad
+
+
+def columns(targets: Targets) -> tuple[Tensor, Targets]:
+    """Ids [N, C] of S and y, and targets that name these by their places in it."""
+    token_N1, support_NK = targets.token_N.unsqueeze(1), targets.support_NK
+    if support_NK is None:
+        return token_N1, replace(targets, token_N=torch.zeros_like(targets.token_N))
+    ids_NC = torch.cat([support_NK, token_N1], 1)
+    place_NK = torch.arange(support_NK.shape[1], device=ids_NC.device).expand_as(support_NK)
+    named = replace(
+        targets,
+        token_N=(ids_NC == token_N1).int().argmax(1),
+        support_NK=torch.where(support_NK < 0, -1, place_NK),
+    )
+    return ids_NC.clamp(min=0), named
 
 
 def _teacher_logp(targets: Targets, heads: tuple[HeadWeights, ...]) -> Tensor | None:

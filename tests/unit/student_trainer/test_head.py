@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from student_trainer.head import HeadShape, HeadWeights, Loss, _add_product, chunked_loss
+from student_trainer.objectives.config import Sampled, StudentTopK, TaskReward, TopK
 from student_trainer.objectives.divergences import Targets, full
+from student_trainer.step import loss_of
 
 C, V, H = 96, 40, 6
 
@@ -124,3 +127,29 @@ def test_rows_beyond_the_tokenizer_do_not_exist() -> None:
     assert torch.equal(values[0], values[1])
     assert torch.equal(padded.grad[:V], whole.grad)
     assert not padded.grad[V:].any()
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [Sampled(), TopK(k=3), StudentTopK(k=3, task=TaskReward(clip=(0.2, 0.2)))],
+    ids=["sampled", "topk", "student_topk"],
+)
+def test_a_gradient_in_few_columns_is_that_of_the_whole_vocabulary(objective: Any) -> None:
+    hidden, weight, targets, _ = work()
+    ids = torch.stack([torch.randperm(V)[:3] for _ in range(C)])
+    ids[::4, 0], ids[1::4, 2] = targets.token_N[::4], -1
+    known = None if isinstance(objective, Sampled) else ids
+    logq = None if known is None else torch.linspace(-4, -2, 3 * C).reshape(C, 3)
+    targets = replace(targets, teacher_hidden_NG=None, support_NK=known, support_logp_NK=logq)
+    if objective.task is not None:
+        targets = replace(targets, advantage_N=torch.linspace(-1, 1, C))
+    loss, results = loss_of(objective, ["t"], ends=(2,)), []
+    assert loss.few_columns
+    for few in (True, False):
+        leaves = [part.clone().requires_grad_() for part in (hidden, weight)]
+        head = HeadWeights(leaves[1], None, HeadShape(V, scale=0.5, temperature=1.5))
+        total, stats = chunked_loss(leaves[0], head, targets, replace(loss, few_columns=few), 8)
+        total.backward()
+        results.append([total.detach(), stats, *(leaf.grad for leaf in leaves)])
+    for few_columns, whole in zip(*results, strict=True):
+        torch.testing.assert_close(few_columns, whole, rtol=1e-5, atol=1e-5)
