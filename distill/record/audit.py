@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from distill.record.facts import Ledger, add_ledgers, open_tables
+from distill.record.reader import Ledger, add_ledgers, open_tables
 from distill.record.resume import resume
 from distill.record.rollout import Block
 from distill.record.store import RECORD, open_read_only, read_bytes

@@ -19,7 +19,7 @@ from distill.record.rollout import (
     RequeueReason,
     Rollout,
 )
-from distill.record.state import RECENT, Bisection, RunState
+from distill.record.state import RECENT, Bisection, Counters, RunState
 from distill.record.store import Store
 from sync.base.decoding import json_decoder
 from sync.wire import EvalReport, Kept, Version
@@ -439,12 +439,15 @@ class Covered(Change, frozen=True):
         store.execute(sql, self.step)
 
 
+FACTS: Final[dict[str, Any]] = {
+    "cursor": Cursor,
+    "bisection": Bisection,
+    "target": VersionPublished | None,
+    "counters": Counters,
+}
+"""Fields of the state that are small facts (table `fact`), and their types."""
+
+
 def facts(state: RunState, at: int) -> dict[str, Any]:
-    """The small facts (table `fact`) that a commit writes anew."""
-    return {
-        "at": at,
-        "cursor": state.cursor,
-        "bisection": state.bisection,
-        "target": state.target,
-        "counters": state.counters,
-    }
+    """The small facts that a commit writes anew."""
+    return {"at": at} | {name: getattr(state, name) for name in FACTS}

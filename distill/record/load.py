@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from distill.buffer import Batch, Bound, Lineage, Lineages, Rules
-from distill.prompts.stream import Cursor, group_of
+from distill.prompts.stream import group_of
 from distill.record import changes as r
 from distill.record.rollout import NO_VALUES, Block, Location, Rollout
-from distill.record.state import RECENT, Bisection, Counters, RunState
+from distill.record.state import RECENT, RunState
 from sync.base.decoding import json_decoder, msgpack_decoder
 from sync.base.errors import DataError
 from sync.wire import Array, EvalReport, Kept, Scored, Version, VersionSpan
@@ -74,12 +74,9 @@ def _counter(_: type, value: Any) -> Counter[str]:
 
 
 def _load_facts(connection: sqlite3.Connection, state: RunState) -> None:
-    known = dict(connection.execute("SELECT key, value FROM fact"))
-    if known:
-        state.cursor = _decoded(known["cursor"], Cursor)
-        state.bisection = _decoded(known["bisection"], Bisection)
-        state.target = _decoded(known["target"], r.VersionPublished | None)
-        state.counters = _decoded(known["counters"], Counters)
+    if known := dict(connection.execute("SELECT key, value FROM fact")):
+        for name, kind in r.FACTS.items():
+            setattr(state, name, _decoded(known[name], kind))
 
 
 def _opened(connection: sqlite3.Connection) -> r.Opened | None:

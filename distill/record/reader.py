@@ -1,22 +1,29 @@
-"""`distill sql`: one question to the tables of a run (schema.sql), while it goes on or after it."""
+"""A run's tables for questions of the audit and of `distill sql`, while it goes on or after it.
+
+run.db (schema.sql), read only ────────▶ main ─┐
+ledgers, files of people ─▶ beside.sql ─▶ temp ┴▶ SELECT …
+"""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+from distill.buffer import Bound
 from distill.metrics.results import read_run
 from distill.metrics.samples import read_samples
 from distill.metrics.timeline import Span
-from distill.record.facts import add, add_ledgers, open_tables
-from student_trainer.ledger import read
+from distill.record.store import RECORD, open_read_only
+from student_trainer.ledger import Lineage, read
 from sync.base.errors import DataError
 from sync.base.jsonl import read_lines
 from sync.wire import Version
 
+Ledger = Mapping[int, Lineage]  # lineage → what its ranks trained on
 _READS: Final = (
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,
@@ -29,6 +36,34 @@ _TABLES: Final = """
     JOIN pragma_table_info(part.name) AS field
     WHERE part.type IN ('table', 'view') GROUP BY part.type, part.name
 """
+
+
+def open_tables(run_dir: Path) -> sqlite3.Connection:
+    """The record of a run, and the tables of beside.sql, empty. Raises DataError as `open_read_only` does."""
+    tables = open_read_only(run_dir / RECORD)
+    tables.executescript((files("distill.record") / "beside.sql").read_text())
+    tables.create_function("version_name", 2, lambda *version: str(Version(*version)))
+    tables.create_function("weight", 4, lambda age, *bound: Bound(*bound).weight(age), deterministic=True)
+    return tables
+
+
+def add(tables: sqlite3.Connection, name: str, *rows: Iterable[object]) -> None:
+    """Add rows to a table of beside.sql."""
+    for row in map(tuple, rows):
+        tables.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", row)
+
+
+def add_ledgers(tables: sqlite3.Connection, before: Ledger, after: Ledger) -> None:
+    """Add what the ranks trained on, as read before and after the record."""
+    for number, lineage in before.items():
+        add(tables, "ledger", (number, *(lineage.parent or (None, None)), lineage.start))
+        for step, ranks in lineage.shown.items():
+            add(tables, "trained_step", (number, step, lineage.tokens.get(step)))
+            for rank, (ids, _) in ranks.items():
+                add(tables, "trained", *((number, step, rank, rollout) for rollout in ids))
+    for number, lineage in after.items():
+        for step, ranks in lineage.shown.items():
+            add(tables, "line", *((number, step, rank) for rank in ranks))
 
 
 def tables(run_dir: Path) -> sqlite3.Connection:

@@ -495,6 +495,11 @@ def test_a_qwen2_with_biases_is_interrupted_as_by_a_terminal_and_resumed_on_more
             assert "other prompts would be trained on" in refused.said or "were scored by it" in refused.said
 
     settings += ("trainer.ranks=2", "trainer.lr=2e-4", f"run.steps={reached + 2}")
+    with run.command("run", *settings, more=("--resume", "--dry-run")) as told:
+        assert told.end() == 0, told.said
+        assert f"goes on from {latest}" in told.said
+        assert "resumed with trainer.lr: 0.001 -> 0.0002 (takes effect)" in told.said
+        assert "formats: config.json 1, run.db and arrays/ 2, checkpoints/ 1" in told.said
     summary = run.finish(*settings, more=("--resume",))
     assert run.served == 4, "controller, teacher, replica, evaluator"
     assert "trainer.lr: 0.001 -> 0.0002 (takes effect)" in (tmp_path / "run.log").read_text()

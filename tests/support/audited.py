@@ -5,7 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 from distill.record.audit import AuditReport, audit_of
-from distill.record.facts import open_tables
+from distill.record.reader import open_tables
 from student_trainer.ledger import Lineage
 
 
