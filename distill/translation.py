@@ -12,10 +12,11 @@ The teacher is asked about one way of cutting a text, its tokenizer's own, and p
 the student sampled. So the divergence is that of texts, less the entropy of the student's ways of cutting a
 text, plus what the teacher holds on other ways than its tokenizer's.
 
-The teacher's most likely tokens at the beginning of a segment are of use to the trainer if they follow from
-what stands before, whatever the text goes on with. So of these only such are sent (S) as the teacher's
-tokenizer always parts from what stands before: no token of its vocabulary holds the last byte before and the
-first byte behind side by side. Any of them as y has the same S, and the same log q on it.
+Whether a segment begins at a place, and the teacher has a distribution there, depends on how the text goes
+on; of use to the trainer is what follows from the text before. So G are those of the student's tokens that
+the teacher's tokenizer always parts from what stands before, since no token of its vocabulary holds the last
+byte before and the first one behind side by side. Whichever of G is sampled, the teacher's distribution is
+known, and the same. Its most likely tokens that are the student's too, and of G, are S.
 
 Letters: L ids of the student's completion, M of the teacher's, K of a position, B values of a byte.
 """
@@ -39,17 +40,24 @@ from distill.prompts.stream import Prompt
 from sync import wire
 from sync.base.address import Place
 from sync.base.errors import DataError
-from sync.base.tokenizers import end_ids, end_of_turn, load_tokenizer, special_ids
+from sync.base.tokenizers import (
+    END,
+    OTHER,
+    end_ids,
+    end_of_turn,
+    first_bytes,
+    load_tokenizer,
+    special_ids,
+    token_bytes,
+)
 from sync.wire import Scored, ScoreRefused, Segment, TeacherCompletion, checks, pack, unpack
 from sync.wire.claims import Claim
 from teacher_service.client import Reply, TeacherClient
 from teacher_service.router import load_transforms
 
-_SPACE: Final = "\u2581"
-"""What tokenizers of SentencePiece's kind write for a space."""
 _REPLACED: Final = "\ufffd".encode()
-_SPECIAL, _EMPTY = 256, 257
-"""In a byte's place: a special token's, that of a token without bytes."""
+_PARTED: Final = 256
+"""In the place of the last byte: behind a special token, or nothing."""
 _SHOWN: Final = 12
 """Tokens that are shown."""
 
@@ -101,8 +109,9 @@ class Translation:
 
         Raises DataError for a tokenizer whose tokens are no text, and for a teacher without an end.
         """
-        self._student, self._teacher, self._ends = student, teacher, frozenset(ends)
+        self._student, self._teacher = student, teacher
         self._student_bytes, self._teacher_bytes = token_bytes(student), token_bytes(teacher)
+        self._ends = frozenset(ends) & {*range(len(self._student_bytes))}
         end = end_of_turn(teacher)
         if (end := teacher.eos_token_id if end is None else end) is None:
             raise DataError(
@@ -127,22 +136,25 @@ class Translation:
         return shared
 
     @cached_property
-    def _edges(self) -> np.ndarray:
-        """i2 [2, V]: the first and the last byte of each of the student's tokens; 256: a special one, 257: no
-        byte."""
-        ends = ((data[0], data[-1]) if data else (_EMPTY, _EMPTY) for data in self._student_bytes)
-        edges = np.array([*ends], "i2").T
-        edges[:, [*self.special]] = _SPECIAL
-        return edges
+    def _first(self) -> np.ndarray:
+        """i8 [V] of the student: `first_bytes`."""
+        return first_bytes(self._student, self._ends)
+
+    @cached_property
+    def _last(self) -> np.ndarray:
+        """i8 [V] of the student: the last byte of each token; OTHER: it has none."""
+        last = np.array([data[-1] if data else OTHER for data in self._student_bytes])
+        last[[*self.special]] = _PARTED
+        return last
 
     @cached_property
     def _parted(self) -> np.ndarray:
-        """bool [B, B]: the teacher's tokenizer always parts a text after the first byte and before the other,
-        and cuts what stands before alike whatever follows: rules that look ahead do so over white space.
+        """bool [B, B]: the teacher's tokenizer always parts a text between these bytes, and cuts what stands
+        before alike whatever follows: rules that look ahead do so over white space.
 
         Bytes that are no UTF-8 are the replacement character to it.
         """
-        special, parted = special_ids(self._teacher), np.ones((_EMPTY + 1, _EMPTY + 1), bool)
+        special, parted = special_ids(self._teacher), np.ones((OTHER + 1, OTHER + 1), bool)
         words = [data for id_, data in enumerate(self._teacher_bytes) if id_ not in special]
         for pair in {pair for word in words for pair in pairwise(word)}:
             parted[pair] = False
@@ -151,24 +163,29 @@ class Translation:
         parted[:, 0xC0:256] &= parted[:, [first]]
         parted[:256, 0x80:0xC0] = False  # within a character
         parted[[*b" \t\n\v\f\r"]] = False
-        parted[_EMPTY], parted[:, _EMPTY] = False, False
-        parted[_SPECIAL], parted[:, _SPECIAL] = True, True
+        parted[OTHER] = False
+        others = {*np.flatnonzero(self._first == OTHER).tolist()} - self.special.keys()
+        names = [self._student_bytes[id_][:1] for id_ in others]
+        parted[:, OTHER] = parted[:, [*b"".join(names)]].all(1) & (b"" not in names)
+        parted[:, END] = True
         return parted
 
     def support(
         self, token_ids: Sequence[int], aligned: Aligned, theirs_MK: np.ndarray, logq_MK: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """S of each token, i4 [L, K], -1 where there are fewer than K, and log q there, 0 elsewhere; from the
-        teacher's most likely ids and log q of them."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """From the teacher's most likely ids and their log q: S of each token, i4 [L, K], -1 where there are
+        fewer than K; log q of all of them, [L, K], 0 where no segment begins; `Scored.parted`."""
         begins, starts = aligned.starts()
-        first, last = self._edges
-        before = np.append(_SPECIAL, last[[*token_ids]])[begins]
-        ours = self.shared[theirs_MK[starts]]
-        ours = np.where(self._parted[before[:, None], first[ours]], ours, -1)
+        before = np.append(_PARTED, self._last[[*token_ids]])[begins]
+        ours, parted = self.shared[theirs_MK[starts]], self._parted[before]
+        among = parted[np.arange(len(begins)), self._first[[*token_ids]][begins]]
         size = len(token_ids), theirs_MK.shape[1]
         support_LK, logq_LK = np.full(size, -1, "i4"), np.zeros(size, logq_MK.dtype)
-        support_LK[begins], logq_LK[begins] = ours, np.where(ours >= 0, logq_MK[starts], 0.0)
-        return support_LK, logq_LK
+        parted_LB = np.zeros((len(token_ids), wire.PARTED_BYTES), "u1")
+        support_LK[begins] = np.where(np.take_along_axis(parted, self._first[ours], 1), ours, -1)
+        logq_LK[begins] = logq_MK[starts]
+        parted_LB[begins] = np.packbits(parted & among[:, None], axis=1)
+        return support_LK, logq_LK, parted_LB
 
     @cached_property
     def back(self) -> Translation:
@@ -228,11 +245,10 @@ class Translation:
         behind = theirs[scored : scored + 1] if Segment.UNSCORED in segment else []
         return Aligned(np.array(theirs[:scored], "i4"), segment, ends, np.array(behind, "i4"))
 
-    def _dense(self, token_ids: Sequence[int]) -> int:
-        """Tokens that S may hold where they stand."""
-        first, last = self._edges[:, [*token_ids]]
-        parted = self._parted[np.append(_SPECIAL, last[:-1]), first]
-        return int((parted & np.isin(token_ids, self.shared)).sum())
+    def _parts(self, token_ids: Sequence[int]) -> int:
+        """How many tokens the teacher's tokenizer always parts from what stands before."""
+        first, last = self._first[[*token_ids]], self._last[[*token_ids]]
+        return int(self._parted[np.append(_PARTED, last[:-1]), first].sum())
 
     def figures(self, prompts: Sequence[Prompt]) -> list[str]:
         """What is to be known of the two tokenizers, in words; `prompts`: texts to cut."""
@@ -241,7 +257,7 @@ class Translation:
         ours = sum(len(ids) for ids, _ in cut)
         theirs = sum(len(aligned.token_ids) for _, aligned in cut)
         alone = sum(len(aligned.alone()) for _, aligned in cut)
-        dense = sum(self._dense(ids) for ids, _ in cut)
+        parted = sum(self._parts(ids) for ids, _ in cut)
         same = {*self._student_bytes} & {*self._teacher_bytes}
         names = [
             f"{self._student.convert_ids_to_tokens(id_)!r} is {self._teacher.convert_ids_to_tokens(other)!r}"
@@ -256,8 +272,8 @@ class Translation:
             f"{alone / ours:.0%} of the tokens of {len(cut)} prompts are one token to both, {ours:,} of the "
             f"student's are {theirs:,} of the teacher's; {len(same):,} tokens, of "
             f"{len(self._student_bytes):,} and {len(self._teacher_bytes):,}, are the same text",
-            f"{dense / ours:.0%} of the tokens are the same text and stand where the teacher always parts a "
-            'text: there objective "topk" looks beyond the token that was sampled',
+            f"{parted / ours:.0%} of the tokens stand where the teacher's tokenizer always parts a text: "
+            'objective "topk" learns there from more than the token that was sampled',
             f"special tokens: {', '.join(names[:_SHOWN])}",
             f"{texts[0]!r} is {texts[1]!r} to the teacher",
         ]
@@ -399,8 +415,8 @@ class TextTeacher(TeacherClient):
         if answer.topk_ids is None or answer.topk_logprob is None:
             return scored
         topk_MK = unpack(answer.topk_ids), unpack(answer.topk_logprob)
-        ids_LK, logq_LK = self.translation.support(_completion(sequence), aligned, *topk_MK)
-        return replace(scored, topk_ids=pack(ids_LK), topk_logprob=pack(logq_LK))
+        arrays = map(pack, self.translation.support(_completion(sequence), aligned, *topk_MK))
+        return replace(scored, **dict(zip(("topk_ids", "topk_logprob", "parted"), arrays, strict=True)))
 
 
 def _completion(sequence: wire.ScoreSequence) -> list[int]:
@@ -454,36 +470,3 @@ def read(data: bytes) -> tuple[str, np.ndarray]:
             text += "\ufffd"
             places += [-1, -1, start]
     return text, np.array(places, "i8")
-
-
-def token_bytes(tokenizer: Any) -> list[bytes]:
-    """What each id is as UTF-8, or a part of it; an added token is its name. Raises DataError where tokens
-    alone do not say: their text depends on their neighbours, or is not kept."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = json.loads(backend.to_str())["decoder"] if backend is not None else None
-    kinds = {step["type"] for step in (decoder or {}).get("decoders", [decoder or {"type": "Fuse"}])}
-    if backend is None or (
-        other := kinds - {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "Fuse", "Strip"}
-    ):
-        why = f"decodes by {', '.join(sorted(other))}" if backend is not None else "has no fast form"
-        raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path} {why}, so that its tokens alone do not say which "
-            "bytes they are: student and teacher with different tokenizers need one of byte-level BPE's or "
-            "SentencePiece's kind"
-        )
-    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
-
-    def of(token: str) -> bytes:
-        if "ByteLevel" in kinds:
-            return bytes(alphabet[character] for character in token)
-        if "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
-            return bytes.fromhex(token[3:5])
-        return (token.replace(_SPACE, " ") if kinds & {"Replace", "Metaspace"} else token).encode()
-
-    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
-    known = [b""] * (max(vocabulary.values()) + 1)
-    for token, id_ in vocabulary.items():
-        known[id_] = token.encode() if token in added else of(token)
-    return known

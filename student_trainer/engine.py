@@ -31,7 +31,7 @@ from student_trainer.step import Stopwatch, laid_out, train_step
 from student_trainer.varlen import IMPLEMENTATIONS, PackedRows, computing, pack_rows
 from student_trainer.weights import Weights
 from sync.base.errors import ConfigError
-from sync.base.tokenizers import end_ids, load_tokenizer, vocab_size
+from sync.base.tokenizers import OTHER, end_ids, first_bytes, load_tokenizer, vocab_size
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,16 @@ class Learner:
             sequence_parallel=config.trainer.sequence_parallel,
             altered=altered,
         )
+
+    def first_bytes(self) -> Tensor:
+        """int64 [V]: `Targets.first_V`."""
+        return self._first_V
+
+    @cached_property
+    def _first_V(self) -> Tensor:
+        first_V, known_V = first_bytes(self._tokenizer, self.ends)[: self.vocab], np.full(self.vocab, OTHER)
+        known_V[: len(first_V)] = first_V
+        return torch.from_numpy(known_V).to(self.ranks.device)
 
     def begin(self, welcome: TrainerWelcome, loss: Loss) -> None:
         """Take where training starts, and what is minimised."""

@@ -9,6 +9,7 @@ G hidden size of a teacher. Logits and log-probabilities are fp32 whatever the m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -82,6 +83,8 @@ class Loss:
     """Names, as Rows.teacher indexes them."""
     coefficients: tuple[float, ...] = ()
     """λ·c of each teacher; empty: 1 for all."""
+    first_bytes: Callable[[], Tensor] | None = None
+    """`Targets.first_V`, read where a teacher has another tokenizer."""
     task: TaskReward | None = None
     """How rollouts' rewards are part of the loss; None: they are not."""
 
@@ -176,8 +179,10 @@ def _chunk_loss(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Summed loss of one chunk, its statistics, and the gradient of the sum in `raw_NV`."""
     with torch.no_grad():
-        targets = replace(targets, teacher_logp_NV=_teacher_logp(targets, spec.heads))
-    few = spec.few_columns and shape.soft_cap is None and targets.mask_NK is None
+        first_V = None if targets.parted_NB is None or spec.first_bytes is None else spec.first_bytes()
+        targets = replace(targets, teacher_logp_NV=_teacher_logp(targets, spec.heads), first_V=first_V)
+    sums_over_v = targets.mask_NK is not None or targets.parted_NB is not None
+    few = spec.few_columns and shape.soft_cap is None and not sums_over_v
     with torch.enable_grad():
         logp_NV = log_probs(raw_NV if few else raw_NV.requires_grad_(), shape)
         if few:

@@ -106,7 +106,9 @@ def run(config: TrainerConfig) -> None:
     )
     client.expect(welcome.version)
     heads = teacher_heads(config, client, welcome, learner)
-    learner.begin(welcome, loss_of(config.objective, welcome.teachers, heads, learner.ends))
+    learner.begin(
+        welcome, loss_of(config.objective, welcome.teachers, heads, learner.ends, learner.first_bytes)
+    )
     publishing = Publishing(open_transport(config, learner, client, welcome))
     client.publishing = publishing.words
     publishing.start(welcome.version)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
@@ -30,6 +30,7 @@ from student_trainer.routing import LIVE, placed
 from student_trainer.sequence_split import SequenceGroup, SplitRows, split
 from student_trainer.varlen import PackedRows
 from sync.base.errors import DataError
+from sync.base.tokenizers import OTHER
 from sync.wire import Rows, Segment, TrainBatch, unpack
 
 _EQUAL: Final = 1e-6
@@ -45,10 +46,12 @@ def loss_of(
     teachers: Sequence[str],
     heads: tuple[HeadWeights, ...] = (),
     ends: tuple[int, ...] = (),
+    first_bytes: Callable[[], Tensor] | None = None,
 ) -> Loss:
     """The loss of a run.
 
-    `heads`: the teachers' output heads, for full-vocabulary objectives; `ends`: ids that end a completion.
+    `heads`: the teachers' output heads, for full-vocabulary objectives; `ends`: ids that end a completion;
+    `first_bytes`: see Loss.
     """
     factors = [objective.coefficient * objective.teacher_coefficients.get(name, 1.0) for name in teachers]
     return Loss(
@@ -56,6 +59,7 @@ def loss_of(
         discount=discount(objective),
         heads=heads,
         ends=ends,
+        first_bytes=first_bytes,
         teachers=tuple(teachers),
         coefficients=tuple(factors) if any(factor != 1.0 for factor in factors) else (),
         task=objective.task,
@@ -254,7 +258,13 @@ def _targets(rows: Rows, token_C: np.ndarray, row_C: np.ndarray, age_C: np.ndarr
         row_N=torch.from_numpy(row_C),
         goes_on_N=None if segment_C is None else segment_C == Segment.GOES_ON,
         by_text_N=None if segment_C is None else segment_C != Segment.TOKEN,
+        parted_NB=None if rows.parted is None else _bits(unpack(rows.parted), OTHER + 1),
     )
+
+
+def _bits(packed: np.ndarray, count: int) -> Tensor:
+    """bool [C, count]"""
+    return torch.from_numpy(np.unpackbits(packed, axis=1, count=count).astype(bool))
 
 
 def _floats(rows: Rows, name: str) -> Any:

@@ -20,6 +20,7 @@ from distill.prompts.stream import group_of
 from distill.record.rollout import Rollout
 from sync.base.errors import DataError
 from sync.wire import (
+    PARTED_BYTES,
     Array,
     Rows,
     SamplingMask,
@@ -218,7 +219,7 @@ def rows_of(
         routes=joined(routes) if routes else None,
         route_lens=_array("i4", [_places(rollout.routes) for rollout in rollouts]) if routes else None,
         earned=_earned(rollouts),
-        segment=_segments(scores),
+        **_of_text(scores),
         off_path=off_path,
     )
 
@@ -262,13 +263,20 @@ def _mask(rollouts: Sequence[Rollout]) -> SamplingMask | None:
     return SamplingMask.joined([rollout.mask or SamplingMask.none(rollout.length) for rollout in rollouts])
 
 
-def _segments(scores: Sequence[Scored | None]) -> Array | None:
-    """`Rows.segment`, where any teacher has a tokenizer of its own."""
+def _of_text(scores: Sequence[Scored | None]) -> dict[str, Array]:
+    """`parted` and `segment` of Rows, where any teacher has a tokenizer of its own."""
     scored = [score for score in scores if score is not None]
-    if all(score.segment is None for score in scored):
-        return None
-    plain = (np.full(score.logprob.shape, Segment.TOKEN, "u1") for score in scored)
-    return joined([score.segment or pack(plain_T) for score, plain_T in zip(scored, plain, strict=True)])
+    sizes = [score.logprob.shape for score in scored]
+    plain = {
+        "parted": [pack(np.zeros((*size, PARTED_BYTES), "u1")) for size in sizes],
+        "segment": [pack(np.full(size, Segment.TOKEN, "u1")) for size in sizes],
+    }
+    arrays = {name: [getattr(score, name) for score in scored] for name in plain}
+    return {
+        name: joined([array or other for array, other in zip(arrays[name], plain[name], strict=True)])
+        for name in plain
+        if any(arrays[name])
+    }
 
 
 def _earned(rollouts: Sequence[Rollout]) -> Array | None:

@@ -34,7 +34,7 @@ _LEAST_MASS = 1e-4
 _NO_TAIL = 1e-6
 """Teacher mass outside S below which it is rounding, not a tail; where S is everything, all of it is."""
 _TINY = 1e-30
-"""Mass of S by which is divided: at least p(y), which only rounding makes 0."""
+"""Mass of G by which is divided: at least p(y), which only rounding makes 0."""
 _MAX_LOG_RHO = 20.0
 """exp of it still has finite squares in fp32; beyond it a sample carries no information."""
 
@@ -83,8 +83,12 @@ class Targets:
     """bool: the token goes on the segment of text that the one before it is in: log q of a segment stands at
     its last token, 0 at the others; None: every token is a segment"""
     by_text_N: Tensor | None = None
-    """bool: a teacher with another tokenizer scored the token, and S is known only because y may be in it;
-    None: of no token"""
+    """bool: a teacher with another tokenizer scored the token; None: of no token"""
+    parted_NB: Tensor | None = None
+    """bool: the first bytes of the tokens G, among which is y, for any of which S and q would be known and
+    the same; none where there is no such G. Only of tokens `by_text_N`"""
+    first_V: Tensor | None = None
+    """int64: the first byte of each id (`tokenizers.first_bytes`), set chunk by chunk with `parted_NB`"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Targets:
         """The same with every tensor changed: moved, or cut to some of the tokens."""
@@ -201,7 +205,7 @@ def hybrid(
     all of it is ∇KL(p‖q) for every S that does not depend on y: S = ∅ is `sampled`, S = V is exact. That
     holds for any b: a rounded one costs variance, not bias. S is the teacher's top-k (`topk`) or the
     student's top-k at sampling time (`student_topk`). `reverse_kl` is Σ_S p·d + b·P + 1[y∉S]·w·(d(y) − b).
-    Tokens of a teacher with another tokenizer have the terms of `expected_within`.
+    Tokens of a teacher with another tokenizer have the terms of `hybrid_within`.
     """
     assert targets.support_NK is not None
     assert targets.support_logp_NK is not None
@@ -222,42 +226,50 @@ def hybrid(
     exact_N = torch.where(member_NK, pd_NK.detach(), 0.0).sum(1) + baseline_N * rest_N.detach()
     loss_N = inside_N + baseline_N * rest_N + (weight_N * credit_N) * logp_N
     reverse_N = exact_N + weight_N * d_N
-    if (by_text_N := targets.by_text_N) is not None:
-        text_N, stats = expected_within(logp_NV, targets, weight_N)
+    if (by_text_N := targets.by_text_N) is not None and targets.parted_NB is not None:
+        text_N, stats = hybrid_within(logp_NV, targets, weight_N)
         loss_N = torch.where(by_text_N, text_N, loss_N)
         reverse_N = torch.where(by_text_N, stats["reverse_kl"], reverse_N)
     return loss_N, {"reverse_kl": reverse_N}
 
 
-def expected_within(logp_NV: Tensor, targets: Targets, weight_N: Tensor) -> Terms:
-    """`sampled`, with what y ∈ S is credited replaced by its expectation over S; unbiased.
+def hybrid_within(logp_NV: Tensor, targets: Targets, weight_N: Tensor) -> Terms:
+    """`hybrid` where S and q on it are known only if y is of a set G of tokens; unbiased.
 
-        loss_t = 1[y_t∈S]·sg[w_t/Σ_S p] · Σ_{v∈S} [ p(v) c(v) − p(v) + q(v) ]
-               + sg[ w_t · (d_t + Σ_{j≥1} γ^j d_{t+j} − 1[y_t∈S]·c(y_t)) ] · log p(y_t)
+        loss_t = 1[y_t∈G]·sg[w_t/Σ_G p] · { Σ_{v∈S} [ p(v) c(v) − p(v) + q(v) ] + b·(Σ_G p − Σ_S p) }
+               + sg[ w_t · (d_t + Σ_{j≥1} γ^j d_{t+j} − c(y_t)) ] · log p(y_t)
 
-        c(v) = log p(v) − log q(v) on S
+        c(v) = log p(v) − log q(v) on S,  b on the rest of G,  0 outside;     S ⊂ G
 
-    Whether a teacher with another tokenizer has a distribution at a place depends on y and what follows, so
-    the sums of `hybrid` may not stand there. But any y in S makes S and q on it known, the same for all of
-    these: E[1[y∈S]·w·c(y)·∇log p(y)] = Σ_S p·c·∇log p is the expectation of the first line, and the second
-    keeps what y's segment adds to c(y): nothing where y is one token to the teacher too. `reverse_kl`
-    estimates the same.
+    G follows from the prefix, and for any y of it so do S, q and b (`distill/translation.py`). Then
+    E[1[y∈G]·w·c(y)·∇log p(y)] = Σ_G p·c·∇log p is the expectation of the first line, whatever c, and the
+    second keeps what y and its segment add to c(y): nothing where y of S is one token to the teacher too.
+    With all tokens as G it is `hybrid`, whose first line needs no weight; with G = ∅, `sampled`.
     """
     assert targets.support_NK is not None
     assert targets.support_logp_NK is not None
+    assert targets.parted_NB is not None
+    assert targets.first_V is not None
+    parted_NB, first_V = targets.parted_NB, targets.first_V
+    known_N, all_N = parted_NB.any(1), parted_NB[:, first_V.unique()].all(1)
     member_NK, hit_NK = targets.support_NK >= 0, targets.support_NK == targets.token_N.unsqueeze(1)
     logp_NK, logp_N = logp_NV.gather(1, targets.support_NK.clamp(min=0)), at(logp_NV, targets.token_N)
-    p_NK, c_NK = logp_NK.exp(), logp_NK - targets.support_logp_NK
-    q_NK = targets.support_logp_NK.exp()
+    p_NK, q_NK = logp_NK.exp(), targets.support_logp_NK.exp()
+    c_NK = logp_NK - targets.support_logp_NK
     inside_N = torch.where(member_NK, p_NK * c_NK - p_NK + q_NK, 0.0).sum(1)
-    mass_N = torch.where(member_NK, p_NK.detach(), 0.0).sum(1).clamp(min=_TINY)
-    share_N = torch.where(hit_NK.any(1), weight_N / mass_N, 0.0)
-    d_N = logp_N.detach() - targets.teacher_logp_N - torch.where(hit_NK, c_NK.detach(), 0.0).sum(1)
+    mass_N = torch.where(parted_NB[:, first_V], logp_NV.exp(), 0.0).sum(1)
+    rest_N = mass_N - torch.where(member_NK, p_NK, 0.0).sum(1)
+    tail_N = (1.0 - q_NK.sum(1)).clamp(min=_LEAST_MASS)
+    baseline_N = (rest_N.detach().clamp(min=_LEAST_MASS) / tail_N).log()
+
+    share_N = torch.where(all_N, 1.0, weight_N / mass_N.detach().clamp(min=_TINY))
+    share_N = torch.where(known_N, share_N, 0.0)
+    c_N = torch.where(hit_NK.any(1), torch.where(hit_NK, c_NK.detach(), 0.0).sum(1), baseline_N)
+    d_N = logp_N.detach() - targets.teacher_logp_N - torch.where(known_N, c_N, 0.0)
     credit_N = d_N if targets.future_N is None else d_N + targets.future_N
-    exact_N = torch.where(member_NK, (p_NK * c_NK).detach(), 0.0).sum(1)
-    return share_N * inside_N + (weight_N * credit_N) * logp_N, {
-        "reverse_kl": share_N * exact_N + weight_N * d_N
-    }
+    exact_N = torch.where(member_NK, (p_NK * c_NK).detach(), 0.0).sum(1) + baseline_N * rest_N.detach()
+    loss_N = share_N * (inside_N + baseline_N * rest_N) + (weight_N * credit_N) * logp_N
+    return loss_N, {"reverse_kl": share_N * exact_N + weight_N * d_N}
 
 
 def forward_topk(logp_NV: Tensor, targets: Targets) -> Terms:

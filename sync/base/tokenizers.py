@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
+import numpy as np
 from blake3 import blake3
 
 from sync.base.errors import ConfigError, DataError
@@ -23,6 +24,10 @@ from sync.base.hub import check_reachable
 from sync.base.settings import ModelSource
 
 PARTS: Final = ("vocabulary", "merges")
+END, OTHER = 256, 257
+"""In the place of a first byte: see `first_bytes`."""
+_SPACE: Final = "\u2581"
+"""What tokenizers of SentencePiece's kind write for a space."""
 _DIGITS: Final = 32
 
 
@@ -184,6 +189,47 @@ def special_ids(tokenizer: Any) -> set[int]:
     """Ids of special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token_id for token_id, token in added.items() if token.special}
+
+
+def token_bytes(tokenizer: Any) -> list[bytes]:
+    """What each id is as UTF-8, or a part of it; an added token is its name. Raises DataError where tokens
+    alone do not say: their text depends on their neighbours, or is not kept."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = json.loads(backend.to_str())["decoder"] if backend is not None else None
+    kinds = {step["type"] for step in (decoder or {}).get("decoders", [decoder or {"type": "Fuse"}])}
+    if backend is None or (
+        other := kinds - {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "Fuse", "Strip"}
+    ):
+        why = f"decodes by {', '.join(sorted(other))}" if backend is not None else "has no fast form"
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path} {why}, so that its tokens alone do not say which "
+            "bytes they are: student and teacher with different tokenizers need one of byte-level BPE's or "
+            "SentencePiece's kind"
+        )
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+
+    def of(token: str) -> bytes:
+        if "ByteLevel" in kinds:
+            return bytes(alphabet[character] for character in token)
+        if "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
+            return bytes.fromhex(token[3:5])
+        return (token.replace(_SPACE, " ") if kinds & {"Replace", "Metaspace"} else token).encode()
+
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    known = [b""] * (max(vocabulary.values()) + 1)
+    for token, id_ in vocabulary.items():
+        known[id_] = token.encode() if token in added else of(token)
+    return known
+
+
+def first_bytes(tokenizer: Any, ends: Collection[int]) -> np.ndarray:
+    """i8 [V]: the first byte of each id's text; END: one of `ends`; OTHER: it is special, or has no text."""
+    first = np.array([data[0] if data else OTHER for data in token_bytes(tokenizer)])
+    first[[*special_ids(tokenizer)]] = OTHER
+    first[[id_ for id_ in ends if id_ < len(first)]] = END
+    return first
 
 
 def _listed_ends(path: str, revision: str | None = None, **options: bool) -> set[int]:

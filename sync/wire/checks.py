@@ -26,7 +26,16 @@ import numpy as np
 from sync.wire.base import DTYPES, Array, Version, VersionSpan, unpack
 from sync.wire.evaluator import EvalReply, EvalReport, EvalRequest, PartReport
 from sync.wire.replica import MASK_TIES, Generated, Routing, Sampling, SamplingMask, UpdateReply
-from sync.wire.teacher import DIGEST_BYTES, Head, Kept, Scored, Segment, TeacherCompletion, Want
+from sync.wire.teacher import (
+    DIGEST_BYTES,
+    PARTED_BYTES,
+    Head,
+    Kept,
+    Scored,
+    Segment,
+    TeacherCompletion,
+    Want,
+)
 from sync.wire.trainer import CheckpointSaved, FinalDigests, Published, StepReport
 
 ROUNDING: Final = 0.02
@@ -270,11 +279,12 @@ def scored(
     return first(
         array("logprob", answer.logprob, F4, (count,), LOGPROB),
         _kept(answer.kept, want.keep),
-        topk_ids("topk_ids", answer.topk_ids, count, topk, vocab_size, -1 if answer.segment else 0),
+        topk_ids("topk_ids", answer.topk_ids, count, topk, vocab_size, -1 if answer.parted else 0),
         array("topk_logprob", answer.topk_logprob, HALF, (count, topk), LOGPROB, asked=topk > 0),
         array("gathered", answer.gathered, HALF, (count, gather), LOGPROB, asked=gather > 0),
         topk_ids("gather_ids", answer.gather_ids, count, gather * with_ids, vocab_size, -1),
         array("hidden", answer.hidden, WIDE, (count, hidden_size), FINITE, asked=hidden),
+        array("parted", answer.parted, U1, (count, PARTED_BYTES), None) if answer.parted else None,
         array("segment", answer.segment, U1, (count,), ids(len(Segment))) if answer.segment else None,
     ) or (_mass(answer.topk_ids, answer.topk_logprob) if answer.topk_ids and answer.topk_logprob else None)
 

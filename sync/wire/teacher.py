@@ -61,6 +61,8 @@ class ScoreRequest(Message, frozen=True):
 
 
 DIGEST_BYTES: Final = 16
+PARTED_BYTES: Final = 33
+"""Of the bits of 258 first bytes."""
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -97,8 +99,7 @@ class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):
     logprob: Array
     """f4 [T]: log q(y_t)"""
     topk_ids: Array | None = None
-    """i4 [T, K], most likely first; with `segment`: ids of the student's whose distribution is known only
-    because the sampled token may be one of them, -1 where there are fewer than K"""
+    """i4 [T, K], most likely first; with `parted`: those of the student's ids that it names, else -1"""
     topk_logprob: Array | None = None
     """f2 or f4 [T, K]"""
     gathered: Array | None = None
@@ -111,6 +112,10 @@ class Scored(msgspec.Struct, frozen=True, tag=True, gc=False):
     """bf16 or f4 [T, H]"""
     kept: Kept | None = None
     """What was asked for besides `logprob`, with `Want.keep`; None: it is here."""
+    parted: Array | None = None
+    """u1 [T, PARTED_BYTES], with a tokenizer of the teacher's own: bits of the first bytes
+    (`tokenizers.first_bytes`) of the tokens G, among which is the sampled one, for any of which the teacher's
+    distribution here would be known and the same; 0: of none"""
     segment: Array | None = None
     """u1 [T] of Segment, from a teacher with a tokenizer of its own; None: every token is scored by itself"""
 

@@ -111,6 +111,8 @@ class Rows(msgspec.Struct, frozen=True):
     """i4 [R]: tokens of each row with recorded routes: all but the last, or 0; None with `routes`"""
     earned: Array | None = None
     """f4 [C]: the part of the row's reward that was given for turns before the token's; None: 0 everywhere"""
+    parted: Array | None = None
+    """u1 [C, PARTED_BYTES]: `Scored.parted`; None: as there, of all rows"""
     segment: Array | None = None
     """u1 [C] of Segment; None: every token is scored by itself"""
     off_path: Array | None = None

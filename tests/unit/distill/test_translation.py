@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distill.prompts.stream import Prompt
-from distill.translation import TextTeacher, Translation, read, token_bytes
+from distill.translation import TextTeacher, Translation, read
 from student_trainer.objectives.divergences import (
     Discount,
     Objective,
@@ -27,6 +27,7 @@ from student_trainer.objectives.divergences import (
     sampled,
 )
 from sync.base.errors import DataError
+from sync.base.tokenizers import OTHER, first_bytes, token_bytes
 from sync.wire import (
     Scored,
     ScoreRefused,
@@ -188,7 +189,7 @@ def most_likely(teacher: Any, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.n
     return topk_MK, np.take_along_axis(logq_MV, topk_MK, 1)
 
 
-def support(both: Translation, teacher: Any, ids: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+def support(both: Translation, teacher: Any, ids: list[int], k: int) -> tuple[np.ndarray, ...]:
     aligned = both.completion(ids)
     return both.support(ids, aligned, *most_likely(teacher, aligned.sent(Want(topk=1)), k))
 
@@ -209,7 +210,7 @@ def test_s_stands_where_the_teacher_parts_a_text_whatever_follows() -> None:
     student = pieces([])
     both = translation(student, FRENCH)
     ids = ids_of(student, "lx e t", ended=False)
-    ids_LK, _ = support(both, FRENCH, ids, len(token_bytes(FRENCH)))
+    ids_LK, _, parted_LB = support(both, FRENCH, ids, len(token_bytes(FRENCH)))
     kept = [{*row.tolist()} - {-1} for row in ids_LK]
     (e, x, t), end = ids_of(student, "ext", ended=False), student.eos_token_id
     assert len(kept[0]) == 257  # of all tokens, at the beginning
@@ -218,6 +219,7 @@ def test_s_stands_where_the_teacher_parts_a_text_whatever_follows() -> None:
     assert kept[2] >= {e, x, t, end}
     assert kept[3] == {end}  # behind white space
     assert kept[5] == set(), "within ' t'"
+    assert parted_LB.any(1).tolist() == [True, True, True, False, True, False]
 
 
 @cache
@@ -235,25 +237,25 @@ def parting(kind: str) -> tuple[Any, Translation]:
     st.sampled_from(["plain", "by_words", "spaces"]),
     st.data(),
 )
-def test_every_token_in_s_has_the_same_s_whatever_follows(
+def test_every_token_in_g_has_the_same_s_whatever_follows(
     before: list[int], one: list[int], other: list[int], kind: str, data: st.DataObject
 ) -> None:
     """What the gradient's proof rests on."""
     teacher, both = parting(kind)
     ids = [*before, *one, ENGLISH.eos_token_id]
-    ids_LK, logq_LK = support(both, teacher, ids, 80)
-    here = ids_LK[len(before)].tolist()
-    assume(ids[len(before)] in here)
-    chosen = data.draw(st.sampled_from([id_ for id_ in here if id_ >= 0]))
+    place, first = len(before), first_bytes(ENGLISH, [ENGLISH.eos_token_id])
+    here = [array[place].tolist() for array in support(both, teacher, ids, 80)]
+    parted = np.unpackbits(np.array(here[2], "u1"))[first]
+    assume(parted[ids[place]])
+    chosen = int(data.draw(st.sampled_from(np.flatnonzero(parted))))
     tail = (
         []
         if chosen == ENGLISH.eos_token_id
         else [*other, ENGLISH.eos_token_id][: data.draw(st.integers(0, 5))]
     )
     changed = [*before, chosen, *tail]
-    again_LK, logq_again_LK = support(both, teacher, changed, 80)
-    assert again_LK[len(before)].tolist() == here
-    assert logq_again_LK[len(before)].tolist() == logq_LK[len(before)].tolist()
+    assert [array[place].tolist() for array in support(both, teacher, changed, 80)] == here
+    assert parted[[id_ for id_ in here[0] if id_ >= 0]].all()
 
 
 # --- the teacher's client
@@ -303,6 +305,7 @@ async def test_of_the_teachers_ids_the_students_come_back_at_each_beginning_of_a
     assert unpack(scored.segment).tolist() == [Segment.BEGINS, Segment.UNSCORED, Segment.UNSCORED]
     assert unpack(scored.topk_ids).tolist() == [[FRENCH.eos_token_id], [FRENCH.eos_token_id], [-1]]
     assert unpack(scored.topk_logprob).tolist() == [[-0.5], [-0.5], [0]]
+    assert unpack(scored.parted).any(1).tolist() == [True, True, False]
 
 
 async def completed(student: Any, text: str, limit: int, reason: Any = "stop") -> Any:
@@ -459,7 +462,7 @@ def gradient(
             torch.tensor(aligned.segment),
             torch.tensor(aligned.scores(logq_M).astype("f8")),
         )
-        ids_CK, logq_CK = both.support(ids, aligned, topk_MK[:, :2], logq_MK[:, :2])
+        ids_CK, logq_CK, bits_CB = both.support(ids, aligned, topk_MK[:, :2], logq_MK[:, :2])
         if not by_text:
             begins, starts = aligned.starts()
             ids_CK[begins] = both.shared[topk_MK[starts, :2]]
@@ -473,6 +476,8 @@ def gradient(
             support_logp_NK=torch.tensor(logq_CK),
             goes_on_N=segment_C == Segment.GOES_ON,
             by_text_N=torch.full((len(ids),), by_text),
+            parted_NB=torch.tensor(np.unpackbits(bits_CB, axis=1, count=OTHER + 1).astype(bool)),
+            first_V=torch.tensor(first_bytes(student, [last])),
         )
         factor_C = Discount(gamma, None, None).factor(own_C, goal)
         future_C = future_credit(own_C - goal.teacher_logp_N, factor_C, torch.zeros_like(token_C))
@@ -515,7 +520,7 @@ def test_sums_over_s_wherever_a_segment_happens_to_begin_would_be_biased(pair: s
 
 
 def test_with_other_ids_for_the_same_tokens_the_gradient_is_that_without() -> None:
-    """On the average over y for any k, token by token where S is everything."""
+    """Token by token: nothing goes on behind a letter, so that G is everything."""
     letters = list("abcdefgh")
     student, teacher = words(*letters), words(*np.random.default_rng(0).permutation(letters))
     both, size = translation(student, teacher), 9
@@ -533,7 +538,8 @@ def test_with_other_ids_for_the_same_tokens_the_gradient_is_that_without() -> No
             ids = [y] if y == student.eos_token_id else [y, student.eos_token_id]
             aligned = both.completion(ids)
             tables = topk_MK.repeat(len(ids), 0), logq_M[topk_MK].repeat(len(ids), 0)
-            ids_CK, logq_CK = both.support(ids, aligned, *tables)
+            ids_CK, logq_CK, bits_CB = both.support(ids, aligned, *tables)
+            parted_CB = torch.tensor(np.unpackbits(bits_CB, axis=1, count=OTHER + 1).astype(bool))
             for by_text, losses in terms.items():
                 logp = live.log_softmax(1)
                 goal = Targets(
@@ -544,19 +550,20 @@ def test_with_other_ids_for_the_same_tokens_the_gradient_is_that_without() -> No
                     support_NK=torch.tensor(ids_CK[:1]).long(),
                     support_logp_NK=torch.tensor(logq_CK[:1]),
                     by_text_N=torch.tensor([by_text]),
+                    parted_NB=parted_CB[:1],
+                    first_V=torch.tensor(first_bytes(student, [student.eos_token_id])),
                 )
                 assert {*ids_CK[0].tolist()} == {*logq_N[0].topk(k).indices.tolist()}
                 (part,) = torch.autograd.grad(hybrid(logp, goal, **UNCAPPED)[0].sum(), live)
                 losses.append(part)
-        chances = live.detach().softmax(1)[0, :, None, None]
         of_text, of_ids = (torch.stack(terms[by_text]) for by_text in (True, False))
-        assert float(((of_text - of_ids) * chances).sum(0).abs().max()) < 1e-6
-        assert k < size or float((of_text - of_ids).abs().max()) < 1e-6
+        assert float((of_text - of_ids).abs().max()) < 1e-6
 
 
 def test_the_hybrid_gives_no_loss_where_the_teacher_is_the_student_with_other_ids() -> None:
+    """Of four tokens in G two are in S; the teacher's third is not of G."""
     logq = policy(1, 1, 5).log_softmax(1)
-    support_NK = torch.tensor([[1, 3, -1]])
+    support_NK, parted_NB = torch.tensor([[1, 3, -1]]), torch.tensor([[True, True, True, True, False]])
     for y in range(5):
         goal = Targets(
             torch.tensor([y]),
@@ -564,8 +571,10 @@ def test_the_hybrid_gives_no_loss_where_the_teacher_is_the_student_with_other_id
             logq[:, y],
             torch.tensor([True]),
             support_NK=support_NK,
-            support_logp_NK=torch.where(support_NK >= 0, logq.gather(1, support_NK.clamp(min=0)), 0.0),
+            support_logp_NK=logq[:, [1, 3, 4]],
             by_text_N=torch.tensor([True]),
+            parted_NB=parted_NB & (y < 4),
+            first_V=torch.arange(5),
         )
         live = policy(1, 1, 5).requires_grad_()
         loss_N, stats = hybrid(live.log_softmax(1), goal, **UNCAPPED)

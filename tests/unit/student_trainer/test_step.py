@@ -18,7 +18,7 @@ from student_trainer.objectives.config import SFT, Full, ObjectiveConfig, Sample
 from student_trainer.step import Stopwatch, collate, loss_of, train_step
 from student_trainer.varlen import PackedRows
 from sync.base.errors import ConfigError, DataError
-from sync.wire import Rows, TrainBatch, Version, pack
+from sync.wire import PARTED_BYTES, Rows, Segment, TrainBatch, Version, pack
 
 TEACHERS = ("t0",)
 
@@ -357,3 +357,23 @@ def test_a_reward_is_compared_with_the_rows_own_baseline_where_there_is_one() ->
 
     assert difference(mixed([1.0, 0.0, 1.0]), gradients([rows], Sampled())[0]) <= 1e-7
     assert difference(mixed([2 / 3] * 3), gradients([rows], config)[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5])
+def test_rows_of_a_teacher_that_always_parts_their_texts_train_as_those_of_ids(discount: float) -> None:
+    """And so do those that stand beside it."""
+    teacher, config, found = student(1), TopK(k=5, discount=discount), []
+    rows, first_V = scored_rows(teacher, [0, 1, 2]), torch.arange(VOCAB)
+    count = rows.behavior_logprob.shape[0]
+    for segment, bits in ((None, 0), (Segment.BEGINS, 255), (Segment.TOKEN, 0)):
+        if segment is not None:
+            parted = pack(np.full((count, PARTED_BYTES), bits, "u1"))
+            rows = replace(rows, segment=pack(np.full(count, segment, "u1")), parted=parted)
+        engine = PlainEngine(student(2), 0.1)
+        loss = loss_of(config, TEACHERS, first_bytes=lambda: first_V)
+        metrics = train_step(engine, batch([rows]), loss, ALONE)
+        found.append((engine.gradients, metrics["reverse_kl"]))
+        assert ("score_gap" in metrics) == (segment is not Segment.BEGINS)
+    for gradients, reverse_kl in found[1:]:
+        assert difference(found[0][0], gradients) < 1e-6
+        assert reverse_kl == pytest.approx(found[0][1], rel=1e-5)
