@@ -111,8 +111,8 @@ class Episodes:
                 await play(environment, episode, task, generate, self._limits[name])
                 if self._rewarded and episode.ended == "over" and episode.reward is None:
                     raise WireError(
-                        f"episode {rollout.id} is over without a reward, which objective.task needs: return "
-                        "a number, or leave objective.task out"
+                        f"episode {rollout.id} is over without a reward, which objective.task learns from: "
+                        "return a number"
                     )
             except _Left:
                 hard = self._record.state.rules.bound.hard
