@@ -27,6 +27,7 @@ from student_trainer.objectives.config import (
     teacher_temperature,
 )
 from sync.base.errors import ConfigError, how_it_ended
+from sync.wire import PARTED_BYTES
 from sync.wire.client import MAX_ANSWER
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import CAPABILITIES, ENGINE_CAN, MAX_TOPK
@@ -88,8 +89,11 @@ def with_objective(config: RunConfig) -> Resolved:
     ]
     chosen: ObjectiveConfig
     if by_text := [name for name, teacher in config.teachers.items() if teacher.tokenizer == "own"]:
-        chosen = Sampled(**{name: value for name, value in mixing.items() if name in Sampled.model_fields})
-        reason = f"teacher {by_text[0]!r} has a tokenizer of its own"
+        kind = TopK if all("topk" in can(teacher) for teacher in config.teachers.values()) else Sampled
+        fields = {name: value for name, value in mixing.items() if name in Sampled.model_fields}
+        chosen, reason = kind(**fields), f"teacher {by_text[0]!r} has a tokenizer of its own"
+        if forward := config.objective.forward:
+            reason += f": the forward term of weight {forward:g}, which compares single tokens, is left out"
     elif unserved:
         chosen, reason = topk, unserved[0]
     elif (step := score_bytes(config, full) * step_tokens) > FULL_STEP_BYTES:
@@ -114,7 +118,9 @@ def score_bytes(config: RunConfig, objective: ObjectiveConfig) -> int:
     number = max(numbers.values(), default=half)
     topk = want.topk * (id_ + number)
     hidden = max(_hidden_bytes(name, t) for name, t in config.teachers.items()) if want.hidden else 0
-    return logprob + 4 * want.entropy + topk + gathered * number + hidden
+    by_text = any(teacher.tokenizer == "own" for teacher in config.teachers.values())
+    parted = PARTED_BYTES if want.topk and by_text else 0
+    return logprob + 4 * want.entropy + topk + parted + gathered * number + hidden
 
 
 def _hidden_bytes(name: str, teacher: TeacherConfig) -> int:

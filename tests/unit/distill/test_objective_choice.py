@@ -13,7 +13,7 @@ from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.launch import single_role
 from distill.preflight_checks import objective
-from student_trainer.objectives.config import Full, TopK
+from student_trainer.objectives.config import Auto, Full, Sampled, TopK
 from sync.base.errors import ConfigError
 from teacher_service.engines.base import CAPABILITIES
 
@@ -50,6 +50,24 @@ def test_full_is_the_default_while_a_step_of_hidden_states_is_small(tmp_path: Pa
     assert '"topk" takes 392 bytes a token' in lines[0], "log-prob, entropy, 64 x (id + half)"
     assert '"full" takes 1,028 bytes a token from the teacher, 2.16 GB a step' in lines[0]
     assert objective.resolve(config).config == config, "resolved once"
+
+
+def test_a_teacher_with_another_tokenizer_makes_topk_the_default_through_the_controller(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """64 ids come with the 33 bytes of the tokens that its tokenizer parts."""
+    teachers = {"t": {"path": model_config(tmp_path), "tokenizer": "own"}}
+    asked = unnamed(tmp_path, teachers=teachers).model_copy(update={"objective": Auto(forward=1.0)})
+    config, lines = objective.resolve(asked)
+    assert config.objective == TopK()
+    assert config.buffer.scores == "inline"
+    assert '"topk" takes 425 bytes a token' in lines[0]
+    assert "the forward term of weight 1, which compares single tokens, is left out" in lines[0]
+    assert not [*objective.unserved(config)]
+    (problem,) = objective.unserved(asked.model_copy(update={"objective": TopK(forward=0.5)}))
+    assert "objective.forward = 0.5 compares single tokens: set" in problem
+    monkeypatch.setitem(objective.ENGINE_CAN, "transformers", ("entropy",))
+    assert objective.resolve(asked).config.objective == Sampled()
 
 
 @pytest.mark.parametrize(
