@@ -4,6 +4,7 @@
     chaos          faults of every kind in a real run at random moments, and the audit
     controller     what a controller spends on a token, under load and over a long run
     device         every path of a run on this machine's GPU (`make gpu-check`), or CPU
+    head           the loss over a large vocabulary, in chunks, against whole logits
     peers          TRL's DistillationTrainer against us
     sync           bytes, speed and pauses of a weight sync, through every store
     teacher        scored tokens per second of the teacher service
