@@ -17,7 +17,7 @@ from distill.config import RunConfig
 from distill.config.laws import decide
 from distill.config.loading import CONFIG_FORMAT, PUT_BACK, recorded, validate
 from distill.prompts.sources import PromptSplit, sample_prompts
-from distill.prompts.stream import Mixture, PromptSource
+from distill.prompts.stream import Mixture, Prompt, PromptSource
 from student_trainer.deepspeed_json import deepspeed_config
 from sync.base import secrets
 from sync.base.errors import ConfigError
@@ -32,6 +32,9 @@ _OF_CONTENT: Final = {
 """Key below `content` → what a resume does with a change of it, and of all below it; else it takes effect."""
 _OPTIONAL: Final = ("prompts", "held_out")
 """Parts of `content` that a run may not have."""
+_DIGESTED: Final = 8
+"""First fields of a Prompt, which are in every digest; of later ones those that a prompt has, so that a new
+field does not make the prompts of an earlier release look like others."""
 
 
 def record_of(config: RunConfig, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,9 +84,12 @@ def _content(source: PromptSource) -> Any:
 
 
 def _digest(prompts: Any, which: str = "") -> str:
-    state = blake3()
+    state, defaults, fields = blake3(), Prompt.__struct_defaults__, len(Prompt.__struct_fields__)
     for index in range(len(prompts)):
-        state.update(msgspec.msgpack.encode(prompts[index]))
+        values = [*msgspec.structs.astuple(prompts[index])]
+        while len(values) > _DIGESTED and values[-1] == defaults[len(values) - fields - 1]:
+            values.pop()
+        state.update(msgspec.msgpack.encode(values))
     return f"{which} {len(prompts)} prompts, {state.hexdigest(length=16)}".strip()
 
 

@@ -74,6 +74,8 @@ def on_record(run: Path, rules: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RUNS)
 async def test_a_run_with_a_journal_goes_on_as_it_would_have(folder: Path, name: str) -> None:
     run, expected = folder / name, json.loads((folder / name / "state.json").read_bytes())
+    with pytest.raises(DataError, match=r"holds a journal and no run\.db: leave --dry-run out"):
+        resume(run, Start("r", 0, KINDS[RUNS[name]], PromptStream(MemoryPrompts(), seed=0)))
     await import_journal(run, KINDS[RUNS[name]], expected.pop("keep"))
     assert on_record(run, RUNS[name]) == expected
     damage = {"record_damaged", "lost", "issued_twice", "wrong_weight", "impossible_version"}

@@ -218,7 +218,7 @@ def test_roles_that_start_together_write_one_file(tmp_path: Path) -> None:
 
 
 def test_a_controller_that_listens_everywhere_says_no_url_that_nobody_reaches(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, (tmp_path / "lock").open("w"), resumed=False)
+    folder = RunFolder(tmp_path, (tmp_path / "lock").open("w"))
     folder.keep_url(ControllerConfig(), "http://127.0.0.1:1")
     assert controller_url(tmp_path) == "http://127.0.0.1:1"
     folder.keep_url(ControllerConfig(host="0.0.0.0"), "http://0.0.0.0:1")

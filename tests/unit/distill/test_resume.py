@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from distill.launch.run_folder import RunFolder
 from distill.metrics.results import read_summary
 from distill.prompts.sources import TableSource, split_table
 from distill.prompts.stream import Prompt
+from distill.record import configuration
 from distill.record.configuration import _decide, compare, content, record_of, resumed
 from student_trainer.config import LoRAConfig
 from sync.base.errors import ConfigError
@@ -169,6 +171,24 @@ def test_prompts_are_told_apart_by_content_whatever_their_number(tmp_path: Path)
     moved = content(made, split_table(table(), 4, 1))
     assert moved["held_out"] != first["held_out"], "the same rows, split otherwise"
     assert "lr" not in first["deepspeed"]["optimizer"]["params"], "said once, as trainer.lr"
+
+
+def test_the_digest_of_the_prompts_of_earlier_releases_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, split = config(tmp_path), split_table(table(), 4, 0)
+    pinned = "4 prompts, 828cd31e5f3554deb12c33080a102234"
+    assert content(made, split)["held_out"] == pinned
+    later = msgspec.defstruct("Prompt", [("later", str, "")], bases=(Prompt,), frozen=True, array_like=True)
+    monkeypatch.setattr(configuration, "Prompt", later)
+
+    def with_field(value: str) -> str:
+        rows = [later(*msgspec.structs.astuple(prompt), value) for prompt in split.held_out]
+        digest: str = configuration._digest(rows)
+        return digest
+
+    assert with_field("") == pinned
+    assert with_field("x") != pinned
 
 
 def goes_on(folder: RunFolder, config: RunConfig, given: dict[str, Any]) -> list[str]:

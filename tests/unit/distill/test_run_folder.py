@@ -193,6 +193,6 @@ def test_a_rollback_never_leaves_latest_naming_what_is_gone(
 
     monkeypatch.setattr(shutil, "rmtree", removing)
     with (tmp_path / "lock").open("w") as lock:
-        RunFolder(tmp_path, lock, resumed=True).set_back(to)
+        RunFolder(tmp_path, lock).set_back(to)
     assert set(named) == {str(to) if to else ""}
     assert [path.name for path in saved(checkpoints)] == (["L000-v00000002", "L000-v00000004"] if to else [])

@@ -169,7 +169,7 @@ async def test_a_run_that_was_killed_and_resumed_counts_the_time_of_both_starts(
     assert earlier["busy_seconds"]["trainer"] >= 0.149
     assert earlier.keys() == {"run_seconds", "busy_seconds", "idle_seconds", "waited_seconds"}
 
-    second = controller(None, Hooks(), earlier=earlier)
+    second = controller(None, Hooks())
     trainer.session = second.session
     summary, _ = await asyncio.wait_for(asyncio.gather(second.run(), trainer.run()), 60)
     assert summary["perf"]["busy_seconds"]["trainer"] >= earlier["busy_seconds"]["trainer"] + 0.149
