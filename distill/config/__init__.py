@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from distill.config.cluster import ClusterConfig, LocalCluster
 from distill.config.evaluation import EvaluationConfig, Metric
@@ -342,15 +342,6 @@ class RunConfig(Settings):
     tracking: Live[TrackingConfig] = TrackingConfig()
     controller: Live[ControllerConfig] = ControllerConfig()
     cluster: Live[ClusterConfig] = LocalCluster()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rewards_alone(cls, raw: Any) -> Any:
-        """An objective without a type is `Rewards` where there are no teachers."""
-        if not isinstance(raw, dict) or raw.get("teachers"):
-            return raw
-        objective = raw.get("objective", {})
-        return {**raw, "objective": {"type": "rewards", **objective}} if isinstance(objective, dict) else raw
 
     @property
     def run_dir(self) -> Path:

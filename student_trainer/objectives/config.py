@@ -253,7 +253,7 @@ def few_columns(objective: ObjectiveConfig) -> bool:
     """Whether the loss of a token is a function of log p at the sampled token and on S."""
     if getattr(objective, "forward", 0.0) > 0:
         return False
-    return isinstance(objective, Sampled | TopK | StudentTopK | SFT)
+    return isinstance(objective, Rewards | Sampled | TopK | StudentTopK | SFT)
 
 
 def _scores(objective: ObjectiveConfig) -> tuple[str, int]:

@@ -152,7 +152,7 @@ def test_without_teachers_the_objective_is_the_reward_and_no_process_is_a_teache
     raw = config().model_dump(mode="json")
     without = {name: value for name, value in raw.items() if name not in ("teachers", "objective")}
     for teachers in ({}, {"teachers": {}}, {"teachers": False}):
-        made = validate({**without, **teachers}, "x")
+        made = validate({**without, "objective": {"type": "rewards"}, **teachers}, "x")
         assert made.objective == Rewards(task=TaskReward())
         assert made.metric == "reward"
         assert needs(made.objective) == Want()
@@ -166,10 +166,17 @@ def test_without_teachers_the_objective_is_the_reward_and_no_process_is_a_teache
 @pytest.mark.parametrize(
     ("objective", "says"),
     [
-        ({"on_policy": 0.5}, r"objective\.on_policy is not a known key: known of type 'rewards' are"),
-        ({"teacher_temperature": "one"}, r"objective\.teacher_temperature is not a known key"),
-        ({"forward": 1.0}, r"objective\.forward is not a known key"),
-        ({"discount": 0.9}, r"objective\.discount is not a known key"),
+        (
+            {"type": "rewards", "on_policy": 0.5},
+            r"objective\.on_policy is not a known key: known of type 'rewards' are",
+        ),
+        (
+            {"type": "rewards", "teacher_temperature": "one"},
+            r"objective\.teacher_temperature is not a known key",
+        ),
+        ({"type": "rewards", "forward": 1.0}, r"objective\.forward is not a known key"),
+        ({"type": "rewards", "discount": 0.9}, r"objective\.discount is not a known key"),
+        ({}, r'objective\.type is "auto", which learns from a teacher, and there are none'),
         ({"type": "topk"}, r'objective\.type is "topk", which learns from a teacher, and there are none'),
     ],
 )
