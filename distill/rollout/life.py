@@ -61,7 +61,7 @@ class Lives:
         events: Events,
     ) -> None:
         self._record, self.dispatcher, self._rewards = record, dispatcher, parts.rewards
-        self._config, self._guard, self._taught = config.rollout, config.guard, bool(parts.teachers)
+        self._config, self._guard, self._taught = config.rollout, config.guard, bool(config.teachers)
         self._budget, self._events = budget, events
         generation = TeacherGeneration(parts, config, validator)
         self.generation = TeacherQueue(generation, parts, config, timeline, budget)
