@@ -87,7 +87,6 @@ class Loss:
     """`Targets.first_V`, read where a teacher has another tokenizer."""
     task: TaskReward | None = None
     """How rollouts' rewards are part of the loss; None: they are not."""
-
     few_columns: bool = False
     """Whether the objective reads log p at y and on S alone: its gradient is then taken in these."""
 

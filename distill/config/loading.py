@@ -18,7 +18,7 @@ from distill.config import RunConfig
 from distill.config.laws import sections
 from sync.base import secrets
 from sync.base.errors import ConfigError
-from sync.base.formats import check_json_format
+from sync.base.formats import check_format
 from sync.base.own_code import OWN, typed
 from sync.base.settings import ModelSource, Settings
 
@@ -115,14 +115,14 @@ def recorded(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / "config.json"
     try:
-        raw = json.loads(data := path.read_bytes())
+        raw = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name the folder of a run") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): {PUT_BACK}") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("run"), dict):
         raise ConfigError(f"{path} has no table 'run', which every run writes: {PUT_BACK}")
-    check_json_format(path, data, CONFIG_FORMAT)
+    check_format(path, raw.get("format", CONFIG_FORMAT), CONFIG_FORMAT)
     return raw
 
 

@@ -34,7 +34,7 @@ from distill.interfaces import Components, Hooks
 from distill.launch import cluster, roles
 from distill.launch.preflight import connect, disconnect, prepare
 from distill.launch.roles import Plan, Ports, token_of, trainer_child
-from distill.launch.run_folder import RunFolder, checkpoint_line
+from distill.launch.run_folder import RunFolder
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.metrics.card import write_card
 from distill.metrics.console import ProgressDisplay
@@ -382,7 +382,7 @@ class _Launcher:
         again, self._joined = self._joined, False
         for version in self._roll_back_to:
             self._folder.set_back(version)
-        if (line := checkpoint_line(self._folder.path)) and again:  # at first `run` has said it
+        if again and (line := choose(self._folder.path / CHECKPOINTS).line):  # at first `run` has said it
             log.warning("%s", line)
 
 

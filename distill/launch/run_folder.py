@@ -16,7 +16,7 @@ from distill.config.loading import recorded
 from distill.preflight_checks.machine import check_disk
 from distill.record.journal import JOURNAL
 from distill.record.store import RECORD
-from student_trainer.checkpoint_files import CHECKPOINTS, choose, saved
+from student_trainer.checkpoint_files import CHECKPOINTS, saved
 from sync.base import durable, secrets
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE, TOKEN_FILE_VARIABLE, WILDCARDS
 from sync.base.errors import ConfigError
@@ -124,14 +124,6 @@ def check_holds_run(run_dir: Path) -> None:
 def holds_run(run_dir: Path) -> bool:
     """Whether there is something to resume, of this release or of one that kept a journal."""
     return (run_dir / RECORD).is_file() or (run_dir / JOURNAL).is_dir()
-
-
-def checkpoint_line(run_dir: Path) -> str:
-    """Which checkpoints are damaged and which one the trainer will use; empty: none is damaged.
-
-    Raises DataError when checkpoints are there and none is whole.
-    """
-    return choose(run_dir / CHECKPOINTS).line
 
 
 def write_role(run_dir: Path, name: str, settings: Settings) -> Path:

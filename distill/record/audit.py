@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from distill.prompts.streaming import saved_starts
+from distill.record.load import load
 from distill.record.reader import Ledger, add_ledgers, open_tables
-from distill.record.resume import resume
 from distill.record.rollout import Block
-from distill.record.store import RECORD, open_read_only, read_bytes
-from student_trainer.checkpoint_files import CHECKPOINTS, Choice, choose, index, latest
+from distill.record.store import RECORD, open_read_only, read_bytes, reader
+from student_trainer.checkpoint_files import CHECKPOINTS, choose, index, latest
 from student_trainer.ledger import read, repeated
 from sync.base.errors import DataError
 from sync.wire import Version
@@ -267,10 +268,11 @@ def _unreadable(run_dir: Path, tables: sqlite3.Connection) -> list[str]:
 
 def _problems(run_dir: Path, tables: sqlite3.Connection) -> Iterator[tuple[Block | None, str]]:
     try:
-        goes_on = resume(run_dir, None, tables, Choice(None, []))  # checkpoints are asked about by themselves
+        state = load(tables, None, reader(run_dir))
+        saved_starts(run_dir)
     except DataError as error:
         return (yield None, str(error))
-    for block in sorted(goes_on.state.blocks):
+    for block in sorted(state.blocks):
         try:
             read_bytes(run_dir, block)
         except (DataError, ValueError, OverflowError, MemoryError) as error:

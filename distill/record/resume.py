@@ -6,7 +6,7 @@
     stream-*.json ──▶ where blocks begin ───────────┤
     metrics.jsonl ──▶ seconds of earlier starts ────┘
 
-Each source has a format number; one that another release wrote is refused. The audit asks for the same.
+Each source has a format number; one that another release wrote is refused. The audit reads the same sources.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.buffer import Bound, Rules, rules
+from distill.buffer import Rules, rules
 from distill.config import RunConfig
 from distill.metrics.results import Earlier, earlier_starts
 from distill.prompts.sources import PromptSplit
@@ -32,7 +32,7 @@ from distill.record.load import load
 from distill.record.state import RunState
 from distill.record.store import FORMAT, RECORD, last_at, open_read_only, reader
 from student_trainer import checkpoint_files
-from student_trainer.checkpoint_files import CHECKPOINTS, Choice, choose
+from student_trainer.checkpoint_files import CHECKPOINTS, choose
 from sync.base.errors import ConfigError, DataError
 from sync.wire import Version
 
@@ -123,14 +123,12 @@ class Resume:
 
 def resume(
     folder: Path,
-    start: Start | None = None,
+    start: Start,
     connection: sqlite3.Connection | None = None,
-    checkpoint: Choice | None = None,
 ) -> Resume:
     """What `start` goes on from in a run's folder; changes nothing.
 
-    `start`: None: one like the newest on record. `connection`: of run.db, where it is open already.
-    `checkpoint`: what the trainer begins from; None: what `choose` says.
+    `connection`: of run.db, where it is open already.
 
     Raises ConfigError when the run must not go on so, DataError for what is damaged, contradicts itself, or
     has a format that this release does not read.
@@ -138,21 +136,21 @@ def resume(
     exists = connection is not None or (folder / RECORD).is_file()
     if not exists and (folder / JOURNAL).is_dir():
         raise DataError(f"{folder} holds a journal and no {RECORD}: leave --dry-run out, and it is made")
-    config, notes, formats = start.config if start else None, list[str](), dict[str, int]()
+    config, notes, formats = start.config, list[str](), dict[str, int]()
     if exists and config is not None:
         config, changes = resumed(folder, config)
         notes += (f"resumed with {line}" for line in changes)
         formats["config.json"] = config["format"]
-    state, at = RunState(start.rules if start else Rules(1, Bound(0, 0))), 0
+    state, at = RunState(start.rules), 0
     if exists:
         formats[f"{RECORD} and arrays/"] = FORMAT
         opened = closing(open_read_only(folder / RECORD)) if connection is None else nullcontext(connection)
         with opened as tables:
-            state = load(tables, start.rules if start else None, reader(folder))
+            state = load(tables, start.rules, reader(folder))
             at = last_at(tables)
     opening = _opening(folder, state, start)
     state.bisection.handed_out = -1  # a trainer that ends with its controller died of that
-    choice, back = checkpoint or choose(folder / CHECKPOINTS), state.rolled_back
+    choice, back = choose(folder / CHECKPOINTS), state.rolled_back
     if choice.path is not None:
         formats[f"{CHECKPOINTS}/"] = checkpoint_files.FORMAT
     begins = back.to if back else Version.parse(choice.path.name) if choice.path else None
@@ -166,17 +164,14 @@ def resume(
         notes + [choice.line] * bool(choice.line),
         config or {},
         streams,
-        earlier_starts(folder) if start else Earlier(),
+        earlier_starts(folder),
         formats,
     )
 
 
-def _opening(folder: Path, state: RunState, start: Start | None) -> Opened:
+def _opening(folder: Path, state: RunState, start: Start) -> Opened:
     """Raises ConfigError when the cursor on record would give out ids that were given out before."""
-    before = state.opened
-    if start is None:
-        return before or Opened("", 0, 1, 0)  # nothing is on record yet
-    bound, prompts = start.rules.bound, start.prompts
+    before, bound, prompts = state.opened, start.rules.bound, start.prompts
     now = Opened(
         start.run,
         start.seed,
