@@ -73,12 +73,9 @@ class Learner:
             altered=altered,
         )
 
-    def first_bytes(self) -> Tensor:
-        """int64 [V]: `Targets.first_V`."""
-        return self._first_V
-
     @cached_property
-    def _first_V(self) -> Tensor:
+    def first_V(self) -> Tensor:
+        """int64 [V]: `Targets.first_V`."""
         first_V, known_V = first_bytes(self._tokenizer, self.ends)[: self.vocab], np.full(self.vocab, OTHER)
         known_V[: len(first_V)] = first_V
         return torch.from_numpy(known_V).to(self.ranks.device)

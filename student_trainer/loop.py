@@ -106,9 +106,8 @@ def run(config: TrainerConfig) -> None:
     )
     client.expect(welcome.version)
     heads = teacher_heads(config, client, welcome, learner)
-    learner.begin(
-        welcome, loss_of(config.objective, welcome.teachers, heads, learner.ends, learner.first_bytes)
-    )
+    loss = loss_of(config.objective, welcome.teachers, heads, learner.ends, lambda: learner.first_V)
+    learner.begin(welcome, loss)
     publishing = Publishing(open_transport(config, learner, client, welcome))
     client.publishing = publishing.words
     publishing.start(welcome.version)
