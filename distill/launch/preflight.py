@@ -7,22 +7,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import NamedTuple
 
 from distill import translation
 from distill.config import RunConfig
 from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
-from distill.evaluation.sets import PromptSet
 from distill.launch import replica_command
 from distill.launch.roles import Plan, Ports, plan_servers, temporary, token_of
 from distill.launch.supervise import ChildSpec, Supervisor
 from distill.preflight_checks import engines as live
 from distill.preflight_checks import machine
 from distill.preflight_checks.checks import (
+    Checked,
     check,
     check_environment,
     check_following,
@@ -31,7 +30,7 @@ from distill.preflight_checks.checks import (
     refuse,
 )
 from distill.preflight_checks.objective import with_objective
-from distill.preflight_checks.placement import planned
+from distill.preflight_checks.placement import placed
 from distill.preflight_checks.probes import Finding
 from distill.prompts.sources import PromptSplit
 from distill.published import check_store
@@ -50,25 +49,15 @@ from sync.wire.server import check_bind
 GRACE_SECONDS = 10.0
 
 
-class Prepared(NamedTuple):
-    """A configuration that can run, which nothing changes from here on, and what was found out on the way."""
-
-    config: RunConfig
-    split: PromptSplit
-    lines: list[str]
-    """For people: each machine of a cluster with its processes, and the run's disk."""
-    sets: Mapping[str, PromptSet]
-    """Those of an evaluation, by name."""
-
-
-def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) -> Prepared:
+def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) -> Checked:
     """Every check that starts nothing, in order; `say` gets what was chosen and computed.
 
     `trains`: it writes checkpoints and versions too. Raises ConfigError, DataError or StoreError.
     """
-    placed, machines = planned(config)
-    config, split, lines, sets = check(config, placed)
-    for line in lines:
+    places, machines = placed(config)
+    checked = check(config, places)
+    config = checked.config
+    for line in checked.lines:
         say(line)
     if trains:
         disk = machine.estimate(config)
@@ -77,7 +66,7 @@ def prepare(config: RunConfig, say: Callable[[str], None], trains: bool = True) 
             check_local(config.mirrors)
         check_store(config)
         machines = [*machines, *machine.lines(config, disk)]
-    return Prepared(config, split, machines, sets)
+    return checked._replace(lines=machines)
 
 
 def prepare_role(config: RunConfig, process: Process, registers: bool) -> RunConfig:
@@ -120,11 +109,8 @@ def prepare_role(config: RunConfig, process: Process, registers: bool) -> RunCon
 
 
 def check_machine(config: RunConfig) -> None:
-    """Check ports, devices and tokens of what is started here, and the run's disk.
-
-    Raises ConfigError with what `distill run` would say.
-    """
-    machine.check_disk(config.run_dir, config.run.min_free_disk_gib)
+    """Check ports, devices and tokens of what is started here. Raises ConfigError with what `distill run`
+    would say."""
     with temporary(config) as moved, Ports() as ports:
         if config.cluster.type == "local":
             plan_servers(moved, token_from_environment(), ports)

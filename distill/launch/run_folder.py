@@ -13,7 +13,6 @@ from typing import IO, Any
 
 from distill.config import ControllerConfig, RunConfig
 from distill.config.loading import recorded
-from distill.preflight_checks.machine import check_disk
 from distill.record.journal import JOURNAL
 from distill.record.store import RECORD
 from student_trainer.checkpoint_files import CHECKPOINTS, saved
@@ -35,8 +34,8 @@ class RunFolder:
     def open(cls, config: RunConfig, resume: bool) -> RunFolder:
         """Create a run's folder, or enter the one to resume.
 
-        Raises ConfigError when another process holds it, when it holds a run and `resume` is false (or none
-        and `resume` is true), and when its disk is too full.
+        Raises ConfigError when another process holds it, and when it holds a run and `resume` is false, or
+        none and `resume` is true.
         """
         path = config.run_dir
         existing = holds_run(path)
@@ -47,7 +46,6 @@ class RunFolder:
         except OSError as error:
             reason = f"run folder {path} cannot be made ({error.strerror}): set run.folder"
             raise ConfigError(reason) from None
-        check_disk(path, config.run.min_free_disk_gib)
         lock = _take_lock(path / "lock")
         if existing and not resume:
             lock.close()

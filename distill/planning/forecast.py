@@ -13,10 +13,11 @@ from distill.planning import estimate
 from distill.planning.estimate import Calibration, Plan, Stage, find_roles, step_seconds
 from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
-from distill.preflight_checks.devices import Placed, Use, check_devices, gpus, uses, visible
+from distill.preflight_checks.devices import Use, check_devices, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
 from distill.preflight_checks.objective import with_objective
-from distill.preflight_checks.placement import planned
+from distill.preflight_checks.placement import placed
+from distill.topology import Process
 from sync.base.errors import ConfigError
 
 SLOWER = 2.0
@@ -64,8 +65,8 @@ def forecast(
     config: RunConfig, device: str, prompt: float | None, completion: float | None, measured: Path | None
 ) -> Forecast:
     """As `distill.plan`."""
-    placed, machines = planned(config)
-    config, row, roles = _place(config, device, placed)
+    where, machines = placed(config)
+    config, row, roles = _place(config, device, where)
     run, theirs, calibration = _calibration(measured, device) if measured else (None, None, None)
     lengths = estimate.lengths_of(config, prompt, completion, run.lengths if run else None)
     plan = estimate.plan(config, row, roles, lengths, calibration)
@@ -73,17 +74,15 @@ def forecast(
     refusal = None
     try:
         if roles:
-            check_devices(config, placed)
+            check_devices(config, where)
     except ConfigError as error:
         refusal = str(error)
     return Forecast(plan, row, roles, refusal, before, machines)
 
 
-def _place(config: RunConfig, name: str, placed: Placed | None) -> tuple[RunConfig, Device, list[Use]]:
-    """With its objective chosen, its device, and who uses that. Raises ConfigError for an unknown kind.
-
-    `placed`: the processes of a cluster; None: all are on this machine.
-    """
+def _place(config: RunConfig, name: str, where: Sequence[Process]) -> tuple[RunConfig, Device, list[Use]]:
+    """With its objective chosen, its device, and who of the processes uses that. Raises ConfigError for an
+    unknown kind."""
     config, sizes = with_objective(config).config, gpus()
     device = device_named(name) if name else None
     if device is not None and device.name == CPU:
@@ -92,7 +91,7 @@ def _place(config: RunConfig, name: str, placed: Placed | None) -> tuple[RunConf
     if config.preflight.gpu_gib is None and (device or known):
         gib = device.gib if device else min(known) / GIB
         config = config.with_(preflight={"gpu_gib": gib})
-    gpu_uses = list(uses(config, visible(sizes), placed))
+    gpu_uses = list(uses(config, visible(sizes), where))
     if device is None and gpu_uses and (device := device_here()) is None:
         raise ConfigError(
             f"{gpu_uses[0].key} names GPUs and this machine has none: say which kind they are with --device "
@@ -105,7 +104,7 @@ def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibratio
     """What a run measured, the plan of its own configuration, and what turns one into the other."""
     config = load_run_dir(run_dir)
     check_student_generates(config, f"--measured {run_dir}")
-    run, (config, row, rank_roles) = measure(run_dir), _place(config, device, planned(config)[0])
+    run, (config, row, rank_roles) = measure(run_dir), _place(config, device, placed(config)[0])
     estimated = estimate.plan(config, row, rank_roles, run.lengths)
     roles = find_roles(config, row, rank_roles)
     first = calibrate(run, estimated, 1.0)

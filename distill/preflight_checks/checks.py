@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +21,12 @@ from distill.config.prompts import EnvironmentPrompts, RowPrompts, sources_of
 from distill.evaluation.sets import PromptSet, check_rewards, open_sets
 from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, routing
 from distill.preflight_checks import objective, tokens
-from distill.preflight_checks.devices import Placed, check_devices
+from distill.preflight_checks.devices import check_devices
 from distill.preflight_checks.machine import bulk_bytes, check_processor, runs_vllm
 from distill.preflight_checks.probes import environment_sources
 from distill.prompts.sources import PromptSplit, TableSource, data_sources, open_prompts, text_config
 from distill.prompts.stream import Mixture
-from distill.topology import processes
+from distill.topology import Process, processes
 from student_trainer.config import unpackable
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.launch import machines, names_others
@@ -52,20 +52,20 @@ logger = logging.getLogger(__name__)
 
 
 class Checked(NamedTuple):
-    """A configuration that can run, with what its file left open, and its prompts."""
+    """A configuration that can run, with what its file left open, which nothing changes from here on."""
 
     config: RunConfig
     split: PromptSplit
     lines: list[str]
-    """What was chosen and computed, in words."""
+    """What was chosen and computed, in words; from `prepare`: each machine of a cluster, and the disk."""
     sets: Mapping[str, PromptSet]
     """Those of an evaluation, by name; empty: there is none."""
 
 
-def check(config: RunConfig, placed: Placed | None = None) -> Checked:
+def check(config: RunConfig, placed: Sequence[Process] | None = None) -> Checked:
     """Check everything that can be known beforehand. Raises ConfigError or DataError.
 
-    `placed`: processes that are started elsewhere; None: all are started on this machine.
+    `placed`: the processes where `placement.placed` puts them; None: all that have no URL are here.
     """
     use_folder(config.run.code_folder)
     check_parts(config, [process.section for process in processes(config) if process.url is None])

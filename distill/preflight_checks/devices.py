@@ -20,7 +20,7 @@ import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from distill.config import RunConfig, flags_of
@@ -51,9 +51,6 @@ SMI_SECONDS: Final = 60.0
 """For nvidia-smi to answer in; seconds where the driver is not loaded yet."""
 VLLM_SHARE: Final = 0.92
 """vLLM's default of gpu-memory-utilization."""
-Placed = Mapping[str, Process]
-"""Name → the process on its machine of a cluster, with the GPUs that it has there; of one that is missing,
-neither is known."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +87,12 @@ class Use:
         return f"{self.process} on {place}: {parts} = {_gib(self.bytes)}{share}"
 
 
-def check_devices(config: RunConfig, placed: Placed | None = None) -> list[str]:
+def check_devices(config: RunConfig, placed: Iterable[Process] | None = None) -> list[str]:
     """A line for every process on GPUs. Raises ConfigError for a GPU with two of them or too little memory.
 
-    `placed`: those that are not started on this machine; None: all are. On a machine without GPUs
-    only what `devices` names is computed. The sizes are those of nvidia-smi, of other machines those of
-    preflight.gpu_gib; a GPU whose size is unknown is not compared with the sum.
+    `placed`: the processes where `placement.placed` puts them; None: all that have no URL are here. On a
+    machine without GPUs only what `devices` names is computed. The sizes are those of nvidia-smi, of other
+    machines those of preflight.gpu_gib; a GPU whose size is unknown is not compared with the sum.
     """
     sizes = gpus()
     gpu_uses = list(uses(config, visible(sizes), placed))
@@ -198,12 +195,12 @@ def visible(sizes: Iterable[str]) -> list[str]:
 # --- who uses them
 
 
-def uses(config: RunConfig, inherited: Sequence[str], placed: Placed | None = None) -> Iterator[Use]:
+def uses(
+    config: RunConfig, inherited: Sequence[str], placed: Iterable[Process] | None = None
+) -> Iterator[Use]:
     """Every process with GPUs whose memory is computed; `inherited`: those of a process on this machine
     without `devices`. `placed`: as for `check_devices`."""
-    for process in processes(config):
-        if placed is not None and process.url is None:
-            process = placed.get(process.name) or replace(process, devices=())
+    for process in processes(config) if placed is None else placed:
         names: Sequence[str] = process.devices or ()
         if process.devices is None and process.host == HERE and process.gpus:
             names = inherited
@@ -214,7 +211,7 @@ def uses(config: RunConfig, inherited: Sequence[str], placed: Placed | None = No
         teacher, idle = process.place, False
         if isinstance(teacher, TeacherConfig):
             idle = teacher.engine != "vllm" and teacher.idle_unload_seconds is not None
-            if (teacher.urls or placed is not None) and not _readable(teacher):
+            if process.host != HERE and not _readable(teacher):
                 if process.index == 0:
                     subject = process.subject
                     log.warning(

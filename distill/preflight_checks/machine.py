@@ -197,9 +197,15 @@ def lines(config: RunConfig, needs: DiskNeeds) -> list[str]:
 
 
 def check_room(config: RunConfig, needs: DiskNeeds) -> None:
-    """Raise ConfigError when not even checkpoints and versions fit."""
+    """Raise ConfigError when not even checkpoints and versions fit, or run.min_free_disk_gib is not free."""
+    least = config.run.min_free_disk_gib
     fewer = "weights.keep_anchors, or, with LoRA, raise weights.publish_every"
     path, free = _free(config.run_dir)
+    if free / GIB < least:
+        raise ConfigError(
+            f"{path} has {free / GIB:.2f} GiB free, run.min_free_disk_gib asks for {least:g}: free some "
+            "space, or set run.folder to another disk"
+        )
     if needs.fixed > free:
         raise ConfigError(
             f"{path} has {_gib(free)} free, and checkpoints, published versions and mirrors of this run take "
@@ -211,16 +217,6 @@ def check_room(config: RunConfig, needs: DiskNeeds) -> None:
         raise ConfigError(
             f"{path} has {_gib(free)} free, and published versions of this run take {_gib(needs.store)} at "
             f"once: set weights.store.path to another disk, or lower {fewer}"
-        )
-
-
-def check_disk(folder: Path, min_free_gib: float) -> None:
-    """Raise ConfigError when the disk of a folder, which need not exist yet, has less free space."""
-    path, free = _free(folder)
-    if free / GIB < min_free_gib:
-        raise ConfigError(
-            f"{path} has {free / GIB:.2f} GiB free, run.min_free_disk_gib asks for {min_free_gib:g}: "
-            "free some space, or set run.folder to another disk"
         )
 
 

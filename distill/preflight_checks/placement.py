@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 
 from distill.config import RunConfig
-from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
-from distill.preflight_checks.devices import Placed
+from distill.config.cluster import LocalCluster, RayCluster, SlurmCluster
 from distill.preflight_checks.machine import installed_for_cpu
 from distill.topology import EACH_NODE, TRAINER, Process, processes
 from sync.base.errors import ConfigError
@@ -98,36 +97,32 @@ def lines(placed: Mapping[str, Sequence[Node]], role_needs: Iterable[Process]) -
     return [f"{node}: {', '.join(sorted(names))}" for node, names in sorted(by_node.items())]
 
 
-def planned(config: RunConfig) -> tuple[Placed | None, list[str]]:
-    """Every process of a run on a cluster, and a line for each machine; None: all is here.
+def placed(config: RunConfig) -> tuple[list[Process], list[str]]:
+    """Every process of a run on its machine with the GPUs that it has there, and a line for each machine.
 
-    Raises ConfigError when the run does not fit. Where the machines are not known yet, each process has one
-    of its own.
+    GPUs of a cluster are numbered machine by machine from 0 on. Where the machines are not known yet, each
+    process has one of its own, and there are no lines. Raises ConfigError when the run does not fit.
     """
-    cluster = config.cluster
+    cluster, where, told = config.cluster, dict[str, list[Node]](), list[str]()
     if isinstance(cluster, LocalCluster):
-        return None, []
-    if isinstance(cluster, ExternalCluster | RayCluster):
-        with_trainer = config.with_(controller={"trainer": "launch"})
-        role_needs = needs(with_trainer, gpus=not installed_for_cpu())
-        return _gpus(role_needs, {}), []
-    nodes = [Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)]
-    role_needs = needs(config, cluster.gpus_per_node > 0)
-    placed = place(role_needs, nodes)
-    used, reserved = sum(need.gpus * need.nodes for need in role_needs), cluster.nodes * cluster.gpus_per_node
-    told = [*lines(placed, role_needs), f"GPUs: {used} used of {reserved} reserved"]
-    in_one = config.with_(cluster={"replica_partition": None})
-    return _gpus(needs(in_one, cluster.gpus_per_node > 0), placed), told
-
-
-def _gpus(role_needs: Iterable[Process], placed: Mapping[str, Sequence[Node]]) -> dict[str, Process]:
-    """Each with its GPUs by number, machine by machine from 0 on; one without a place has its own."""
+        return processes(config), told
+    if isinstance(cluster, SlurmCluster):
+        reserved, gpus = cluster.nodes * cluster.gpus_per_node, cluster.gpus_per_node > 0
+        role_needs = needs(config, gpus)
+        machines = [
+            Node(f"machine {i}", cluster.gpus_per_node, cluster.cpus_per_node) for i in range(cluster.nodes)
+        ]
+        where, used = place(role_needs, machines), sum(need.gpus * need.nodes for need in role_needs)
+        told = [*lines(where, role_needs), f"GPUs: {used} used of {reserved} reserved"]
+        role_needs = needs(config.with_(cluster={"replica_partition": None}), gpus)
+    else:
+        role_needs = needs(config.with_(controller={"trainer": "launch"}), gpus=not installed_for_cpu())
     free: dict[str, Iterator[int]] = defaultdict(count)
-    where: dict[str, Process] = {}
+    started: dict[str, Process] = {}
     for need in role_needs:
-        machines = [node.name for node in placed.get(need.name, ())] or [f"the machine of {need.name}"]
-        for machine in machines:
+        for machine in [node.name for node in where.get(need.name, ())] or [f"the machine of {need.name}"]:
             names = tuple(str(number) for number in islice(free[machine], need.gpus))
             host = machine if need.nodes == 1 else EACH_NODE
-            where[need.name] = replace(need, host=host, devices=names)
-    return where
+            started[need.name] = replace(need, host=host, devices=names)
+    unknown = [process if process.url else replace(process, devices=()) for process in processes(config)]
+    return [started.get(process.name, process) for process in unknown], told

@@ -37,7 +37,7 @@ from distill.launch.run_folder import holds_run
 from distill.launch.templates import filled
 from distill.metrics.trackers import FINISH_SECONDS
 from distill.preflight_checks.checks import check_keys
-from distill.preflight_checks.placement import Node, needs, place, planned
+from distill.preflight_checks.placement import Node, needs, place, placed
 from distill.registry import EXIT_REPLACED
 from sync.base import durable
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE, TOKEN_FILE_VARIABLE, token_from_environment
@@ -91,7 +91,7 @@ def write(
     """
     cluster = _checked(config, overrides, resume)
     check_keys(config)
-    *shown, _ = planned(config)[1]  # without the sum of GPUs
+    *shown, _ = placed(config)[1]  # without the sum of GPUs
     folder = (out or config.run_dir / FOLDER).absolute()
     durable.make_folder(folder)
     token, name = _token_file(folder), f"distill-{config.run.name}"

@@ -104,7 +104,7 @@ def test_a_shipped_configuration_passes_the_preflight(path: Path, models: Path, 
         run = given.run.model_copy(update={"share_gpus": True})
         given = given.model_copy(update={"student": student, "trainer": trainer, "run": run})
     own = replaced(given, models, tmp_path)
-    config, split, lines, _ = checks.check(own, placement.planned(own)[0])
+    config, split, lines, _ = checks.check(own, placement.placed(own)[0])
     check_machine(config)
     needed = machine.estimate(config)
     machine.check_room(config, needed)
