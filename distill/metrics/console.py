@@ -63,6 +63,16 @@ ROWS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     ),
 }
 """Row of the panel → how each of its figures is shown, and its name; one that is missing is left out."""
+LINE: Final = (
+    ("reverse KL {:.3f}", "train/reverse_kl"),
+    ("reward {:.3f}", "train/reward_mean"),
+    ("learning rate {:.2g}", "train/lr"),
+    ("age {:.1f}", "buffer/age_mean"),
+    ("waited {:.2f} s", "perf/wait_seconds"),
+    ("{:,.0f} tokens/s", "tokens_per_second"),
+    ("trained {:.0%}", "train/tokens_share"),
+)
+"""The same of the line of a step."""
 
 
 class Logged(NamedTuple):
@@ -251,12 +261,16 @@ def _rows(shown: Shown, now: float, bars: str) -> Iterator[tuple[str, str]]:
         name, values = learned[0], [s.figures[learned[1]] for s in shown.steps if learned[1] in s.figures]
         yield name, f"{values[-1]:.3f}  {sparkline(values, bars)}" if values else ""
         for name, parts in ROWS.items():
-            yield name, ", ".join(form.format(figures[key]) for form, key in parts if key in figures)
+            yield name, ", ".join(_shown(figures, parts))
         yield "busy", _busy(shown)
     yield "evaluation", shown.evaluation
     restarts = sum(count for _, count in status.values())
     rows = [f"{phase}: {_listed(names)}" for phase, names in phases.items() if names]
     yield "processes", "; ".join([*rows, *([f"restarts: {restarts}"] if restarts else [])])
+
+
+def _shown(figures: Mapping[str, float], parts: Iterable[tuple[str, str]]) -> list[str]:
+    return [form.format(figures[name]) for form, name in parts if name in figures]
 
 
 def _busy(shown: Shown) -> str:
@@ -289,14 +303,9 @@ def step_line(
     figures: Mapping[str, float], tokens_per_second: float | None, seconds_left: float | None = None
 ) -> str:
     """The main figures of one step."""
+    rate = {"tokens_per_second": tokens_per_second} if tokens_per_second else {}
     parts = [
-        f"reverse KL {figures['train/reverse_kl']:.3f}" if "train/reverse_kl" in figures else "",
-        f"reward {figures['train/reward_mean']:.3f}" if "train/reward_mean" in figures else "",
-        f"learning rate {figures['train/lr']:.2g}" if "train/lr" in figures else "",
-        f"age {figures.get('buffer/age_mean', 0.0):.1f}",
-        f"waited {figures.get('perf/wait_seconds', 0.0):.2f} s",
-        f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "",
-        f"trained {figures['train/tokens_share']:.0%}" if "train/tokens_share" in figures else "",
+        *_shown({**figures, **rate}, LINE),
         dropped_words({n.removeprefix(DROPPED): c for n, c in figures.items() if n.startswith(DROPPED)}),
         "" if seconds_left is None else f"{clock(seconds_left)} left",
     ]

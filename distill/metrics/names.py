@@ -33,11 +33,7 @@ FIGURES: Final = tuple(
     for row in (
         ("rollout/issued", "rollouts", "prompts given out"),
         ("rollout/scored", "rollouts", "completions with their teacher's scores; without one, rewarded"),
-        (
-            "rollout/batched",
-            "rollouts",
-            "in batches; issued = batched + dropped + open, where no context is rewritten",
-        ),
+        ("rollout/batched", "rollouts", "issued = batched + dropped + open, if no context is rewritten"),
         ("rollout/open", "rollouts", "in flight, in scoring or in the buffer"),
         ("rollout/late", "rollouts", "trained at a weight below 1"),
         ("rollout/in_flight", "rollouts", "being generated now"),
@@ -65,11 +61,7 @@ FIGURES: Final = tuple(
         ("train/reverse_kl/NAME", "nats per token", "over tokens that this one of several teachers scored"),
         ("train/student_entropy", "nats per token", "of the student's distribution"),
         ("train/teacher_entropy", "nats per token", "of the teacher's, if its engine sends what it takes"),
-        (
-            "train/student_end",
-            "share",
-            "the student's probability of ending a completion, mean of its tokens",
-        ),
+        ("train/student_end", "share", "the student's probability of ending at a token, their mean"),
         ("train/teacher_end", "share", "the teacher's at the same tokens; of top-k scores what they hold"),
         ("train/student_mass", "share", "the student's probability mass on the top-k"),
         ("train/teacher_mass", "share", "the teacher's probability mass on the top-k"),
@@ -118,11 +110,7 @@ FIGURES: Final = tuple(
         ("perf/optimizer_seconds", "seconds", "of these, its share of the update"),
         ("perf/publish_seconds", "seconds", "of the step, the trainer blocked by publishing"),
         ("perf/checkpoint_seconds", "seconds", "of the step, to save a checkpoint"),
-        (
-            "perf/run_seconds",
-            "seconds",
-            "of the run, all starts added up, each from its trainer's first hello",
-        ),
+        ("perf/run_seconds", "seconds", "of all starts, each from its trainer's first hello"),
         ("perf/busy_seconds/ROLE", "seconds", "with work, in all starts"),
         ("perf/idle_seconds/ROLE", "seconds", "without work; roles overlap"),
         ("perf/waited_seconds/ROLE/CAUSE", "seconds", "blocked, by what it was blocked on"),
@@ -168,6 +156,14 @@ SETS: Final = (
     ("maj@k", "majority", ".1%"),
 )
 """Title, figure of a named set, form of its value."""
+BEHAVIOUR: Final = (
+    ("end", "behaviour.ended", ".1%"),
+    ("tokens, mean", "behaviour.length_mean", ".1f"),
+    ("tokens, 90th percentile", "behaviour.length_p90", ".0f"),
+    ("repeat themselves", "behaviour.looping", ".1%"),
+    ("distinct runs of four", "behaviour.distinct", ".1%"),
+)
+"""Title, place in an evaluation, form: how held-out completions read."""
 
 
 def unknown(name: str) -> bool:

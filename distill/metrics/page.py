@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 from distill.config.evaluation import HELD_OUT as EVERY_RUN
 from distill.evaluation.completions import TEACHER, file_of
 from distill.metrics.card import facts
-from distill.metrics.names import HELD_OUT, SETS
+from distill.metrics.names import BEHAVIOUR, HELD_OUT, SETS
 from distill.metrics.results import Row, Run, read_run
 from distill.metrics.samples import Decoder, figures, read_samples, shaded
-from distill.metrics.summary import longest_waits, use_of_tokens
+from distill.metrics.summary import before_and_after, longest_waits, use_of_tokens
 from distill.metrics.timeline import Span
 from sync.base.errors import ConfigError
 from sync.base.jsonl import read_lines
@@ -47,14 +47,11 @@ MOST_SAMPLES: Final = 3
 """Of the first and of the newest batch with samples, and of the held-out prompts."""
 ROWS: Final = (
     ("steps", "steps", ","),
-    ("reverse KL before, nats per token", "before.reverse_kl", ".3f"),
-    ("reverse KL after", "after.reverse_kl", ".3f"),
-    ("pass rate before", "before.pass_rate", ".1%"),
-    ("pass rate after", "after.pass_rate", ".1%"),
-    ("reward before", "before.reward", ".3f"),
-    ("reward after", "after.reward", ".3f"),
-    ("completions that end, before", "before.behaviour.ended", ".1%"),
-    ("completions that end, after", "after.behaviour.ended", ".1%"),
+    *(
+        (f"{title}: {side}", f"{side}.{key}", form)
+        for title, key, form in (*HELD_OUT, ("completions that end", *BEHAVIOUR[0][1:]))
+        for side in ("before", "after")
+    ),
     ("tokens trained on", "train.tokens_total", ","),
     ("seconds, of all starts", "seconds.distill", ",.0f"),
     ("mean age, versions", "buffer.age_mean", ".2f"),
@@ -62,14 +59,6 @@ ROWS: Final = (
     ("pause of a swap, seconds", "sync.pause_seconds", ".3f"),
 )
 """Title, place in summary.json, form. A row without any figure is left out."""
-BEHAVIOUR: Final = (
-    ("end", "behaviour.ended", ".1%"),
-    ("tokens, mean", "behaviour.length_mean", ".1f"),
-    ("tokens, 90th percentile", "behaviour.length_p90", ".0f"),
-    ("repeat themselves", "behaviour.looping", ".1%"),
-    ("distinct runs of four", "behaviour.distinct", ".1%"),
-)
-"""Title, place in an evaluation, form: how held-out completions read."""
 SIDES: Final = ("before", "after", "teacher")
 
 
@@ -263,16 +252,8 @@ def draw(run: Run) -> Path:
     draw_quality(figure.add_subplot(grid[0, 0]), run.metrics)
     draw_cost(figure.add_subplot(grid[0, 1]), run.metrics)
     draw_activity(figure.add_subplot(grid[1, :]), read_lines(run.folder / "timeline.jsonl", Span), summary)
-    title, (before, after) = run.folder.name, (summary.get(side) or {} for side in ("before", "after"))
-    told = [
-        f"{name} {early:{form}} → {late:{form}}"
-        for name, key, form in (
-            ("reverse KL, nats per token,", "reverse_kl", ".2f"),
-            ("pass rate", "pass_rate", ".0%"),
-        )
-        if None not in (early := before.get(key), late := after.get(key))
-    ]
-    title += f":  {',  '.join(told)}" if told else ""
+    rows = [f"{what} {early} → {late}" for what, early, late in before_and_after(summary)]
+    title = run.folder.name + ":  " * bool(rows) + ";  ".join(row for row in rows if "–" not in row)
     figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     if "rollout" in summary:
         figure.supxlabel(use_of_tokens(summary), x=0.01, ha="left", fontsize=9, color=FAINT)

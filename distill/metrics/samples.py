@@ -3,7 +3,7 @@ samples`, which prints them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -183,18 +183,24 @@ def shown(sample: Sample, decoder: Decoder) -> Text:
     """
     line = Text(f"{sample.version}  {sample.id}  {figures(sample)}\n", style="bold")
     line.append(f"{decoder.text(sample.prompt)}\n", style="dim")
-    excess = sample.excess
-    for number, (start, end, environment) in enumerate(sample.parts):
+    for number, (text, tokens) in enumerate(_parts(sample, decoder)):
         if sample.own:
-            who = "environment" if environment else "student"
+            who = "student" if text is None else "environment"
             line.append("\n" * (number > 0) + f"{who}: ", style="bold dim")
-        if environment:
-            line.append(decoder.text(sample.tokens[start:end]), style="dim")
-            continue
-        pieces = decoder.pieces(sample.tokens[start:end])
-        for piece, nats in zip(pieces, excess[start:end], strict=True):
+        line.append(text or "", style="dim")
+        for piece, nats in tokens:
             line.append(piece, style=next((style for least, style in SHADES if nats >= least), ""))
     return line
+
+
+def _parts(sample: Sample, decoder: Decoder) -> Iterator[tuple[str | None, list[tuple[str, float]]]]:
+    """Of each part the text, where an environment wrote it; else None, and each token with its excess."""
+    for start, end, environment in sample.parts:
+        tokens = sample.tokens[start:end]
+        if environment:
+            yield decoder.text(tokens), []
+        else:
+            yield None, [*zip(decoder.pieces(tokens), sample.excess[start:end], strict=True)]
 
 
 def shown_quarantined(completion: Quarantine, decoder: Decoder) -> Text:
@@ -212,16 +218,11 @@ def shaded(sample: Sample, decoder: Decoder) -> str:
         color = f"background:rgba(204,63,90,{alpha:.2f})"
         return f'<span title="{nats:.2f} nats" style="{color}">{escape(piece)}</span>'
 
-    excess = sample.excess
-
-    def part(start: int, end: int, environment: bool) -> str:
-        tokens = sample.tokens[start:end]
-        if environment:
-            text = escape(decoder.text(tokens))
-            return f'<span title="environment" style="color:#7b8794">{text}</span>'
-        return "".join(map(token, decoder.pieces(tokens), excess[start:end]))
-
-    return "".join(part(*piece) for piece in sample.parts)
+    grey = '<span title="environment" style="color:#7b8794">{}</span>'
+    return "".join(
+        "".join(token(*pair) for pair in tokens) if text is None else grey.format(escape(text))
+        for text, tokens in _parts(sample, decoder)
+    )
 
 
 def figures(sample: Sample) -> str:

@@ -228,9 +228,9 @@ def test_lines_for_people_hold_the_figures() -> None:
     figures = {"train/reverse_kl": 0.1234, "buffer/age_mean": 2.5, "perf/wait_seconds": 0.25}
     assert step_line(figures, 1234.5) == "reverse KL 0.123  age 2.5  waited 0.25 s  1,234 tokens/s"
     more = {"train/tokens_share": 0.914, "rollout/dropped/too_old": 3.0, "rollout/dropped/straggler": 5.0}
-    assert step_line(more, None) == "age 0.0  waited 0.00 s  trained 91%  dropped 5 straggler, 3 too_old"
+    assert step_line(more, None) == "trained 91%  dropped 5 straggler, 3 too_old"
     learnt = {"train/reward_mean": 0.25, "train/lr": 3e-6}
-    assert step_line(learnt, None) == "reward 0.250  learning rate 3e-06  age 0.0  waited 0.00 s"
+    assert step_line(learnt, None) == "reward 0.250  learning rate 3e-06"
     assert (
         evaluation_line(60, {"eval/reverse_kl": 0.5}) == "step 60, held out: reverse KL 0.500 nats per token"
     )

@@ -271,9 +271,9 @@ def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
         write_run(tmp_path / name)
         (tmp_path / name / "summary.json").write_text(json.dumps({**SUMMARY, "after": {"reverse_kl": kl}}))
     page = write_page([tmp_path / "one", tmp_path / "two"], tmp_path / "compare.html").read_text()
-    assert "<td>pass rate after</td>" not in page
+    assert "<td>pass rate: after</td>" not in page
     assert "<tr><th></th><th>one</th><th>two</th></tr>" in page
-    assert "<tr><td>reverse KL after</td><td>0.250</td><td>0.125</td></tr>" in page
+    assert "<tr><td>reverse KL, nats per token: after</td><td>0.250</td><td>0.125</td></tr>" in page
     by_name = {"maths": {"reverse_kl": 0.25, "pass_rate": 0.5, "reward": 0.5}}
     sides = {"before": {"sources": by_name}, "after": {"sources": by_name | {"code": {"reverse_kl": 0.5}}}}
     sides["after"]["pass_rate"] = 0.5
@@ -285,7 +285,7 @@ def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     )
     assert "<td>maths</td><td>0.250 → 0.250</td><td>50.0% → 50.0%</td><td>0.500 → 0.500</td>" in page
     assert "<td>code</td><td>– → 0.500</td><td>– → –</td><td>– → –</td>" in page
-    assert "<td>pass rate after</td>" in page
+    assert "<td>pass rate: after</td>" in page
     assert "by teacher" not in page
     assert "Named sets" not in page
     gsm8k = {"pass_at_1": {"value": 0.25}, "average": {"value": 0.3}, "majority": None}
