@@ -5,8 +5,8 @@
 FILE is an EnvironmentService as JSON. It imports no torch, and runs in any virtual environment that has what
 `sync.wire.server` imports, and transformers for the tokenizer. Its routes are in docs/architecture.md.
 
-    begin ─▶ call of the environment ─▶ Turn ─continue─▶ call … ─▶ EpisodeOver | EpisodeFailed
-                                         └─ idle, and room is needed ─▶ given up
+    begin ─▶ Playing.next ─▶ Turn ─continue─▶ answer, next … ─▶ EpisodeOver | EpisodeFailed
+                              └─ idle, and room is needed ─▶ given up
 
 429 carries Retry-After: as many episodes are under way as may be.
 Exit status: 0 after a signal, 1 without a server of tools, 2 when the configuration cannot be served.
@@ -23,27 +23,26 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from distill.environments.config import EnvironmentConfig, EnvironmentService
-from distill.environments.episode import ANSWER, Environment, EnvironmentAnswer
+from distill.environments.episode import ANSWER, EnvironmentAnswer
+from distill.environments.host import Host, Playing
 from distill.environments.rendering import Renderer
 from sync import wire
 from sync.base.address import TOKEN_VARIABLE, token_from_environment
 from sync.base.errors import DataError, Overloaded
 from sync.base.own_code import own_code
 from sync.base.settings import read_settings
-from sync.wire.checks import Problem, turn_tokens
+from sync.wire.checks import turn_tokens
 from sync.wire.claims import Claim
 from sync.wire.peers import Role
 from sync.wire.server import (
@@ -66,26 +65,13 @@ MAX_BODY: Final = 1 << 26
 """Bytes of a request."""
 
 
-class Host(Environment, Protocol):
-    """An environment in this process. It is entered before the first episode begins.
-
-    A call that raises, or exceeds `call_timeout_seconds`, ends the episode; `end` must return within seconds.
-    """
-
-    tasks: int | None
-    """How many there are, known once it is entered; None: they have no end."""
-
-    async def __aenter__(self) -> Any: ...
-    async def __aexit__(self, *_: object) -> None: ...
-
-
 @dataclass(eq=False)
 class _Episode:
-    id: str
+    playing: Playing
     call: asyncio.Task[EnvironmentAnswer]
-    """The newest call of the environment."""
+    """The wait for what the environment says next, or said last."""
     turn: int = 0
-    """Turn that the newest call makes."""
+    """Turn that this makes."""
     answered_at: float = math.inf
     """time.monotonic() at which it ended; inf: it is under way."""
     said: bytes = b""
@@ -94,7 +80,7 @@ class _Episode:
 
 
 class Service:
-    """One environment behind HTTP; `app` is the ASGI application, whose lifespan enters and leaves `host`."""
+    """One environment behind HTTP; `app` is the ASGI application, whose lifespan is `serving`."""
 
     def __init__(
         self,
@@ -123,15 +109,20 @@ class Service:
             Route("/v1/info", self.get_info),
         ]
 
-        @contextlib.asynccontextmanager
-        async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            async with host:
-                yield
-
-        claiming = ("/v1/begin", "/v1/continue")
+        claiming, lifespan = ("/v1/begin", "/v1/continue"), lambda _: self.serving()
         self.app = application(
             Role.ENVIRONMENT, routes, registry, token, claim, claiming, lifespan=lifespan, statuses={}
         )
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Enter the host; at the end every episode is given up."""
+        async with self._host.serving():
+            try:
+                yield
+            finally:
+                for id in [*self._episodes]:
+                    await self._give_up(id)
 
     # --- routes
 
@@ -140,9 +131,9 @@ class Service:
         await self._make_room(message.id)
         while message.id in self._episodes:
             await self._give_up(message.id)
-        work = partial(self._host.begin, message.id, message.task)
-        call = asyncio.create_task(self._said(message.id, 0, work))
-        episode = self._episodes[message.id] = _Episode(message.id, call)
+        playing = Playing(self._host, message.id, message.task)
+        call = asyncio.create_task(self._said(playing, 0))
+        episode = self._episodes[message.id] = _Episode(playing, call)
         self._counted.labels("begun").inc()
         return await _answered(episode)
 
@@ -162,11 +153,10 @@ class Service:
             return refuse(409, f"turn {message.turn} of {message.id} is continued, and {rule}")
         if problem := turn_tokens(message.token_ids, self._vocab_size):
             return refuse(400, f"turn {message.turn} of {message.id}: {problem}")
-        reason = message.finish_reason
-        work = partial(self._host.proceed, message.id, message.turn, message.token_ids, reason)
         episode.turn, episode.said = message.turn + 1, message.token_ids.data
         episode.answered_at = math.inf
-        episode.call = asyncio.create_task(self._said(message.id, episode.turn, work))
+        episode.playing.answer(wire.unpack(message.token_ids).tolist(), message.finish_reason)
+        episode.call = asyncio.create_task(self._said(episode.playing, episode.turn))
         return await _answered(episode)
 
     async def end(self, request: Request) -> Response:
@@ -190,42 +180,38 @@ class Service:
         """For episode `id`. Raises Overloaded when as many others are under way as may be: an evaluation's do
         not wait for those of training, whose replica may be held for it."""
         limit = self._config.max_episodes
-        for old in [episode.id for episode in self._episodes.values() if episode.over][:-limit]:
+        for old in [old for old, episode in self._episodes.items() if episode.over][:-limit]:
             del self._episodes[old]
-        kind = id.startswith(wire.EVALUATION_ID)
-        alike = (episode for episode in self._open() if episode.id.startswith(wire.EVALUATION_ID) == kind)
-        if len(open_ := [episode for episode in alike if episode.id != id]) < limit:
+        kind, since = id.startswith(wire.EVALUATION_ID), dict[str, float]()
+        for other, episode in self._episodes.items():
+            if not episode.over and other != id and other.startswith(wire.EVALUATION_ID) == kind:
+                since[other] = episode.answered_at
+        if len(since) < limit:
             return
-        idle = min(open_, key=lambda episode: episode.answered_at)
-        if time.monotonic() - idle.answered_at < IDLE_SECONDS:
+        idle = min(since, key=lambda other: since[other])
+        if time.monotonic() - since[idle] < IDLE_SECONDS:
             key = f"environments.{self._host.name}.max_episodes"
             raise Overloaded(f"{limit} episodes are under way: raise {key}, or add processes", RETRY_SECONDS)
-        await self._give_up(idle.id)
+        await self._give_up(idle)
 
     async def _give_up(self, id: str) -> None:
         episode = self._episodes.pop(id, None)
         if episode is not None and not episode.over:
             self._counted.labels("given_up").inc()
             episode.call.cancel()
-            await self._host.end([id])
+            await episode.playing.stop()
 
-    async def _said(
-        self, id: str, turn: int, work: Callable[[], Awaitable[EnvironmentAnswer]]
-    ) -> EnvironmentAnswer:
+    async def _said(self, playing: Playing, turn: int) -> EnvironmentAnswer:
         """What the environment says in `turn`; EpisodeFailed when it raises, hangs or cannot be used."""
-        limit, key = self._config.call_timeout_seconds, f"environments.{self._host.name}"
+        limit, key, id = self._config.call_timeout_seconds, f"environments.{self._host.name}", playing.id
         about = f"turn {turn} of episode {id}"
         try:
             with self._spent.time():
                 async with asyncio.timeout(limit):
-                    with own_code(key, about, "mend it"):
-                        said = wire.decode(wire.encode(await work()), ANSWER)
-            problem: str | Problem | None = None
-            if said.id != id or (isinstance(said, wire.Turn) and said.turn != turn):
-                problem = f"it is of episode {said.id!r}, turn {getattr(said, 'turn', None)}"
-            elif isinstance(said, wire.Turn):
-                problem = turn_tokens(said.token_ids, self._vocab_size)
-            if problem:
+                    answer = await playing.next()
+            with own_code(key, about, "mend it"):
+                said = wire.decode(wire.encode(answer), ANSWER)
+            if isinstance(said, wire.Turn) and (problem := turn_tokens(said.token_ids, self._vocab_size)):
                 raise DataError(f"{key}: {about} cannot be used: {problem}")
         except TimeoutError:
             error = f"{key}: {about} took longer than call_timeout_seconds = {limit:g}: raise it, or mend it"
@@ -234,7 +220,7 @@ class Service:
             said = wire.EpisodeFailed(id=id, error=str(error))
         if isinstance(said, wire.EpisodeFailed):
             log.error("%s", said.error)
-            await self._host.end([id])
+            await playing.stop()
         if isinstance(said, wire.Turn):
             self._turns.inc()
         else:
@@ -250,7 +236,7 @@ async def _answered(episode: _Episode) -> Response:
     call = episode.call
     await asyncio.wait({call})
     if call.cancelled():
-        return reply(wire.EpisodeFailed(id=episode.id, error="the episode was given up", lost=True))
+        return reply(wire.EpisodeFailed(id=episode.playing.id, error="the episode was given up", lost=True))
     return reply(call.result())
 
 

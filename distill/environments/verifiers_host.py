@@ -1,9 +1,9 @@
-"""Environments of the verifiers library (0.4.0): its episodes, as turns of `Environment`.
+"""Environments of the verifiers library (0.4.0): its episodes, as turns.
 
-    harness ─▶ verifiers' client ─▶ loopback endpoint here ─▶ Turn ─▶ … ─▶ proceed() ─▶ back the same way
+    harness ─▶ verifiers' client ─▶ loopback endpoint here ─▶ Playing.complete ─▶ back the same way
 
 verifiers calls for a completion where the student is to answer; the call waits at an endpoint of this process
-until `proceed` has the student's tokens. A call's prompt begins with the ids so far, because
+until `complete` has the student's tokens. A call's prompt begins with the ids so far, because
 `verifiers_plugins.AppendingRenderer` makes it: nothing is tokenized twice.
 """
 
@@ -17,17 +17,16 @@ import secrets
 import socket
 import sys
 import tempfile
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import AsyncIterator
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 import psutil
 
 from distill.environments.config import EnvironmentConfig
-from distill.environments.episode import EnvironmentAnswer, FinishReason
-from sync.base.errors import ConfigError
+from distill.environments.host import Playing
+from sync.base.errors import ConfigError, DataError
 from sync.base.own_code import CODE_VARIABLE, search_folder
-from sync.wire import Array, EpisodeFailed, EpisodeOver, Turn, pack, unpack
+from sync.wire import EpisodeOver
 
 log = logging.getLogger(__name__)
 DIRECT: Final = "direct"
@@ -42,30 +41,15 @@ _LARGEST: Final = 1 << 28
 """Bytes of a call: the ids of a prompt as JSON."""
 
 
-class _Call(NamedTuple):
-    """A completion that verifiers waits for."""
+class _Played(NamedTuple):
+    """An episode, with the traces of it whose calls the student answers."""
 
-    prompt_ids: list[int]
-    answer: asyncio.Future[tuple[list[int], str]]
-
-
-@dataclass
-class _Episode:
-    id: str
-    said: asyncio.Queue[_Call | EpisodeOver | EpisodeFailed] = field(default_factory=asyncio.Queue)
-    """What the environment said, in order."""
-    calls: list[_Call] = field(default_factory=list)
-    traces: list[Any] = field(default_factory=list)
-    """Traces whose calls the student answers."""
-    token_ids: list[int] = field(default_factory=list)
-    """The sequence so far."""
-    turn: int = -1
-    """Turn that is to be answered."""
-    play: asyncio.Task[None] | None = None
+    playing: Playing
+    traces: list[Any]
 
 
 class VerifiersEnvironment:
-    """Plays episodes of one verifiers environment; see `app.Host`, which sets their time limits.
+    """Plays episodes of one verifiers environment; a `host.Host`.
 
     A task of those without an end is reached by walking over all before it.
     """
@@ -75,13 +59,10 @@ class VerifiersEnvironment:
     def __init__(self, name: str, config: EnvironmentConfig, tokenizer: Any) -> None:
         """`tokenizer`: the student's, with its chat template. Raises ConfigError."""
         self.name, self._config, self._tokenizer = name, config, tokenizer
-        self._episodes: dict[str, _Episode] = {}
-        self._of: dict[str, tuple[_Episode, Any]] = {}
+        self._of: dict[str, tuple[_Played, Any]] = {}
         """Id of a verifiers trace → its episode, the trace."""
         self._known: list[Any] = []
         """Tasks, from the first on."""
-        self._plays: set[asyncio.Task[None]] = set()
-        self._open = contextlib.AsyncExitStack()
         self._servers: list[psutil.Process] = []
         """Servers of tools: what verifiers started while it began to serve."""
         search_folder()
@@ -116,7 +97,8 @@ class VerifiersEnvironment:
         self._client = vf.TrainClientConfig(api_key_var="NO_API_KEY", renderer=renderer)
         self._env = vf.load_environment(resolved)
 
-    async def __aenter__(self) -> Self:
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
         """Start what the environment serves."""
         import verifiers.v1 as vf
 
@@ -137,13 +119,7 @@ class VerifiersEnvironment:
                 child for child in psutil.Process().children() if child not in before and _runs(child)
             ]
             stack.callback(asyncio.create_task(watch_servers()).cancel)
-            self._open = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.end([*self._episodes])
-        await asyncio.gather(*self._plays, return_exceptions=True)
-        await self._open.aclose()
+            yield
 
     async def _listen(self, stack: contextlib.AsyncExitStack) -> str:
         """Serve verifiers' calls on a free port of loopback, below a path that none can guess; its URL."""
@@ -163,50 +139,18 @@ class VerifiersEnvironment:
         """A call of verifiers, as vLLM's /inference/v1/generate: answered when the student has."""
         from aiohttp import web
 
-        episode, trace = self._of.get(request.headers.get("X-Session-ID", ""), (None, None))
-        if episode is None:
+        played, trace = self._of.get(request.headers.get("X-Session-ID", ""), (None, None))
+        if played is None:
             raise web.HTTPNotFound
-        if trace not in episode.traces:
-            episode.traces.append(trace)
-        call = _Call((await request.json())["token_ids"], asyncio.get_running_loop().create_future())
-        episode.calls.append(call)
-        episode.said.put_nowait(call)
-        ids, finish_reason = await call.answer
+        if trace not in played.traces:
+            played.traces.append(trace)
+        ids, reason = await played.playing.complete((await request.json())["token_ids"])
+        finish_reason = "stop" if reason == "stop" else "length"
         logprobs = [{"token": f"token_id:{token}", "logprob": 0.0} for token in ids]  # nobody reads them
         choice = {"index": 0, "finish_reason": finish_reason, "token_ids": ids}
         return web.json_response(
-            {"request_id": episode.id, "choices": [{**choice, "logprobs": {"content": logprobs}}]}
+            {"request_id": played.playing.id, "choices": [{**choice, "logprobs": {"content": logprobs}}]}
         )
-
-    # --- Environment
-
-    async def begin(self, id: str, task: int) -> EnvironmentAnswer:
-        begun = await self._task(task)
-        if begun is None:
-            return EpisodeFailed(id=id, error=f"task {task} is none of the environment's {len(self._known)}")
-        episode = self._episodes[id] = _Episode(id)
-        episode.play = asyncio.create_task(self._play(episode, begun))
-        self._plays.add(episode.play)
-        episode.play.add_done_callback(self._plays.discard)
-        return await self._next(episode)
-
-    async def proceed(
-        self, id: str, turn: int, token_ids: Array, finish_reason: FinishReason
-    ) -> EnvironmentAnswer:
-        episode = self._episodes[id]
-        ids = unpack(token_ids).tolist()
-        episode.token_ids = episode.token_ids + ids
-        episode.calls[turn].answer.set_result((ids, "stop" if finish_reason == "stop" else "length"))
-        return await self._next(episode)
-
-    async def end(self, ids: list[str]) -> None:
-        """Give these up: what verifiers runs of them is cancelled."""
-        for id in ids:
-            if (episode := self._episodes.pop(id, None)) is not None:
-                for call in episode.calls:
-                    call.answer.cancel()
-                assert episode.play is not None
-                episode.play.cancel()
 
     # --- an episode
 
@@ -219,38 +163,27 @@ class VerifiersEnvironment:
             await asyncio.sleep(0)  # others go on during a long walk
         return self._known[index]
 
-    async def _play(self, episode: _Episode, task: Any) -> None:
-        """Let verifiers play the episode, and say how it ended."""
-        minted: list[str] = []
+    async def play(self, playing: Playing, task: int) -> EpisodeOver:
+        """Let verifiers play the episode."""
+        if (begun := await self._task(task)) is None:
+            raise DataError(f"task {task} is none of the environment's {len(self._known)}")
+        played, minted = _Played(playing, []), list[str]()
 
         def on_trace(trace: Any) -> None:
             minted.append(trace.id)
-            self._of[trace.id] = episode, trace
+            self._of[trace.id] = played, trace
 
         try:
-            (slot,) = self._env.slots(task)
-            done = await self._env.run_slot(slot, self._context, on_trace=on_trace)
-            said = _conclusion(episode, done)
-        except Exception as error:  # noqa: BLE001 - of the environment's own code, and it costs one episode
-            said = EpisodeFailed(id=episode.id, error=f"{type(error).__name__}: {error}")
+            (slot,) = self._env.slots(begun)
+            return _conclusion(played, await self._env.run_slot(slot, self._context, on_trace=on_trace))
+        except Exception:
+            if self._servers:  # it may be no fault of the environment's
+                await asyncio.sleep(_GONE_SECONDS)
+                self._end_without_servers()
+            raise
         finally:
             for trace in minted:
                 del self._of[trace]
-        if isinstance(said, EpisodeFailed) and self._servers:  # it may be no fault of the environment's
-            await asyncio.sleep(_GONE_SECONDS)
-            self._end_without_servers()
-        episode.said.put_nowait(said)
-
-    async def _next(self, episode: _Episode) -> EnvironmentAnswer:
-        said = await episode.said.get()
-        if not isinstance(said, _Call):
-            await self.end([episode.id])
-            return said
-        episode.turn += 1
-        keep = _shared(episode.token_ids, said.prompt_ids)
-        episode.token_ids = said.prompt_ids
-        added = np.array(said.prompt_ids[keep:], "i4")
-        return Turn(id=episode.id, turn=episode.turn, token_ids=pack(added), keep=keep)
 
     def _end_without_servers(self) -> None:
         """End this process, to be started again, when one is gone: verifiers starts each once."""
@@ -266,26 +199,16 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _shared(before: list[int], after: list[int]) -> int:
-    """Ids that both begin with; at least one of `after` is left."""
-    length = min(len(before), len(after) - 1)
-    if before[:length] == after[:length]:
-        return length
-    return next(i for i in range(length) if before[i] != after[i])
-
-
-def _conclusion(episode: _Episode, done: Any) -> EpisodeOver | EpisodeFailed:
+def _conclusion(played: _Played, done: Any) -> EpisodeOver:
     """How a verifiers episode ended. The reward is that of the traces which the student played, added up."""
     errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
     if not done.ok:
         said = f"{errors[0].type}: {errors[0].message}" if errors else "it is not ok, and names no error"
-        return EpisodeFailed(id=episode.id, error=f"verifiers could not play the episode on: {said}")
-    if not episode.traces:
-        return EpisodeFailed(
-            id=episode.id, error="the episode ended without a turn of the student: nothing can be trained"
-        )
-    rewards = [pair for trace in episode.traces for pair in trace.rewards.items() if pair[1] is not None]
-    metrics = [pair for trace in episode.traces for pair in trace.metrics.items() if pair[1] is not None]
+        raise DataError(f"verifiers could not play the episode on: {said}")
+    if not played.traces:
+        raise DataError("the episode ended without a turn of the student: nothing can be trained")
+    rewards = [pair for trace in played.traces for pair in trace.rewards.items() if pair[1] is not None]
+    metrics = [pair for trace in played.traces for pair in trace.metrics.items() if pair[1] is not None]
     reward = sum(part.value for _, part in rewards) if rewards else None
     figures = {name: part.value for name, part in rewards} | dict(metrics)
-    return EpisodeOver(id=episode.id, reward=reward, metrics=figures)
+    return EpisodeOver(id=played.playing.id, reward=reward, metrics=figures)

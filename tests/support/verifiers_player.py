@@ -12,11 +12,13 @@ import re
 import string
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from played import Played
 
 from distill.environments.config import EnvironmentConfig
 from distill.environments.episode import Environment, Episode, Limits, play
@@ -70,9 +72,16 @@ def bisecting(rng: random.Random, spelled: float = 0.0, sloppy: float = 0.0) -> 
 
 
 async def played(
-    environment: Environment, tokenizer: Any, name: str, task: int, student: Student, seconds: float = 120.0
+    environment: Environment | VerifiersEnvironment,
+    tokenizer: Any,
+    name: str,
+    task: int,
+    student: Student,
+    seconds: float = 120.0,
 ) -> dict[str, Any]:
     """One episode by the loop that a run has, as facts."""
+    if isinstance(environment, VerifiersEnvironment):
+        environment = Played(environment)
     said: list[list[int]] = []
 
     async def generate(episode: Episode) -> Generated:
@@ -108,9 +117,12 @@ async def played(
     }
 
 
-def opened(name: str, tokenizer: Any, **options: Any) -> VerifiersEnvironment:
+@asynccontextmanager
+async def opened(name: str, tokenizer: Any, **options: Any) -> AsyncIterator[VerifiersEnvironment]:
     config = EnvironmentConfig(type="verifiers", environment=name, options=options)
-    return VerifiersEnvironment("tried", config, tokenizer)
+    host = VerifiersEnvironment("tried", config, tokenizer)
+    async with host.serving():
+        yield host
 
 
 async def guesses() -> dict[str, Any]:
@@ -131,9 +143,11 @@ async def guesses() -> dict[str, Any]:
         random.seed(5)
         await one(200, 7)
         untouched = random.random() == drawn
-        first = await environment.begin("given up", 3)
-        await environment.end(["given up", "unknown"])
-        again = await environment.begin("given up", 3)
+        twice = Played(environment)
+        first = await twice.begin("given up", 3)
+        await twice.end(["given up", "unknown"])
+        again = await twice.begin("given up", 3)
+        await twice.end(["given up"])
         return {
             "tasks": environment.tasks,
             "many": many,
@@ -156,7 +170,7 @@ async def wrongs() -> dict[str, Any]:
             student = bisecting(random.Random(task))
             seconds = 1.0 if "hangs" in wrong else 120.0
             facts[wrong] = await played(environment, tokenizer, wrong, task, student, seconds)
-    facts["left"] = len(environment._of) + len(environment._plays) + len(environment._episodes)
+    facts["left"] = len(environment._of)
     return facts
 
 

@@ -26,6 +26,7 @@ from distill.environments import service as role
 from distill.environments.client import EnvironmentClient
 from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.environments.episode import EnvironmentFailed, EnvironmentLost, Episode, Limits, play
+from distill.environments.host import Playing
 from distill.environments.python_host import PythonEnvironment
 from distill.environments.rendering import Renderer
 from distill.environments.service import Service
@@ -126,7 +127,7 @@ async def served(
     host = host or PythonEnvironment("e", config, Renderer(TOKENIZER))
     known = tokenizers.fingerprint(TOKENIZER), tokenizers.vocab_size(TOKENIZER)
     service, bound = Service(host, config, known, **guards), listen("127.0.0.1", 0, None)
-    async with host, serving(service.app, bound):
+    async with service.serving(), serving(service.app, bound):
         yield service, f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
@@ -370,36 +371,27 @@ async def test_an_environment_that_raises_hangs_or_returns_nonsense_costs_the_ep
         assert count("distill_environment_open_episodes") == 1
 
 
-class Liar:
-    """Answers with `turn`, whatever is asked."""
+class Odd:
+    """Has the student answer to `context`, whatever the task."""
 
     name, tasks = "e", None
 
-    def __init__(self, turn: Turn) -> None:
-        self.turn = turn
+    def __init__(self, context: list[int]) -> None:
+        self.context = context
 
-    async def __aenter__(self) -> None: ...
-    async def __aexit__(self, *_: object) -> None: ...
-    async def begin(self, id: str, task: int) -> Turn:
-        return self.turn
+    def serving(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
 
-    async def end(self, ids: list[str]) -> None: ...
+    async def play(self, playing: Playing, task: int) -> EpisodeOver:
+        await playing.complete(self.context)
+        raise AssertionError
 
 
 @pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"token_ids": pack(np.array([1000], "i4"))}, "token_ids is 1000 in one place or more"),
-        ({"token_ids": pack(np.array([], "i4"))}, "token_ids is empty"),
-        ({"token_ids": pack(np.array([1.0], "f4"))}, "of dtype f4"),
-        ({"turn": 3}, "it is of episode 'x', turn 3"),
-        ({"id": "z"}, "it is of episode 'z'"),
-        ({"turn": -1}, "turn 0 of episode x: body of"),
-    ],
+    ("context", "error"), [([1000], "token_ids is 1000 in one place or more"), ([], "token_ids is empty")]
 )
-async def test_turns_that_cannot_be_used_are_not_handed_on(fields: dict[str, Any], error: str) -> None:
-    turn = Turn(**{"id": "x", "turn": 0, "token_ids": said("a"), "keep": 0, **fields})
-    async with served(host=Liar(turn)) as (_, url), client_of(url) as client:
+async def test_turns_that_cannot_be_used_are_not_handed_on(context: list[int], error: str) -> None:
+    async with served(host=Odd(context)) as (_, url), client_of(url) as client:
         answer = await client.begin("x", 0)
     assert isinstance(answer, EpisodeFailed)
     assert error in answer.error

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from in_memory import MemoryReplica
+from played import Played
 
 from distill import quickstart
 from distill.config.loading import load
@@ -63,7 +64,7 @@ async def test_there_are_no_more_than_five_guesses() -> None:
 
 async def test_bisection_wins_every_game_on_the_tokens_that_the_template_makes() -> None:
     config = EnvironmentConfig(environment="distill.tasks.guess:play")
-    environment = PythonEnvironment("guess", config, Renderer(guess.guess_tokenizer()))
+    environment = Played(PythonEnvironment("guess", config, Renderer(guess.guess_tokenizer())))
     replica, same = MemoryReplica(player=episodes.bisects), episodes.GuessEnvironment()
 
     async def generate(episode: Episode) -> Generated:

@@ -1,0 +1,99 @@
+"""An environment in this process, and the episodes that it plays: what the service puts behind HTTP.
+
+play ─▶ complete(context) ─▶ next(): Turn ─▶ answer(ids) ─▶ back in play … ─▶ next(): over, or failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from distill.environments.episode import EnvironmentAnswer, FinishReason
+from sync.base.errors import DataError
+from sync.wire import EpisodeFailed, EpisodeOver, Turn, pack
+
+STOP_SECONDS = 1.0
+"""Longest wait for an episode that is cancelled: it may ignore that."""
+
+
+class Host(Protocol):
+    """An environment; `name` is that of its section."""
+
+    name: str
+    tasks: int | None
+    """How many there are, known once `serving` is entered; None: they have no end."""
+
+    def serving(self) -> AbstractAsyncContextManager[object]:
+        """What it needs while it plays; entered before the first episode begins."""
+        ...
+
+    async def play(self, playing: Playing, task: int) -> EpisodeOver:
+        """Play an episode to its end. What it raises costs the episode."""
+        ...
+
+
+class _Call(NamedTuple):
+    """A completion that the host waits for."""
+
+    context: list[int]
+    answer: asyncio.Future[tuple[list[int], FinishReason]]
+
+
+class Playing:
+    """One episode, under way from its construction on. Order: `next`, (`answer`, `next`)*, `stop`."""
+
+    def __init__(self, host: Host, id: str, task: int) -> None:
+        self.id, self.turn = id, -1  # the newest turn that was given
+        self._said: asyncio.Queue[_Call | EpisodeOver | EpisodeFailed] = asyncio.Queue()
+        self._calls: list[_Call] = []
+        self._token_ids: list[int] = []  # the sequence so far
+        self._play = asyncio.create_task(self._played(host, task), name=f"episode {id}")
+
+    async def _played(self, host: Host, task: int) -> None:
+        try:
+            said: EpisodeOver | EpisodeFailed = await host.play(self, task)
+        except Exception as error:  # noqa: BLE001 - of the environment's own code, and it costs one episode
+            kind = "" if isinstance(error, DataError) else f"{type(error).__name__}: "
+            said = EpisodeFailed(id=self.id, error=f"{kind}{error}")
+        self._said.put_nowait(said)
+
+    async def complete(self, context: list[int]) -> tuple[list[int], FinishReason]:
+        """For the host: what the student says behind a context, and why that ended."""
+        call = _Call(context, asyncio.get_running_loop().create_future())
+        self._calls.append(call)
+        self._said.put_nowait(call)
+        return await call.answer
+
+    async def next(self) -> EnvironmentAnswer:
+        """The next turn, or how the episode ended."""
+        said = await self._said.get()
+        if not isinstance(said, _Call):
+            return said
+        keep, self.turn = _shared(self._token_ids, said.context), self.turn + 1
+        self._token_ids = said.context
+        added = pack(np.array(said.context[keep:], "i4"))
+        return Turn(id=self.id, turn=self.turn, token_ids=added, keep=keep)
+
+    def answer(self, token_ids: list[int], finish_reason: FinishReason) -> None:
+        """Give the host what the student said to the newest turn."""
+        self._token_ids = self._token_ids + token_ids
+        if not (answer := self._calls[self.turn].answer).done():
+            answer.set_result((token_ids, finish_reason))
+
+    async def stop(self) -> None:
+        """End it; one that is over has ended."""
+        for call in self._calls:
+            call.answer.cancel()
+        self._play.cancel()
+        await asyncio.wait({self._play}, timeout=STOP_SECONDS)
+
+
+def _shared(before: list[int], after: list[int]) -> int:
+    """Ids that both begin with; at least one of `after` is left."""
+    length = max(0, min(len(before), len(after) - 1))
+    if before[:length] == after[:length]:
+        return length
+    return next(i for i in range(length) if before[i] != after[i])
