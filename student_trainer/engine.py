@@ -22,7 +22,7 @@ from student_trainer.checkpoint_files import CHECKPOINTS, Index
 from student_trainer.config import LoRAConfig, TrainerConfig, TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.expert_layers import Originals, check_experts, originals
-from student_trainer.head import HeadShape, HeadWeights, KnownRows, Loss, chunked_loss, log_probs, token_logp
+from student_trainer.head import Loss, chunked_loss, token_logp
 from student_trainer.objectives.divergences import Targets, future_credit
 from student_trainer.ranks import Ranks
 from student_trainer.routing import Router, replayed, routers
@@ -33,6 +33,7 @@ from student_trainer.weights import Weights
 from sync.base.errors import ConfigError
 from sync.base.tokenizers import OTHER, end_ids, first_bytes, load_tokenizer, vocab_size
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version
+from sync.wire.head import HeadShape, OutputHead
 
 log = logging.getLogger(__name__)
 LEAST: Final = 3
@@ -155,9 +156,9 @@ class Head(nn.Module):
 
         `rows`: where the tokens lie whose rows other ranks have parts of.
         """
-        head = HeadWeights(self.weight, self.bias, self.shape)
+        head = OutputHead(self.weight, self.bias, self.shape)
         if targets is None or loss is None:
-            return KnownRows(self.weight, self.bias).logits(hidden_CH)
+            return head.raw(hidden_CH)
         if loss.discount is not None and targets.row_N is not None and loss.discount.applies(targets):
             logp_C = token_logp(hidden_CH.detach(), head, targets.token_N, self.chunk)
             factor_C = loss.discount.factor(logp_C, targets)
@@ -224,8 +225,8 @@ class Student(nn.Module):
         shape = replace(self.head.shape, temperature=1.0)
         theirs_RLV = self.model(input_ids=tokens_RL, use_cache=False, **more).logits
         theirs_CV = theirs_RLV.flatten(0, 1).index_select(0, positions_C)[:, : shape.vocab]
-        ours_CV = log_probs(self.head(hidden_CH, None, None)[:, : shape.vocab], shape)
-        return ours_CV, theirs_CV.float().log_softmax(1)
+        ours_CV = shape.logits(self.head(hidden_CH, None, None)[:, : shape.vocab])
+        return ours_CV.log_softmax(1), theirs_CV.float().log_softmax(1)
 
 
 def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:

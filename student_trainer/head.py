@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,52 +20,11 @@ from torch import Tensor
 from student_trainer.objectives.config import TaskReward
 from student_trainer.objectives.divergences import Discount, Objective, Targets, at, own
 from student_trainer.objectives.token_statistics import STATS, token_sums
-from sync.base.products import bf16_products, project
+from sync.wire.head import HeadShape, OutputHead, bf16_products
 
 RHO_MAX = len(STATS)
 """Place of the largest ρ in a statistics vector; the sums named in STATS stand before it. After it stand, for
 M tracked teachers, M sums of their tokens' reverse KL and M counts of these tokens."""
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """logits = cap(scale · (hidden · weightᵀ + bias)) / temperature, over the first `vocab` rows."""
-
-    vocab: int
-    """Ids of the tokenizer; rows of the model beyond them do not exist for the loss."""
-    scale: float = 1.0
-    soft_cap: float | None = None
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True)
-class HeadWeights:
-    """A head whose weights are at hand; of the student, or of a teacher."""
-
-    weight_VH: Tensor
-    bias_V: Tensor | None
-    shape: HeadShape
-
-    def known_rows(self, device: torch.device) -> KnownRows:
-        """Weight and bias below `vocab`, the weight fp32 where the device has no products of bf16 in fp32."""
-        weight_VH = self.weight_VH.detach()[: self.shape.vocab]
-        bias_V = None if self.bias_V is None else self.bias_V.detach()[: self.shape.vocab].float()
-        exact = weight_VH.dtype == torch.bfloat16
-        return KnownRows(weight_VH if device.type == "cuda" else weight_VH.float(), bias_V, exact)
-
-
-class KnownRows(NamedTuple):
-    """Rows of a head that tokens have."""
-
-    weight_VH: Tensor
-    bias_V: Tensor | None
-    exact: bool = False
-    """Whether the weight's numbers are those of bf16, whatever its type."""
-
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """hidden · weightᵀ + bias as fp32 [N, V]."""
-        raw_NV = project(hidden_NH, self.weight_VH, self.exact)
-        return raw_NV if self.bias_V is None else raw_NV + self.bias_V
 
 
 @dataclass(frozen=True)
@@ -75,7 +34,7 @@ class Loss:
     objective: Objective
     discount: Discount | None = None
     """How later tokens are credited; None: credit is immediate."""
-    heads: tuple[HeadWeights, ...] = ()
+    heads: tuple[OutputHead, ...] = ()
     """The teachers' heads, for objectives over the whole vocabulary; else empty."""
     ends: tuple[int, ...] = ()
     """Ids that end a completion, whose probability is recorded; empty: it is not."""
@@ -96,26 +55,16 @@ class Loss:
         return len(self.teachers) if len(self.teachers) > 1 else 0
 
 
-def log_probs(raw_NV: Tensor, shape: HeadShape) -> Tensor:
-    """log p [N, V] of raw = hidden · weightᵀ + bias."""
-    logits_NV = raw_NV * shape.scale if shape.scale != 1.0 else raw_NV
-    if shape.soft_cap is not None:
-        logits_NV = shape.soft_cap * torch.tanh(logits_NV / shape.soft_cap)
-    if shape.temperature != 1.0:
-        logits_NV = logits_NV / shape.temperature
-    return logits_NV.log_softmax(1)
-
-
 @torch.no_grad()
-def token_logp(hidden_CH: Tensor, head: HeadWeights, token_C: Tensor, chunk: int) -> Tensor:
+def token_logp(hidden_CH: Tensor, head: OutputHead, token_C: Tensor, chunk: int) -> Tensor:
     """log p(y) [C] without gradient, in chunks of `chunk` tokens."""
-    rows = head.known_rows(hidden_CH.device)
+    head = head.placed(hidden_CH.device)
     pairs = zip(hidden_CH.split(chunk), token_C.split(chunk), strict=True)
-    return torch.cat([at(log_probs(rows.logits(h_NH), head.shape), token_N) for h_NH, token_N in pairs])
+    return torch.cat([at(head.logits(h_NH).log_softmax(1), token_N) for h_NH, token_N in pairs])
 
 
 def chunked_loss(
-    hidden_CH: Tensor, head: HeadWeights, targets: Targets, loss: Loss, chunk: int
+    hidden_CH: Tensor, head: OutputHead, targets: Targets, loss: Loss, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Sum of the objective over C tokens, and the statistics vector (see RHO_MAX).
 
@@ -140,8 +89,8 @@ class _ChunkedLoss(torch.autograd.Function):
         spec: Loss,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        rows = HeadWeights(weight_VH, bias_V, shape).known_rows(hidden_CH.device)
-        exact = rows.exact and hidden_CH.dtype == torch.bfloat16 and not hidden_CH.is_cuda
+        head = OutputHead(weight_VH, bias_V, shape).placed(hidden_CH.device)
+        exact = head.exact and hidden_CH.dtype == torch.bfloat16 and not hidden_CH.is_cuda
         loss = hidden_CH.new_zeros((), dtype=torch.float32)
         stats = hidden_CH.new_zeros(RHO_MAX + 1 + 2 * spec.tracked, dtype=torch.float32)
         grad_hidden_CH = torch.zeros_like(hidden_CH, dtype=torch.float32)
@@ -150,14 +99,14 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, hidden_CH.shape[0], chunk):
             part = slice(start, start + chunk)
             hidden_NH, chunk_targets = hidden_CH[part].detach(), targets.each(itemgetter(part))
-            raw_NV = rows.logits(hidden_NH)
+            raw_NV = head.raw(hidden_NH)
             total, sums, grad_NV = _chunk_loss(raw_NV, shape, chunk_targets, spec)
             loss += total
             _record(stats, sums)
             with bf16_products(exact):  # the factor from the loss is rounded, as it is on GPUs
-                grad_hidden_CH[part] = grad_NV.to(rows.weight_VH.dtype) @ rows.weight_VH
+                grad_hidden_CH[part] = grad_NV.to(head.weight_VH.dtype) @ head.weight_VH
                 if grad_weight_VH is not None:
-                    hidden_NH = hidden_NH.to(rows.weight_VH.dtype)
+                    hidden_NH = hidden_NH.to(head.weight_VH.dtype)
                     _add_product(grad_weight_VH[: shape.vocab], grad_NV, hidden_NH)
             if grad_bias_V is not None:
                 grad_bias_V[: shape.vocab] += grad_NV.sum(0)
@@ -183,7 +132,7 @@ def _chunk_loss(
     sums_over_v = targets.mask_NK is not None or targets.parted_NB is not None
     few = spec.few_columns and shape.soft_cap is None and not sums_over_v
     with torch.enable_grad():
-        logp_NV = log_probs(raw_NV if few else raw_NV.requires_grad_(), shape)
+        logp_NV = shape.logits(raw_NV if few else raw_NV.requires_grad_()).log_softmax(1)
         if few:
             ids_NC, named = columns(targets)
             logp_NC = logp_NV.gather(1, ids_NC).requires_grad_()
@@ -219,7 +168,7 @@ def columns(targets: Targets) -> tuple[Tensor, Targets]:
     return ids_NC.clamp(min=0), named
 
 
-def _teacher_logp(targets: Targets, heads: tuple[HeadWeights, ...]) -> Tensor | None:
+def _teacher_logp(targets: Targets, heads: tuple[OutputHead, ...]) -> Tensor | None:
     """log q [N, V] of one chunk; None when the objective does not go over the whole vocabulary."""
     hidden_NG = targets.teacher_hidden_NG
     if hidden_NG is None or not heads:
@@ -233,9 +182,9 @@ def _teacher_logp(targets: Targets, heads: tuple[HeadWeights, ...]) -> Tensor | 
     return logq_NV
 
 
-def _one_teacher(hidden_NG: Tensor, head: HeadWeights) -> Tensor:
-    rows = head.known_rows(hidden_NG.device)
-    return log_probs(rows.logits(hidden_NG[:, : rows.weight_VH.shape[1]]), head.shape)
+def _one_teacher(hidden_NG: Tensor, head: OutputHead) -> Tensor:
+    head = head.placed(hidden_NG.device)
+    return head.logits(hidden_NG[:, : head.weight_VH.shape[1]]).log_softmax(1)
 
 
 def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
@@ -26,7 +26,6 @@ import torch
 from student_trainer.config import TrainerConfig
 from student_trainer.controller_client import FINAL_REPORT_SECONDS, ControllerClient
 from student_trainer.engine import Learner, after
-from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.launch import TITLE, catch_stop_signals
 from student_trainer.ledger import Ledger
 from student_trainer.objectives.config import needs, student_topk, teacher_temperature
@@ -41,6 +40,7 @@ from sync.base.errors import DataError, StoreError
 from sync.wire import TrainBatch, TrainerWelcome, Version, Wait
 from sync.wire.claims import Claim
 from sync.wire.client import BlockingPeer
+from sync.wire.head import OutputHead
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 20.0
@@ -173,19 +173,13 @@ def join(config: TrainerConfig) -> Ranks:
 
 def teacher_heads(
     config: TrainerConfig, client: ControllerClient, welcome: TrainerWelcome, learner: Learner
-) -> tuple[HeadWeights, ...]:
-    """Fetch the teachers' heads, fp32 on CPUs; none unless the objective reads whole distributions."""
+) -> tuple[OutputHead, ...]:
+    """Fetch the teachers' heads; none unless the objective reads whole distributions."""
     if not needs(config.objective).hidden:
         return ()
-    device, heads = learner.ranks.device, []
-    shape = HeadShape(learner.vocab, temperature=teacher_temperature(config.objective, config.temperature))
-    for head in map(client.head, welcome.teachers):
-        array = torch.tensor(wire.unpack(head.weight))
-        weight_VH = (array.view(torch.bfloat16) if head.weight.dtype == "bf16" else array).to(device)
-        bias_V = None if head.bias is None else torch.tensor(wire.unpack(head.bias)).to(device)
-        weight_VH = weight_VH if device.type == "cuda" else weight_VH.float()
-        heads.append(HeadWeights(weight_VH, bias_V, replace(shape, scale=head.scale, soft_cap=head.soft_cap)))
-    return tuple(heads)
+    temperature = teacher_temperature(config.objective, config.temperature)
+    heads = map(client.head, welcome.teachers)
+    return tuple(OutputHead.of(head, learner.ranks.device, temperature) for head in heads)
 
 
 def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:

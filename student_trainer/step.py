@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from student_trainer.head import RHO_MAX, HeadWeights, Loss
+from student_trainer.head import RHO_MAX, Loss
 from student_trainer.objectives.config import ObjectiveConfig, TaskReward, few_columns
 from student_trainer.objectives.divergences import Targets, build, discount
 from student_trainer.objectives.token_statistics import COUNTS, MEANS, STATS
@@ -32,6 +32,7 @@ from student_trainer.varlen import PackedRows
 from sync.base.errors import DataError
 from sync.base.tokenizers import OTHER
 from sync.wire import Rows, Segment, TrainBatch, unpack
+from sync.wire.head import OutputHead, tensor_of
 
 _EQUAL: Final = 1e-6
 """Standard deviation of rewards, as a share of their mean or of 1, up to which they are the same number."""
@@ -44,7 +45,7 @@ over tokens are of whole tiles."""
 def loss_of(
     objective: ObjectiveConfig,
     teachers: Sequence[str],
-    heads: tuple[HeadWeights, ...] = (),
+    heads: tuple[OutputHead, ...] = (),
     ends: tuple[int, ...] = (),
     first_bytes: Callable[[], Tensor] | None = None,
 ) -> Loss:
@@ -272,8 +273,8 @@ def _floats(rows: Rows, name: str) -> Any:
     array = getattr(rows, name)
     if array is None:
         return None
-    tensor = torch.tensor(unpack(array))
-    tensor = tensor.view(torch.bfloat16) if array.dtype == "bf16" else tensor.float()
+    tensor = tensor_of(array)
+    tensor = tensor if array.dtype == "bf16" else tensor.float()
     if not bool(torch.isfinite(tensor).all()):
         raise DataError(f"{name} of a batch is not finite: the teacher or the rollout engine is broken")
     return tensor

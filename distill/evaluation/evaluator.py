@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.evaluation.models import head_of, load_student, tensor_of
+from distill.evaluation.models import load_student
 from distill.scoring import ask, until_answered
 from distill.translation import TextTeacher
 from sync import wire
@@ -32,10 +32,10 @@ from sync.base.errors import RemoteError, WireError
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.weights.subscribe import Subscriber
 from sync.wire import checks
+from sync.wire.head import OutputHead, tensor_of
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
-from teacher_service.engines.head import OutputHead
 from teacher_service.engines.transformers import TransformersEngine, find_device
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,12 @@ class Evaluator:
         is_exact = "hidden" in info.can and not follows and not isinstance(teacher, TextTeacher)
         want, options = wire.Want(hidden=is_exact), ScoreOptions(hidden=is_exact)
         device = find_device(self._settings.device)
-        student_head = await asyncio.to_thread(head_of, student.head(), device)
+        student_head = await asyncio.to_thread(OutputHead.of, student.head(), device)
         other = student_head
         if is_exact:
-            other = await asyncio.to_thread(head_of, await until_answered(teacher, teacher.head), device)
+            other = await asyncio.to_thread(
+                OutputHead.of, await until_answered(teacher, teacher.head), device
+            )
 
         def values_of(
             part: list[Item], answers: Sequence[wire.Scored | wire.ScoreRefused], mine: EngineScores
@@ -107,7 +109,7 @@ class Evaluator:
                 theirs = np.concatenate([wire.unpack(score.logprob) for score in scored])
                 return np.where(_unscored(scored), 0.0, mine.logprob_C - theirs).astype("f4")
             assert mine.hidden_CH is not None, "it was asked for"
-            hidden = [tensor_of(score.hidden, device) for score in scored if score.hidden is not None]
+            hidden = [tensor_of(score.hidden).to(device) for score in scored if score.hidden is not None]
             return exact(student_head, torch.from_numpy(mine.hidden_CH).to(device), other, torch.cat(hidden))
 
         width = max(info.hidden_size, student.engine_info.hidden_size) if is_exact else 1

@@ -1,4 +1,4 @@
-"""Models on one device, in fp32 for the evaluator; heads and hidden states as they are sent."""
+"""Models on one device, in fp32 for the evaluator."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from sync import wire
 from sync.base.errors import DataError
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer
 from sync.weights.snapshots.checkpoint import let_others_read, read_folder
-from sync.wire import unpack
-from teacher_service.engines.head import OutputHead
 from teacher_service.engines.transformers import find_device
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -74,19 +70,3 @@ def write_merged(base: ModelSource, adapter: Path, folder: Path) -> None:
     merged(base, adapter).save_pretrained(folder)
     let_others_read(folder)
     load_tokenizer(base).save_pretrained(folder)
-
-
-def tensor_of(array: wire.Array, device: torch.device) -> Tensor:
-    """A tensor of an array of hidden states or head: bf16 or fp32."""
-    values = torch.from_numpy(unpack(array).copy())
-    return (values.view(torch.bfloat16) if array.dtype == "bf16" else values).to(device)
-
-
-def head_of(head: wire.Head | None, device: torch.device) -> OutputHead:
-    """The head of an engine with hidden states, as it is sent."""
-    assert head is not None, "engines with hidden states have a head"
-    weight_VH = tensor_of(head.weight, device)
-    bias_V = None if head.bias is None else tensor_of(head.bias, device).float()
-    return OutputHead(
-        weight_VH if weight_VH.is_cuda else weight_VH.float(), bias_V, head.scale, head.soft_cap
-    )

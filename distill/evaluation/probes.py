@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
-from distill.evaluation.models import head_of, load_model, tensor_of
+from distill.evaluation.models import load_model
 from distill.scoring import ask, until_answered
 from student_trainer.objectives.config import (
     SFT,
@@ -40,9 +40,10 @@ from sync.base.own_code import is_own
 from sync.base.settings import ModelSource
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.wire import ProbeReply, ProbeRequest, SamplingMask, Scored, ScoreSequence, Want, pack, unpack
+from sync.wire.head import OutputHead, tensor_of
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
-from teacher_service.engines.head import OutputHead, find_head
+from teacher_service.engines.head import find_head
 from teacher_service.engines.transformers import find_device
 
 SHARE: Final = 0.5
@@ -121,11 +122,11 @@ async def _served(
     """fp32 [T, V] of each sequence, from hidden states and head; None: the teacher gives none."""
     if "hidden" not in (await until_answered(teacher, teacher.first_info)).can:
         return None
-    head, logps = head_of(await until_answered(teacher, teacher.head), device), []
+    head, logps = OutputHead.of(await until_answered(teacher, teacher.head), device), []
     for answer, _ in await ask(teacher, sequences, partial(teacher.score, want=Want(hidden=True))):
         if not isinstance(answer, Scored) or answer.hidden is None:
             raise RemoteError(f"teacher {teacher.name} refuses a probe: {answer}"[:500])
-        hidden_TH = tensor_of(answer.hidden, device).to(head.weight_VH.dtype)
+        hidden_TH = tensor_of(answer.hidden).to(device, head.weight_VH.dtype)
         logps.append(head.logits(hidden_TH).log_softmax(-1))
     return logps
 

@@ -1,22 +1,19 @@
 """A model's output head, found and verified, and the scores computed through it in chunks.
 
-logits = cap(scale · (hidden · weightᵀ + bias)), with rows beyond the tokenizer's vocabulary cut off.
-
 Letters in shapes: C scored positions, c of one chunk, K ids per position, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from sync.base.errors import ConfigError
-from sync.base.products import project
-from sync.wire import Head, pack
+from sync.wire.head import HeadShape, OutputHead, to_numpy
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 
@@ -26,58 +23,6 @@ CPU_COLUMNS: Final = 4096
 """Columns of logits that are summed at once on a CPU: more leave its nearest cache."""
 BLOCK: Final = 8
 """Columns of a row of which only the largest is compared first, on a CPU."""
-
-
-@dataclass(frozen=True)
-class OutputHead:
-    """The pieces of the head, on the device where it is applied."""
-
-    weight_VH: torch.Tensor
-    bias_V: torch.Tensor | None
-    scale: float = 1.0
-    soft_cap: float | None = None
-    rounded: bool = False
-    """Whether a float32 weight holds what bfloat16 can."""
-
-    def logits(self, hidden_CH: torch.Tensor) -> torch.Tensor:
-        """float32 [C, V]; products are accumulated and kept in float32 whatever the model's dtype."""
-        logits_CV = project(hidden_CH, self.weight_VH, self.rounded)
-        if self.bias_V is not None:
-            logits_CV += self.bias_V
-        if self.scale != 1.0:
-            logits_CV *= self.scale
-        if self.soft_cap is not None:
-            logits_CV = logits_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        return logits_CV
-
-    def placed(self, device: torch.device) -> OutputHead:
-        """The same head where it is to be applied; on a CPU with a float32 weight."""
-        weight_VH = self.weight_VH.to(device)
-        rounded = self.rounded or weight_VH.dtype == torch.bfloat16
-        if not weight_VH.is_cuda:
-            weight_VH = weight_VH.float()  # no product of bf16 in fp32 on CPUs: convert once, not per chunk
-        bias_V = None if self.bias_V is None else self.bias_V.to(device).float()
-        return OutputHead(weight_VH, bias_V, self.scale, self.soft_cap, rounded)
-
-    def message(self, dtype: torch.dtype) -> Head:
-        """Wire form; `dtype`: of the model, whose precision the weight keeps."""
-        half = dtype == torch.bfloat16
-        weight_VH = self.weight_VH.to(torch.bfloat16 if half else torch.float32)
-        return Head(
-            weight=pack(to_numpy(weight_VH), "bf16" if half else "f4"),
-            bias=None if self.bias_V is None else pack(to_numpy(self.bias_V)),
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-        )
-
-
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """bfloat16 as uint16 bits, float16 as float32, anything else as it is."""
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    elif tensor.dtype == torch.float16:
-        tensor = tensor.float()
-    return tensor.cpu().numpy()
 
 
 class CheckpointHead(NamedTuple):
@@ -140,12 +85,13 @@ def find_head(model: Any, vocab_size: int, device: torch.device | None = None) -
     caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
     cap = next((float(value) for value in caps if value is not None), None)
     bias = getattr(linear, "bias", None)
-    plain = OutputHead(linear.weight.detach(), None if bias is None else bias.detach())
+    shape, bias_V = HeadShape(vocab_size), None if bias is None else bias.detach()
+    plain = OutputHead(linear.weight.detach(), bias_V, shape)
     hidden_CH, expected_CV = (
         part.to(linear.weight.device) for part in _probe(model, min(vocab_size, linear.weight.shape[0]))
     )
     scale = _scale(plain.logits(hidden_CH), expected_CV, cap, config)
-    head = OutputHead(plain.weight_VH, plain.bias_V, scale, cap)
+    head = replace(plain, shape=replace(shape, scale=scale, soft_cap=cap))
     worst = float((head.logits(hidden_CH) - expected_CV).abs().max())
     rounding = 1e-4 if linear.weight.dtype == torch.float32 else 2.0**-5
     allowed = rounding * max(1.0, float(expected_CV.abs().max()))
@@ -154,9 +100,7 @@ def find_head(model: Any, vocab_size: int, device: torch.device | None = None) -
             f"the head of {type(model).__name__} is not reproduced: logits differ by {worst:.3g}, allowed "
             f"{allowed:.3g}; heads may be linear with bias, scale and soft cap, choose another model"
         )
-    bias_V = None if plain.bias_V is None else plain.bias_V[:vocab_size]
-    cut = OutputHead(plain.weight_VH[:vocab_size], bias_V, scale, cap)
-    return cut.placed(device or cut.weight_VH.device)
+    return head.placed(device or head.weight_VH.device)
 
 
 @torch.inference_mode()

@@ -72,7 +72,7 @@ class TransformersEngine:
     def generate(self, prompts: Sequence[base.EnginePrompt], params: base.GenerationParams) -> base.Steps:
         return generate(self._model, len(self._head.weight_VH), prompts, params)
 
-    def head(self) -> Head | None:
+    def head(self) -> Head:
         return self._head.message(self._model.dtype)
 
     def close(self) -> None:

@@ -31,10 +31,11 @@ from sync.vllm.plugin import PLUGIN
 from sync.weights.snapshots.checkpoint import vllm_formats
 from sync.wire import Head
 from sync.wire.client import BlockingPeer
+from sync.wire.head import OutputHead
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, GenerationParams, Item
-from teacher_service.engines.head import OutputHead, load_head, score_items
+from teacher_service.engines.head import load_head, score_items
 from teacher_service.engines.transformers import find_device
 
 CONCURRENCY: Final = 3

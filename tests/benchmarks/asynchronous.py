@@ -59,7 +59,6 @@ from distill.tasks.sort_letters import letter_tokenizer, untaught
 from distill.tasks.teaching import Recipe, made_once, recipe_hash, save_pair
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.engine import Student, head_shape
-from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.objectives.config import needs, student_topk
 from student_trainer.step import loss_of, train_step
 from student_trainer.varlen import pack_rows
@@ -384,8 +383,7 @@ class Step:
         shape = head_shape(model.config, vocab, temperature=1.0)
         self._trainee = AdamW(Student(model, shape, HEAD_CHUNK, varlen))
         head = find_head(load_model(teacher, "cpu", teacher.dtype), vocab)
-        weights = HeadWeights(head.weight_VH, head.bias_V, HeadShape(vocab, head.scale, head.soft_cap))
-        self._loss = loss_of(config.objective, ["teacher"], (weights,) if want.hidden else ())
+        self._loss = loss_of(config.objective, ["teacher"], (head,) if want.hidden else ())
 
     def score(self) -> list[Scored]:
         """What a teacher sends for all completions: hidden states as its model has them, top-k in fp16."""

@@ -19,10 +19,11 @@ import torch
 import typer
 from torch import Tensor
 
-from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss
+from student_trainer.head import Loss, chunked_loss
 from student_trainer.objectives import config
 from student_trainer.objectives.divergences import Targets
 from student_trainer.step import loss_of
+from sync.wire.head import HeadShape, OutputHead
 from tests.benchmarks.figures import Figures, command, interleaved, listing
 
 OBJECTIVES: Final[dict[str, Any]] = {
@@ -54,8 +55,8 @@ def measured(name: str, tokens: int, hidden: int, vocab: int, chunk: int, repeat
     torch.manual_seed(0)
     hidden_CH = torch.randn(tokens, hidden).bfloat16().requires_grad_()
     weights = [(torch.randn(vocab, hidden) * 0.05).bfloat16() for _ in range(2)]
-    student = HeadWeights(torch.nn.Parameter(weights[0]), None, HeadShape(vocab))
-    teacher = HeadWeights(weights[1], None, HeadShape(vocab))
+    student = OutputHead(torch.nn.Parameter(weights[0]), None, HeadShape(vocab))
+    teacher = OutputHead(weights[1], None, HeadShape(vocab))
     loss = loss_of(OBJECTIVES[name], ["teacher"], (teacher,) if name == "full" else ())
     logp_C = torch.full((tokens,), -9.0)
     targets = Targets(torch.randint(vocab, (tokens,)), logp_C, logp_C, torch.ones(tokens, dtype=torch.bool))
@@ -76,7 +77,7 @@ def measured(name: str, tokens: int, hidden: int, vocab: int, chunk: int, repeat
     return {"vocabulary": vocab, "objective": name, **seconds, **ratio}
 
 
-def gradient(hidden_CH: Tensor, student: HeadWeights, value: Callable[[], Tensor]) -> Tensor:
+def gradient(hidden_CH: Tensor, student: OutputHead, value: Callable[[], Tensor]) -> Tensor:
     """The gradient of the hidden states, once that of the head's weight is there too."""
     hidden_CH.grad = student.weight_VH.grad = None
     value().backward()  # type: ignore[no-untyped-call]
@@ -85,7 +86,7 @@ def gradient(hidden_CH: Tensor, student: HeadWeights, value: Callable[[], Tensor
 
 
 def whole(
-    hidden_CH: Tensor, student: HeadWeights, teacher: HeadWeights, targets: Targets, loss: Loss
+    hidden_CH: Tensor, student: OutputHead, teacher: OutputHead, targets: Targets, loss: Loss
 ) -> Tensor:
     """The objective's sum over all tokens at once."""
     if targets.teacher_hidden_NG is not None:

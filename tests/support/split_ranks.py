@@ -25,7 +25,7 @@ from plain_step import ALONE, PlainEngine
 
 from student_trainer.config import LoRAConfig, TrainerSettings
 from student_trainer.engine import Student, check_rows, with_adapters
-from student_trainer.head import HeadShape, Loss
+from student_trainer.head import Loss
 from student_trainer.objectives.config import TopK
 from student_trainer.ranks import Ranks
 from student_trainer.sequence_split import SplitRows, join, split_rows
@@ -33,6 +33,7 @@ from student_trainer.step import collate, divided, loss_of, train_step
 from student_trainer.varlen import pack_rows
 from sync.base.errors import DistillError
 from sync.wire import Version
+from sync.wire.head import HeadShape
 
 VOCAB, CPU = 30, torch.device("cpu")
 

@@ -24,11 +24,11 @@ from student_trainer.config import TrainerSettings
 from student_trainer.deepspeed_json import deepspeed_config
 from student_trainer.engine import Student
 from student_trainer.expert_layers import LIMITS, Part, check_experts, originals, parts
-from student_trainer.head import HeadShape
 from student_trainer.ranks import Ranks
 from student_trainer.routing import replayed, routers
 from student_trainer.weights import Weights
 from sync.base.errors import ConfigError
+from sync.wire.head import HeadShape
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 JSONS = Path(__file__).parents[3] / "configs/deepspeed"

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from student_trainer.head import HeadShape, HeadWeights, Loss, _add_product, chunked_loss
+from student_trainer.head import Loss, _add_product, chunked_loss
 from student_trainer.objectives.config import Sampled, StudentTopK, TaskReward, TopK
 from student_trainer.objectives.divergences import Targets, full
 from student_trainer.step import loss_of
+from sync.wire.head import HeadShape, OutputHead
 
 C, V, H = 96, 40, 6
 
@@ -38,9 +39,7 @@ def work(teachers: int = 1) -> tuple[torch.Tensor, torch.Tensor, Targets, Loss]:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(C, H, generator=g), torch.randn(V, H, generator=g)
     token = torch.randint(0, V, (C,), generator=g)
-    heads = tuple(
-        HeadWeights(torch.randn(V, 3 + i, generator=g), None, HeadShape(V)) for i in range(teachers)
-    )
+    heads = tuple(OutputHead(torch.randn(V, 3 + i, generator=g), None, HeadShape(V)) for i in range(teachers))
     teacher_hidden = torch.randn(C, 2 + teachers, generator=g)
     low = torch.full((C,), -3.0)
     targets = Targets(
@@ -54,7 +53,7 @@ def test_no_tensor_is_as_large_as_tokens_times_vocabulary(chunk: int) -> None:
     hidden, weight, targets, loss = work()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     with LargestTensor() as largest:
-        total, _ = chunked_loss(leaves[0], HeadWeights(leaves[1], None, HeadShape(V)), targets, loss, chunk)
+        total, _ = chunked_loss(leaves[0], OutputHead(leaves[1], None, HeadShape(V)), targets, loss, chunk)
         total.backward()
     assert largest.elements <= max(chunk * V, C * H, V * H)
     assert largest.elements < C * V
@@ -62,7 +61,7 @@ def test_no_tensor_is_as_large_as_tokens_times_vocabulary(chunk: int) -> None:
 
 def test_the_heads_gradient_is_summed_where_it_is() -> None:
     hidden, weight, targets, loss = work()
-    head = HeadWeights(weight.requires_grad_(), None, HeadShape(V))
+    head = OutputHead(weight.requires_grad_(), None, HeadShape(V))
     with LargestTensor() as largest:
         total, _ = chunked_loss(hidden.requires_grad_(), head, targets, loss, 8)
         total.backward()
@@ -85,7 +84,7 @@ def test_a_gpu_sums_products_of_bf16_in_fp32_where_the_gradient_is() -> None:
 
 def test_every_token_is_compared_with_the_teacher_it_was_routed_to() -> None:
     hidden, weight, targets, loss = work(teachers=3)
-    head = HeadWeights(weight, None, HeadShape(V))
+    head = OutputHead(weight, None, HeadShape(V))
     value, _ = chunked_loss(hidden.requires_grad_(), head, targets, loss, 16)
     logp = (hidden @ weight.t()).log_softmax(1)
     expected = 0.0
@@ -103,7 +102,7 @@ def test_a_bf16_head_sums_in_fp32() -> None:
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [part.detach().to(dtype, copy=True).requires_grad_() for part in rounded]
-        head = HeadWeights(leaves[1], None, HeadShape(V))
+        head = OutputHead(leaves[1], None, HeadShape(V))
         value, _ = chunked_loss(leaves[0], head, targets, loss, 8)
         value.backward()
         results.append(
@@ -119,7 +118,7 @@ def test_rows_beyond_the_tokenizer_do_not_exist() -> None:
     padded = torch.cat([weight, torch.full((4, H), 50.0)]).requires_grad_()
     whole = weight.clone().requires_grad_()
     values = [
-        chunked_loss(hidden, HeadWeights(leaf, None, HeadShape(V)), targets, loss, 16)[0]
+        chunked_loss(hidden, OutputHead(leaf, None, HeadShape(V)), targets, loss, 16)[0]
         for leaf in (whole, padded)
     ]
     for value in values:
@@ -147,7 +146,7 @@ def test_a_gradient_in_few_columns_is_that_of_the_whole_vocabulary(objective: An
     assert loss.few_columns
     for few in (True, False):
         leaves = [part.clone().requires_grad_() for part in (hidden, weight)]
-        head = HeadWeights(leaves[1], None, HeadShape(V, scale=0.5, temperature=1.5))
+        head = OutputHead(leaves[1], None, HeadShape(V, scale=0.5, temperature=1.5))
         total, stats = chunked_loss(leaves[0], head, targets, replace(loss, few_columns=few), 8)
         total.backward()
         results.append([total.detach(), stats, *(leaf.grad for leaf in leaves)])

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from student_trainer import head, step
 from student_trainer.engine import Head
-from student_trainer.head import HeadShape, Loss
+from student_trainer.head import Loss
 from student_trainer.objectives import divergences, token_statistics
 from student_trainer.objectives.config import Full, Sampled, TopK
 from student_trainer.objectives.divergences import Discount, Targets, build
 from student_trainer.ranks import Ranks
 from sync.wire import Rows, TrainBatch, Version, pack
+from sync.wire.head import HeadShape
 
 V = 6
 EXACT = 1e-12
@@ -293,9 +294,9 @@ def test_objectives_rest_at_a_teacher_of_the_rollouts_temperature() -> None:
     for name, loss in offered().items():
         for temperature in (heat, 1.0):
             q = (THETA / temperature).log_softmax(0).float()
-            teacher = lib.HeadWeights(weight, None, lib.HeadShape(V, temperature=temperature))
+            teacher = lib.OutputHead(weight, None, lib.HeadShape(V, temperature=temperature))
             leaf, total = weight.clone().requires_grad_(), torch.zeros(V, V)
-            student = lib.HeadWeights(leaf, None, lib.HeadShape(V, temperature=heat))
+            student = lib.OutputHead(leaf, None, lib.HeadShape(V, temperature=heat))
             for y in range(V):  # in every row, weighed by its probability
                 goal = targets(q, p[[y] * V], [0, 3])
                 goal = lib.Targets(**(vars(goal) | {"token_N": zeros + y, "teacher_logp_N": q[[y] * V]}))
@@ -529,15 +530,13 @@ def test_each_teachers_reverse_kl_is_summed_alone() -> None:
     teacher = torch.randn(7, V, generator=g).log_softmax(1)
     token, whose = torch.arange(7) % V, torch.tensor([0, 2, 2, 0, 0, 2, 0])
     goal = lib.Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
-    head = lib.HeadWeights(torch.eye(V), None, lib.HeadShape(V))
+    head = lib.OutputHead(torch.eye(V), None, lib.HeadShape(V))
     goal = replace(goal, teacher_N=whose, teacher_hidden_NG=teacher)
     spec = lib.Loss(lib.full, heads=(head, head, head), teachers=("a", "b", "c"))
     logp = (hidden @ weight.t()).log_softmax(1)
     kl = (logp.exp() * (logp - teacher)).sum(1)
     for chunk in (2, 7):
-        _, stats = lib.chunked_loss(
-            hidden, lib.HeadWeights(weight, None, lib.HeadShape(V)), goal, spec, chunk
-        )
+        _, stats = lib.chunked_loss(hidden, lib.OutputHead(weight, None, lib.HeadShape(V)), goal, spec, chunk)
         wanted = [kl[whose == 0].sum(), 0.0, kl[whose == 2].sum(), 4.0, 0.0, 3.0]
         same(stats[lib.RHO_MAX + 1 :], torch.tensor(wanted), 1e-5)
 
@@ -561,7 +560,7 @@ def test_a_chunked_head_is_a_whole_head() -> None:
     token = torch.randint(0, V, (7,), generator=g)
     teacher = torch.randn(7, V, generator=g).log_softmax(1)
     goal = lib.Targets(token, torch.full((7,), -1.5), teacher.gather(1, token[:, None])[:, 0], token > 2)
-    teacher_head = lib.HeadWeights(torch.eye(V), None, lib.HeadShape(V))
+    teacher_head = lib.OutputHead(torch.eye(V), None, lib.HeadShape(V))
     goal = replace(goal, teacher_hidden_NG=teacher)
     shape = lib.HeadShape(V, scale=0.7, soft_cap=2.0, temperature=1.3)
     for loss in (lib.full, lambda p, t: lib.sampled(p, t, 5.0, None)):
@@ -572,7 +571,7 @@ def test_a_chunked_head_is_a_whole_head() -> None:
         plain = loss(logp, whole)[0].sum() * 3.0
         wanted = torch.autograd.grad(plain, leaves)
         for chunk in (1, 3, 7, 64):
-            head = lib.HeadWeights(leaves[1], leaves[2], shape)
+            head = lib.OutputHead(leaves[1], leaves[2], shape)
             spec = lib.Loss(loss, heads=(teacher_head,))
             value, stats = lib.chunked_loss(leaves[0], head, goal, spec, chunk)
             found = torch.autograd.grad(value * 3.0, leaves)

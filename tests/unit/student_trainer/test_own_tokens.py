@@ -21,12 +21,12 @@ from distill.batching.packing import Shape, pack_batch
 from distill.buffer import Batch
 from distill.record.rollout import Rollout
 from student_trainer.engine import Student
-from student_trainer.head import HeadShape, HeadWeights
 from student_trainer.objectives import config as objectives
 from student_trainer.objectives.config import Full, ObjectiveConfig, Sampled, TaskReward, TopK, needs
 from student_trainer.objectives.divergences import Discount, Targets, build, future_credit, sampled
 from student_trainer.step import Rewards, advantages, collate, loss_of, train_step
 from sync.wire import Scored, TrainBatch, Version, VersionSpan, pack, unpack
+from sync.wire.head import HeadShape, OutputHead
 
 TEACHERS = ("a", "b")
 STEP, K = 3, 4
@@ -128,8 +128,8 @@ def packed(
     return pack_batch(batch, ranks, shape, lambda version: version.step)
 
 
-def heads(config: ObjectiveConfig, teacher: Student) -> tuple[HeadWeights, ...]:
-    head = HeadWeights(teacher.head.weight.detach(), None, HeadShape(VOCAB))
+def heads(config: ObjectiveConfig, teacher: Student) -> tuple[OutputHead, ...]:
+    head = OutputHead(teacher.head.weight.detach(), None, HeadShape(VOCAB))
     return (head, head) if needs(config).hidden else ()
 
 

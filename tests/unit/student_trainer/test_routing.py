@@ -24,9 +24,9 @@ from distill.model_facts import has_experts, routing
 from distill.preflight_checks.checks import model_problems
 from student_trainer import parallelism
 from student_trainer.engine import Student
-from student_trainer.head import HeadShape
 from student_trainer.routing import FAMILIES, LIVE, check_routes, placed, replayed, routers
 from sync.base.errors import ConfigError, DataError
+from sync.wire.head import HeadShape
 
 every_family = pytest.mark.parametrize("family", CONFIGS)
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from student_trainer.head import HeadShape, HeadWeights, Loss, chunked_loss
+from student_trainer.head import Loss, chunked_loss
 from student_trainer.objectives import config
 from student_trainer.objectives.divergences import Targets, build
 from student_trainer.objectives.token_statistics import STATS, token_sums
+from sync.wire.head import HeadShape, OutputHead
 
 V = 6
 MASKS = [[0], [1, 4], [3, 0, 5], [2, 1, 0, 4], list(range(V))]
@@ -177,7 +178,7 @@ def test_chunks_of_the_head_are_the_whole() -> None:
     values = []
     for chunk in (2, 7):
         leaf = hidden_CH.clone().requires_grad_()
-        total, stats = chunked_loss(leaf, HeadWeights(weight_VH, None, head), targets, loss, chunk)
+        total, stats = chunked_loss(leaf, OutputHead(weight_VH, None, head), targets, loss, chunk)
         (grad,) = torch.autograd.grad(total, leaf)
         values.append((total.detach(), stats, grad))
     for one, other in zip(*values, strict=True):

@@ -12,13 +12,14 @@ from plain_step import ALONE, VOCAB, PlainEngine, difference, flat_rows, student
 
 from distill.metrics.names import FIGURES
 from student_trainer.engine import Student, check_head
-from student_trainer.head import HeadShape, HeadWeights, Loss
+from student_trainer.head import Loss
 from student_trainer.objectives import config as objectives
 from student_trainer.objectives.config import SFT, Full, ObjectiveConfig, Sampled, TaskReward, TopK
 from student_trainer.step import Stopwatch, collate, loss_of, train_step
 from student_trainer.varlen import PackedRows
 from sync.base.errors import ConfigError, DataError
 from sync.wire import PARTED_BYTES, Rows, Segment, TrainBatch, Version, pack
+from sync.wire.head import HeadShape, OutputHead
 
 TEACHERS = ("t0",)
 
@@ -61,9 +62,9 @@ def own_topk(rows: Rows) -> Rows:
 
 
 def spec(config: ObjectiveConfig, teacher: Student) -> Loss:
-    heads: tuple[HeadWeights, ...] = ()
+    heads: tuple[OutputHead, ...] = ()
     if isinstance(config, Full):
-        heads = (HeadWeights(teacher.head.weight.detach(), None, HeadShape(VOCAB)),)
+        heads = (OutputHead(teacher.head.weight.detach(), None, HeadShape(VOCAB)),)
     return loss_of(config, TEACHERS, heads)
 
 

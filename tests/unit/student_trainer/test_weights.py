@@ -29,7 +29,6 @@ from transformers import PreTrainedTokenizerFast
 from student_trainer import weights as module
 from student_trainer.config import LoRAConfig
 from student_trainer.engine import Student, check_head, with_adapters
-from student_trainer.head import HeadShape
 from student_trainer.ranks import Ranks
 from student_trainer.weights import BLOCK, Piece, Weights, block_sums, checksum, copy_of, layout, shape_of
 from sync.base import durable
@@ -37,6 +36,7 @@ from sync.base.errors import ConfigError
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots.checkpoint import bits, fingerprint, tensors
 from sync.wire import RunIdentity, Version
+from sync.wire.head import HeadShape
 
 
 class NoTokenizer:

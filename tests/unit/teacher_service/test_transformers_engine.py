@@ -19,10 +19,11 @@ from transformers import (
 
 from sync.base.errors import ConfigError
 from sync.wire import unpack
+from sync.wire.head import HeadShape, OutputHead
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base
 from teacher_service.engines.base import EnginePrompt, Item, ScoreOptions
-from teacher_service.engines.head import CPU_COLUMNS, OutputHead, find_head, largest, load_head, log_sum_exp
+from teacher_service.engines.head import CPU_COLUMNS, find_head, largest, load_head, log_sum_exp
 from teacher_service.engines.transformers import (
     TransformersEngine,
     check_fits,
@@ -377,7 +378,7 @@ def test_a_head_without_its_model_is_the_head_of_the_model(kind: str, tmp_path: 
     model.save_pretrained(tmp_path)
     head, dtype, rows = load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
     assert (dtype, rows) == (torch.float32, PADDED)
-    for name, expected in dataclasses.asdict(find_head(model, VOCAB)).items():
+    for name, expected in vars(find_head(model, VOCAB)).items():
         got = getattr(head, name)
         assert torch.equal(got, expected) if isinstance(expected, torch.Tensor) else got == expected, name
     assert len(head.weight_VH) == VOCAB
@@ -399,7 +400,7 @@ def test_logits_of_a_bf16_model_are_the_products_of_what_it_holds_summed_in_fp32
     torch.manual_seed(0)
     hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64).bfloat16()
     exact = hidden.double() @ weight.double().T
-    logits = OutputHead(weight, None).placed(CPU).logits(hidden)
+    logits = OutputHead(weight, None, HeadShape(500)).placed(CPU).logits(hidden)
     assert logits.dtype == torch.float32
     assert float((logits - exact).abs().max()) < 1e-4  # bf16 would round these to 0.1
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
@@ -409,7 +410,10 @@ def test_a_head_that_bf16_cannot_hold_is_multiplied_in_fp32() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64)
     exact = hidden.double() @ weight.double().T
-    assert float((OutputHead(weight, None).placed(CPU).logits(hidden) - exact).abs().max()) < 1e-4
+    assert (
+        float((OutputHead(weight, None, HeadShape(500)).placed(CPU).logits(hidden) - exact).abs().max())
+        < 1e-4
+    )
 
 
 @pytest.mark.parametrize(("width", "k"), [(37, 37), (37, 1), (519, 64), (520, 64), (4096, 64), (4103, 64)])

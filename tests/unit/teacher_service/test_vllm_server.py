@@ -19,15 +19,15 @@ from table_engine import TableEngine, random_table
 
 from sync.base.errors import ConfigError, DataError, Unreachable
 from sync.wire import unpack
+from sync.wire.head import HeadShape, OutputHead
 from teacher_service.config import TeacherConfig
 from teacher_service.engines import base
-from teacher_service.engines.head import OutputHead
 from teacher_service.engines.vllm import ServedCompletions, ServedStates, VllmEngine, engine_args, on_cpu
 
 V = 11
 TABLE = random_table(V)
 TRUTH = TableEngine(TABLE)
-HEAD = OutputHead(torch.from_numpy(TABLE.T.copy()), None)
+HEAD = OutputHead(torch.from_numpy(TABLE.T.copy()), None, HeadShape(TABLE.shape[1]))
 CONFIG = TeacherConfig(path="org/m", engine="vllm", engine_url="http://teacher")
 ITEMS = [
     base.Item(np.array([1, 2, 3, 4], np.int32), 2, np.array([[0, -1], [5, 4]], np.int32)),
