@@ -162,7 +162,7 @@ class Controller:
                     await cancel(tasks)
                     await self.broadcasts.close()
                     if self.evaluations:
-                        await asyncio.to_thread(self.evaluations.generation.close)
+                        await self.evaluations.generation.close()
         finally:
             await self.record.store.commit(durable=True)
             self.record.store.close()
@@ -194,7 +194,7 @@ class Controller:
             return reports[0]
         finally:
             await cancel(tasks)
-            await asyncio.to_thread(self.evaluations.generation.close)
+            await self.evaluations.generation.close()
             self.close()
 
     async def _tidy(self) -> None:

@@ -89,9 +89,9 @@ class Generation:
         self._rewards: dict[str, RewardPool] = {}
         """Set → its pool, kept for the next evaluation, since workers take a second to start."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for pool in self._rewards.values():
-            pool.close()
+            await pool.close()
 
     async def completions(self, version: Version, names: Sequence[str]) -> dict[str, list[Completion]]:
         """All completions of these sets, from their files, which are made where there are none.

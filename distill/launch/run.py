@@ -194,7 +194,7 @@ class _Launcher:
                 if sink is not self._wandb:
                     sink.close()
             if self._rewards is not None:
-                await asyncio.to_thread(self._rewards.close)
+                await self._rewards.close()
             self._controller.timeline.cut()
             self._spans.close()
             self._quarantine.close()

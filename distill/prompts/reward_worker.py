@@ -40,9 +40,14 @@ class Outcome(msgspec.Struct, frozen=True):
     """Why there is no reward; None: there is one."""
 
 
+def framed(body: bytes) -> bytes:
+    """One frame."""
+    return len(body).to_bytes(4, "little") + body
+
+
 def send(file: BinaryIO, body: bytes) -> None:
     """Write one frame. Raises OSError when the other side is gone."""
-    file.write(len(body).to_bytes(4, "little") + body)
+    file.write(framed(body))
     file.flush()
 
 

@@ -185,9 +185,9 @@ def evaluation(
     return controller
 
 
-def close(controller: Controller) -> None:
+async def close(controller: Controller) -> None:
     assert controller.evaluations is not None
-    controller.evaluations.generation.close()
+    await controller.evaluations.generation.close()
     controller.close()
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,10 @@ MADE: list[Controller] = []
 
 
 @pytest.fixture(autouse=True)
-def _ends_workers() -> Iterator[None]:
+async def _ends_workers() -> AsyncIterator[None]:
     yield
     while MADE:
-        close(MADE.pop())
+        await close(MADE.pop())
 
 
 def evaluator(models: Path, teacher: Any, vllm: Any, rollout: Any = (), **settings: Any) -> Controller:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,10 @@ def models(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _ends_workers() -> Iterator[None]:
+async def _ends_workers() -> AsyncIterator[None]:
     yield
     while MADE:
-        close(MADE.pop())
+        await close(MADE.pop())
 
 
 def evaluator(
