@@ -439,16 +439,14 @@ def translations(config: RunConfig) -> dict[str, Translation]:
 
 
 def clients(
-    config: RunConfig, urls: Mapping[str, Sequence[Place]], token: str | None, claim: Claim
+    config: RunConfig, where: Mapping[str, Sequence[Place]], token: str | None, claim: Claim
 ) -> tuple[dict[str, TeacherClient], dict[str, Transform]]:
-    """Clients of the teachers at `urls`, and what those see that do not see the student's prompts."""
-    by_name = translations(config)
-    made = {
-        name: TextTeacher(by_name[name], name, places, token, claim)
-        if name in by_name
-        else TeacherClient(name, places, token, claim)
-        for name, places in urls.items()
-    }
+    """Clients of the teachers where `topology.places` has them, and what those see that do not see the
+    student's prompts."""
+    by_name, made = translations(config), dict[str, TeacherClient]()
+    for name in config.teachers:
+        rest = name, where[f"teachers.{name}"], token, claim
+        made[name] = TextTeacher(by_name[name], *rest) if name in by_name else TeacherClient(*rest)
     prompts = {name: translation.prompt for name, translation in by_name.items()}
     return made, prompts | load_transforms(config.teachers)
 

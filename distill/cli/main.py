@@ -373,15 +373,15 @@ def slurm(
     """
     from distill.launch.slurm import job as jobs
 
-    scripts = jobs.write(api.load_config(config, overrides), config, overrides, out, resume)
-    for line in scripts.lines:
+    script, lines = jobs.write(api.load_config(config, overrides), config, overrides, out, resume)
+    for line in lines:
         typer.echo(line)
     if not submit:
-        typer.echo(f"\nsubmit it:      sbatch {scripts.job}")
+        typer.echo(f"\nsubmit it:      sbatch {script}")
         return
-    job = jobs.submit(scripts.job)
+    job = jobs.submit(script)
     typer.echo(f"\njob {job}")
-    typer.echo(f"log:            tail -F {scripts.job.parent}/job-{job}.log")
+    typer.echo(f"log:            tail -F {script.parent}/job-{job}.log")
     typer.echo(f"stop in order:  scancel --batch --signal=TERM {job}")
 
 

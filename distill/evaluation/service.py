@@ -161,9 +161,7 @@ def serve(config: RunConfig, host: str, port: int, controller: str | None = None
     if controller is not None:
         follow(controller_place, token, at)
 
-    where = places(config, at)
-    places_of = {name: where[f"teachers.{name}"] for name in config.teachers}
-    teachers, _ = translation.clients(config, places_of, token, claim)
+    teachers, _ = translation.clients(config, places(config, at), token, claim)
     evaluator = Evaluator(config, weights, teachers)
     asgi = app(
         evaluator.evaluate,

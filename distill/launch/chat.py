@@ -138,7 +138,7 @@ def chatting(
             models |= {name: _served_here(teacher) for name, teacher in sharing.items()}
         alone = moved.model_copy(update={"teachers": models, "environments": {}, "evaluation": None})
         plan = plan_servers(alone.with_(student={"replicas": 0, "urls": []}), token, ports)
-        clients = {name: TeacherClient(name, urls, token) for name, urls in plan.teachers.items()}
+        clients = {name: TeacherClient(name, plan.where[f"teachers.{name}"], token) for name in models}
         conversations = Conversations(config, load_tokenizer(student), clients)
         servers = serving(plan.children, moved.run_dir / "logs", config.run.start_seconds)
         stack = AsyncExitStack()

@@ -17,13 +17,13 @@ from typing import Protocol
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
 from distill.launch.ray_cluster import Ray
-from distill.launch.roles import Plan, Ports, Relay, plan_of, plan_servers
+from distill.launch.roles import Plan, Ports, plan_servers
 from distill.launch.run_folder import RunFolder
 from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.placement import Node, lines, needs, place
 from distill.registry import expected_servers
-from distill.topology import TRAINER, Process, command
+from distill.topology import TRAINER, Process, command, places
 from sync.base import secrets
 from sync.base.address import WILDCARDS, is_loopback, token_from_environment
 from sync.base.mounts import network_mount
@@ -68,7 +68,6 @@ def planned(
     folder: RunFolder,
     token: str | None,
     ports: Ports,
-    relay: Relay,
     say: Callable[[str], None],
 ) -> tuple[RunConfig, Plan]:
     """Which processes this launcher starts and where all servers are, or will register.
@@ -84,18 +83,16 @@ def planned(
         return config, registered(config, say)
     if token is not None and (token_from_environment() is None or network_mount(folder.path)):
         folder.keep_token(token)  # for `distill why`, and readers of the record
-    return config, plan_servers(config, token, ports, relay)
+    return config, plan_servers(config, token, ports)
 
 
 def registered(config: RunConfig, say: Callable[[str], None]) -> Plan:
     """Servers by `urls`, else as they will register; starts none. `say` gets a line with their names."""
     expected = expected_servers(config)
-    plan = plan_of(config, expected)
-    plan.expected = expected
     machines = [f"{config.trainer.nodes} x distill train"] if config.controller.trainer == "external" else []
     if names := [*expected, *machines]:
         say(f"expected to register within {config.run.start_seconds:g} s: {', '.join(names)}")
-    return plan
+    return Plan(places(config, expected), expected=expected)
 
 
 def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callable[[str], None]) -> Plan:

@@ -14,21 +14,16 @@ from distill.config import RunConfig
 from distill.config.evaluation import EvaluationConfig
 from distill.controller import Controller
 from distill.evaluation.sets import open_sets
-from distill.interfaces import Components
-from distill.launch.preflight import check_here, claim_of, connected, prepare
+from distill.launch.preflight import check_here, claim_of, components, connected, prepare
 from distill.launch.roles import Ports, plan_servers, temporary, token_of
 from distill.preflight_checks.checks import check_folder
-from distill.preflight_checks.engines import Engines
-from distill.prompts.sources import longest_sequence, open_prompts
+from distill.prompts.sources import open_prompts
 from distill.prompts.stream import PromptStream
 from distill.record.resume import Start, resume
 from distill.record.store import Store
-from student_trainer.objectives.config import needs
 from sync.base.errors import ConfigError
 from sync.base.tokenizers import load_tokenizer, vocab_size
 from sync.wire import EvalReport, Version
-from sync.wire.claims import Claim
-from teacher_service.router import Router
 
 
 def evaluate_folder(
@@ -85,28 +80,11 @@ async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]
     say(f"starting {', '.join(child.name for child in plan.children)}")
     async with connected(config, plan, token, claim) as servers:
         say("generating completions" + ", and comparing them with the teachers" * bool(config.teachers))
-        parts = _components(config, servers, claim)
-        start = resume(config.run_dir, Start.of(config, parts.prompts), parts.store.connection)
+        tokenizer = load_tokenizer(config.student)
+        split = open_prompts(config, tokenizer)
+        split = split._replace(vocab_size=vocab_size(tokenizer, config.student.known_ids))
+        prompts = PromptStream(split.train, config.run.seed, config.rollout.per_prompt)
+        store, sets = Store(config.run_dir, "never"), open_sets(config, split, tokenizer)
+        parts = components(config, servers, split, claim, prompts=prompts, store=store, sets=sets)
+        start = resume(config.run_dir, Start.of(config, prompts), store.connection)
         return await Controller(config, parts, start, token=token).evaluated(Version(0, 0))
-
-
-def _components(config: RunConfig, servers: Engines, claim: Claim) -> Components:
-    """What evaluates; nothing of it trains."""
-    tokenizer = load_tokenizer(config.student)
-    context = longest_sequence(config)
-    split = open_prompts(config, tokenizer, context)
-    return Components(
-        replicas=dict(servers.replicas),
-        teachers=dict(servers.teachers),
-        route=Router(config.teachers).route,
-        prompts=PromptStream(split.train, config.run.seed, config.rollout.per_prompt),
-        store=Store(config.run_dir, "never"),
-        want=needs(config.objective, config.rollout.temperature),
-        vocab_size=vocab_size(tokenizer, config.student.known_ids),
-        evaluator=servers.evaluator,
-        sets=open_sets(config, split, tokenizer),
-        environments=dict(servers.environments),
-        transforms=dict(servers.transforms),
-        context=context,
-        claim=claim,
-    )

@@ -10,11 +10,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 from distill import translation
 from distill.config import RunConfig
 from distill.environments.client import EnvironmentClient
 from distill.evaluation.schedule import HttpEvaluator
+from distill.interfaces import Components
 from distill.launch import replica_command
 from distill.launch.roles import Plan, Ports, plan_servers, temporary, token_of
 from distill.launch.supervise import ChildSpec, Supervisor
@@ -32,11 +34,12 @@ from distill.preflight_checks.checks import (
 from distill.preflight_checks.objective import with_objective
 from distill.preflight_checks.placement import placed
 from distill.preflight_checks.probes import Finding
-from distill.prompts.sources import PromptSplit
+from distill.prompts.sources import PromptSplit, longest_sequence
 from distill.published import check_store
 from distill.record.store import RECORD, open_read_only
 from distill.rollout.replica_client import HttpReplica, ReplicaEngine
-from distill.topology import Process, servers
+from distill.topology import EVALUATION_REPLICA, Process, servers
+from student_trainer.objectives.config import needs
 from sync.base import secrets
 from sync.base.address import token_from_environment
 from sync.base.errors import ConfigError
@@ -45,6 +48,7 @@ from sync.wire import RunIdentity
 from sync.wire.claims import Claim
 from sync.wire.peers import Role
 from sync.wire.server import check_bind
+from teacher_service.router import Router
 
 GRACE_SECONDS = 10.0
 
@@ -176,16 +180,42 @@ async def run_preflight(config: RunConfig, split: PromptSplit, say: Callable[[Fi
 
 def connect(config: RunConfig, plan: Plan, token: str | None, claim: Claim) -> live.Engines:
     """Clients of the servers of a plan."""
-    teachers, transforms = translation.clients(config, plan.teachers, token, claim)
+    where = plan.where
+    replicas = {f"student-{i}": place for i, place in enumerate(where["student"])}
+    if dedicated := where.get("evaluation.replica"):
+        replicas[EVALUATION_REPLICA] = dedicated[0]
+    teachers, transforms = translation.clients(config, where, token, claim)
+    evaluator = next(iter(where.get("evaluation.placement", ())), None)
     return live.Engines(
         teachers,
-        HttpEvaluator(plan.evaluator, token, claim=claim) if plan.evaluator else None,
-        {name: HttpReplica(url, token, claim=claim) for name, url in plan.replicas.items()},
+        HttpEvaluator(evaluator, token, claim=claim) if evaluator else None,
+        {name: HttpReplica(place, token, claim=claim) for name, place in replicas.items()},
         transforms,
         {
-            name: EnvironmentClient(name, urls, token, claim, config.environments[name].call_timeout_seconds)
-            for name, urls in plan.environments.items()
+            name: EnvironmentClient(
+                name, where[f"environments.{name}"], token, claim, section.call_timeout_seconds
+            )
+            for name, section in config.environments.items()
         },
+    )
+
+
+def components(
+    config: RunConfig, clients: live.Engines, split: PromptSplit, claim: Claim, **more: Any
+) -> Components:
+    """What a controller works with; `more`: fields that a run and an evaluation have each in its own way."""
+    return Components(
+        replicas=dict(clients.replicas),
+        teachers=dict(clients.teachers),
+        route=Router(config.teachers).route,
+        want=needs(config.objective, config.rollout.temperature),
+        vocab_size=split.vocab_size,
+        evaluator=clients.evaluator,
+        transforms=dict(clients.transforms),
+        environments=dict(clients.environments),
+        context=longest_sequence(config),
+        claim=claim,
+        **more,
     )
 
 

@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Self
@@ -24,7 +24,7 @@ from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.launch import replica_command
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.topology import EVALUATION_REPLICA, TRAINER, Process, places, servers
+from distill.topology import TRAINER, Process, places, servers
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync.base import secrets as hidden
@@ -36,14 +36,6 @@ from sync.wire.peers import Role
 from sync.wire.server import NCCL_ON_LOOPBACK, ON_LOOPBACK, bind_alone
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.reload import GpuSlotsConfig
-
-Relay = Callable[[str, str], str]
-"""(role, its URL) → the URL through which its clients reach it."""
-
-
-def direct(role: str, url: str) -> str:
-    """Return the URL itself: there is no relay."""
-    return url
 
 
 class Ports:
@@ -90,45 +82,24 @@ class Ports:
 class Plan:
     """Where the servers of a run are, and which processes this launcher starts for them."""
 
-    replicas: dict[str, Place] = field(default_factory=dict)
-    teachers: dict[str, list[Place]] = field(default_factory=dict)
-    """Name → of each of its processes."""
-    environments: dict[str, list[Place]] = field(default_factory=dict)
-    """As `teachers`."""
-    evaluator: Place | None = None
+    where: Mapping[str, Sequence[Place]]
+    """Section → of each of its processes, as `topology.places` has them."""
     children: list[ChildSpec] = field(default_factory=list)
     expected: Mapping[str, Address] = field(default_factory=dict)
     """Those of the addresses that register, by the name of their process."""
 
 
-def plan_of(config: RunConfig, at: Mapping[str, Place]) -> Plan:
-    """Where all servers are: by `urls`, else `at` the names of their processes."""
-    where = places(config, at)
-    replicas = {f"student-{i}": place for i, place in enumerate(where["student"])}
-    if dedicated := where.get("evaluation.replica"):
-        replicas[EVALUATION_REPLICA] = dedicated[0]
-    return Plan(
-        replicas,
-        {name: where[f"teachers.{name}"] for name in config.teachers},
-        {name: where[f"environments.{name}"] for name in config.environments},
-        next(iter(where.get("evaluation.placement", ())), None),
-    )
-
-
-def plan_servers(config: RunConfig, token: str | None, ports: Ports, relay: Relay = direct) -> Plan:
+def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
     """Plan replicas, teachers, environments and the evaluator, and write what those started here read.
 
-    `relay`: what the controller reaches those through. Raises ConfigError for ports in use and for placements
-    that do not fit.
+    Raises ConfigError for ports in use and for placements that do not fit.
     """
     children, at = list[ChildSpec](), dict[str, Place]()
     for process in servers(config):
         there = with_urls(config, at) if process.role == Role.EVALUATOR else config
         children.append(child := server(there, process, ports))
         at[child.name] = child.url or ""
-    plan = plan_of(config, {name: relay(name, str(place)) for name, place in at.items()})
-    plan.children = [_in_run(child, config, token) for child in children]
-    return plan
+    return Plan(places(config, at), [_in_run(child, config, token) for child in children])
 
 
 def with_urls(config: RunConfig, at: Mapping[str, Place]) -> RunConfig:

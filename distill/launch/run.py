@@ -28,11 +28,10 @@ from distill.aio import cancel, in_daemon
 from distill.buffer import Batch, rules
 from distill.config import RunConfig
 from distill.controller import Controller
-from distill.evaluation.sets import PromptSet
 from distill.events import Quarantined
-from distill.interfaces import Components, Hooks
-from distill.launch import cluster, roles
-from distill.launch.preflight import connect, disconnect, prepare
+from distill.interfaces import Hooks
+from distill.launch import cluster
+from distill.launch.preflight import components, connect, disconnect, prepare
 from distill.launch.roles import Plan, Ports, token_of, trainer_child
 from distill.launch.run_folder import RunFolder
 from distill.launch.supervise import ChildSpec, Supervisor
@@ -45,26 +44,25 @@ from distill.metrics.summary import complete, of_evaluation
 from distill.metrics.trackers import MetricsFile, Sink, TensorBoard, Wandb, log_all
 from distill.preflight_checks import engines as live
 from distill.preflight_checks import machine
+from distill.preflight_checks.checks import Checked
 from distill.preflight_checks.machine import routing_of
 from distill.preflight_checks.probes import Finding
 from distill.prompts.reward_pool import RewardPool
-from distill.prompts.sources import PromptSplit, keep_position, longest_sequence
+from distill.prompts.sources import keep_position
 from distill.prompts.stream import PromptStream
 from distill.record.journal import import_journal
 from distill.record.resume import Resume, Start
 from distill.record.resume import resume as goes_on_from
 from distill.record.store import Store
 from distill.rollout.replica_client import HttpReplica
-from distill.topology import CONTROLLER, TRAINER
+from distill.topology import TRAINER
 from student_trainer.checkpoint_files import CHECKPOINTS, choose
-from student_trainer.objectives.config import needs, student_topk
+from student_trainer.objectives.config import student_topk
 from sync.base.durable import write_json
 from sync.base.errors import DataError, DistillError, Interrupted, RemoteError
 from sync.base.jsonl import JsonLines
 from sync.wire import EvalReport, Version
-from sync.wire.checks import ANY_ID
 from sync.wire.claims import Claim
-from teacher_service.router import Router
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +78,10 @@ async def run(
     resume: bool = False,
     console: Console | None = None,
     seconds: Mapping[str, float] | None = None,
-    relay: roles.Relay = roles.direct,
 ) -> dict[str, Any]:
     """Run to the end; returns what is written to summary.json. Raises DistillError; nothing is left running.
 
-    `seconds`: duration of each step before this one; added to the total. `relay`: what clients of
-    the roles started here connect to.
+    `seconds`: duration of each step before this one; added to the total.
     """
     began, console = time.monotonic(), console or Console(stderr=True)
 
@@ -108,8 +104,8 @@ async def run(
             say(line)
         folder.keep(start.config)
         keep_position(split.train, folder.path, start.streams)
-        config, plan = cluster.planned(config, engine, folder, token, ports, relay, say)
-        launcher = _Launcher(config, folder, plan, split, ready.sets, prompts, start, token, console, relay)
+        config, plan = cluster.planned(config, engine, folder, token, ports, say)
+        launcher = _Launcher(ready._replace(config=config), folder, plan, prompts, start, token, console)
         try:
             figures = await launcher.run(opened)
             taken = start.earlier.seconds + time.monotonic() - began
@@ -127,20 +123,16 @@ class _Launcher:
 
     def __init__(
         self,
-        config: RunConfig,
+        ready: Checked,
         folder: RunFolder,
         plan: Plan,
-        split: PromptSplit,
-        sets: Mapping[str, PromptSet],
         prompts: PromptStream,
         start: Resume,
         token: str | None,
         console: Console,
-        relay: roles.Relay,
     ) -> None:
-        self._config, self._folder, self._token, self._split = config, folder, token, split
-        self._sets, self._prompts = sets, prompts
-        self._expected = plan.expected
+        config, split = self._config, self._split = ready.config, ready.split
+        self._folder = folder
         self._joined, self._over, self.stopped_by = False, False, ""
         self._stop_deadline = float("inf")
         self._roll_back_to: list[Version | None] = []
@@ -157,16 +149,29 @@ class _Launcher:
         if config.tracking.tensorboard:
             self._sinks.append(TensorBoard(folder.path / "tensorboard"))
         self._rewards = RewardPool(split.rewards) if split.rewards else None
-        self._claim = Claim()
-        self._clients = connect(config, plan, token, self._claim)
-        self._controller = Controller(config, self._components(), start, self._hooks(), token)
+        claim = Claim()
+        self._clients = connect(config, plan, token, claim)
+        parts = components(
+            config,
+            self._clients,
+            split,
+            claim,
+            prompts=prompts,
+            store=Store(folder.path, config.buffer.fsync),
+            connect=lambda address: HttpReplica(address, token, claim=claim),
+            expected=plan.expected,
+            student_topk=student_topk(config.objective),
+            routing=routing_of(config),
+            sets=ready.sets,
+            rewards=self._rewards,
+        )
+        self._controller = Controller(config, parts, start, self._hooks(), token)
         self._controller.withhold("the engines are compared (run.preflight)")
         folder.keep_url(config.controller, self._controller.url)
         children = {child.name: child for child in plan.children}
         if config.controller.trainer == "launch":
-            url = relay(CONTROLLER, self._controller.url)
             children[TRAINER] = replace(
-                children.get(TRAINER) or trainer_child(config, url, token),
+                children.get(TRAINER) or trainer_child(config, self._controller.url, token),
                 joined=lambda: self._joined,
                 prepare=self._before_trainer,
                 died=self._controller.trainer_died,
@@ -317,29 +322,6 @@ class _Launcher:
         finally:
             for number in heard:
                 loop.remove_signal_handler(number)
-
-    def _components(self) -> Components:
-        config, split, clients = self._config, self._split, self._clients
-        return Components(
-            replicas=dict(clients.replicas),
-            teachers=dict(clients.teachers),
-            route=Router(config.teachers).route,
-            prompts=self._prompts,
-            store=Store(self._folder.path, config.buffer.fsync),
-            want=needs(config.objective, config.rollout.temperature),
-            connect=lambda address: HttpReplica(address, self._token, claim=self._claim),
-            expected=self._expected,
-            student_topk=student_topk(config.objective),
-            routing=routing_of(config),
-            vocab_size=split.vocab_size,
-            evaluator=clients.evaluator,
-            sets=self._sets,
-            rewards=self._rewards,
-            transforms=dict(clients.transforms),
-            environments=dict(clients.environments),
-            context=longest_sequence(config) if config.environments else ANY_ID,
-            claim=self._claim,
-        )
 
     def _hooks(self) -> Hooks:
         config = self._config

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +24,7 @@ from sync.base.settings import Settings
 from sync.wire import Version
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """The folder of one run, locked for this process. Use inside `with`, or call `close()`."""
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
@@ -105,9 +106,6 @@ class RunFolder:
 
     def close(self) -> None:
         self._lock.close()
-
-    def __enter__(self) -> RunFolder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

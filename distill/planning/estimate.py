@@ -60,38 +60,37 @@ class Generation:
     shape: Shape
     item: int
     """Bytes of a weight."""
-    prompt: float
-    completion: float
-    replicas: int
-    devices: float
-    """Of one replica; weights and KV cache are split over them."""
+    lengths: Lengths
+    role: Role
+    """Whose devices share weights and KV cache of each replica."""
     in_flight: float
-    flops_per_second: float
-    bytes_per_second: float
+    device: Device
 
     @property
     def context(self) -> float:
-        return self.prompt + self.completion / 2
+        return self.lengths.prompt + self.lengths.completion / 2
 
     def decode_step(self) -> float:
         """Seconds: memory-bound, (item x weights read + in_flight x context x KV bytes) / (devices x M), or
         compute-bound, in_flight x 2 N / (devices x F), whichever is longer."""
         moved = self.item * self.shape.read(self.in_flight) + self.in_flight * self.context * self.shape.kv
         computed = self.in_flight * 2 * self.shape.active
-        return max(moved / self.bytes_per_second, computed / self.flops_per_second) / self.devices
+        slowest = max(moved / self.device.bytes_per_second, computed / self.device.flops_per_second)
+        return slowest / (self.role.devices / self.role.processes)
 
     def seconds(self, batch: float, swaps: float) -> float:
         """Of all replicas together for a batch: decode, prefill, and at each swap that drops the KV cache the
         prefill of all in flight; `swaps`: of those, per step."""
-        decode = batch * self.completion / (self.replicas * self.in_flight) * self.decode_step()
-        again = swaps * self.replicas * self.in_flight * self.shape.forward(self.context)
-        prefill = batch * self.shape.forward(self.prompt) + again
-        return decode + prefill / (self.replicas * self.devices * self.flops_per_second)
+        decode = batch * self.lengths.completion / (self.role.processes * self.in_flight) * self.decode_step()
+        prefill = batch * self.shape.forward(self.lengths.prompt) + self._again(swaps)
+        return decode + prefill / (self.role.devices * self.device.flops_per_second)
 
     def flops(self, batch: float, swaps: float) -> float:
         """As `seconds`, in FLOPs."""
-        again = swaps * self.replicas * self.in_flight * self.shape.forward(self.context)
-        return batch * self.shape.forward(self.prompt + self.completion) + again
+        return batch * self.shape.forward(self.lengths.prompt + self.lengths.completion) + self._again(swaps)
+
+    def _again(self, swaps: float) -> float:
+        return swaps * self.role.processes * self.in_flight * self.shape.forward(self.context)
 
 
 # --- bytes of a version
@@ -325,7 +324,7 @@ def plan(
     ]
     step = step_seconds(config, stages, roles) / calibration.overlap
     full, delta = version_bytes(config, student.parameters, calibration.delta)
-    in_flight = generation.in_flight * generation.replicas * (by_student > 0)
+    in_flight = generation.in_flight * roles[REPLICAS].processes * (by_student > 0)
     tokens = batch * lengths.completion
     return Plan(
         device.name,
@@ -358,17 +357,7 @@ def _generation(config: RunConfig, device: Device, role: Role, shape: Shape, len
         memory = devices * size * float(flags.get("gpu-memory-utilization", VLLM_SHARE))
         reserved = item * shape.parameters + devices * WORKSPACE
         limits.append(max(1.0, (memory - reserved) / (context * shape.kv)))  # whose KV cache fits beside it
-    return Generation(
-        shape,
-        item,
-        lengths.prompt,
-        lengths.completion,
-        role.processes,
-        devices,
-        min(limits),
-        device.flops_per_second,
-        device.bytes_per_second,
-    )
+    return Generation(shape, item, lengths, role, min(limits), device)
 
 
 def step_seconds(config: RunConfig, stages: Sequence[Stage], roles: Mapping[str, Role]) -> float:

@@ -26,13 +26,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from distill.config import RunConfig
 from distill.config.loading import load
-from distill.launch import run
+from distill.launch import cluster, roles, run
+from distill.launch.supervise import ChildSpec
+from distill.topology import CONTROLLER
 from sync.base.errors import ConfigError, DistillError
 from sync.base.secrets import redact_process
 
@@ -187,6 +191,22 @@ class Relays:
             await asyncio.sleep(POLL_SECONDS)
 
 
+def put_between(relays: Relays) -> None:
+    """Have the controller reach the servers that a run starts here, and its trainer the controller, through
+    relays."""
+
+    def plan_servers(config: RunConfig, token: str | None, ports: roles.Ports) -> roles.Plan:
+        plan = roles.plan_servers(config, token, ports)
+        urls = {child.url: relays.before(child.name, str(child.url)) for child in plan.children}
+        where = {section: [urls.get(place, place) for place in at] for section, at in plan.where.items()}
+        return replace(plan, where=where)
+
+    def trainer_child(config: RunConfig, controller_url: str, token: str | None) -> ChildSpec:
+        return roles.trainer_child(config, relays.before(CONTROLLER, controller_url), token)
+
+    cluster.plan_servers, run.trainer_child = plan_servers, trainer_child
+
+
 def main(kind: Callable[[str, str], Relay] = Relay) -> None:
     """Run a configuration with relays between the roles; exit 1 where the run ends with problems."""
     parser = argparse.ArgumentParser()
@@ -196,8 +216,8 @@ def main(kind: Callable[[str, str], Relay] = Relay) -> None:
     given = parser.parse_args()
     config = load(given.config, given.set)
     redact_process()
-    relays = Relays(config.run_dir / FAULTS, kind)
-    running = run.run(config, resume=given.resume, console=Console(), relay=relays.before)
+    put_between(Relays(config.run_dir / FAULTS, kind))
+    running = run.run(config, resume=given.resume, console=Console())
     try:
         summary = asyncio.run(running)
     except DistillError as error:

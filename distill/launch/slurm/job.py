@@ -63,16 +63,6 @@ _OURS: Final = ("--nodes", "-N", "--ntasks", "-n", "--gpus", "-G", "--gres", "--
 """Options of sbatch that other keys say. --gpus-per-node, moreover, gives every step all GPUs."""
 
 
-class Scripts(NamedTuple):
-    """What was written."""
-
-    job: Path
-    replicas: Path | None
-    """Submitted by the job."""
-    lines: list[str]
-    """For people: what each machine will run."""
-
-
 class _Array(NamedTuple):
     """The jobs of an array of replicas, and what each of them takes."""
 
@@ -83,8 +73,9 @@ class _Array(NamedTuple):
 
 def write(
     config: RunConfig, file: Path, overrides: Sequence[str], out: Path | None = None, resume: bool = False
-) -> Scripts:
-    """Write the scripts of the jobs that run `file` with `overrides`. Raises ConfigError.
+) -> tuple[Path, list[str]]:
+    """Write the scripts of the jobs that run `file` with `overrides`; the one to submit, and a line for each
+    machine. Raises ConfigError.
 
     `out`: folder for them, for the token and the logs; None: FOLDER in the run's folder. All of it must be on
     a file system that the machines share.
@@ -96,7 +87,7 @@ def write(
     durable.make_folder(folder)
     token, name = _token_file(folder), f"distill-{config.run.name}"
     sets = [word for override in overrides for word in ("--set", override)]
-    run, replicas = [RUN, str(config.run_dir)], None
+    run = [RUN, str(config.run_dir)]
 
     def script(path: Path, name: str, words: Sequence[str], array: _Array | None = None) -> Path:
         text = filled(
@@ -124,7 +115,7 @@ def write(
         shown.append(f"partition {cluster.replica_partition}: {config.student.replicas} replicas")
         run += ["--array", array, str(replicas)]
     job = script(folder / "job.sh", name, [*run, "--", str(file.absolute()), *sets])
-    return Scripts(job, replicas, shown)
+    return job, shown
 
 
 def submit(script: Path) -> str:

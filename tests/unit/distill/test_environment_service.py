@@ -560,12 +560,12 @@ def test_services_are_started_with_the_run_and_the_evaluator_knows_them(tmp_path
         rollout={"stop_token_ids": [3]},
     )
     with Ports() as ports:
-        plan = plan_servers(config, "token", ports, lambda name, url: f"{url}/{name}")
-    assert plan.environments["far"] == ["http://far:1"]
+        plan = plan_servers(config, "token", ports)
+    assert plan.where["environments.far"] == ["http://far:1"]
     children = {child.name: child for child in plan.children}
-    for index, url in enumerate(plan.environments["e"]):
+    for index, url in enumerate(plan.where["environments.e"]):
         child = children[f"environment-e-{index}"]
-        assert url == f"{child.url}/environment-e-{index}"
+        assert url == child.url
         assert list(child.argv[:3]) == ["/opt/games/bin/python", "-m", "distill.environments.service"]
         assert child.env[TOKEN_VARIABLE] == "token"
         packages, more = child.env["PYTHONPATH"].split(os.pathsep)

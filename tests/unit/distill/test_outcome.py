@@ -24,6 +24,7 @@ from distill.cli.options import guarded
 from distill.launch import run as launched
 from distill.launch.run import STOP_SIGNALS, _Launcher
 from distill.metrics.results import Earlier, earlier_starts
+from distill.preflight_checks.checks import Checked
 from sync.base.errors import Interrupted
 
 
@@ -119,7 +120,7 @@ async def test_a_run_whose_wandb_hangs_has_its_figures(
             return {"steps": 1, "error": None}
 
     monkeypatch.setattr(launched, "_Launcher", Launcher)
-    ready = SimpleNamespace(config=config, split=SimpleNamespace(train=None), sets={})
+    ready = Checked(config, SimpleNamespace(train=None), [], {})  # type: ignore[arg-type]
     monkeypatch.setattr(launched, "prepare", lambda *_: ready)
     monkeypatch.setattr(launched, "Start", SimpleNamespace(of=lambda *_: None))
     start = SimpleNamespace(notes=[], config={}, streams={}, earlier=Earlier())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from distill.config.prompts import EnvironmentPrompts
 from distill.launch import probe
 from distill.model_facts import Shape, shape_of
 from distill.planning import estimate, forecast
-from distill.planning.estimate import Generation, delta_share, find_roles, train_factor
+from distill.planning.estimate import Generation, Lengths, Role, delta_share, find_roles, train_factor
 from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
 from distill.preflight_checks import devices, placement
@@ -102,9 +104,11 @@ def test_experts_and_embeddings_that_multiply_nothing_are_left_out(tmp_path: Pat
 
 def test_a_decode_step_moves_weights_and_cache_or_computes() -> None:
     shape = Shape(1000.0, 0.0, 0.0, 1, 1, 2, 10.0, 50.0)
-    memory_bound = Generation(shape, 2, 10, 20, 3, 2, 5, flops_per_second=1e12, bytes_per_second=100.0)
+    role = Role("replicas", 3, 3 * 2, {})
+    device = partial(Device, "of a test", gib=1.0, sequences=1, compute_share=1.0, bandwidth_share=1.0)
+    memory_bound = Generation(shape, 2, Lengths(10, 20, ""), role, 5, device(1e12, 100.0))
     assert memory_bound.decode_step() == (2 * 1000 + 5 * (10 + 20 / 2) * 50) / (2 * 100)
-    compute_bound = Generation(shape, 2, 10, 20, 3, 2, 5, flops_per_second=10.0, bytes_per_second=1e12)
+    compute_bound = replace(memory_bound, device=device(10.0, 1e12))
     assert compute_bound.decode_step() == 5 * 2 * 1000 / (2 * 10)
     prefill = (30 * shape.forward(10) + 0.5 * 15 * shape.forward(20)) / (3 * 2 * 10)
     seconds = compute_bound.seconds(30, swaps=0.5)

@@ -125,7 +125,9 @@ def test_no_file_of_a_run_and_no_command_line_shows_a_secret_and_every_role_has_
     served = config.teachers["served"].model_copy(update=scores)
     assert given("teacher-served", TeacherConfig, "teacher-served.json") == served
     evaluator = given("evaluator", RunConfig, "evaluator.json")
-    assert {name: one.urls for name, one in evaluator.teachers.items()} == plan.teachers
+    assert {name: section.urls for name, section in evaluator.teachers.items()} == {
+        name: plan.where[f"teachers.{name}"] for name in config.teachers
+    }
     assert evaluator.model_copy(update={"teachers": config.teachers}) == config
     monkeypatch.setenv(REPLICA_VARIABLE, children["student-0"].env[REPLICA_VARIABLE])
     assert ReplicaConfig.from_environment().store == config.weights.store

@@ -376,20 +376,20 @@ def test_the_script_of_a_job_says_what_the_configuration_says(slurm, tmp_path: P
     monkeypatch.chdir(tmp_path)
     further = {"partition": "long", "account": "acme", "sbatch": ["--constraint=h100"]}
     config = on_slurm(tmp_path / "runs", {**further, "setup": "module load cuda", "time": "2-12"})
-    written = job.write(config, Path("run.toml"), ["run.steps=7"])
+    written, _ = job.write(config, Path("run.toml"), ["run.steps=7"])
     folder = tmp_path / "runs/run/slurm"
-    assert written.job == folder / "job.sh"
-    assert options(written.job) == [
+    assert written == folder / "job.sh"
+    assert options(written) == [
         *("--job-name=distill-run", "--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=64"),
         *("--gres=gpu:8", "--mem=0", f"--output={folder}/job-%j.log", "--partition=long", "--time=2-12"),
         *("--account=acme", f"--chdir={tmp_path}", "--requeue", "--signal=B:USR1@131"),
         *("--open-mode=append", "--constraint=h100"),
     ]
-    assert last_line(written.job) == [
+    assert last_line(written) == [
         *("exec", sys.executable, "-P", "-m", job.MODULE, job.RUN, str(tmp_path / "runs/run")),
         *("--", str(tmp_path / "run.toml"), "--set", "run.steps=7"),
     ]
-    text = written.job.read_text()
+    text = written.read_text()
     assert text.index("trap '' USR1") < text.index("module load cuda") < text.index("exec ")
     token = folder / "token"
     assert token.stat().st_mode & 0o777 == 0o600
@@ -403,36 +403,36 @@ def test_the_script_of_a_job_says_what_the_configuration_says(slurm, tmp_path: P
 def test_a_token_that_is_set_is_kept(slurm, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine").write_text("mine\n")
     monkeypatch.setenv("DISTILL_TOKEN_FILE", str(tmp_path / "mine"))
-    text = job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out").job.read_text()
+    text = job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out")[0].read_text()
     assert f"export DISTILL_TOKEN_FILE={tmp_path}/mine\n" in text
     assert not (tmp_path / "out/token").exists()
     monkeypatch.setenv("DISTILL_TOKEN", "in the environment, which sbatch keeps")
-    text = job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out").job.read_text()
+    text = job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], out=tmp_path / "out")[0].read_text()
     assert "DISTILL_TOKEN" not in text or "mine" in text
 
 
 def test_replicas_on_a_partition_of_their_own_are_an_array(slurm, tmp_path: Path) -> None:
     student = {"path": "student", "replicas": 6, "engine_args": {"tensor-parallel-size": 2}}
     config = on_slurm(tmp_path, {"nodes": 1, "replica_partition": "spare"}, student=student)
-    written = job.write(config, Path("run.toml"), [])
-    assert written.lines == [
+    written, lines = job.write(config, Path("run.toml"), [])
+    assert lines == [
         "machine 0: evaluator (1 GPU), teacher-t (1 GPU), trainer (2 GPUs)",
         "partition spare: 6 replicas",
     ]
-    assert written.replicas is not None
-    name, *rest = options(written.replicas)
+    replicas = written.with_name("replicas.sh")
+    name, *rest = options(replicas)
     assert rest[:6] == [
         *("--array=0-5", "--nodes=1", "--ntasks=1", "--cpus-per-task=16", "--gres=gpu:2"),
         f"--output={tmp_path}/run/slurm/replica-%a.log",
     ]
     assert {"--partition=spare", "--requeue", "--signal=B:USR1@131"} <= {*rest}
-    assert last_line(written.replicas)[5:] == [
+    assert last_line(replicas)[5:] == [
         *(job.REPLICA, str(tmp_path / "run"), "--", "--index", "$SLURM_ARRAY_TASK_ID"),
     ]
-    array = last_line(written.job)[7:10]
-    assert array == ["--array", name.removeprefix("--job-name="), str(written.replicas)]
-    other = job.write(on_slurm(tmp_path / "b", {"replica_partition": "spare"}), Path("run.toml"), [])
-    assert last_line(other.job)[8] != array[1], "another run of the same name is not cancelled with it"
+    array = last_line(written)[7:10]
+    assert array == ["--array", name.removeprefix("--job-name="), str(replicas)]
+    other, _ = job.write(on_slurm(tmp_path / "b", {"replica_partition": "spare"}), Path("run.toml"), [])
+    assert last_line(other)[8] != array[1], "another run of the same name is not cancelled with it"
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_another_cluster_and_a_run_that_is_there_are_refused(slurm, tmp_path: Pa
     (tmp_path / "run/run.db").touch()
     with pytest.raises(ConfigError, match="holds a run already: go on with --resume"):
         job.write(on_slurm(tmp_path, {}), Path("run.toml"), [])
-    assert job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], resume=True).job.is_file()
+    assert job.write(on_slurm(tmp_path, {}), Path("run.toml"), [], resume=True)[0].is_file()
 
 
 def test_submitting_says_which_job_it_is(slurm, tmp_path: Path, monkeypatch) -> None:
