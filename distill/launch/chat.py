@@ -103,7 +103,7 @@ class Chat:
 
     async def _answer(self, prompt: str) -> dict[str, str]:
         answers = asyncio.create_task(self.conversations.answer(prompt))
-        death = asyncio.create_task(self.supervisor.watch(0.0))
+        death = asyncio.create_task(self.supervisor.watch())
         try:
             await asyncio.wait({answers, death}, return_when=asyncio.FIRST_COMPLETED)
             if not answers.done():

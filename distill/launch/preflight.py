@@ -242,10 +242,10 @@ async def connected(
 @asynccontextmanager
 async def serving(children: Sequence[ChildSpec], logs: Path, seconds: float) -> AsyncIterator[Supervisor]:
     """Servers that answer /health, meanwhile. Raises ChildFailed when one does not within `seconds`."""
-    supervisor = Supervisor(children, logs, restarts=0)
+    supervisor = Supervisor(children, logs, restarts=0, start_seconds=seconds)
     try:
         await supervisor.start()
-        await supervisor.ready(seconds)
+        await supervisor.ready()
         yield supervisor
     finally:
         await supervisor.stop(GRACE_SECONDS)

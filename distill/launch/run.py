@@ -168,7 +168,11 @@ class _Launcher:
         self._controller = Controller(config, parts, start, self._hooks(), token)
         self._controller.withhold("the engines are compared (run.preflight)")
         folder.keep_url(config.controller, self._controller.url)
-        children = {child.name: child for child in plan.children}
+        self._supervisor = self._supervised_children(plan, token)
+
+    def _supervised_children(self, plan: Plan, token: str | None) -> Supervisor:
+        """The servers that are started here, and the trainer where it is."""
+        config, children = self._config, {child.name: child for child in plan.children}
         if config.controller.trainer == "launch":
             children[TRAINER] = replace(
                 children.get(TRAINER) or trainer_child(config, self._controller.url, token),
@@ -178,8 +182,13 @@ class _Launcher:
                 left=self._controller.trainer_left,
             )
         specs = [replace(child, died=partial(self._died, child)) for child in children.values()]
-        restarts, health = config.run.restarts, config.run.health_timeout_seconds
-        self._supervisor = Supervisor(specs, folder.logs, restarts, health_seconds=health)
+        return Supervisor(
+            specs,
+            self._folder.logs,
+            config.run.restarts,
+            start_seconds=config.run.start_seconds,
+            health_seconds=config.run.health_timeout_seconds,
+        )
 
     async def run(self, signals: contextlib.ExitStack) -> dict[str, Any]:
         """The controller's figures. `signals`: until it is left, a signal does not end the process."""
@@ -218,7 +227,7 @@ class _Launcher:
         controller = asyncio.create_task(self._controller.run(), name="controller")
         await self._supervisor.start()
         others = [
-            asyncio.create_task(self._supervise(), name="supervisor"),
+            asyncio.create_task(self._supervisor.watch(), name="supervisor"),
             asyncio.create_task(self._preflight(), name="preflight"),
             asyncio.create_task(self._watch_disk(), name="disk"),
         ]
@@ -246,11 +255,6 @@ class _Launcher:
     def _died(self, child: ChildSpec) -> None:
         child.died()
         self._alert(f"{child.name} is restarted", f"it ended; {self._folder.logs / child.name}.log has why")
-
-    async def _supervise(self) -> None:
-        seconds = self._config.run.start_seconds
-        await self._supervisor.ready(seconds)
-        await self._supervisor.watch(seconds)
 
     async def _trainer_end(self) -> None:
         if self._joined and TRAINER in self._supervisor.children:

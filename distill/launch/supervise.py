@@ -9,8 +9,9 @@
     not healthy in start_seconds  the run fails while it starts; later: killed, so restarted
     /health silent                killed, so restarted
 
-A guardian (`distill.guardian`) wraps every process. Order of calls: `start`, `ready`, `watch` beside
-the work, `stop`. This process adopts what a killed guardian leaves behind, and kills it before a restart.
+A guardian (`distill.guardian`) wraps every process. Order of calls: `start`, `ready` before the work or
+beside it, `watch` beside it, `stop`. This process adopts what a killed guardian leaves behind, and kills it
+before a restart.
 """
 
 from __future__ import annotations
@@ -172,8 +173,9 @@ class Supervisor:
     """All child processes of a launcher.
 
     `restarts`: most restarts, all children together. `first_pause`: seconds between a child's first
-    death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS. `health_seconds`:
-    /health without an answer for so long means that a server that answered before hangs; 0: never.
+    death and its restart; doubles with every further one, up to LONGEST_PAUSE_SECONDS. `start_seconds`: time
+    for all to come up, and for each that is restarted later. `health_seconds`: /health without an answer for
+    so long means that a server that answered before hangs; 0: never.
     """
 
     def __init__(
@@ -182,12 +184,13 @@ class Supervisor:
         logs: Path,
         restarts: int,
         first_pause: float = 1.0,
+        start_seconds: float = math.inf,
         health_seconds: float = 0.0,
     ) -> None:
         self.children = {spec.name: Child(spec, logs / f"{spec.name}.log", first_pause) for spec in specs}
-        self._restarts_left, self._health_seconds = restarts, health_seconds
+        self._restarts_left = restarts
+        self._start_seconds, self._health_seconds = start_seconds, health_seconds
         self._tending: list[asyncio.Task[None]] = []
-        self._start_seconds = math.inf
         self._deadline: float | None = math.inf
         """Monotonic time at which all must be up; None: they were, each restart has seconds of its own."""
         self._read_end, self._write_end = os.pipe()
@@ -203,24 +206,23 @@ class Supervisor:
             await asyncio.gather(*starts)
         finally:
             await cancel(starts)
+        self._deadline = time.monotonic() + self._start_seconds
+        self._tending = [
+            asyncio.create_task(self._tend(child), name=f"supervise {name}")
+            for name, child in self.children.items()
+        ]
 
-    async def ready(self, seconds: float) -> None:
+    async def ready(self) -> None:
         """Return when every child was healthy. Raises ChildFailed when one fails or takes longer."""
-        self._deadline = time.monotonic() + seconds
-        self._tend_all(seconds)
         while not all(child.came_up for child in self.children.values()):
             self._raise_failure()
             await asyncio.sleep(POLL_SECONDS)
         self._deadline = None
 
-    async def watch(self, seconds: float) -> None:
-        """Restart what dies, until every child has come to an orderly end.
-
-        A restarted child that is not up after `seconds` is killed, and so restarted. Raises ChildFailed when
-        the budget is spent.
-        """
-        self._deadline = None
-        self._tend_all(seconds)
+    async def watch(self) -> None:
+        """Return when every child was healthy and has come to an orderly end. Raises ChildFailed when one
+        fails at its start, or the budget is spent."""
+        await self.ready()
         if self._tending:
             await asyncio.wait(self._tending, return_when=asyncio.FIRST_EXCEPTION)
             self._raise_failure()
@@ -280,13 +282,6 @@ class Supervisor:
             log.warning("killed %d processes that a killed guardian left behind", count)
 
     # --- one child
-
-    def _tend_all(self, seconds: float) -> None:
-        self._start_seconds = seconds
-        self._tending = self._tending or [
-            asyncio.create_task(self._tend(child), name=f"supervise {name}")
-            for name, child in self.children.items()
-        ]
 
     def _raise_failure(self) -> None:
         for task in self._tending:

@@ -206,7 +206,7 @@ class Supervised:
         words = line(cluster, [sys.executable, "-c", ROLE], 1, gpus=gpus)
         self.log = folder / "role-0.log"
         spec = ChildSpec("role-0", words, cluster.environment, joined=lambda: bool(starts(self.log)))
-        self.supervisor = Supervisor([spec], folder, restarts=5, first_pause=0.1)
+        self.supervisor = Supervisor([spec], folder, restarts=5, first_pause=0.1, start_seconds=120)
 
     async def until(self, condition: Callable[[], object], seconds: float) -> float:
         began = time.monotonic()
@@ -217,7 +217,7 @@ class Supervised:
 
     async def __aenter__(self) -> Supervised:
         await self.supervisor.start()
-        await self.supervisor.ready(120)
+        await self.supervisor.ready()
         return self
 
     async def __aexit__(self, *_: object) -> None:

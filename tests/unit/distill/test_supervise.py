@@ -78,7 +78,7 @@ async def test_every_child_and_grandchild_is_gone_after_stop_though_some_ignore_
         [ChildSpec("stubborn", STUBBORN), ChildSpec("parent", PARENT)], tmp_path, restarts=0
     )
     await supervisor.start()
-    await supervisor.ready(600)
+    await supervisor.ready()
     await spoke(supervisor, "stubborn", "parent")
     processes = [p for child in supervisor.children.values() for p in below(child.process.pid)]
     assert len(processes) == 4
@@ -91,7 +91,7 @@ async def test_a_child_that_dies_at_start_is_named_with_its_last_lines(tmp_path:
     supervisor = Supervisor([ChildSpec("teacher-a", dying, url="http://127.0.0.1:9")], tmp_path, 5)
     await supervisor.start()
     with pytest.raises(ChildFailed, match=r"teacher-a ended with status 3(.|\n)*no such model"):
-        await supervisor.ready(600)
+        await supervisor.ready()
     await supervisor.stop(1)
 
 
@@ -108,7 +108,7 @@ async def test_the_first_error_is_told_when_it_is_far_above_the_last_lines(tmp_p
     with pytest.raises(
         ChildFailed, match=r"29 vllm.EngineDead(.|\n)*the first error .*: RuntimeError: head_dim=16"
     ):
-        await supervisor.ready(600)
+        await supervisor.ready()
     await supervisor.stop(1)
 
 
@@ -129,7 +129,7 @@ async def test_a_child_that_a_signal_ends_is_named_with_the_signal_and_its_last_
     with pytest.raises(
         ChildFailed, match=r"student-0 was ended by SIGILL \(illegal instruction\), (.|\n)*tiles"
     ):
-        await supervisor.ready(600)
+        await supervisor.ready()
     await supervisor.stop(1)
 
 
@@ -137,22 +137,24 @@ async def test_a_program_that_does_not_exist_is_a_failed_start(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("x", ["/no/such/program"], url="http://127.0.0.1:9")], tmp_path, 5)
     await supervisor.start()
     with pytest.raises(ChildFailed, match=r"status 127(.|\n)*cannot be started"):
-        await supervisor.ready(600)
+        await supervisor.ready()
     await supervisor.stop(1)
 
 
 async def test_a_child_that_never_answers_is_named_with_its_log(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("slow", SLEEPER, url="http://127.0.0.1:9")], tmp_path, 0)
+    supervisor = Supervisor(
+        [ChildSpec("slow", SLEEPER, url="http://127.0.0.1:9")], tmp_path, 0, start_seconds=0.3
+    )
     await supervisor.start()
     with pytest.raises(ChildFailed, match="slow did not come up in time"):
-        await supervisor.ready(0.3)
+        await supervisor.ready()
     await supervisor.stop(5)
 
 
 async def test_a_death_is_mended_until_the_budget_is_spent(tmp_path: Path):
     supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=2, first_pause=0.01)
     await supervisor.start()
-    await supervisor.ready(600)
+    await supervisor.ready()
     child, lives = supervisor.children["flaky"], set[int]()
 
     async def murder() -> None:
@@ -164,7 +166,7 @@ async def test_a_death_is_mended_until_the_budget_is_spent(tmp_path: Path):
 
     murderer = asyncio.create_task(murder())
     with pytest.raises(ChildFailed, match=r"run\.restarts is used up"):
-        await supervisor.watch(10)
+        await supervisor.watch()
     assert len(lives) == 3
     murderer.cancel()
     await supervisor.stop(1)
@@ -176,7 +178,7 @@ async def test_a_child_killed_while_the_run_starts_is_started_again(tmp_path: Pa
     supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
     await supervisor.start()
     await spoke(supervisor, "slow")
-    waiting = asyncio.create_task(supervisor.ready(600))
+    waiting = asyncio.create_task(supervisor.ready())
     for _ in range(2):
         process = supervisor.children["slow"].process
         await asyncio.to_thread(until, lambda guardian=process.pid: below(guardian))
@@ -205,7 +207,7 @@ async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_a
     ]
     supervisor = Supervisor(specs, tmp_path / "logs", restarts=1, first_pause=0.01)
     await supervisor.start()
-    starting = asyncio.create_task(supervisor.ready(600))
+    starting = asyncio.create_task(supervisor.ready())
     async with asyncio.timeout(600):
         while len(lives) < 2:
             assert not starting.done()
@@ -226,7 +228,7 @@ async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path
         spec = ChildSpec("server", serving, url=f"http://127.0.0.1:{port}")
         supervisor = Supervisor([spec], tmp_path, restarts=50, first_pause=0.2)
         await supervisor.start()
-        ready = asyncio.create_task(supervisor.ready(600))
+        ready = asyncio.create_task(supervisor.ready())
         log = supervisor.children["server"].log_path
         await asyncio.to_thread(until, lambda: "already in use" in log.read_text())
     try:
@@ -247,7 +249,7 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     await supervisor.start()
     await spoke(supervisor, "early", "late")
     early = supervisor.children["early"]
-    waiting, first = asyncio.create_task(supervisor.ready(600)), early.process
+    waiting, first = asyncio.create_task(supervisor.ready()), early.process
     await asyncio.to_thread(until, lambda: early.phase is Phase.READY)
     os.killpg(first.pid, signal.SIGKILL)
     await asyncio.to_thread(until, lambda: supervisor._restarts_left == 0)
@@ -255,7 +257,7 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     await waiting
     assert early.process is first, "still in its pause"
     paused.set()
-    watching = asyncio.create_task(supervisor.watch(60))
+    watching = asyncio.create_task(supervisor.watch())
     await asyncio.to_thread(until, lambda: early.process is not first or watching.done())
     assert early.process is not first, watching
     watching.cancel()
@@ -268,7 +270,7 @@ async def test_a_death_between_ready_and_watch_is_restarted(tmp_path: Path):
     spec = ChildSpec("flaky", SLEEPER, died=lambda: dead.append(supervisor.children["flaky"].phase))
     supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
     await supervisor.start()
-    await supervisor.ready(600)
+    await supervisor.ready()
     child = supervisor.children["flaky"]
     first = child.process
     assert supervisor.status() == {"flaky": ("ready", 0)}
@@ -292,7 +294,7 @@ async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(tmp_path: Pat
     spec = ChildSpec("trainer", ["true"], ends=True, left=lambda: left.append("trainer"))
     supervisor = Supervisor([spec], tmp_path, 0)
     await supervisor.start()
-    await supervisor.watch(10)
+    await supervisor.watch()
     assert await supervisor.children["trainer"].exit() == 0
     assert left == ["trainer"]
     await supervisor.stop(1)
@@ -304,7 +306,7 @@ async def test_the_orderly_end_of_a_child_is_told_after_a_restart_too(tmp_path: 
     children = [ChildSpec("trainer", once, ends=True, left=left.set), ChildSpec("server", SLEEPER)]
     supervisor = Supervisor(children, tmp_path, 1, first_pause=0.01)
     await supervisor.start()
-    watching = asyncio.create_task(supervisor.watch(10))
+    watching = asyncio.create_task(supervisor.watch())
     await asyncio.wait_for(left.wait(), 60)
     watching.cancel()
     await supervisor.stop(1)
@@ -373,7 +375,7 @@ async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_sess
     processes, others = below(guardian.pid), below(other.pid)
     assert len(processes) == 3
     guardian.kill()
-    watching = asyncio.create_task(supervisor.watch(10))
+    watching = asyncio.create_task(supervisor.watch())
     await asyncio.to_thread(until, lambda: not alive(processes))
     await asyncio.to_thread(until, lambda: supervisor.children["parent"].process is not guardian)
     assert alive(others) == others, "nobody else is touched"
@@ -389,9 +391,9 @@ async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path):
     told: list[object] = []
     supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
     await supervisor.start()
-    await supervisor.ready(600)
+    await supervisor.ready()
     first = supervisor.children["hangs"].process
-    watching = asyncio.create_task(supervisor.watch(60))
+    watching = asyncio.create_task(supervisor.watch())
     supervisor.kill_child("somebody else's")
     supervisor.kill_child("hangs")
     await asyncio.to_thread(until, lambda: supervisor.children["hangs"].process is not first)
@@ -425,9 +427,9 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neig
     specs = [server("stopped"), server("well")]
     supervisor = Supervisor(specs, tmp_path, restarts=1, first_pause=0.01, health_seconds=3.0)
     await supervisor.start()
-    await supervisor.ready(600)
+    await supervisor.ready()
     stopped, well = supervisor.children["stopped"], supervisor.children["well"]
-    watching, first, other = asyncio.create_task(supervisor.watch(60)), stopped.process, well.process
+    watching, first, other = asyncio.create_task(supervisor.watch()), stopped.process, well.process
     below(first.pid)[0].send_signal(signal.SIGSTOP)
     await asyncio.to_thread(until, lambda: stopped.process is not first and stopped.phase is Phase.READY)
     assert well.process is other
@@ -440,7 +442,7 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neig
 async def test_a_server_that_takes_long_to_start_is_not_taken_for_stalled(tmp_path: Path):
     supervisor = Supervisor([server("slow", 2.0)], tmp_path, restarts=0, health_seconds=0.2)
     await supervisor.start()
-    await supervisor.ready(600)
+    await supervisor.ready()
     assert supervisor.children["slow"].status is None
     await supervisor.stop(5)
 
@@ -450,10 +452,10 @@ async def test_a_restarted_child_that_does_not_come_up_is_killed_and_started_aga
     spec = ChildSpec(
         "late", SLEEPER, joined=lambda: len(starts) in (1, 3), prepare=lambda: starts.append(None)
     )
-    supervisor = Supervisor([spec], tmp_path, restarts=2, first_pause=0.01)
+    supervisor = Supervisor([spec], tmp_path, restarts=2, first_pause=0.01, start_seconds=0.5)
     await supervisor.start()
-    await supervisor.ready(600)
-    watching, child = asyncio.create_task(supervisor.watch(0.5)), supervisor.children["late"]
+    await supervisor.ready()
+    watching, child = asyncio.create_task(supervisor.watch()), supervisor.children["late"]
     supervisor.kill_child("late")
     await asyncio.to_thread(until, lambda: len(starts) == 3 and child.phase is Phase.READY)
     watching.cancel()
