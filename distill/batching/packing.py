@@ -217,8 +217,8 @@ def rows_of(
         own=_own(rollouts),
         mask=_mask(rollouts),
         routes=joined(routes) if routes else None,
-        route_lens=_array("i4", [_places(rollout.routes) for rollout in rollouts]) if routes else None,
-        earned=_earned(rollouts),
+        route_lens=_array("i4", [r.routes.shape[0] if r.routes else 0 for r in rollouts]) if routes else None,
+        earned=_by_turn(rollouts, "f4", lambda r: r.earned) if any(r.earned for r in rollouts) else None,
         **_of_text(scores),
         off_path=off_path,
     )
@@ -239,10 +239,6 @@ def _compared(
     compared = [groups[rollout.id] for rollout in rollouts]
     means, deviations = [group.mean for group in compared], [group.deviation for group in compared]
     return _array("f4", means), _array("f4", deviations)
-
-
-def _places(routes: Array | None) -> int:
-    return 0 if routes is None else routes.shape[0]
 
 
 def _array(dtype: str, values: Sequence[float]) -> Array:
@@ -277,13 +273,6 @@ def _of_text(scores: Sequence[Scored | None]) -> dict[str, Array]:
         for name in plain
         if any(arrays[name])
     }
-
-
-def _earned(rollouts: Sequence[Rollout]) -> Array | None:
-    """What the turns before each token earned; None: nothing."""
-    if not any(rollout.earned for rollout in rollouts):
-        return None
-    return _by_turn(rollouts, "f4", lambda rollout: rollout.earned)
 
 
 def _by_turn(rollouts: Sequence[Rollout], dtype: str, of: Callable[[Rollout], Sequence[float]]) -> Array:

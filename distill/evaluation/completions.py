@@ -31,7 +31,7 @@ import numpy as np
 from distill.evaluation.sets import PromptSet
 from sync.base import durable
 from sync.weights.snapshots.manifest import named
-from sync.wire import Array, Behaviour, Version, unpack
+from sync.wire import Array, Behaviour, OwnTokens, Version, pack, unpack
 
 KEPT: Final = 20
 """Versions."""
@@ -53,6 +53,12 @@ class Tokens(NamedTuple):
     """int32 [T]"""
     own: list[tuple[int, int]]
     """Start and end of what the student sampled, in T; the rest is an environment's."""
+
+    def sent(self, shown: Array | None) -> OwnTokens:
+        """For the evaluator; `shown`: the prompt as its teacher sees it."""
+        first = len(self.prompt_ids)
+        token_ids_L = np.concatenate([np.array(self.prompt_ids, np.int32), self.token_ids])
+        return OwnTokens(pack(token_ids_L), [(first + start, first + end) for start, end in self.own], shown)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What an evaluation needs a version's exact forward pass for: how far it is from the teachers.
 
     sequences ─▶ teacher's hidden states or log-probabilities ─┐
-              ─▶ student's hidden states, fp32, here ──────────┴─▶ sums of the divergence (reverse_kl.py)
+              ─▶ student's hidden states, fp32, here ──────────┴─▶ sums of the divergence (report.py)
 
 No teacher is loaded; the student is, for the length of a comparison.
 

@@ -1,21 +1,35 @@
-"""The figures of an evaluation, from its completions and the evaluator's sums. Pure."""
+"""The figures of an evaluation, from its completions and the evaluator's sums. Pure.
+
+`reverse_kl` is KL(p‖q) of student p and teacher q, averaged over completion tokens. Completions are sampled
+from p at temperature 1, so
+
+    exact       Σ_v p(v) (log p(v) − log q(v)) over the whole vocabulary at each token, fp32; it needs the
+                hidden states and the head of both
+    estimate    log p(y) − log q(y) of the sampled token y: the same mean in expectation. With x_i the sum
+                over the n_i tokens of completion i of m, and r = Σx / Σn, the standard error of r is
+                sqrt(m/(m−1) · Σ e_i²) / Σn, e_i = x_i − r·n_i: completions are independent, their tokens are
+                not; with several teachers e_i is less its mean over the completions of that teacher
+
+Rows of a model beyond the tokenizer's vocabulary do not exist for it. The evaluator computes the sums. M
+completions in shapes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from distill.config.evaluation import HELD_OUT
 from distill.evaluation import statistics
-from distill.evaluation.completions import Completion, Tokens, behaviour
-from distill.evaluation.reverse_kl import ReverseKL, total
+from distill.evaluation.completions import Completion, behaviour
 from distill.evaluation.sets import PromptSet
 from distill.interfaces import Transform
 from distill.prompts.rewards import VOTING
 from sync.wire import (
-    Array,
     EvalReply,
     EvalReport,
     EvalRequest,
@@ -28,6 +42,47 @@ from sync.wire import (
 
 Route = Callable[[str], str]
 """Data source → teacher; empty: there are none."""
+
+
+@dataclass
+class ReverseKL:
+    """Sums over the completions that one teacher scored."""
+
+    is_exact: bool
+    sums: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Completion → sum of the divergence, or of log p − log q, over its tokens, and their number."""
+
+    def add(self, completion: int, value: float, tokens: int) -> None:
+        """Add the sum over some tokens of a completion."""
+        before, count = self.sums.get(completion, (0.0, 0))
+        self.sums[completion] = before + value, count + tokens
+
+    def among(self, completions: Set[int]) -> ReverseKL:
+        """Sums of these completions alone."""
+        return ReverseKL(self.is_exact, {id: self.sums[id] for id in self.sums.keys() & completions})
+
+    def variance(self, ratio: float) -> float:
+        """Variance of the sum of e over all completions; `ratio`: the r of all teachers. 0: it is exact."""
+        if self.is_exact or not self.sums:
+            return 0.0
+        x_M, n_M = np.array(list(self.sums.values())).T
+        if len(x_M) == 1:
+            return float(x_M[0] ** 2)  # nothing to compare it with
+        rest_M = x_M - ratio * n_M
+        return float(len(x_M) / (len(x_M) - 1) * ((rest_M - rest_M.mean()) ** 2).sum())
+
+
+def total(parts: list[ReverseKL]) -> tuple[float | None, float | None]:
+    """Mean over the tokens of all teachers, and its standard error, None where it is exact; both None where
+    nothing was compared."""
+    all_sums = [sums for part in parts for sums in part.sums.values()]
+    if not all_sums:
+        return None, None
+    tokens = max(1, sum(count for _, count in all_sums))
+    value = math.fsum(x for x, _ in all_sums) / tokens
+    if all(part.is_exact for part in parts):
+        return value, None
+    return value, math.sqrt(sum(part.variance(value) for part in parts)) / tokens
 
 
 class Comparison:
@@ -50,7 +105,7 @@ class Comparison:
             if not (teacher := route(prompt.source)):
                 continue
             seen = pack(np.array(shown[teacher](prompt), np.int32)) if teacher in shown else None
-            sampled = [(number, _own_tokens(part, seen)) for part in completion.sequences if part.own]
+            sampled = [(number, part.sent(seen)) for part in completion.sequences if part.own]
             self._asked.setdefault(teacher, []).extend(sampled)
         teachers = {name: [tokens for _, tokens in asked] for name, asked in self._asked.items()}
         self.request = EvalRequest(version=version, teachers=teachers)
@@ -63,12 +118,6 @@ class Comparison:
             for (number, tokens), value in zip(asked, reply.teachers[name].sums, strict=True):
                 kl.add(number, value, tokens.count)
         return by_teacher
-
-
-def _own_tokens(tokens: Tokens, shown: Array | None) -> OwnTokens:
-    first = len(tokens.prompt_ids)
-    token_ids_L = np.concatenate([np.array(tokens.prompt_ids, np.int32), tokens.token_ids])
-    return OwnTokens(pack(token_ids_L), [(first + start, first + end) for start, end in tokens.own], shown)
 
 
 def report_of(

@@ -90,10 +90,6 @@ def _open(
         prompts = [*reader.prompts(rows_of(source))][: evaluation_set.prompts]
     if not prompts:
         raise DataError("0 prompts were found: check the path and the field")
-    if (longest_prompt := max(len(prompt.token_ids) for prompt in prompts)) > longest:
-        raise DataError(
-            f"a prompt has {longest_prompt} tokens and {longest} are left beside max_tokens: lower max_tokens"
-        )
     return prompts, rewards
 
 

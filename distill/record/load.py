@@ -39,9 +39,9 @@ def load(connection: sqlite3.Connection, rules: Rules | None, read: Read) -> Run
     """
     state = RunState(rules or Rules(1, Bound(0, 0)))
     try:
-        state.opened = _opened(connection)
-        if rules is None and (begun := state.opened):
-            state.rules = Rules(begun.batch, begun.bound, begun.group)
+        for opening in _newest(connection, r.Opened, "opening"):
+            state.opened = opening
+            state.rules = rules or Rules(opening.batch, opening.bound, opening.group)
         _load(connection, state, read)
     except DataError:
         raise
@@ -54,9 +54,13 @@ def load(connection: sqlite3.Connection, rules: Rules | None, read: Read) -> Run
 
 
 def _load(connection: sqlite3.Connection, state: RunState, read: Read) -> None:
-    _load_facts(connection, state)
+    if known := dict(connection.execute("SELECT key, value FROM fact")):
+        for name, kind in r.FACTS.items():
+            setattr(state, name, _decoded(known[name], kind))
     _load_trainer(connection, state)
-    _load_replicas(connection, state)
+    state.published = _newest(connection, r.VersionPublished, "version")
+    state.newest = dict(connection.execute("SELECT lineage, max(step) FROM version GROUP BY lineage"))
+    state.applied = _newest(connection, r.VersionApplied, "applied")
     _load_pending(connection, state, read)
     for rollout, location in scored_rollouts(connection, "WHERE admitted IS NOT NULL ORDER BY admitted"):
         state.buffer[rollout.id], state.where[rollout.id] = rollout, location
@@ -73,18 +77,6 @@ def _counter(_: type, value: Any) -> Counter[str]:
     return Counter(value)
 
 
-def _load_facts(connection: sqlite3.Connection, state: RunState) -> None:
-    if known := dict(connection.execute("SELECT key, value FROM fact")):
-        for name, kind in r.FACTS.items():
-            setattr(state, name, _decoded(known[name], kind))
-
-
-def _opened(connection: sqlite3.Connection) -> r.Opened | None:
-    """The newest start of a controller."""
-    row = connection.execute("SELECT * FROM opening ORDER BY at DESC LIMIT 1").fetchone()
-    return None if row is None else r.from_columns(r.Opened, row[1:])
-
-
 def _load_trainer(connection: sqlite3.Connection, state: RunState) -> None:
     rows = connection.execute(
         "SELECT number, start, origin, branch, fingerprint, at FROM lineage ORDER BY number"
@@ -92,15 +84,11 @@ def _load_trainer(connection: sqlite3.Connection, state: RunState) -> None:
     state.lineages = Lineages([Lineage(*row[:4]) for row in rows])
     opened_at = 0
     if rows:
-        state.lineage, start, _, state.next_step, state.fingerprint, opened_at = rows[-1]
-        reached, formed = (
-            connection.execute(
-                f"SELECT max(step) FROM {table} WHERE lineage = ?", (state.lineage,)
-            ).fetchone()[0]
-            for table in ("step", "batch")
-        )
-        state.reached = Version(rows[-1][0], start if reached is None else reached)
-        state.next_step = state.next_step if formed is None else formed + 1
+        state.lineage, start, _, branch, state.fingerprint, opened_at = rows[-1]
+        newest = "SELECT coalesce(max(step), ?) FROM {} WHERE lineage = ?"
+        (reached,) = connection.execute(newest.format("step"), (start, state.lineage)).fetchone()
+        (formed,) = connection.execute(newest.format("batch"), (branch - 1, state.lineage)).fetchone()
+        state.reached, state.next_step = Version(rows[-1][0], reached), formed + 1
     for step, tokens, by_teacher in connection.execute(
         "SELECT step - 1, tokens, tokens_by_teacher FROM step WHERE NOT undone AND tokens IS NOT NULL"
     ):
@@ -120,12 +108,6 @@ def _newest(connection: sqlite3.Connection, kind: type[C], table: str, where: st
     """The newest rows of a table that holds changes, oldest first; their first column is `at`."""
     rows = connection.execute(f"SELECT * FROM {table} WHERE {where} ORDER BY at DESC LIMIT {RECENT}")
     return [r.from_columns(kind, row[1:]) for row in reversed(rows.fetchall())]
-
-
-def _load_replicas(connection: sqlite3.Connection, state: RunState) -> None:
-    state.published = _newest(connection, r.VersionPublished, "version")
-    state.newest = dict(connection.execute("SELECT lineage, max(step) FROM version GROUP BY lineage"))
-    state.applied = _newest(connection, r.VersionApplied, "applied")
 
 
 def _location(row: tuple[Any, ...]) -> Location:

@@ -36,7 +36,7 @@ from distill.evaluation import statistics
 from distill.evaluation.completions import KEPT, file_of, remove_old
 from distill.evaluation.evaluator import parts
 from distill.evaluation.models import load_student
-from distill.evaluation.reverse_kl import ReverseKL, total
+from distill.evaluation.report import ReverseKL, total
 from distill.rollout.replica_client import Answer
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.base.errors import DataError, RemoteError, Unreachable

@@ -194,17 +194,29 @@ def test_any_order_of_events_keeps_the_guarantees(
     assert report.trained > 0
 
 
-async def test_batches_whose_rollouts_were_forgotten_are_formed_anew(tmp_path: Path) -> None:
-    record = opened(tmp_path)
+async def trained(folder: Path, steps: int, *saved_at: int, keep: int = 3) -> Record:
+    """A record of a trainer's first steps; `saved_at`: those with a checkpoint."""
+    record = opened(folder)
     await record.open_lineage(None, "model")
-    for step in range(4):
+    for step in range(steps):
         for asked in record.issue(BATCH):
             record.admit(rollout(asked, Version(0, step)))
         assert await record.form_batch() is not None
         record.write(Stepped(Version(0, step + 1)))
-    record.write(Checkpointed(Version(0, 2), "two"))
+        if step + 1 in saved_at:
+            await saved(record, Version(0, step + 1), keep)
+    return record
+
+
+async def saved(record: Record, version: Version, keep: int) -> None:
+    record.write(Checkpointed(version, "somewhere"))
     await record.store.commit()
-    await record.tidy(keep_checkpoints=1)
+    await record.tidy(keep)
+
+
+async def test_batches_whose_rollouts_were_forgotten_are_formed_anew(tmp_path: Path) -> None:
+    record = await trained(tmp_path, 4)
+    await saved(record, Version(0, 2), keep=1)
 
     opening = await record.open_lineage(None, "model")
     assert (opening.start, opening.branch) == (0, 0)
@@ -235,31 +247,14 @@ async def test_a_checkpoint_that_came_back_without_a_report_is_on_record(
     resumed.store.close()
 
 
-async def saved(record: Record, version: Version, keep: int) -> None:
-    record.write(Checkpointed(version, "somewhere"))
-    await record.store.commit()
-    await record.tidy(keep)
-
-
 async def test_what_no_snapshot_covers_is_replayed_after_a_start_from_the_model_folder(
     tmp_path: Path,
 ) -> None:
-    record = opened(tmp_path)
-    await record.open_lineage(None, "model")
-    issued = []
-    for step in range(6):
-        asked = record.issue(BATCH)
-        issued += [one.id for one in asked]
-        for one in asked:
-            record.admit(rollout(one, Version(0, step)))
-        assert await record.form_batch() is not None
-        record.write(Stepped(Version(0, step + 1)))
-        if step == 3:
-            await saved(record, Version(0, 4), keep=3)
+    record = await trained(tmp_path, 6, 4)
     await record.open_lineage(None, "model")  # the folder of checkpoints is gone
-    trained = []
+    again_trained = []
     for step in range(2):
-        trained += record.state.batches[Version(0, step)].ids
+        again_trained += record.state.batches[Version(0, step)].ids
         record.write(Stepped(Version(1, step + 1)))
     await saved(record, Version(1, 2), keep=3)
     record.store.close()
@@ -268,20 +263,12 @@ async def test_what_no_snapshot_covers_is_replayed_after_a_start_from_the_model_
     opening = await again.open_lineage(Version(1, 2), "model")
     assert (opening.start, opening.branch) == (2, 6)
     left = [one for batch in again.state.batches.values() for one in batch.ids]
-    assert sorted({*trained, *left}) == sorted(issued)
+    assert {*again_trained, *left} == {f"0:{i}:0" for i in range(6 * BATCH)}
     again.store.close()
 
 
 async def test_a_bisection_after_a_start_from_the_model_folder_survives_a_restart(tmp_path: Path) -> None:
-    record = opened(tmp_path)
-    await record.open_lineage(None, "model")
-    for step in range(6):
-        for asked in record.issue(BATCH):
-            record.admit(rollout(asked, Version(0, step)))
-        assert await record.form_batch() is not None
-        record.write(Stepped(Version(0, step + 1)))
-        if step in (1, 3):
-            await saved(record, Version(0, step + 1), keep=3)
+    record = await trained(tmp_path, 6, 2, 4)
     for lineage in (1, 2):
         await record.open_lineage(None, "model")
         record.write(HandedOut(Version(lineage, 0)))
@@ -318,16 +305,8 @@ async def test_lost_replicas_never_cost_a_prompt(tmp_path: Path) -> None:
 
 
 async def test_a_restart_after_a_cover_forgets_what_it_covered(tmp_path: Path) -> None:
-    record = opened(tmp_path)
-    await record.open_lineage(None, "model")
-    for step in range(4):
-        for asked in record.issue(BATCH):
-            record.admit(rollout(asked, Version(0, step)))
-        await record.form_batch()
-        record.write(Stepped(Version(0, step + 1)))
-    record.write(Checkpointed(Version(0, 3), "three"))
-    await record.store.commit()
-    await record.tidy(keep_checkpoints=1)
+    record = await trained(tmp_path, 4)
+    await saved(record, Version(0, 3), keep=1)
     record.store.close()
 
     again = opened(tmp_path)
