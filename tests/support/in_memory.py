@@ -91,6 +91,8 @@ class MemoryReplica:
     """Change an answer on its way out."""
     player: Callable[[Sequence[int]], list[int]] | None = None
     """Answers a prompt; None: tokens at random."""
+    refusal: Callable[[Version], str] = lambda _: ""
+    """Why it does not take a version; empty: it does."""
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def die(self) -> None:
@@ -145,6 +147,8 @@ class MemoryReplica:
 
     async def update(self, request: wire.UpdateRequest, timeout: float) -> wire.UpdateReply:
         await self.pass_time()
+        if why := self.refusal(request.version):
+            raise RemoteError(why)
         self.version = request.version
         self.updates.append(request.version)
         return wire.UpdateReply(

@@ -89,8 +89,10 @@ class World:
         return None if None in versions else min(versions, default=None)  # type: ignore[type-var]
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self, serving: int = 0) -> AsyncIterator[None]:
+        """From when so many replicas serve on."""
         task = asyncio.create_task(self.pool.run())
+        await self.until(lambda: len(self.serving()) == serving or not serving)
         yield
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -100,8 +102,7 @@ class World:
 
 async def test_a_replica_serves_at_once_while_nothing_is_published() -> None:
     world = World(a=MemoryReplica())
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         assert world.oldest() is None
         assert world.applied == []
 
@@ -109,8 +110,7 @@ async def test_a_replica_serves_at_once_while_nothing_is_published() -> None:
 async def test_a_late_joiner_is_brought_to_the_newest_version_first() -> None:
     world = World(a=MemoryReplica())
     world.publish(Version(0, 7))
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         late = MemoryReplica(up=False)
         world.pool.add("late", late)
         await asyncio.sleep(LONG)
@@ -157,8 +157,7 @@ async def test_every_replica_follows_at_its_own_pace_and_the_slowest_counts() ->
     fast, slow = MemoryReplica(), Slow()
     world = World(fast=fast, slow=slow)
     world.publish(Version(0, 0))
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         for step in range(1, 6):
             world.publish(newest := Version(0, step))
             await world.until(lambda newest=newest: fast.version == newest)
@@ -185,17 +184,10 @@ async def test_a_replica_does_not_go_back_when_the_trainer_does() -> None:
 
 
 async def test_a_refused_update_leaves_the_replica_serving_its_old_version() -> None:
-    class Refusing(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            if request.version.step == 2:
-                raise RemoteError("digest does not fit")
-            return await super().update(request, timeout)
-
-    engine = Refusing()
+    engine = MemoryReplica(refusal=lambda version: "digest does not fit" * (version.step == 2))
     world = World(a=engine)
     world.publish(Version(0, 1))
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         world.publish(Version(0, 2))
         await asyncio.sleep(LONG)
         assert world.serving() == ["a"]
@@ -208,8 +200,7 @@ async def test_a_dead_replica_is_out_until_it_is_back_and_brought_up() -> None:
     engine = MemoryReplica()
     world = World(a=engine)
     world.publish(Version(0, 1))
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         engine.die()
         await world.until(lambda: not world.serving())
         world.publish(Version(0, 2))
@@ -220,19 +211,10 @@ async def test_a_dead_replica_is_out_until_it_is_back_and_brought_up() -> None:
 
 
 async def test_a_replica_that_could_not_be_brought_up_has_not_joined() -> None:
-    class Refusing(MemoryReplica):
-        refusals = 3
-
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            if self.refusals:
-                self.refusals -= 1
-                raise RemoteError("the snapshot is not whole yet")
-            return await super().update(request, timeout)
-
-    world = World(a=Refusing())
+    refusals = ["the snapshot is not whole yet"] * 3
+    world = World(a=MemoryReplica(refusal=lambda _: refusals.pop() if refusals else ""))
     world.publish(Version(0, 1))
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         assert world.pool.replicas["a"].joined == 1
 
 
@@ -240,16 +222,14 @@ async def test_a_replica_that_restarted_unseen_is_noticed_by_its_version() -> No
     engine = MemoryReplica()
     world = World(a=engine)
     world.publish(Version(0, 4))
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         engine.version = None
         await world.until(lambda: engine.updates == [Version(0, 4), Version(0, 4)])
 
 
 async def test_the_streams_of_a_lost_replica_are_cancelled() -> None:
     world = World(a=MemoryReplica())
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         replica = world.pool.replicas["a"]
         stream = asyncio.create_task(asyncio.sleep(60))
         replica.streams.add(stream)
@@ -260,8 +240,7 @@ async def test_the_streams_of_a_lost_replica_are_cancelled() -> None:
 
 async def test_a_replica_may_leave_while_the_run_goes_on() -> None:
     world = World(a=MemoryReplica(), b=MemoryReplica())
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         await world.pool.remove("a")
         assert world.serving() == ["b"]
     assert sorted(world.said[:2]) == ["a serves the model folder", "b serves the model folder"]
@@ -270,8 +249,7 @@ async def test_a_replica_may_leave_while_the_run_goes_on() -> None:
 
 async def test_the_least_busy_replica_is_asked_and_one_that_refused_rests() -> None:
     world = World(a=MemoryReplica(), b=MemoryReplica())
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         a, b = world.pool.replicas["a"], world.pool.replicas["b"]
         a.in_flight, b.in_flight = 5, 3
         assert world.pool.able()[0] is b
@@ -295,8 +273,7 @@ async def test_a_broadcast_has_every_worker_of_the_live_replicas_as_a_member() -
 
     world = World(a=Listening(), b=Listening(), gone=Listening(up=False))
     world.pool.replicas["a"].engine.workers = 2  # type: ignore[attr-defined]
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         first = world.broadcast(1)
         assert first.world_size == 1 + 2 + 1
         await world.until(lambda: world.oldest() == Version(0, 1))
@@ -310,8 +287,7 @@ async def test_a_broadcast_has_every_worker_of_the_live_replicas_as_a_member() -
 
 async def test_a_replica_that_is_held_for_an_evaluation_is_left_out_of_broadcasts() -> None:
     world = World(a=MemoryReplica(), b=MemoryReplica())
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         world.publish(Version(0, 1))
         await world.until(lambda: world.oldest() == Version(0, 1))
         announced = world.broadcast(2)  # and held before it begins to receive: it is a lost member at once
@@ -327,8 +303,7 @@ async def test_a_replica_that_is_held_for_an_evaluation_is_left_out_of_broadcast
 async def test_the_first_broadcast_waits_for_all_replicas_and_later_ones_for_any() -> None:
     late = MemoryReplica(up=False)
     world = World(a=MemoryReplica(), late=late)
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         assert not world.broadcasts.listening()
         late.revive()
         await world.until(lambda: world.broadcasts.listening())
@@ -346,8 +321,7 @@ async def test_a_replica_that_fails_in_a_broadcast_is_out_and_the_group_is_new()
 
     dying = Dying()
     world = World(a=MemoryReplica(), b=dying)
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         first = world.broadcast(1)
         await world.until(lambda: world.serving() == ["a"])
         second = world.broadcast(2)
@@ -365,10 +339,6 @@ async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
             await self.pass_time(60.0)
             return await super().update(request, timeout)
 
-    class Refusing(MemoryReplica):
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            raise RemoteError("the sender gave up")
-
     class Lying(MemoryReplica):
         async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
             reply = await super().update(request, timeout)
@@ -379,10 +349,9 @@ async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
             reply = await super().update(request, timeout)
             return msgspec.structs.replace(reply, bytes_read=0)
 
-    hanging = Hanging()
-    world = World(hanging=hanging, refusing=Refusing(), ahead=Ahead(), well=MemoryReplica(), lying=Lying())
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 5)
+    hanging, refusing = Hanging(), MemoryReplica(refusal=lambda _: "the sender gave up")
+    world = World(hanging=hanging, refusing=refusing, ahead=Ahead(), well=MemoryReplica(), lying=Lying())
+    async with world.running(5):
         group = world.broadcast(1).group
         lost = lambda: world.broadcasts.lost_members(group)  # noqa: E731
         await world.until(lambda: len(lost()) == 3)
@@ -403,19 +372,10 @@ async def test_a_lost_member_is_known_at_once_with_its_reason() -> None:
 
 
 async def test_a_replica_that_refuses_an_update_is_sent_nothing_until_it_takes_the_newest_version() -> None:
-    class Full(MemoryReplica):
-        full = True
-
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            if request.version.step > 1 and self.full:
-                raise RemoteError("the disk of its mirror is full")
-            return await super().update(request, timeout)
-
-    full = Full()
+    full = MemoryReplica(refusal=lambda version: "the disk of its mirror is full" * (version.step > 1))
     world = World(a=MemoryReplica(), full=full)
     world.publish(Version(0, 1))
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         for step in (2, 3, 4):
             world.publish(Version(0, step))
             await asyncio.sleep(LONG)
@@ -425,7 +385,7 @@ async def test_a_replica_that_refuses_an_update_is_sent_nothing_until_it_takes_t
             "full stays at L000-v00000001 and gets no prompts until it takes the newest version: see its log"
         )
         assert sum(told in said for said in world.said) == 1
-        full.full = False
+        full.refusal = lambda _: ""
         await world.until(lambda: len(world.pool.able()) == 2)
         assert world.oldest() == Version(0, 4)
 
@@ -433,8 +393,7 @@ async def test_a_replica_that_refuses_an_update_is_sent_nothing_until_it_takes_t
 async def test_a_repeated_announcement_is_given_the_same_group() -> None:
     """The answer to the first was lost on its way."""
     world = World(a=MemoryReplica(), b=MemoryReplica())
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         first = world.broadcast(1, attempt="one")
         assert world.broadcast(1, attempt="one") == first
         again = world.broadcast(1, attempt="two")
@@ -444,8 +403,7 @@ async def test_a_repeated_announcement_is_given_the_same_group() -> None:
 async def test_a_version_in_the_store_is_caught_up_with_until_a_newer_one_is_broadcast() -> None:
     back = MemoryReplica()
     world = World(a=MemoryReplica(), back=back)
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         world.broadcast(1)
         await world.until(lambda: world.oldest() == Version(0, 1))
         world.publish(Version(0, 1))
@@ -504,8 +462,7 @@ def test_a_version_of_a_run_that_went_over_to_snapshots_was_not_broadcast() -> N
 async def test_a_replica_that_came_back_wants_a_broadcast_and_is_alone_in_it() -> None:
     back = MemoryReplica()
     world = World(a=MemoryReplica(), back=back)
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         world.broadcast(1)
         await world.until(lambda: world.oldest() == Version(0, 1))
         assert not world.broadcasts.wanted()
@@ -529,8 +486,7 @@ async def test_a_live_replica_that_missed_a_broadcast_wants_it_again() -> None:
             return await super().update(request, timeout)
 
     world = World(a=MemoryReplica(), missing=Missing())
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         world.broadcast(1)
         await world.until(lambda: world.oldest() == Version(0, 1))
         world.broadcast(2)
@@ -545,24 +501,15 @@ async def test_a_live_replica_that_missed_a_broadcast_wants_it_again() -> None:
 
 
 async def test_a_member_that_refuses_every_broadcast_is_left_out_alone_and_asked_again_later() -> None:
-    class Refusing(MemoryReplica):
-        refuses = True
-
-        async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-            if self.refuses:
-                raise RemoteError("its disk is full")
-            return await super().update(request, timeout)
-
-    refusing = Refusing()
+    refusing = MemoryReplica(refusal=lambda _: "its disk is full")
     world = World(a=MemoryReplica(), b=MemoryReplica(), refusing=refusing)
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 3)
+    async with world.running(3):
         assert world.broadcast(1).world_size == 4
         await world.until(lambda: {member.name for member in world.pool.able()} == {"a", "b"})
         for step in (2, 3):
             assert world.broadcast(step).world_size == 3, "it rests"
             await world.until(lambda: world.oldest() == Version(0, step))  # noqa: B023
-        refusing.refuses, world.pool.replicas["refusing"].rests_until = False, 0.0
+        refusing.refusal, world.pool.replicas["refusing"].rests_until = lambda _: "", 0.0
         await world.until(world.broadcasts.wanted)
         assert world.broadcast(3).world_size == 2
         await world.until(lambda: len(world.pool.able()) == 3)
@@ -581,8 +528,7 @@ async def test_equal_weights_are_proven_by_digests(planted: bool) -> None:
             return ReplicaState(version=state.version, requests=0, digests=other)
 
     world = World(a=Altered(), b=MemoryReplica())
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         final = Version(0, 9)
         proof = await compare_weights(world.pool, last(final))
     assert proof == {"a": not planted, "b": True}
@@ -596,8 +542,7 @@ async def test_replicas_that_are_away_are_named_as_not_compared() -> None:
             return await super().state()
 
     world = World(here=MemoryReplica(), dying=Dying(), gone=MemoryReplica(up=False))
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         final = Version(0, 9)
         found = await compare_weights(world.pool, last(final))
     assert found == {"here": True, "dying": None, "gone": None}
@@ -618,8 +563,7 @@ async def test_the_proof_waits_for_a_replica_that_is_away_or_catching_up() -> No
     restarted, slow, final = MemoryReplica(), Slow(), Version(0, 9)
     slow.gate = asyncio.Event()
     world = World(restarted=restarted, slow=slow)
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         world.publish(final)
         restarted.die()
         await world.until(lambda: world.serving() == ["slow"])
@@ -634,8 +578,7 @@ async def test_the_proof_waits_for_nothing_that_cannot_come() -> None:
     """Its version was broadcast by a trainer that has left; or it was removed meanwhile."""
     lost, gone = MemoryReplica(), MemoryReplica()
     world = World(here=MemoryReplica(), lost=lost, gone=gone)
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 3)
+    async with world.running(3):
         world.broadcast(1)
         await world.until(lambda: world.oldest() == Version(0, 1))
         lost.die()
@@ -671,8 +614,7 @@ def test_weights_are_identical_only_when_all_were_compared(
 async def test_a_replica_that_is_healthy_and_generates_nothing_is_lost_and_reported_stalled() -> None:
     hangs, works = MemoryReplica(), MemoryReplica()
     world = World(1.0, hangs=hangs, works=works)
-    async with world.running():
-        await world.until(lambda: len(world.serving()) == 2)
+    async with world.running(2):
         for replica in world.pool.replicas.values():
             replica.in_flight = 3
         began = asyncio.get_running_loop().time()
@@ -695,8 +637,7 @@ class Hanging(MemoryReplica):
 
 async def test_a_replica_that_stalls_in_an_update_is_lost() -> None:
     world = World(0.2, a=Hanging())
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         world.pool.replicas["a"].in_flight = 1
         world.publish(Version(0, 1))
         await world.until(lambda: world.stalled == ["a"])
@@ -705,8 +646,7 @@ async def test_a_replica_that_stalls_in_an_update_is_lost() -> None:
 
 async def test_a_replica_that_hangs_in_an_update_with_nothing_to_generate_is_lost_each_time() -> None:
     world = World(0.2, a=Hanging())
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         world.publish(Version(0, 1))
         await world.until(lambda: world.stalled == ["a", "a"])
 
@@ -746,8 +686,7 @@ async def test_a_replica_that_is_started_again_in_an_update_is_not_stalled() -> 
 
     restarted = Restarted()
     world = World(0.02, a=restarted)
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         world.publish(Version(0, 1))
         await world.until(lambda: restarted.looks > 20)
         assert world.stalled == []
@@ -762,8 +701,7 @@ class Uncounted(Hanging):
 
 async def test_a_replica_without_a_count_that_hangs_in_an_update_is_lost() -> None:
     world = World(0.2, a=Uncounted())
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         world.publish(Version(0, 1))
         await world.until(lambda: world.stalled == ["a"])
 
@@ -771,8 +709,7 @@ async def test_a_replica_without_a_count_that_hangs_in_an_update_is_lost() -> No
 @pytest.mark.parametrize("idle", [True, False])
 async def test_a_replica_without_work_or_without_a_count_is_never_stalled(idle: bool) -> None:
     world = World(0.1, a=MemoryReplica() if idle else Uncounted())
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         world.pool.replicas["a"].in_flight = 0 if idle else 4
         await asyncio.sleep(LONG)
         assert world.serving() == ["a"]
@@ -826,10 +763,8 @@ async def _held(world: World, version: Version) -> Replica:
 
 async def test_the_model_folder_stands_for_step_0_of_every_lineage() -> None:
     world = World(a=MemoryReplica())
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
-        async with hold(world.pool, Version(3, 0), 60.0) as held:
-            assert held.version is None
+    async with world.running(1), hold(world.pool, Version(3, 0), 60.0) as held:
+        assert held.version is None
     assert world.applied == []
 
 
@@ -857,8 +792,7 @@ async def test_without_a_serving_replica_nothing_is_held_and_a_lost_one_is_repor
 
 async def test_a_held_replica_is_stalled_when_it_has_something_to_generate_alone() -> None:
     world = World(stall_timeout_seconds=5.0, a=MemoryReplica())
-    async with world.running():
-        await world.until(lambda: world.serving() == ["a"])
+    async with world.running(1):
         async with hold(world.pool, Version(0, 0), 60.0) as held:
             await asyncio.sleep(LONG)
             assert world.stalled == [], "an environment or a reward function may take that long"
