@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from distill.config import RunConfig, flags_of
 from sync.base.address import Place
+from sync.base.errors import ConfigError
 from sync.base.settings import Placement
 from sync.wire.peers import Role
 
@@ -124,6 +125,7 @@ def processes(config: RunConfig, gpus: bool = True) -> list[Process]:
     """Every process of a run but its controller, the trainer last.
 
     `gpus`: whether its machines have any; else a process has those that its section names or counts alone.
+    Raises ConfigError for a process that `devices` of its section leave out.
     """
     servers = list[Process]()
     for section, place in config.places().items():
@@ -133,7 +135,7 @@ def processes(config: RunConfig, gpus: bool = True) -> list[Process]:
         taken = kind.gpus(config, place) * gpus if place.gpus is None else place.gpus
         for index in range(number):
             url = place.urls[index] if place.urls else None
-            devices = named(place.devices[index % len(place.devices)]) if place.devices else None
+            devices = devices_of(section, place, index)
             servers.append(
                 Process(
                     f"{label}-{index}" if section == "student" or number > 1 else label,
@@ -161,7 +163,8 @@ def process_of(config: RunConfig, section: str, index: int = 0) -> Process:
     *_, last = group = [process for process in processes(config) if process.section == section]
     if index < len(group):
         return group[index]
-    return replace(last, name=f"{last.label}-{index}", index=index, devices=None)
+    devices = devices_of(section, config.places()[section], index)
+    return replace(last, name=f"{last.label}-{index}", index=index, devices=devices)
 
 
 def servers(config: RunConfig) -> list[Process]:
@@ -191,6 +194,21 @@ def parallel(arguments: Mapping[str, Any]) -> tuple[int, int]:
     flags = flags_of(arguments)
     tensor, pipeline = (int(str(flags.get(f"{kind}-parallel-size", 1))) for kind in ("tensor", "pipeline"))
     return tensor, pipeline
+
+
+def devices_of(section: str, place: Placement, index: int) -> tuple[str, ...] | None:
+    """The GPUs that a section names for its process `index`; None: it names none.
+
+    Those that run already may all have the same. Raises ConfigError when it has no entry.
+    """
+    if not place.devices:
+        return None
+    if not place.urls and index >= len(place.devices):
+        raise ConfigError(
+            f"{section}.devices has {len(place.devices)} entries, and there is process {index}: give an "
+            "entry for each"
+        )
+    return named(place.devices[index % len(place.devices)])
 
 
 def named(devices: str) -> tuple[str, ...]:

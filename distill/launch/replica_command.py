@@ -11,7 +11,7 @@ from distill.preflight_checks.machine import runs_on_cpu
 from sync.base.address import is_loopback, token_from_environment
 from sync.base.errors import ConfigError
 from sync.base.memory import allocator
-from sync.base.settings import Placement, ReplicaConfig
+from sync.base.settings import ReplicaConfig
 from sync.weights.snapshots.checkpoint import vllm_formats
 from sync.wire.server import ON_LOOPBACK, check_bind
 
@@ -85,8 +85,8 @@ def command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command line of replica `index`, and the variables to add to this process's environment.
 
-    The child inherits the bearer token. Raises ConfigError for a reserved engine argument, for a replica that
-    `devices` has no entry for, and when `host` needs a token.
+    The child inherits the bearer token. Raises ConfigError for a reserved engine argument, and when `host`
+    needs a token.
     """
     check_bind(host, token_from_environment())
     cpu, user = runs_on_cpu(), config.flags()
@@ -123,19 +123,8 @@ def command(
         **(_EAGER if cpu and arguments["enforce-eager"] is True else {}),
         **runner,
         **replica.environment(),
-        **visible_devices(config, index, f"student-{index}"),
         **config.env,
     }
-
-
-def visible_devices(place: Placement, index: int, label: str) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of process `index`; empty: inherited. Raises ConfigError when it has no entry."""
-    if place.devices and index >= len(place.devices):
-        raise ConfigError(
-            f"{label}: devices has {len(place.devices)} entries and this is process {index}: "
-            "give one entry for each"
-        )
-    return {"CUDA_VISIBLE_DEVICES": place.devices[index]} if place.devices else {}
 
 
 def flags(name: str, value: Any) -> list[str]:

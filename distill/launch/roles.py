@@ -151,7 +151,9 @@ def server(config: RunConfig, process: Process, ports: Ports, controller: str | 
     """
     assert process.role is not None, "the trainer serves nothing"
     child = STARTERS[process.role](config, process, ports)
-    return child if controller is None else replace(child, argv=[*child.argv, "--controller", controller])
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(process.devices)} if process.devices else {}
+    told = ["--controller", controller] if controller is not None else []
+    return replace(child, argv=[*child.argv, *told], env={**gpus, **child.env})
 
 
 def _replica(config: RunConfig, process: Process, ports: Ports) -> ChildSpec:
@@ -240,7 +242,6 @@ def _server(config: RunConfig, module: str, settings: Settings, process: Process
         **allocator(),
         **(ON_LOOPBACK if is_loopback(place.host) else {}),
         **place.env,
-        **replica_command.visible_devices(place, process.index, process.name),
         **hidden.environment(settings.model_dump(mode="json")),
     }
     return ChildSpec(process.name, argv, env, url=url_of(place.host, port))

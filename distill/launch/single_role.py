@@ -26,10 +26,9 @@ from typing import Final, NoReturn
 from urllib.parse import urlsplit
 
 from distill.config import RunConfig
-from distill.guardian import MODULE
 from distill.launch.preflight import prepare_role
 from distill.launch.roles import Ports, server, trainer_process, url_of
-from distill.launch.supervise import ChildSpec
+from distill.launch.supervise import ChildSpec, guarded
 from distill.registry import EXIT_REPLACED
 from distill.topology import KINDS, process_of, processes
 from sync.base.address import (
@@ -163,13 +162,7 @@ async def run_registered(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.set)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", MODULE, child.name, str(read_end), *child.argv),
-        stdin=asyncio.subprocess.DEVNULL,
-        env={**os.environ, **child.env},
-        pass_fds=(read_end,),
-        start_new_session=True,
-    )
+    process = await guarded(child, read_end)
     tasks = [
         asyncio.create_task(process.wait()),
         asyncio.create_task(ending.wait()),

@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -96,6 +97,19 @@ class ChildFailed(DistillError):
     """A child process died and was not, or no longer, to be restarted."""
 
 
+async def guarded(spec: ChildSpec, pipe: int, output: IO[bytes] | None = None) -> asyncio.subprocess.Process:
+    """Start a process below a guardian that `pipe` ends; None: it writes where this process does."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", MODULE, spec.name, str(pipe), *spec.argv),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**os.environ, **spec.env},
+        pass_fds=(pipe,),
+        start_new_session=True,
+    )
+
+
 class Child:
     """One process, through all its restarts. Times are monotonic."""
 
@@ -114,18 +128,9 @@ class Child:
     async def start(self, pipe: int) -> None:
         self.spec.prepare()
         self.started = time.monotonic()
-        name, argv, environment = self.spec.name, self.spec.argv, {**os.environ, **self.spec.env}
         with self.log_path.open("ab") as output:
             self._log_begins = output.tell()
-            self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", MODULE, name, str(pipe), *argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                pass_fds=(pipe,),
-                start_new_session=True,
-            )
+            self.process = await guarded(self.spec, pipe, output)
 
     @property
     def status(self) -> int | None:

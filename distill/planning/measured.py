@@ -60,10 +60,12 @@ def measure(run_dir: Path) -> Measured:
     before, *steps = steps
     stages = (GENERATE, SCORE, TRAIN) if _taught(steps) else (GENERATE, TRAIN)
     seconds = _stage_seconds(run_dir, ends[0], ends[-1], stages)
+    between = [late - early for early, late in pairwise(ends)]
+    longest = PAUSE * median(between)
     return Measured(
         _lengths(run_dir, before, steps),
         {kind: of_all / len(steps) for kind, of_all in seconds.items()},
-        _interval(ends),
+        mean(interval for interval in between if interval <= longest),
         mean(row["buffer/age_mean"] for row in steps),
         delta / full if full and delta else None,
     )
@@ -129,12 +131,6 @@ def _stage_seconds(run_dir: Path, begin: float, end: float, stages: Sequence[str
         raise DataError(f"--measured {run_dir}: timeline.jsonl has no span of {', '.join(missing)}")
     of_roles: dict[str, Callable[[Collection[float]], float]] = {GENERATE: mean, SCORE: max, TRAIN: sum}
     return {kind: of_roles[kind](by_role[kind].values()) for kind in stages}
-
-
-def _interval(ends: Sequence[float]) -> float:
-    between = [late - early for early, late in pairwise(ends)]
-    usual = PAUSE * median(between)
-    return mean(seconds for seconds in between if seconds <= usual)
 
 
 def calibrate(run: Measured, planned: Plan, bottleneck: float) -> Calibration:

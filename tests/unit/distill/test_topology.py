@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import typer
 from small_config import make_config
 
 from distill.cli.main import app
 from distill.config import RunConfig
-from distill.launch.roles import STARTERS
+from distill.launch.roles import STARTERS, Ports, plan_servers
 from distill.topology import KINDS, command, kind_of, parallel, places, process_of, processes, servers
+from sync.base.errors import ConfigError
 
 ENGINE = {"tensor-parallel-size": 2, "--pipeline_parallel_size": "3"}
 
@@ -63,8 +67,24 @@ def test_servers_are_at_their_urls_or_where_they_registered() -> None:
 
 
 def test_an_index_beyond_the_last_is_a_further_replica() -> None:
-    further = process_of(make_config(student={"devices": ["0"]}), "student", 3)
+    further = process_of(make_config(), "student", 3)
     assert (further.name, further.index, further.devices) == ("student-3", 3, None)
+
+
+def test_every_process_sees_the_gpus_of_its_entry_and_one_without_an_entry_is_refused(tmp_path: Path) -> None:
+    config = make_config(
+        run={"folder": tmp_path},
+        student={"replicas": 2, "devices": ["0", "1, 2"]},
+        teachers={"t": {"path": "x", "devices": ["3"]}},
+    )
+    with Ports() as ports:
+        children = plan_servers(config, None, ports).children
+    seen = {child.name: child.env.get("CUDA_VISIBLE_DEVICES") for child in children}
+    assert seen == {"student-0": "0", "student-1": "1,2", "teacher-t": "3", "evaluator": None}
+    with pytest.raises(ConfigError, match=r"student\.devices has 2 entries, and there is process 2"):
+        processes(config.with_(student={"replicas": 3}))
+    with pytest.raises(ConfigError, match=r"student\.devices has 2 entries, and there is process 3"):
+        process_of(config, "student", 3)
 
 
 def test_a_process_is_started_by_the_command_of_its_section() -> None:
