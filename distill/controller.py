@@ -28,7 +28,7 @@ from distill.config import RunConfig
 from distill.evaluation.generation import Generation
 from distill.evaluation.schedule import Evaluations
 from distill.events import ErrorBudget, Events
-from distill.interfaces import Components, Hooks
+from distill.interfaces import Common, Components, Hooks
 from distill.metrics.summary import Advice, digest_of_all, gauges, identity, of_evaluation, of_step, summarise
 from distill.metrics.timeline import TRAINER, Timeline
 from distill.record.changes import Checkpointed, Concluded, VersionApplied
@@ -80,22 +80,21 @@ class Controller:
             self.pool.add(name, engine, for_evaluations=name == EVALUATION_REPLICA)
         self.registry = Registry(run.name, parts.expected, self.pool, parts.connect)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
-        self.dispatcher = Dispatcher(record, self.pool, config, checks, timeline, bus)
-        self.lives = Lives(record, self.dispatcher, parts, config, checks, timeline, budget, bus)
+        common = Common(config, parts, record, checks, timeline, budget, bus)
+        self.dispatcher = Dispatcher(common, self.pool)
+        self.lives = Lives(common, self.dispatcher)
         self.releases = ScoreReleases(parts)
         supervised = config.objective.max_supervised_tokens
         padded = config.trainer.packing == "padded"
         shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group, padded)
         self.session = TrainerSession(record, shape, self.broadcasts, run.steps, bus)
-        self.batcher = StepBatcher(record, self.session, self.lives, config, bus)
+        self.batcher = StepBatcher(common, self.session, self.lives)
         self.guard, self.advice = Guard(config.guard), Advice(config)
         self.heartbeats = Heartbeats(run.health_timeout_seconds, bus)
         self.evaluations: Evaluations | None = None
         if parts.evaluator is not None and config.evaluation is not None:
-            generation = Generation(parts, config, self.pool, self.dispatcher, timeline)
-            self.evaluations = Evaluations(
-                parts, config, record, generation, timeline, hooks.evaluated, self._stop, trust=budget
-            )
+            generation = Generation(common, self.pool, self.dispatcher)
+            self.evaluations = Evaluations(common, generation, hooks.evaluated, self._stop)
         self._step: dict[str, float] = {}
         """Figures of the newest step that this process was told of."""
         self._stepped = time.monotonic()

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from distill.buffer import Batch
-from distill.environments.episode import Environment
+from distill.config import RunConfig
+from distill.environments.episode import Environment, Limits
 from distill.evaluation.sets import PromptSet
-from distill.events import Quarantined
-from distill.metrics.timeline import Span
+from distill.events import ErrorBudget, Events, Quarantined
+from distill.metrics.timeline import Span, Timeline
 from distill.prompts.rewards import Reward
 from distill.prompts.stream import Prompt, PromptStream
+from distill.record.record import Record
 from distill.record.store import Store
 from distill.rollout.replica_client import ReplicaEngine
+from distill.rollout.validation import Validator
 from sync import wire
 from sync.base.address import Address
 from sync.wire import (
@@ -156,3 +159,25 @@ class Components:
     transforms: dict[str, Transform] = field(default_factory=dict)  # by teacher
     claim: Claim = field(default_factory=Claim)
     """Sent with all requests to other servers; the controller sets the run in it."""
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all stages of a run work with; a constructor names beside it the stages that it needs."""
+
+    config: RunConfig
+    parts: Components
+    record: Record
+    validator: Validator  # of what engines return for rollouts that are trained on
+    timeline: Timeline
+    budget: ErrorBudget
+    events: Events
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """Of the episodes of each environment."""
+        parts, tokens = self.parts, self.config.rollout.max_tokens
+        return {
+            name: Limits.of(environment, tokens, parts.context, parts.vocab_size)
+            for name, environment in self.config.environments.items()
+        }

@@ -22,13 +22,11 @@ from msgspec.structs import replace
 
 from distill import waits
 from distill.aio import Signal
-from distill.config import BufferConfig, RunConfig
-from distill.events import AT_FAULT, ErrorBudget
-from distill.interfaces import Components, Teacher
-from distill.metrics.timeline import REPLICAS, Timeline
+from distill.events import AT_FAULT
+from distill.interfaces import Common, Components, Teacher
+from distill.metrics.timeline import REPLICAS
 from distill.record.rollout import Rollout
 from distill.rollout.ends import Unusable
-from distill.rollout.validation import Validator
 from distill.waits import SCORING, TEACHER_GENERATION
 from sync.base.errors import (
     DataError,
@@ -192,8 +190,8 @@ class Scoring:
     what, name = "score", SCORING
     waits_for = REPLICAS
 
-    def __init__(self, parts: Components, config: BufferConfig, validator: Validator) -> None:
-        self._parts, self._config, self._validator = parts, config, validator
+    def __init__(self, common: Common) -> None:
+        self._parts, self._config, self._validator = common.parts, common.config.buffer, common.validator
         self._hidden_sizes: dict[str, int] = {}
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
@@ -243,9 +241,9 @@ class TeacherGeneration:
     what, name = "teacher_generate", TEACHER_GENERATION
     waits_for = None
 
-    def __init__(self, parts: Components, config: RunConfig, validator: Validator) -> None:
-        self._parts, self._validator = parts, validator
-        self._seed, self._rollout = config.run.seed, config.rollout
+    def __init__(self, common: Common) -> None:
+        self._parts, self._validator = common.parts, common.validator
+        self._seed, self._rollout = common.config.run.seed, common.config.rollout
 
     def message(self, rollout: Rollout, seen: Array) -> Message:
         return TeacherPrompt(rollout.id, seen, seed_of(self._seed, rollout.number))
@@ -344,18 +342,11 @@ class TeacherQueue:
 
     linger = 0.005  # seconds that an idle teacher waits for a batch to fill
 
-    def __init__(
-        self,
-        job: Scoring | TeacherGeneration,
-        parts: Components,
-        config: RunConfig,
-        timeline: Timeline,
-        budget: ErrorBudget,
-    ) -> None:
-        self._job, self._parts = job, parts
+    def __init__(self, job: Scoring | TeacherGeneration, common: Common) -> None:
+        self._job, self._parts, config = job, common.parts, common.config
         self._batch, self._attempts = config.buffer.score_batch, config.rollout.max_attempts
-        self._timeline, self._budget = timeline, budget
-        self._queues = {name: _Queue(name) for name in parts.teachers}
+        self._timeline, self._budget = common.timeline, common.budget
+        self._queues = {name: _Queue(name) for name in self._parts.teachers}
         self.open = 0  # rollouts queued or in flight
 
     async def answer(self, rollout: Rollout) -> Rollout:

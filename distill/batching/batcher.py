@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from distill import waits
-from distill.config import RunConfig, WaitForLate
-from distill.events import Events
+from distill.config import WaitForLate
+from distill.interfaces import Common
 from distill.metrics.timeline import LATE, REPLICAS, TEACHERS, TRAINER
-from distill.record.record import Record
 from distill.rollout.life import Lives
 from distill.trainer_api.session import TrainerSession
 from distill.waits import BATCHER, DISPATCHER, RECORD, SCORING, UNDER_WAY
@@ -42,17 +41,10 @@ class LateWait:
 class StepBatcher:
     """Buffer in, batches of the run's steps out, each prepared in `session`; `run()` is a task of its own."""
 
-    def __init__(
-        self,
-        record: Record,
-        session: TrainerSession,
-        lives: Lives,
-        config: RunConfig,
-        events: Events,
-    ) -> None:
-        self._record, self._session, self._lives = record, session, lives
-        self._steps, self._changed = config.run.steps, events.changed
-        late = config.buffer.late
+    def __init__(self, common: Common, session: TrainerSession, lives: Lives) -> None:
+        self._record, self._session, self._lives = common.record, session, lives
+        self._steps, self._changed = common.config.run.steps, common.events.changed
+        late = common.config.buffer.late
         self.late = LateWait(late.seconds if isinstance(late, WaitForLate) else 0.0)
 
     async def run(self) -> None:

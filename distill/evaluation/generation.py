@@ -32,9 +32,8 @@ from msgspec.structs import replace
 
 from distill import waits
 from distill.aio import cancel
-from distill.config import RunConfig
 from distill.config.evaluation import HELD_OUT
-from distill.environments.episode import EnvironmentLost, Episode, Limits, play
+from distill.environments.episode import EnvironmentLost, Episode, play
 from distill.evaluation.completions import (
     TEACHER,
     Completion,
@@ -43,8 +42,7 @@ from distill.evaluation.completions import (
     read_completions,
     write_completions,
 )
-from distill.interfaces import Components
-from distill.metrics.timeline import Timeline
+from distill.interfaces import Common
 from distill.prompts.reward_pool import RewardPool
 from distill.record.rollout import SPENDS_ATTEMPT, Rollout
 from distill.rollout.dispatcher import Dispatcher, Pin
@@ -70,22 +68,11 @@ LOST_REPLICAS: Final = 5
 class Generation:
     """Generates for one evaluation at a time; `close` ends its reward workers."""
 
-    def __init__(
-        self,
-        parts: Components,
-        config: RunConfig,
-        pool: ReplicaPool,
-        dispatcher: Dispatcher,
-        timeline: Timeline,
-    ) -> None:
-        self._parts, self._config, self._sets = parts, config, parts.sets
+    def __init__(self, common: Common, pool: ReplicaPool, dispatcher: Dispatcher) -> None:
+        self._parts, self._config, self._sets = common.parts, common.config, common.parts.sets
         self._pool, self._dispatcher = pool, dispatcher
-        self._timeline = timeline
-        self._limits = {
-            name: Limits.of(environment, config.rollout.max_tokens, parts.context, parts.vocab_size)
-            for name, environment in config.environments.items()
-        }
-        self._playing = asyncio.Semaphore(config.rollout.max_in_flight)
+        self._timeline, self._limits = common.timeline, common.limits
+        self._playing = asyncio.Semaphore(common.config.rollout.max_in_flight)
         self._rewards: dict[str, RewardPool] = {}
         """Set → its pool, kept for the next evaluation, since workers take a second to start."""
 

@@ -18,16 +18,12 @@ from typing import TypeVar
 
 from distill import waits
 from distill.aio import Signal, unless, until_stalled
-from distill.config import RunConfig
 from distill.config.evaluation import HELD_OUT, EvaluationConfig, Metric
 from distill.evaluation.completions import remove_old
 from distill.evaluation.generation import Generation
 from distill.evaluation.report import Comparison, report_of
-from distill.events import ErrorBudget
-from distill.interfaces import Components
-from distill.metrics.timeline import Timeline
+from distill.interfaces import Common
 from distill.record.changes import Evaluated
-from distill.record.record import Record
 from distill.waits import EVALUATION
 from sync import wire
 from sync.base.errors import RemoteError, Unreachable, WireError, WrongServer
@@ -82,15 +78,12 @@ class Evaluations:
 
     def __init__(
         self,
-        parts: Components,
-        config: RunConfig,
-        record: Record,
+        common: Common,
         generation: Generation,
-        timeline: Timeline,
         done: Callable[[wire.EvalReport, bool], None],
         stop: Callable[[str], None],
-        trust: ErrorBudget,
     ) -> None:
+        parts, config = common.parts, common.config
         assert config.evaluation is not None, "there is one only with an evaluation"
         assert parts.evaluator is not None, "and with an evaluator"
         self._parts, self._evaluator, self.generation = parts, parts.evaluator, generation
@@ -98,10 +91,8 @@ class Evaluations:
         self._shown = {name: parts.transforms[name] for name in texts}
         self._config, self._steps, self._run_dir = config.evaluation, config.run.steps, config.run_dir
         self._metric = config.metric
-        self._record = record
-        self._timeline = timeline
-        self._done = done
-        self._stop, self._trust = stop, trust
+        self._record, self._timeline, self._budget = common.record, common.timeline, common.budget
+        self._done, self._stop = done, stop
         self._pending: wire.Version | None = None
         self._newest: wire.Version | None = None
         """Newest version that was due."""
@@ -213,9 +204,9 @@ class Evaluations:
             if problem := checks.evaluation(report, version):
                 raise WireError(f"the evaluator's divergences of {version} cannot be used: {problem}")
         except WireError as error:
-            self._trust.bad("the evaluator", version, str(error), lambda: False)
+            self._budget.bad("the evaluator", version, str(error), lambda: False)
             raise
-        self._trust.good("the evaluator")
+        self._budget.good("the evaluator")
         parts_of = generated - began, compared - generated
         logger.info("%s: completions and rewards %.1f s, reverse KL %.1f s", version, *parts_of)
         return report

@@ -15,10 +15,9 @@ from typing import Literal, NamedTuple
 
 from distill import waits
 from distill.buffer import depth
-from distill.config import RunConfig
-from distill.events import AT_FAULT, Events, Quarantined
-from distill.metrics.timeline import TRAINER, Timeline
-from distill.record.record import Record
+from distill.events import AT_FAULT, Quarantined
+from distill.interfaces import Common
+from distill.metrics.timeline import TRAINER
 from distill.record.rollout import RequeueReason, Rollout
 from distill.rollout.ends import Lost, Unneeded
 from distill.rollout.replica_client import Answer
@@ -94,7 +93,7 @@ class Dispatcher:
     """Runs for the length of the run; `complete` at any time.
 
     Bounds: `RunState.room` prompts for the replica that is sent them, `rollout.max_in_flight` completions per
-    replica, and what the run's steps need in all. `validator` holds the sampling parameters of requests and
+    replica, and what the run's steps need in all. The validator holds the sampling parameters of requests and
     checks responses.
 
     A turn of an episode is generated like a prompt, before new ones, by the replica that generated the turn
@@ -104,22 +103,14 @@ class Dispatcher:
     at most, also while `paused`.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        pool: ReplicaPool,
-        config: RunConfig,
-        validator: Validator,
-        timeline: Timeline,
-        events: Events,
-    ) -> None:
-        self._record, self._pool, self._validator = record, pool, validator
-        self._config, self._steps = config.rollout, config.run.steps
-        self._timeline, self._events = timeline, events
+    def __init__(self, common: Common, pool: ReplicaPool) -> None:
+        self._record, self._pool, self._validator = common.record, pool, common.validator
+        self._config, self._steps = common.config.rollout, common.config.run.steps
+        self._timeline, self._events = common.timeline, common.events
         self._prompts: deque[_Call] = deque()  # issued, or requeued, and to be sent
         self._turns: deque[_Call] = deque()  # of episodes under way, to be sent
         self._pinned: tuple[deque[_Call], deque[_Call]] = deque(), deque()  # turns and prompts, to be sent
-        self.depth = depth(config)
+        self.depth = depth(common.config)
         self._idle: dict[str, waits.Wait] = {}  # of replicas without work, whose room is used up
         self._sent = 0  # rollouts, in all
         self._closing = False

@@ -20,20 +20,16 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from distill import waits
-from distill.config import RunConfig
 from distill.environments.episode import (
     Environment,
     EnvironmentAnswer,
     EnvironmentLost,
     Episode,
     FinishReason,
-    Limits,
     play,
 )
-from distill.events import ErrorBudget
-from distill.interfaces import Components
+from distill.interfaces import Common
 from distill.metrics.timeline import Timeline
-from distill.record.record import Record
 from distill.record.rollout import Rollout
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.ends import Dropped, Lost, Unneeded, Unusable
@@ -63,24 +59,11 @@ class Episodes:
     student said last stands behind a token that no batch takes any more: a slow one makes room.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        dispatcher: Dispatcher,
-        parts: Components,
-        config: RunConfig,
-        timeline: Timeline,
-        budget: ErrorBudget,
-    ) -> None:
-        self._record, self._dispatcher, self._budget = record, dispatcher, budget
-        self._environments = {
-            name: _Patient(environment, timeline) for name, environment in parts.environments.items()
-        }
-        self._limits = {
-            name: Limits.of(environment, config.rollout.max_tokens, parts.context, parts.vocab_size)
-            for name, environment in config.environments.items()
-        }
-        self._backoff = {name: Backoff(0.5, PAUSE) for name in parts.environments}
+    def __init__(self, common: Common, dispatcher: Dispatcher) -> None:
+        config, environments = common.config, common.parts.environments
+        self._record, self._dispatcher, self._budget = common.record, dispatcher, common.budget
+        self._environments = {name: _Patient(each, common.timeline) for name, each in environments.items()}
+        self._limits, self._backoff = common.limits, {name: Backoff(0.5, PAUSE) for name in environments}
         self._under_way: dict[str, Episode] = {}
         self._last: dict[str, Replica] = {}  # episode → the replica of its newest turn
         self._max_attempts, self._rewarded = config.rollout.max_attempts, config.objective.task is not None

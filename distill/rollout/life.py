@@ -27,16 +27,14 @@ from typing import Literal
 from msgspec.structs import replace
 
 from distill import waits
-from distill.config import AtLimit, RunConfig
-from distill.events import ErrorBudget, Events
-from distill.interfaces import Components
-from distill.metrics.timeline import Timeline
-from distill.record.record import GROUP_BROKEN, Record
+from distill.config import AtLimit
+from distill.interfaces import Common
+from distill.record.record import GROUP_BROKEN
 from distill.record.rollout import Rollout
 from distill.rollout.dispatcher import Dispatcher
 from distill.rollout.ends import Dropped, Lost, Unneeded, Unusable
 from distill.rollout.episodes import Episodes
-from distill.rollout.validation import Validator, repetitive
+from distill.rollout.validation import repetitive
 from distill.scoring import Scoring, TeacherGeneration, TeacherQueue
 from sync.base.errors import DistillError
 from sync.wire import unpack
@@ -49,24 +47,14 @@ class Lives:
     The capacity rule bounds the lives: a rollout is issued where the dispatcher has room for it.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        dispatcher: Dispatcher,
-        parts: Components,
-        config: RunConfig,
-        validator: Validator,
-        timeline: Timeline,
-        budget: ErrorBudget,
-        events: Events,
-    ) -> None:
-        self._record, self.dispatcher, self._rewards = record, dispatcher, parts.rewards
+    def __init__(self, common: Common, dispatcher: Dispatcher) -> None:
+        config = common.config
+        self._record, self.dispatcher, self._rewards = common.record, dispatcher, common.parts.rewards
         self._config, self._guard, self._taught = config.rollout, config.guard, bool(config.teachers)
-        self._budget, self._events = budget, events
-        generation = TeacherGeneration(parts, config, validator)
-        self.generation = TeacherQueue(generation, parts, config, timeline, budget)
-        self.scoring = TeacherQueue(Scoring(parts, config.buffer, validator), parts, config, timeline, budget)
-        self.episodes = Episodes(record, dispatcher, parts, config, timeline, budget)
+        self._budget, self._events = common.budget, common.events
+        self.generation = TeacherQueue(TeacherGeneration(common), common)
+        self.scoring = TeacherQueue(Scoring(common), common)
+        self.episodes = Episodes(common, dispatcher)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as self._group:

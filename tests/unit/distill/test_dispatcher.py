@@ -19,7 +19,7 @@ from virtual_time import LONG
 
 from distill.buffer import Bound, Rules
 from distill.events import ErrorBudget, Events, Quarantined
-from distill.interfaces import Components
+from distill.interfaces import Common, Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptSource, PromptStream
 from distill.record.rollout import Rollout
@@ -89,10 +89,10 @@ class Bench:
         limit = settings.rollout.completion_timeout_seconds
         sampling = Sampling(max_tokens=settings.rollout.max_tokens, student_topk=2, max_seconds=limit)
         validator = Validator(sampling, Want())
-        self.dispatcher = Dispatcher(self.record, self.pool, settings, validator, self.timeline, events)
         parts = Components({}, {}, lambda source: "t", prompts, self.record.store, Want(), rewards=rewards)
-        dispatcher, timeline = self.dispatcher, self.timeline
-        self.lives = Lives(self.record, dispatcher, parts, settings, validator, timeline, budget, events)
+        common = Common(settings, parts, self.record, validator, self.timeline, budget, events)
+        self.dispatcher = Dispatcher(common, self.pool)
+        self.lives = Lives(common, self.dispatcher)
         unscored = Unscored()
         self.lives.scoring = unscored  # type: ignore[assignment]
         self.finished = unscored.rollouts

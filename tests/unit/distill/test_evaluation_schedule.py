@@ -24,7 +24,7 @@ from distill.evaluation.completions import Completion
 from distill.evaluation.generation import Generation
 from distill.evaluation.schedule import Evaluations, best, due_sets, exhausted
 from distill.events import ErrorBudget, Events
-from distill.interfaces import Components
+from distill.interfaces import Common, Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import PromptStream
 from distill.record.record import Record
@@ -88,17 +88,17 @@ class Completed(Generation):
 def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> tuple[Evaluations, Record]:
     record = begun(Store(folder, "never"), PromptStream(MemoryPrompts(), 0), Rules(1, Bound(0, 0)))
     sections = {"evaluation": {"every": every, **more}, "run": {"steps": 100, "folder": folder}}
-    config, budget, timeline, events = make_config(**sections), ErrorBudget(8, Events()), Timeline(), Events()
+    config, events, want = make_config(**sections), Events(), Want()
+    budget, validator = ErrorBudget(8, events), Validator(Sampling(max_tokens=8), want)
     pool = ReplicaPool(record.state, config.weights, 0.0, budget, events)
-    validator, want = Validator(Sampling(max_tokens=8), Want()), Want()
-    dispatcher = Dispatcher(record, pool, config, validator, timeline, events)
     sets = {"held_out": HELD_OUT_SET, **dict.fromkeys(more.get("sets", ()), HELD_OUT_SET)}
     prompts = PromptStream(MemoryPrompts(), 0)
     parts = Components(
         {}, {}, lambda source: "t", prompts, record.store, want, evaluator=evaluator, sets=sets
     )
-    generation = Completed(parts, config, pool, dispatcher, timeline)
-    silent = Evaluations(parts, config, record, generation, timeline, lambda *_: None, lambda _: None, budget)
+    common = Common(config, parts, record, validator, Timeline(), budget, events)
+    generation = Completed(common, pool, Dispatcher(common, pool))
+    silent = Evaluations(common, generation, lambda *_: None, lambda _: None)
     silent.retry_seconds = 0.005
     return silent, record
 

@@ -15,7 +15,7 @@ from small_config import make_config
 from virtual_time import LONG
 
 from distill.events import ErrorBudget, Events, NoServerLeft
-from distill.interfaces import Components
+from distill.interfaces import Common, Components
 from distill.metrics.timeline import Timeline
 from distill.prompts.stream import Prompt, PromptStream
 from distill.record.rollout import Rollout
@@ -71,8 +71,9 @@ class Bench:
         given = {"route": lambda source: "t", **more}
         parts = Components({}, teachers, prompts=prompts, store=None, want=want, **given)  # type: ignore[arg-type]
         config = make_config(buffer={"score_batch": batch, "scores": scores})
-        scoring = Scoring(parts, config.buffer, validator)
-        self.scoring = TeacherQueue(scoring, parts, config, Timeline(), budget)
+        record: Any = None
+        common = Common(config, parts, record, validator, Timeline(), budget, Events())
+        self.scoring = TeacherQueue(Scoring(common), common)
         self.scoring.linger = linger
 
     async def ask(self, rollout: Rollout) -> None:
