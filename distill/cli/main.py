@@ -286,15 +286,8 @@ def kubernetes(
     from distill.launch.kubernetes import Target, render
 
     name = api.load_config(config, overrides).run.name
-    target = Target(
-        image,
-        namespace or None,
-        None if volume in ("", "none") else volume,
-        volume != "none",
-        storage,
-        gpus,
-        secret or None,
-    )
+    keeps = volume != "none"
+    target = Target(image, namespace, volume if keeps else "", keeps, storage, gpus, secret)
     file = out or Path(f"{name}.yaml")
     text = render(config, overrides, target, str(file))
     durable.write(file, text.encode(), mode=0o600)  # it holds the token

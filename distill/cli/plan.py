@@ -79,19 +79,14 @@ def init(
         gpus = len(sizes) if gpus is None else gpus
         known = [size for size in sizes.values() if size is not None]
         gpu_gib = gpu_gib or (min(known) / GIB if known else None)
-    arguments: dict[str, str | float | None] = {
-        "--teacher": teacher,
-        "--student": student,
-        "--prompts": prompts,
-    }
-    arguments |= {"--gpus": gpus} if gpus == 0 else {"--gpus": gpus, "--gpu-gib": gpu_gib}
-    answers = _asked(arguments)
+    models: dict[str, str | None] = {"--teacher": teacher, "--student": student, "--prompts": prompts}
+    answers = _asked({**models, "--gpus": gpus, "--gpu-gib": 0 if gpus == 0 else gpu_gib})
     request = starter.Wanted(
         str(answers["--teacher"]),
         str(answers["--student"]),
         str(answers["--prompts"]),
         int(answers["--gpus"]),
-        float(answers.get("--gpu-gib", 0)),
+        float(answers["--gpu-gib"]),
     )
     for line in starter.write(file, request):
         typer.echo(line)
@@ -109,6 +104,7 @@ def _asked(arguments: Mapping[str, str | float | None]) -> dict[str, str | float
     answers: dict[str, str | float] = {}
     for name, value in arguments.items():
         if name == "--gpu-gib" and answers["--gpus"] == 0:
+            answers[name] = 0
             continue
         asked = typer.prompt(name.removeprefix("--"), type=kinds.get(name, str)) if value is None else value
         if name in least and float(asked) < least[name]:

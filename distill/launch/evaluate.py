@@ -15,7 +15,7 @@ from distill.config.evaluation import EvaluationConfig
 from distill.controller import Controller
 from distill.evaluation.sets import open_sets
 from distill.launch.preflight import check_here, claim_of, components, connected, prepare
-from distill.launch.roles import Ports, plan_servers, temporary, token_of
+from distill.launch.roles import temporary, token_of
 from distill.preflight_checks.checks import check_folder
 from distill.prompts.sources import open_prompts
 from distill.prompts.stream import PromptStream
@@ -51,8 +51,8 @@ def evaluate_folder(
     placed = {"replicas": 1, "urls": [], "path": str(model.absolute() if model else config.student.path)}
     here = {"host": "127.0.0.1", "port": 0, "url": None}
     config = config.with_(student=placed, trainer={"lora": None}, controller=here)
-    with temporary(config) as moved, Ports() as ports:
-        report = asyncio.run(_evaluated(moved, ports, say))
+    with temporary(config) as moved:
+        report = asyncio.run(_evaluated(moved, say))
         if completions is not None:
             shutil.copytree(moved.run_dir / "evaluations" / str(report.version), completions)
     figures = msgspec.to_builtins(report)
@@ -74,11 +74,9 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{f'{name} {figure}':<20} {interval['value']:.4f}, 95 % interval {spread}"
 
 
-async def _evaluated(config: RunConfig, ports: Ports, say: Callable[[str], None]) -> EvalReport:
+async def _evaluated(config: RunConfig, say: Callable[[str], None]) -> EvalReport:
     token, claim = token_of(config), claim_of(config)
-    plan = plan_servers(config, token, ports)
-    say(f"starting {', '.join(child.name for child in plan.children)}")
-    async with connected(config, plan, token, claim) as servers:
+    async with connected(config, token, claim, say) as servers:
         say("generating completions" + ", and comparing them with the teachers" * bool(config.teachers))
         tokenizer = load_tokenizer(config.student)
         split = open_prompts(config, tokenizer)

@@ -60,17 +60,17 @@ class Target:
 
     image: str
     """Has this project installed, and `distill` on its path."""
-    namespace: str | None = None
-    """None: kubectl's."""
-    volume: str | None = None
-    """A claim that exists; None: one is made, `storage` large."""
+    namespace: str = ""
+    """Empty: kubectl's."""
+    volume: str = ""
+    """A claim that exists; empty: one is made, `storage` large."""
     keeps: bool = True
     """False: no volume at all; what a pod wrote ends with it."""
     storage: str = "500Gi"
     gpus: bool = True
     """False: no pod asks for any."""
-    secret: str | None = None
-    """A Secret that exists, whose keys become variables of every pod, such as HF_TOKEN."""
+    secret: str = ""
+    """A Secret that exists, whose keys become variables of every pod, such as HF_TOKEN; empty: none."""
 
 
 class Role(NamedTuple):

@@ -171,10 +171,8 @@ async def run_preflight(config: RunConfig, split: PromptSplit, say: Callable[[Fi
     ChildFailed when a server failed.
     """
     check_here(config, "preflight --engines")
-    token = token_of(config)
-    with temporary(config) as moved, Ports() as ports:
-        plan = plan_servers(moved, token, ports)
-        async with connected(moved, plan, token, claim_of(config)) as engines:
+    with temporary(config) as moved:
+        async with connected(moved, token_of(config), claim_of(config)) as engines:
             await live.check_engines(moved, split, engines, say)
 
 
@@ -228,15 +226,19 @@ async def disconnect(clients: live.Engines, *others: ReplicaEngine) -> None:
 
 @asynccontextmanager
 async def connected(
-    config: RunConfig, plan: Plan, token: str | None, claim: Claim
+    config: RunConfig, token: str | None, claim: Claim, say: Callable[[str], None] = lambda line: None
 ) -> AsyncIterator[live.Engines]:
-    """Clients of the servers of a plan, which run meanwhile."""
-    async with serving(plan.children, config.run_dir / "logs", config.run.start_seconds):
-        engines = connect(config, plan, token, claim)
-        try:
-            yield engines
-        finally:
-            await disconnect(engines)
+    """Clients of a run's servers; those without `urls` are started here, and run meanwhile. `say` gets their
+    names."""
+    with Ports() as ports:
+        plan = plan_servers(config, token, ports)
+        say(f"starting {', '.join(child.name for child in plan.children)}")
+        async with serving(plan.children, config.run_dir / "logs", config.run.start_seconds):
+            engines = connect(config, plan, token, claim)
+            try:
+                yield engines
+            finally:
+                await disconnect(engines)
 
 
 @asynccontextmanager

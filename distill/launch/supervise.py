@@ -49,7 +49,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 """Before a restart. A child that was healthy for longer starts again with the first pause."""
 KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL}
 """Exit statuses after SIGKILL: of a guardian, of its command, and the deepspeed launcher's for a rank's."""
-LAST_LINES, _LAST_BYTES, _MOST_LOG = 20, 1 << 14, 1 << 24
+LAST_LINES, _MOST_LOG = 20, 1 << 24
 _FIRST_ERROR = (
     re.compile(r"^.*?(\w+ was ended by SIG.+)$", re.MULTILINE),  # a replica's engine core
     re.compile(r"^(?:.*[\s\]])??((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE),
@@ -371,11 +371,8 @@ def first_error(path: Path, begin: int) -> str | None:
 def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
     """The last lines of a log, without blank ones, as far as _MOST_LOG bytes hold them; empty: no file."""
     size = path.stat().st_size if path.exists() else 0
-    remaining, taken, lines = min(size, _MOST_LOG), 0, list[str]()
-    while taken < remaining and len(lines) <= count:  # one more: the first may be a part
-        taken = min(remaining, 4 * taken or _LAST_BYTES)
-        lines = [line.rstrip() for line in _text(path, size - taken).splitlines() if line.strip()]
-    return lines[-count:]
+    lines = _text(path, max(0, size - _MOST_LOG)).splitlines()
+    return [line.rstrip() for line in lines if line.strip()][-count:]
 
 
 def _text(path: Path, begin: int) -> str:

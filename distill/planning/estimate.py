@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from distill.config import RunConfig
@@ -301,27 +301,20 @@ def plan(
     generation = _generation(config, device, roles[REPLICAS], student, lengths)
     by_student = batch * config.objective.on_policy
     swaps = (by_student > 0 and not config.keeps_cache) / config.weights.publish_every
-    stages = [
-        Stage(
-            REPLICAS,
-            GENERATE,
-            generation.flops(by_student, swaps),
-            generation.seconds(by_student, swaps),
-            roles[REPLICAS].devices,
-        )
-    ]
-    rate = device.flops_per_second
+
+    def stage(role: str, kind: str, flops: float, seconds: float | None = None) -> Stage:
+        devices = roles[role].devices
+        planned = flops / (devices * device.flops_per_second) if seconds is None else seconds
+        return Stage(role, kind, flops, planned / calibration.speed.get(kind, 1.0), devices)
+
+    generated = generation.flops(by_student, swaps), generation.seconds(by_student, swaps)
+    stages = [stage(REPLICAS, GENERATE, *generated)]
     for name, teacher in config.teachers.items():
-        if role := roles.get(f"teacher {name}"):
-            flops = batch / len(config.teachers) * shape_of(teacher).forward(total)
-            stages.append(Stage(role.name, SCORE, flops, flops / (role.devices * rate), role.devices))
-    trainer, devices = config.trainer, roles[TRAINER].devices
-    factor = train_factor(trainer.activation_checkpointing, trainer.lora is not None)
-    flops = factor * batch * student.forward(total)
-    stages.append(Stage(TRAINER, TRAIN, flops, flops / (devices * rate), devices))
-    stages = [
-        replace(stage, seconds=stage.seconds / calibration.speed.get(stage.kind, 1.0)) for stage in stages
-    ]
+        if (role := f"teacher {name}") in roles:
+            share = batch / len(config.teachers)
+            stages.append(stage(role, SCORE, share * shape_of(teacher).forward(total)))
+    factor = train_factor(config.trainer.activation_checkpointing, config.trainer.lora is not None)
+    stages.append(stage(TRAINER, TRAIN, factor * batch * student.forward(total)))
     step = step_seconds(config, stages, roles) / calibration.overlap
     full, delta = version_bytes(config, student.parameters, calibration.delta)
     in_flight = generation.in_flight * roles[REPLICAS].processes * (by_student > 0)

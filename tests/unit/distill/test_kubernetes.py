@@ -165,7 +165,7 @@ def test_every_object_fits_the_schemas_of_kubernetes_and_jobset(target: Target) 
     assert objects.keys() == {"Secret", "ConfigMap", "JobSet"} | kept
     for kind, one in objects.items():
         jsonschema.Draft7Validator(closed(SCHEMA[kind])).validate(one)
-        assert one["metadata"].get("namespace") == target.namespace
+        assert one["metadata"].get("namespace", "") == target.namespace
     wrong = objects["JobSet"] | {"spec": {**objects["JobSet"]["spec"], "replicas": 1}}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft7Validator(closed(SCHEMA["JobSet"])).validate(wrong)
