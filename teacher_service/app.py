@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, Final
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sync.base.errors import DistillError, Overloaded, TooLarge, Unreachable, WireError
+from sync.base.errors import DistillError, TooLarge
 from sync.wire import (
     CONTENT_TYPE,
     Ok,
@@ -34,7 +34,7 @@ from sync.wire import (
 from sync.wire.checks import Problem
 from sync.wire.claims import Claim
 from sync.wire.peers import Role
-from sync.wire.server import application, refuse, reply
+from sync.wire.server import BodyLimit, application, refusal, refuse, reply
 from teacher_service import messages
 from teacher_service.batching import STALLED_SECONDS, Batcher, Metrics, Outcome, Work
 from teacher_service.config import TeacherConfig
@@ -107,14 +107,8 @@ class TeacherService:
                 response = await handler(request)
             except BadRequest as error:
                 response = refuse(error.status, str(error))
-            except TooLarge as error:
-                response = refuse(413, str(error))
-            except WireError as error:
-                response = refuse(400, str(error))
-            except Unreachable as error:
-                response = refuse(503, f"this teacher cannot compute now: {error}")
-            except Overloaded as error:
-                response = refuse(429, str(error), error.retry_after)
+            except DistillError as error:
+                response = refusal(error)
             self.metrics.requests.labels(response.status_code).inc()
             self.metrics.latency.observe(time.monotonic() - started)
             return response
@@ -205,34 +199,3 @@ async def _all(
     finally:
         finished.cancel()
         left.cancel()
-
-
-class BodyLimit:
-    """Reads request bodies within a bound on each, and on all that are being read or answered."""
-
-    def __init__(self, request_limit: int, total: int) -> None:
-        self._limit, self._total, self._bytes = request_limit, total, 0
-
-    @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """The whole body; its bytes count from their arrival until the context ends.
-
-        Raises TooLarge (one body), Overloaded (all together) or WireError (caller left); uvicorn reads and
-        drops the rest of a refused body, so that the caller gets its refusal.
-        """
-        body = bytearray()
-        try:
-            async for chunk in request.stream():
-                body += chunk
-                self._bytes += len(chunk)
-                if len(body) > self._limit:
-                    raise TooLarge(f"body is longer than {self._limit} bytes: send fewer at once")
-                if self._bytes > self._total:
-                    raise Overloaded(
-                        f"requests in work hold {self._total} bytes: come back later, or add a replica", 1.0
-                    )
-            yield bytes(body)
-        except ClientDisconnect:
-            raise WireError("the caller left before its request was complete") from None
-        finally:
-            self._bytes -= len(body)

@@ -110,9 +110,7 @@ class Service:
         ]
 
         claiming, lifespan = ("/v1/begin", "/v1/continue"), lambda _: self.serving()
-        self.app = application(
-            Role.ENVIRONMENT, routes, registry, token, claim, claiming, lifespan=lifespan, statuses={}
-        )
+        self.app = application(Role.ENVIRONMENT, routes, registry, token, claim, claiming, lifespan=lifespan)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, BinaryIO, Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, BinaryIO
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,15 +22,9 @@ from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
 from sync.base.errors import (
     ConfigError,
-    DistillError,
     RemoteError,
-    Replaced,
-    Unreachable,
-    WrongServer,
 )
 from sync.wire import Message, checks, server
-from sync.wire.claims import MISDIRECTED
-from sync.wire.client import GONE
 from sync.wire.peers import Role
 from sync.wire.server import (
     KEEP_ALIVE_SECONDS,
@@ -42,11 +36,6 @@ from sync.wire.server import (
     reply,
 )
 
-_STATUSES: Final[Mapping[type[DistillError], int]] = {
-    Replaced: GONE,
-    WrongServer: MISDIRECTED,
-    Unreachable: 503,
-}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -104,7 +93,7 @@ def application(
         *_server_routes(registry, gangs),
         *_people_routes(parts.store, why),
     ]
-    return server.application(Role.CONTROLLER, routes, metrics, token or "", parts.claim, statuses=_STATUSES)
+    return server.application(Role.CONTROLLER, routes, metrics, token or "", parts.claim)
 
 
 def _people_routes(store: Store, why: Callable[[], list[str]]) -> list[Route]:

@@ -86,6 +86,17 @@ class Interrupted(DistillError):
     """The run was asked to stop, or has to stop, before its work was done."""
 
 
+STATUSES: Final[dict[type[DistillError], int]] = {
+    WireError: 400,
+    Replaced: 410,
+    TooLarge: 413,
+    WrongServer: 421,
+    Overloaded: 429,
+    Unreachable: 503,
+}
+"""HTTP status of a server's refusal, by the error behind it; that of all others is 409."""
+
+
 # --- how a process ended --------------------------------------------------------------------------------
 
 _FAULTS: Final = [getattr(signal, f"SIG{name}") for name in ("ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV")]

@@ -18,14 +18,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sync import wire
-from sync.base.errors import DataError, DistillError, SnapshotError, StoreError, WireError
+from sync.base.errors import DataError, DistillError, SnapshotError, StoreError, TooLarge, WireError
 from sync.base.settings import ReplicaConfig
 from sync.vllm import completions, metrics, routing, vllm_compat
 from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror, check_local
 from sync.wire.claims import Claim
 from sync.wire.peers import Role
-from sync.wire.server import RunGuard, TokenGuard, read_message, refuse, reply
+from sync.wire.server import RunGuard, TokenGuard, read_message, refusal, refuse, reply
 
 logger = logging.getLogger(__name__)
 PREFIX: Final = "/distill/v1/"
@@ -80,8 +80,8 @@ class _Routes:
             metrics.refused.inc()
             logger.warning("update refused: %s", error)
             response = refuse(409, str(error))
-        except WireError as error:
-            response = refuse(400, str(error))
+        except (WireError, TooLarge) as error:
+            response = refusal(error)
         except (DistillError, OSError, vllm_compat.CallFailed, vllm_compat.EngineDead) as error:
             logger.exception("update failed")
             response = refuse(500, f"{type(error).__name__}: {error}")

@@ -29,10 +29,10 @@ from starlette.routing import Route
 from torch import distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from sync.base.errors import RemoteError, Unreachable, WireError
+from sync.base.errors import DistillError, RemoteError, Unreachable, WireError
 from sync.wire import KeyReply, KeyRequest, decode, encode
 from sync.wire.client import MAX_SMALL, BlockingPeer, in_loop
-from sync.wire.server import KEEP_ALIVE_SECONDS, TokenGuard, bind_alone, read_message, refuse, reply
+from sync.wire.server import KEEP_ALIVE_SECONDS, TokenGuard, bind_alone, read_message, refusal, refuse, reply
 
 T = TypeVar("T")
 _SLICE_SECONDS: Final = 0.25
@@ -150,8 +150,10 @@ class Served:
         try:
             ask = await read_message(request, KeyRequest, MAX_SMALL)
             value = await self._find(ask)
-        except (WireError, ConnectionResetError) as error:
-            return refuse(400, str(error))
+        except ConnectionResetError as error:
+            return refuse(410, str(error))
+        except DistillError as error:
+            return refusal(error)
         return reply(KeyReply(value=value, seal=_seal(self._token, ask.nonce, value)))
 
     def close(self) -> None:

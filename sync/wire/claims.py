@@ -21,8 +21,6 @@ RUN_HEADER: Final = "x-distill-run"
 """RunIdentity as JSON: of a request, the run it is made for; of an answer, the run that is served."""
 MODEL_HEADER: Final = "x-distill-model"
 """Header of a teacher's answer: `TeacherInfo.fingerprint`."""
-MISDIRECTED: Final = 421
-"""Status of a refusal: another run is served."""
 REMEDY: Final = "start a fresh server for this run, give the URL to one run alone, or stop the other run"
 
 

@@ -29,6 +29,7 @@ import httpx
 
 from sync.base.address import Address, Place
 from sync.base.errors import (
+    STATUSES,
     ConfigError,
     Overloaded,
     RemoteError,
@@ -40,10 +41,8 @@ from sync.base.errors import (
 )
 from sync.base.retry import pause_told, retrying_async
 from sync.wire import CONTENT_TYPE, Message, decode, encode
-from sync.wire.claims import MISDIRECTED, MODEL_HEADER, Claim
+from sync.wire.claims import MODEL_HEADER, Claim
 
-GONE: Final = 410
-"""Status of a refusal: another process has registered in the place of the one that asks."""
 MAX_ANSWER: Final = 1 << 32
 """Bytes of the longest answers: a rank's share of a batch with hidden states, the head of a large teacher."""
 MAX_SMALL: Final = 1 << 26
@@ -54,7 +53,7 @@ MAX_REFUSAL: Final = 1 << 16
 """Bytes of an answer with another status than 200."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 """However much later a full peer asks to be asked."""
-_REFUSALS: Final = {MISDIRECTED: WrongServer, GONE: Replaced, 413: TooLarge}
+_REFUSALS: Final = {STATUSES[error]: error for error in (Replaced, TooLarge, WrongServer)}
 MAX_FRAME: Final = 1 << 30
 """Bytes of one frame of a stream."""
 IDLE_SECONDS: Final = 4.0

@@ -12,8 +12,8 @@ import hmac
 import logging
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -27,10 +27,10 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from starlette.types import Message as Event
 
 from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, token_from_environment
-from sync.base.errors import ConfigError, DistillError, Overloaded, WireError, WrongServer
+from sync.base.errors import STATUSES, ConfigError, DistillError, Overloaded, TooLarge, WireError
 from sync.base.secrets import redact_process
 from sync.wire import CONTENT_TYPE, Message, decode, encode
-from sync.wire.claims import MISDIRECTED, MODEL_HEADER, RUN_HEADER, Claim, parse
+from sync.wire.claims import MODEL_HEADER, RUN_HEADER, Claim, parse
 from sync.wire.peers import ROLE_HEADER, Role
 
 logger = logging.getLogger(__name__)
@@ -125,10 +125,8 @@ class RunGuard:
             if self._claim is not None:
                 asking = parse(Headers(scope=scope).get(RUN_HEADER))
                 self._claim.admit(asking, scope["path"] in self._claiming)
-        except WireError as error:
-            await refuse(400, str(error))(scope, receive, named)
-        except WrongServer as error:
-            await refuse(MISDIRECTED, str(error))(scope, receive, named)
+        except DistillError as error:
+            await refusal(error)(scope, receive, named)
         else:
             await self.app(scope, receive, named)
 
@@ -136,18 +134,42 @@ class RunGuard:
 # --- requests and answers -------------------------------------------------------------------------------
 
 
+class BodyLimit:
+    """Reads request bodies within a bound on each, and on all that are being read or answered."""
+
+    def __init__(self, request_limit: int, total: int) -> None:
+        self._limit, self._total, self._bytes = request_limit, total, 0
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body; its bytes count from their arrival until the context ends.
+
+        Raises TooLarge (one body), Overloaded (all together) or WireError (caller left); uvicorn reads and
+        drops the rest of a refused body, so that the caller gets its refusal.
+        """
+        body = bytearray()
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                self._bytes += len(chunk)
+                if len(body) > self._limit:
+                    raise TooLarge(f"body is longer than {self._limit} bytes: send fewer at once")
+                if self._bytes > self._total:
+                    raise Overloaded(
+                        f"requests in work hold {self._total} bytes: come back later, or add a replica", 1.0
+                    )
+            yield bytes(body)
+        except ClientDisconnect:
+            raise WireError("the caller left before its request was complete") from None
+        finally:
+            self._bytes -= len(body)
+
+
 async def read_message(request: Request, kind: type[M], limit: int = MAX_BODY) -> M:
-    """Body of a request as a message of `kind`. Raises WireError when it is none, when it is longer than
-    `limit` bytes, or when the caller left early."""
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise WireError(f"body is longer than {limit} bytes: send fewer sequences a request")
-    except ClientDisconnect:
-        raise WireError("the caller left before its request was complete") from None
-    return decode(bytes(body), kind)
+    """Body of a request as a message of `kind`. Raises TooLarge for more than `limit` bytes, WireError when
+    it is no such message, or the caller left early."""
+    async with BodyLimit(limit, limit).read(request) as body:
+        return decode(body, kind)
 
 
 def reply(message: Message) -> Response:
@@ -159,6 +181,11 @@ def refuse(status: int, text: str, retry_after: float | None = None) -> Response
     """A refusal that `Peer` turns into RemoteError, such as Overloaded for 429."""
     headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
     return JSONResponse({"error": text}, status, headers)
+
+
+def refusal(error: DistillError) -> Response:
+    """The refusal that `error` stands for."""
+    return refuse(STATUSES.get(type(error), 409), str(error), getattr(error, "retry_after", None))
 
 
 # --- the application of a role --------------------------------------------------------------------------
@@ -180,11 +207,9 @@ def application(
     claiming: Collection[str] = (),
     model: str | None = None,
     lifespan: Lifespan[Starlette] | None = None,
-    statuses: Mapping[type[DistillError], int] | None = None,
 ) -> Starlette:
-    """`routes` behind both guards, with GET /metrics (Prometheus) and, unless they have one, GET /health.
-    `statuses`: of refusals, besides 400 for a bad message and 429 for not yet; 409 of the others. None: a
-    DistillError is an error of the server, 500."""
+    """`routes` behind both guards, with GET /metrics (Prometheus) and, unless they have one, GET /health. A
+    DistillError that they raise becomes its `refusal`."""
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
@@ -193,15 +218,15 @@ def application(
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def refused(_: Request, error: Exception) -> Response:
-        known = {WireError: 400, Overloaded: 429, **(statuses or {})}
-        return refuse(known.get(type(error), 409), str(error), getattr(error, "retry_after", None))
+        assert isinstance(error, DistillError)
+        return refusal(error)
 
     guards = [
         Middleware(TokenGuard, token=token),
         Middleware(RunGuard, claim=claim, claiming=claiming, model=model, role=role),
     ]
     every = [*routes, Route("/health", health), Route("/metrics", metrics)]
-    handlers: Any = {} if statuses is None else {DistillError: refused}
+    handlers = {DistillError: refused}
     return Starlette(routes=every, middleware=guards, lifespan=lifespan, exception_handlers=handlers)
 
 

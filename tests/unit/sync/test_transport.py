@@ -19,11 +19,28 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from sync.base.errors import ConfigError, DataError, Overloaded, RemoteError, Unreachable, WireError
+from sync.base.errors import (
+    ConfigError,
+    DataError,
+    DistillError,
+    Overloaded,
+    RemoteError,
+    Unreachable,
+    WireError,
+)
 from sync.base.own_code import own_code
 from sync.wire import EpisodeFailed, EvalRequest, Ok, Version, Wait, client, decode, encode, frame
 from sync.wire.client import SLOWEST, BlockingPeer, Peer
-from sync.wire.server import TokenGuard, bind_alone, check_bind, join_port, read_message, refuse, reply
+from sync.wire.server import (
+    TokenGuard,
+    bind_alone,
+    check_bind,
+    join_port,
+    read_message,
+    refusal,
+    refuse,
+    reply,
+)
 
 BAD_URLS = [
     "",
@@ -61,8 +78,8 @@ class Scripted:
         if request.method == "POST":
             try:
                 await read_message(request, EvalRequest, limit=100)
-            except WireError as error:
-                return refuse(400, str(error))
+            except DistillError as error:
+                return refusal(error)
         return reply(Ok())
 
     async def frames(self, request: Request) -> Response:
@@ -297,7 +314,7 @@ async def test_a_body_beyond_the_limit_is_refused() -> None:
     with serving(Scripted()) as url:
         async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
             answer = await http.post(url + "/x", content=encode(REQUEST) + b"\0" * 200)
-    assert answer.status_code == 400
+    assert answer.status_code == 413
     assert "longer than 100 bytes" in answer.json()["error"]
 
 

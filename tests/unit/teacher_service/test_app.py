@@ -18,7 +18,7 @@ from sync import wire
 from sync.base.errors import Overloaded, RemoteError, TooLarge, WireError
 from sync.wire import Scored, ScoreRefused, ScoreReply, ScoreRequest, ScoreSequence, Want, pack, unpack
 from sync.wire.client import Peer
-from teacher_service.app import BodyLimit
+from sync.wire.server import BodyLimit
 from teacher_service.client import TeacherClient
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 from teacher_service.messages import scored
