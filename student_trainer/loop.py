@@ -37,6 +37,7 @@ from student_trainer.transports import Publishing, open_transport
 from sync import wire
 from sync.base.address import token_from_environment
 from sync.base.errors import DataError, StoreError
+from sync.base.memory import give_back
 from sync.wire import TrainBatch, TrainerWelcome, Version, Wait
 from sync.wire.claims import Claim
 from sync.wire.client import BlockingPeer
@@ -134,6 +135,7 @@ def train(trainer: Trainer) -> Outcome:
         trainer.client.expect(after(trainer.version))
         does(f"it trains step {trainer.version.step + 1}")
         metrics = trainer.learner.train(batch)
+        give_back()
         record(trainer, batch)
         times.append(time.monotonic())
         if trainer.version.step % trainer.config.weights.publish_every == 0:

@@ -29,6 +29,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from sync.base.errors import DataError, Overloaded, TooLarge, Unreachable
+from sync.base.memory import give_back
 from sync.wire.server import process_registry
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item
@@ -252,7 +253,13 @@ class Batcher:
         items: list[Any] = [queued.work.item for queued in batch]
         options: Any = batch[0].work.options
         counts = [item.positions for item in items]
-        scores = await self.in_engine_thread(lambda: split(self._engine.score(items, options), counts))
+
+        def scored() -> list[EngineScores]:
+            parts = split(self._engine.score(items, options), counts)
+            give_back()
+            return parts
+
+        scores = await self.in_engine_thread(scored)
         self._metrics.sequences.inc(len(batch))
         self._metrics.tokens.inc(sum(entry.work.tokens for entry in batch))
         return scores

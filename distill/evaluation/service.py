@@ -36,6 +36,7 @@ from sync import wire
 from sync.base.address import controller_url, token_from_environment
 from sync.base.durable import write_json
 from sync.base.errors import ConfigError, DistillError
+from sync.base.memory import give_back
 from sync.base.settings import read_settings
 from sync.weights.subscribe import Subscriber
 from sync.wire.claims import Claim
@@ -95,6 +96,7 @@ def app(
         if (known := newest.get(digest)) is None:
             newest.clear()
             known = newest[digest] = await evaluate(message)
+            give_back()
         return known
 
     routes = [

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
 
 from sync.base.errors import SnapshotError
+from sync.base.memory import give_back
 from sync.weights.snapshots.checkpoint import NamedTensors, digesting
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Swap:
         """Read and stage `source` for `apply`, in place of what was staged before. Raises what reading and
         staging raise; the model is as it was."""
         self._staged = None
+        give_back()
         self._staged = _stage(source)
 
     def apply(self) -> None:

@@ -1,5 +1,8 @@
 """Every role on a CPU keeps its freed memory, unless the user chose otherwise."""
 
+import os
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -48,3 +51,32 @@ def test_the_users_own_values_win(config: RunConfig, monkeypatch: pytest.MonkeyP
 def test_roles_on_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cu130")
     assert allocator() == {}
+
+
+KEEPS = """
+import psutil
+from sync.base import memory
+
+def resident():
+    return psutil.Process().memory_info().rss / 2**20
+
+memory.available_memory = lambda: {left} * psutil.virtual_memory().total
+before = resident()
+blocks = [bytearray(size << 16) for size in range(1, 100)]
+apart = [bytearray(1000) for _ in blocks]  # they lie behind
+del blocks
+kept = resident() - before
+memory.give_back()
+print(kept, resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize(("left", "given_back"), [("0.24", True), ("0.26", False)])
+def test_freed_memory_is_kept_until_the_machine_runs_short_of_it(left: str, given_back: bool) -> None:
+    command = [sys.executable, "-c", KEEPS.format(left=left)]
+    output = subprocess.check_output(command, text=True, env=os.environ | ALLOCATOR)
+    kept, after = map(float, output.split())
+    mib = sum(range(1, 100)) / 16
+    assert kept > 0.9 * mib
+    assert after < 0.1 * mib if given_back else after > 0.9 * mib
