@@ -100,11 +100,9 @@ def test_the_slurm_example_gives_every_process_gpus_of_its_own(
     monkeypatch.chdir(ROOT)
     file = EXAMPLES / "slurm.toml"
     config = load(file, [f"run.folder={tmp_path}"])
-    written = job.write(config, file, [])
-    found = {
-        line.partition(":")[0]: sum(map(int, re.findall(r"\((\d+) GPUs?\)", line))) for line in written.lines
-    }
+    script, lines = job.write(config, file, [])
+    found = {line.partition(":")[0]: sum(map(int, re.findall(r"\((\d+) GPUs?\)", line))) for line in lines}
     assert found == {f"machine {i}": 8 for i in range(4)}
-    words = shlex.split(written.job.read_text().splitlines()[-1])
+    words = shlex.split(script.read_text().splitlines()[-1])
     name, there = check_command(["distill", *words[5:6], *words[8:]])
     assert (name, there.cluster) == ("run", config.cluster)

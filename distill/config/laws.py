@@ -17,6 +17,17 @@ def sections(annotation: Any) -> list[type[Settings]]:
     return [section for part in get_args(annotation) for section in sections(part)]
 
 
+def within(annotation: Any, key: str) -> tuple[FieldInfo | None, Any]:
+    """The field `key` of the sections that an annotation admits, and the annotation of what stands there.
+
+    None and None where there is no such key; in a table of sections every name is one, and no field.
+    """
+    if get_origin(annotation) is dict:  # such as teachers, by name
+        return None, get_args(annotation)[1]
+    field = next((kind.model_fields[key] for kind in sections(annotation) if key in kind.model_fields), None)
+    return field, field.annotation if field else None
+
+
 def _law(field: FieldInfo) -> Law | None:
     return next((item for item in field.metadata if isinstance(item, Law)), None)
 
@@ -38,17 +49,13 @@ def decide(kind: type[Settings], path: Sequence[str]) -> str:
 
     The innermost law decides, except below LIVE.
     """
-    here, named, law, reason = [kind], False, FIXED, "the run's records depend on it"
+    here: Any = kind
+    law, reason = FIXED, "the run's records depend on it"
     for part in path:
-        if named:  # such as a teacher's name
-            named = False
-            continue
-        field = next((section.model_fields[part] for section in here if part in section.model_fields), None)
-        if field is None:
-            break
-        law = _law(field) or law
-        reason = next((str(item) for item in field.metadata if isinstance(item, Reason)), reason)
-        if law == LIVE:
-            break
-        here, named = sections(field.annotation), get_origin(field.annotation) is dict
+        field, here = within(here, part)
+        if field is not None:
+            law = _law(field) or law
+            reason = next((str(item) for item in field.metadata if isinstance(item, Reason)), reason)
+            if law == LIVE:
+                break
     return f"refused: {reason}" if law == FIXED else law.words

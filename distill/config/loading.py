@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from distill.config import RunConfig
-from distill.config.laws import sections
+from distill.config.laws import sections, within
 from sync.base import secrets
 from sync.base.errors import ConfigError
 from sync.base.formats import check_format
@@ -92,19 +92,15 @@ def _of_run_dir(run_dir: Path) -> dict[str, Any]:
     return raw
 
 
-def _inherited(raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw` without the roles' variables that hide a secret; what is no table stays, to be refused by key."""
-    evaluation = _table(raw.get("evaluation"))
-    roles = [raw.get("student"), raw.get("trainer"), evaluation.get("placement"), evaluation.get("replica")]
-    roles += [*_table(raw.get("teachers")).values(), *_table(raw.get("environments")).values()]
-    for env in (_table(_table(role).get("env")) for role in roles):
-        for name in [name for name, value in env.items() if secrets.HIDDEN in str(value)]:
-            del env[name]
+def _inherited(raw: dict[str, Any], annotation: Any = RunConfig) -> dict[str, Any]:
+    """`raw`, which stands where `annotation` does, without variables of `env` that hide a secret."""
+    for key, value in raw.items():
+        field, inner = within(annotation, key)
+        if isinstance(value, dict) and key == "env" and field is not None:
+            raw[key] = {name: text for name, text in value.items() if secrets.HIDDEN not in str(text)}
+        elif isinstance(value, dict):
+            _inherited(value, inner)
     return raw
-
-
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
@@ -171,8 +167,8 @@ def retyped(
     `annotation`: what may stand at `place`. A key that no type knows stays, so that it is refused; `options`
     are those of one type, or of one function of the user's.
     """
-    kept, lines, named = dict(under), [], get_origin(annotation) is dict  # such as teachers, by name
-    kinds = [] if named else sections(annotation)
+    kept, lines = dict(under), list[str]()
+    kinds = [] if get_origin(annotation) is dict else sections(annotation)
     if len(kinds) > 1 and "type" in over and (new := _of_type(over, kinds)):
         known = {name for kind in new for name in kind.model_fields}
         before = {name for kind in _of_type(under, kinds) or kinds for name in kind.model_fields}
@@ -184,8 +180,7 @@ def retyped(
     for key, value in over.items():
         below = kept.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
-            fields = [kind.model_fields[key].annotation for kind in kinds if key in kind.model_fields]
-            inner = get_args(annotation)[1] if named else next(iter(fields), None)
+            _, inner = within(annotation, key)
             kept[key], more = retyped(below, value, inner, f"{place}.{key}".lstrip("."))
             lines += more
     return kept, lines
@@ -230,21 +225,18 @@ def _nearest(key: str, section: type[Settings]) -> str:
 def _walk(place: Sequence[str]) -> tuple[list[str], list[type[Settings]]]:
     """The keys of a pydantic location, without its tags of unions, and what section they lead to: several of
     a union without its tag, none for a plain value or a table of sections by name."""
-    here: list[type[Settings]] = [RunConfig]
-    keys: list[str] = []
-    named = False
+    here: Any = RunConfig
+    keys, kinds = list[str](), sections(here)
     for part in place:
-        if len(here) > 1 and not named:
-            here = [member for member in here if part in get_args(member.model_fields["type"].annotation)]
-            continue
-        keys.append(part)
-        if named:  # such as a teacher's name
-            named = False
-            continue
-        field = here[0].model_fields.get(part) if here else None
-        annotation = field.annotation if field else None
-        here, named = sections(annotation), get_origin(annotation) is dict
-    return keys, [] if named else here
+        if len(kinds) > 1:
+            here = next(
+                (kind for kind in kinds if part in get_args(kind.model_fields["type"].annotation)), None
+            )
+        else:
+            keys.append(part)
+            _, here = within(here, part)
+        kinds = [] if get_origin(here) is dict else sections(here)
+    return keys, kinds
 
 
 def _absolute(settings: S) -> S:
