@@ -29,6 +29,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from distill.evaluation.sets import PromptSet
+from distill.rollout.validation import loop
 from sync.base import durable
 from sync.weights.snapshots.manifest import named
 from sync.wire import Array, Behaviour, OwnTokens, Version, pack, unpack
@@ -184,27 +185,19 @@ def behaviour(completions: Sequence[Completion]) -> Behaviour:
     """
     lengths = [completion.tokens for completion in completions]
     texts = [
-        sequence.token_ids[start:end].tolist()
+        sequence.token_ids[start:end]
         for completion in completions
         for sequence in completion.sequences
         for start, end in sequence.own
     ]
-    grams = [[tuple(ids[at : at + GRAM]) for at in range(len(ids) - GRAM + 1)] for ids in texts]
+    lists = [ids_T.tolist() for ids_T in texts]
+    grams = [[tuple(ids[at : at + GRAM]) for at in range(len(ids) - GRAM + 1)] for ids in lists]
     number = sum(map(len, grams))
     return Behaviour(
         ended=sum(completion.finish_reason not in ("length", "failed") for completion in completions)
         / len(completions),
         length_mean=float(np.mean(lengths)),
         length_p90=float(np.percentile(lengths, 90)),
-        looping=sum(map(loops, texts)) / max(1, len(texts)),
+        looping=sum(loop(ids_T, LONGEST, 3, LEAST) is not None for ids_T in texts) / max(1, len(texts)),
         distinct=sum(len(set(of_text)) for of_text in grams) / number if number else 1.0,
     )
-
-
-def loops(token_ids: list[int]) -> bool:
-    """Whether the end of these tokens is a loop."""
-    for period in range(1, min(LONGEST, len(token_ids) // 3) + 1):
-        tail = token_ids[-max(3 * period, LEAST) :]
-        if len(tail) >= LEAST and tail[period:] == tail[:-period]:
-            return True
-    return False

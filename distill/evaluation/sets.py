@@ -20,6 +20,7 @@ from distill.prompts.sources import (
     longest_sequence,
 )
 from distill.prompts.stream import Prompt
+from distill.rollout.validation import sampling_of
 from sync.base.errors import ConfigError, DataError
 from sync.wire import Sampling
 
@@ -57,14 +58,7 @@ def open_sets(config: RunConfig, split: PromptSplit, tokenizer: Any) -> dict[str
     sampling = Sampling(max_tokens=rollout.max_tokens, stop_token_ids=rollout.stop_token_ids)
     sets = {HELD_OUT: PromptSet(split.held_out, 1, sampling, split.rewards, config.prompts, tokenizer.decode)}
     for name, evaluation_set in settings.sets.items():
-        sampling = Sampling(
-            max_tokens=evaluation_set.max_tokens or rollout.max_tokens,
-            temperature=evaluation_set.temperature,
-            top_k=evaluation_set.top_k,
-            top_p=evaluation_set.top_p,
-            min_p=evaluation_set.min_p,
-            stop_token_ids=rollout.stop_token_ids,
-        )
+        sampling = sampling_of(rollout, evaluation_set)
         try:
             longest = longest_sequence(config) - sampling.max_tokens
             prompts, rewards = _open(config, evaluation_set, longest, tokenizer)

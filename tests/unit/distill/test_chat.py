@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from distill import prune
 from distill.cli.main import _prompts
 from distill.config.prompts import TaskPrompts
-from distill.evaluation.completions import Completion, Tokens, behaviour, loops
+from distill.evaluation.completions import LEAST, LONGEST, Completion, Tokens, behaviour
 from distill.launch.chat import Conversations, _served_here, _student
+from distill.rollout.validation import loop
 from distill.tasks.sort_letters import STUDENT, letter_tokenizer, untaught
 from sync.base.errors import ConfigError, DataError, RemoteError
 from sync.wire import ScoreRefused, TeacherCompletion, TeacherPrompt, pack, unpack
@@ -222,4 +223,4 @@ def test_only_what_the_student_sampled_counts() -> None:
     ],
 )
 def test_a_loop_is_the_same_tokens_three_times_at_the_end(token_ids: list[int], is_loop: bool) -> None:
-    assert loops(token_ids) == is_loop
+    assert (loop(np.array(token_ids), LONGEST, 3, LEAST) is not None) == is_loop
