@@ -14,8 +14,10 @@ length, restarts, checkpoints and evaluations.
 
     step    the longest of: each stage; each GPU's stages one after the other (run.share_gpus; CPU cores);
             with buffer.max_staleness = 0 all stages one after the other; all of it / overlap
-    age     buffer.max_staleness, where the replicas wait for room; where they are the bottleneck at most
-            rollouts in flight / rollout.batch, and half the steps between two versions
+    ahead   batches that may be generated beyond the one in training: buffer.max_staleness, or 1 where
+            buffer.depth is "adaptive", which begins there and stays there while replicas keep up
+    age     `ahead`, where the replicas wait for room; where they are the bottleneck at most rollouts in
+            flight / rollout.batch, and half the steps between two versions
 """
 
 from __future__ import annotations
@@ -24,25 +26,33 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from statistics import mean
 from typing import Final
 
 from distill.config import RunConfig
-from distill.config.prompts import EnvironmentPrompts
+from distill.config.prompts import EnvironmentPrompts, JsonlPrompts
 from distill.metrics.summary import threads
 from distill.model_facts import Shape, item_bytes, shape_of
 from distill.planning.hardware import CPU, Device
 from distill.preflight_checks.devices import VLLM_SHARE, WORKSPACE, Use
 from distill.preflight_checks.machine import DAY, GIB, bytes_per_token, full_bytes, runs_vllm
+from distill.prompts.rows import RowReader, jsonl_rows, row_encoder
 from distill.prompts.sources import student_limit, text_config
 from distill.topology import EACH_NODE, HERE, TRAINER, Process, parallel, processes
+from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.launch import machines
 from sync.base.errors import ConfigError
+from sync.base.tokenizers import load_tokenizer
 from teacher_service.config import TeacherConfig
 
+SAMPLED: Final = 256
+"""Rows of a file whose prompts a plan measures."""
 ASSUMED_PROMPT: Final = 512
 """Tokens of a prompt, where prompts.max_prompt_tokens does not bound them."""
 GENERATE, SCORE, TRAIN = "generate", "score", "train"
 SIXTEEN_BITS: Final = 2
+"""Bytes."""
 
 # --- stages: arithmetic on shapes
 
@@ -75,7 +85,9 @@ class Generation:
         compute-bound, in_flight x 2 N / (devices x F), whichever is longer."""
         moved = self.item * self.shape.read(self.in_flight) + self.in_flight * self.context * self.shape.kv
         computed = self.in_flight * 2 * self.shape.active
-        slowest = max(moved / self.device.bytes_per_second, computed / self.device.flops_per_second)
+        slowest = max(
+            moved / self.device.bytes_per_second, computed / self.device.flops_per_second(self.item)
+        )
         return slowest / (self.role.devices / self.role.processes)
 
     def seconds(self, batch: float, swaps: float) -> float:
@@ -83,7 +95,7 @@ class Generation:
         prefill of all in flight; `swaps`: of those, per step."""
         decode = batch * self.lengths.completion / (self.role.processes * self.in_flight) * self.decode_step()
         prefill = batch * self.shape.forward(self.lengths.prompt) + self._again(swaps)
-        return decode + prefill / (self.role.devices * self.device.flops_per_second)
+        return decode + prefill / (self.role.devices * self.device.flops_per_second(self.item))
 
     def flops(self, batch: float, swaps: float) -> float:
         """As `seconds`, in FLOPs."""
@@ -256,7 +268,8 @@ class Plan:
 def lengths_of(
     config: RunConfig, prompt: float | None, completion: float | None, run: Lengths | None = None
 ) -> Lengths:
-    """Given lengths; for what is not given those of a measured run, else upper bounds or an assumption."""
+    """Given lengths; for what is not given those of a measured run, else of the prompts in a local file, else
+    upper bounds or an assumption."""
     if run is not None:
         source = run.source + (", as far as not given" if prompt or completion else "")
         return Lengths(prompt or run.prompt, completion or run.completion, source)
@@ -266,13 +279,25 @@ def lengths_of(
         return Lengths(prompt or episode.prompt, completion or episode.completion, source)
     longest = getattr(config.prompts, "max_prompt_tokens", None)
     room = student_limit(config) - config.rollout.max_tokens
+    bound = f"prompts.max_prompt_tokens {longest}" if longest else "assumed"
+    known = None if prompt else mean_prompt(config, room)
     words = {
-        "prompt": "given" if prompt else f"prompts.max_prompt_tokens {longest}" if longest else "assumed",
+        "prompt": "given" if prompt else f"mean of the first {SAMPLED} rows" if known else bound,
         "completion": "given" if completion else "rollout.max_tokens, as if none ended early",
     }
     source = ", ".join(f"{name}: {word}" for name, word in words.items())
-    chosen = prompt or float(longest or min(ASSUMED_PROMPT, max(1, room)))
+    chosen = prompt or known or float(longest or min(ASSUMED_PROMPT, max(1, room)))
     return Lengths(chosen, completion or float(config.rollout.max_tokens), source)
+
+
+def mean_prompt(config: RunConfig, longest: int) -> float | None:
+    """Tokens, of the first rows of a local file; None: they are elsewhere, or made."""
+    prompts = config.prompts
+    if not isinstance(prompts, JsonlPrompts) or not prompts.path.is_file():
+        return None
+    reader = RowReader(prompts, row_encoder(load_tokenizer(config.student), prompts), longest)
+    lengths = [len(prompt.token_ids) for prompt in reader.prompts(islice(jsonl_rows(prompts.path), SAMPLED))]
+    return mean(lengths) if lengths else None
 
 
 def _episode(config: RunConfig) -> Lengths:
@@ -302,19 +327,21 @@ def plan(
     by_student = batch * config.objective.on_policy
     swaps = (by_student > 0 and not config.keeps_cache) / config.weights.publish_every
 
-    def stage(role: str, kind: str, flops: float, seconds: float | None = None) -> Stage:
+    def stage(role: str, kind: str, flops: float, item: int, seconds: float | None = None) -> Stage:
         devices = roles[role].devices
-        planned = flops / (devices * device.flops_per_second) if seconds is None else seconds
+        planned = flops / (devices * device.flops_per_second(item)) if seconds is None else seconds
         return Stage(role, kind, flops, planned / calibration.speed.get(kind, 1.0), devices)
 
-    generated = generation.flops(by_student, swaps), generation.seconds(by_student, swaps)
-    stages = [stage(REPLICAS, GENERATE, *generated)]
+    flops, seconds = generation.flops(by_student, swaps), generation.seconds(by_student, swaps)
+    stages = [stage(REPLICAS, GENERATE, flops, generation.item, seconds)]
     for name, teacher in config.teachers.items():
         if (role := f"teacher {name}") in roles:
             share = batch / len(config.teachers)
-            stages.append(stage(role, SCORE, share * shape_of(teacher).forward(total)))
+            item = item_bytes(text_config(teacher), teacher.dtype)
+            stages.append(stage(role, SCORE, share * shape_of(teacher).forward(total), item))
     factor = train_factor(config.trainer.activation_checkpointing, config.trainer.lora is not None)
-    stages.append(stage(TRAINER, TRAIN, factor * batch * student.forward(total)))
+    item = SIXTEEN_BITS if in_bf16(deepspeed_config(config.trainer)) else 2 * SIXTEEN_BITS
+    stages.append(stage(TRAINER, TRAIN, factor * batch * student.forward(total), item))
     step = step_seconds(config, stages, roles) / calibration.overlap
     full, delta = version_bytes(config, student.parameters, calibration.delta)
     in_flight = generation.in_flight * roles[REPLICAS].processes * (by_student > 0)
@@ -343,8 +370,8 @@ def _generation(config: RunConfig, device: Device, role: Role, shape: Shape, len
     flags, devices = student.flags(), role.devices / role.processes
     item = item_bytes(text_config(student), student.dtype)
     context = lengths.prompt + lengths.completion / 2
-    ahead = (config.buffer.max_staleness + 1) * rollout.batch / role.processes
-    limits = [rollout.max_in_flight, int(flags.get("max-num-seqs", device.sequences)), ahead]
+    outstanding = (_ahead(config) + 1) * rollout.batch / role.processes
+    limits = [rollout.max_in_flight, int(flags.get("max-num-seqs", device.sequences)), outstanding]
     if device.name != CPU:
         size = (config.preflight.gpu_gib or device.gib) * GIB
         memory = devices * size * float(flags.get("gpu-memory-utilization", VLLM_SHARE))
@@ -367,11 +394,17 @@ def step_seconds(config: RunConfig, stages: Sequence[Stage], roles: Mapping[str,
     return max(*(stage.seconds for stage in stages), *busy.values())
 
 
+def _ahead(config: RunConfig) -> float:
+    """Batches that are generated ahead of the trainer, where it is the bottleneck."""
+    adaptive = config.buffer.depth == "adaptive"
+    return float(min(1, config.buffer.max_staleness) if adaptive else config.buffer.max_staleness)
+
+
 def _age(config: RunConfig, stages: Sequence[Stage], in_flight: float) -> float:
     """Mean versions between the oldest token of a rollout and the step that trains on it."""
-    bound = float(config.buffer.max_staleness)
     if max(stages, key=lambda stage: stage.seconds).kind != GENERATE:
-        return bound
+        return _ahead(config)
+    bound = float(config.buffer.max_staleness)
     return min(bound, in_flight / config.rollout.batch + (config.weights.publish_every - 1) / 2)
 
 

@@ -11,7 +11,7 @@ from distill.config import RunConfig
 from distill.config.loading import load_run_dir
 from distill.planning import estimate
 from distill.planning.estimate import Calibration, Plan, Stage, find_roles, step_seconds
-from distill.planning.hardware import CPU, DEVICES, Device, device_here, device_named
+from distill.planning.hardware import CPU, DEVICES, Device, core, device_here, device_named
 from distill.planning.measured import Measured, calibrate, check_student_generates, measure
 from distill.preflight_checks.devices import Use, check_devices, gpus, uses, visible
 from distill.preflight_checks.machine import GIB
@@ -95,9 +95,9 @@ def _place(config: RunConfig, name: str, where: Sequence[Process]) -> tuple[RunC
     if device is None and gpu_uses and (device := device_here()) is None:
         raise ConfigError(
             f"{gpu_uses[0].key} names GPUs and this machine has none: say which kind they are with --device "
-            f"({', '.join(DEVICES)})"
+            f"({', '.join((*DEVICES, CPU))})"
         )
-    return config, device or DEVICES[CPU], gpu_uses
+    return config, device or core(), gpu_uses
 
 
 def _calibration(run_dir: Path, device: str) -> tuple[Measured, Plan, Calibration]:
@@ -165,9 +165,9 @@ def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
         yield _row("GPU-hours", f"{plan.hours * plan.gpus:,.3g}", f"{plan.gpus} GPUs")
     if not measured:
         yield (
-            f"\nAssumed: {device.compute_share:g} of {device.flops / 1e12:,.4g} TFLOP/s in prefill, scoring "
-            f"and training, {device.bandwidth_share:g} of {device.bandwidth / 1e12:.4g} TB/s in decoding, "
-            "and stages that overlap fully; --measured RUN_DIR replaces these by what a run reached."
+            f"\nAssumed: {device.compute_share:.2g} of {device.flops / 1e12:,.4g} TFLOP/s in prefill, "
+            f"scoring and training, {device.bandwidth_share:.2g} of {device.bandwidth / 1e12:.4g} TB/s in "
+            "decoding, stages that overlap fully; --measured RUN_DIR replaces these by what a run reached."
         )
     if sentence := split(plan):
         yield sentence

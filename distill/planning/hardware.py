@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 from distill.preflight_checks.devices import gpu_names
 from sync.base.errors import ConfigError
@@ -17,7 +19,7 @@ class Device:
 
     name: str
     flops: float
-    """Peak of dense bf16 matrix products (CPU: float32), FLOP/s."""
+    """Peak of dense bf16 matrix products, FLOP/s."""
     bandwidth: float
     """Peak of its memory, bytes/s."""
     gib: float
@@ -29,10 +31,12 @@ class Device:
     H100 (arXiv 2407.21783, table 4); short sequences and small models reach less."""
     bandwidth_share: float = 0.6
     """Of `bandwidth`, reached by decoding. Assumed."""
+    single: float | None = None
+    """FLOP/s that float32 weights reach; None: as many as 16 bits (a GPU's tensor cores round them)."""
 
-    @property
-    def flops_per_second(self) -> float:
-        return self.flops * self.compute_share
+    def flops_per_second(self, item: int) -> float:
+        """FLOP/s reached with weights of `item` bytes."""
+        return self.single if self.single and item == 4 else self.flops * self.compute_share
 
     @property
     def bytes_per_second(self) -> float:
@@ -40,6 +44,10 @@ class Device:
 
 
 CPU: Final = "cpu"
+PRODUCTS, BETWEEN = 0.8, 13.0
+"""Of a core: the share of a bare product's speed that a model's products reach, and FLOPs of a model per byte
+that memory moves for what lies between its products. Fitted to one step's forward and backward pass of 113 M
+parameters in bf16 (docs/benchmarks.md)."""
 DEVICES: Final = {
     device.name: device
     for device in (
@@ -53,16 +61,55 @@ DEVICES: Final = {
         Device("l4", 121e12, 0.3e12, 22.5, 256),
         # NVIDIA Ada architecture white paper, RTX 4090: 165.2 TFLOP/s with float32 sums; 1,008 GB/s, 24 GB
         Device("rtx4090", 165e12, 1.008e12, 24.0, 256),
-        # one core at 3 GHz: two AVX2 FMA of 8 float32 per cycle; 10 GB/s, a common share of a server's memory
-        Device(CPU, 96e9, 10e9, 0.0, 128, 0.3, 0.5),
     )
 }
 
 
+@cache
+def core() -> Device:
+    """One core of this machine, from a tenth of a second of its products and reads. Imports torch.
+
+    A model's products take FLOPs / (PRODUCTS x a bare product's speed), and what lies between them takes
+    FLOPs / (BETWEEN x bytes/s), by which AMX helps a model less than its products.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        column = torch.zeros(8192, dtype=torch.bfloat16)
+        large = torch.zeros(8192, 8192, dtype=torch.bfloat16)  # beyond the caches
+        bandwidth = large.nbytes / _seconds(torch.mv, large, column)
+        speed = {}
+        for dtype in (torch.bfloat16, torch.float32):
+            factor = torch.ones(1024, 1024, dtype=dtype)
+            speed[dtype] = 2 * 1024**3 / _seconds(torch.mm, factor, factor)
+    finally:
+        torch.set_num_threads(threads)
+    reached = {
+        dtype: 1 / (1 / (PRODUCTS * bare) + 1 / (BETWEEN * bandwidth)) for dtype, bare in speed.items()
+    }
+    flops = speed[torch.bfloat16]
+    share = reached[torch.bfloat16] / flops
+    return Device(CPU, flops, bandwidth, 0.0, 128, share, 0.5, single=reached[torch.float32])
+
+
+def _seconds(product: Callable[..., Any], *factors: Any) -> float:
+    """Of this thread's time, the least of ten tries after one to warm up."""
+    tries = []
+    for _ in range(11):
+        before = time.thread_time()
+        product(*factors)
+        tries.append(time.thread_time() - before)
+    return min(tries[1:])
+
+
 def device_named(name: str) -> Device:
-    """The row of `name`. Raises ConfigError for a device without one."""
+    """The row of `name`, of a CPU this machine's. Raises ConfigError for a device without one."""
+    if name == CPU:
+        return core()
     if name not in DEVICES:
-        raise ConfigError(f"--device {name!r} is not known: choose one of {', '.join(DEVICES)}")
+        raise ConfigError(f"--device {name!r} is not known: choose one of {', '.join((*DEVICES, CPU))}")
     return DEVICES[name]
 
 
@@ -80,5 +127,5 @@ def of_names(names: Collection[str]) -> Device:
         return DEVICES[keys[0]]
     raise ConfigError(
         f"this machine's GPUs are {', '.join(sorted(names))}, and a plan needs one kind with known speeds: "
-        f"name the nearest with --device ({', '.join(DEVICES)})"
+        f"name the nearest with --device ({', '.join((*DEVICES, CPU))})"
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from byte_tokenizer import byte_tokenizer
 from small_config import make_config
 
 import distill
@@ -18,10 +21,10 @@ from distill.cli.main import main
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster
 from distill.config.loading import load
-from distill.config.prompts import EnvironmentPrompts
+from distill.config.prompts import EnvironmentPrompts, JsonlPrompts
 from distill.launch import probe
 from distill.model_facts import Shape, shape_of
-from distill.planning import estimate, forecast
+from distill.planning import estimate, forecast, hardware
 from distill.planning.estimate import Generation, Lengths, Role, delta_share, find_roles, train_factor
 from distill.planning.hardware import DEVICES, Device, of_names
 from distill.planning.measured import calibrate, measure
@@ -64,6 +67,7 @@ def on_gpus(model: str, **sections: Any) -> RunConfig:
         "teachers": {"t": teacher},
         "trainer": {"devices": "4,5", "ranks": 2, "deepspeed": DEEPSPEED},
         "preflight": {"gpu_gib": 10.0},
+        "buffer": {"depth": "full"},
         "evaluation": None,
     }
     over = {name: {**(base.get(name) or {}), **fields} for name, fields in sections.items()}
@@ -203,6 +207,42 @@ def test_age_is_what_is_in_flight_over_a_batch_and_at_most_the_bound(model: str)
     trainer_bound = on_gpus(model, rollout={"max_in_flight": 1}, buffer={"max_staleness": 5})
     measured = estimate.Calibration({"train": 1e-9})
     assert planned(trainer_bound, measured=measured).age == 5
+
+
+def test_an_adaptive_buffer_is_planned_a_batch_ahead(model: str) -> None:
+    config = on_gpus(model, buffer={"depth": "adaptive", "max_staleness": 4})
+    assert planned(config).in_flight == 2 * 8
+    assert planned(config, measured=estimate.Calibration({"train": 1e-9})).age == 1
+    config = on_gpus(model, buffer={"depth": "adaptive", "max_staleness": 0})
+    assert (planned(config).in_flight, planned(config).age) == (8, 0)
+
+
+def test_a_core_reaches_what_its_products_and_its_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {torch.float32: 2.0, torch.bfloat16: 1.0}
+    products = {torch.mv: lambda matrix: 0.5, torch.mm: lambda matrix: seconds[matrix.dtype]}
+    monkeypatch.setattr(hardware, "_seconds", lambda product, matrix, _: products[product](matrix))
+    row, bandwidth = hardware.core.__wrapped__(), 2 * 8192**2 / 0.5
+    assert (row.flops, row.bandwidth) == (2 * 1024**3, bandwidth)
+    for item, bare in ((2, 2 * 1024**3), (4, 1024**3)):
+        taken = 1 / (hardware.PRODUCTS * bare) + 1 / (hardware.BETWEEN * bandwidth)
+        assert row.flops_per_second(item) == pytest.approx(1 / taken)
+    assert GPU.flops_per_second(4) == GPU.flops_per_second(2) == FLOPS
+
+
+def test_prompts_of_a_file_are_measured(model: str, tmp_path: Path) -> None:
+    shutil.copytree(model, folder := tmp_path / "model")
+    byte_tokenizer().save_pretrained(folder)
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcd", "abcdefgh")))
+    config = on_gpus(str(folder))
+    prompts = JsonlPrompts(type="jsonl", path=rows, template="plain")
+    config = config.model_copy(update={"prompts": prompts})
+    lengths = estimate.lengths_of(config, None, None)
+    assert (lengths.prompt, lengths.completion) == (6, config.rollout.max_tokens)
+    assert lengths.source.startswith("prompt: mean of the first 256 rows")
+    prompts = prompts.model_copy(update={"path": tmp_path / "elsewhere.jsonl"})
+    config = config.model_copy(update={"prompts": prompts})
+    assert "prompt: assumed" in estimate.lengths_of(config, None, None).source
 
 
 def test_bytes_of_a_version(model: str) -> None:
