@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from hmac import compare_digest
 from time import monotonic
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal
 
 import msgspec
 import torch
@@ -34,14 +34,13 @@ from sync.wire import KeyReply, KeyRequest, decode, encode
 from sync.wire.client import MAX_SMALL, BlockingPeer, in_loop
 from sync.wire.server import KEEP_ALIVE_SECONDS, TokenGuard, bind_alone, read_message, refusal, refuse, reply
 
-T = TypeVar("T")
 _SLICE_SECONDS: Final = 0.25
 """Longest that the server lets one request wait for keys."""
 
 
 def _seal(token: str | None, nonce: bytes, value: bytes | None) -> bytes:
     """What only a holder of the token can say of `value` as the answer to the request with `nonce`."""
-    key = blake3((token or "").encode(), derive_key_context="onpolicy-distill broadcast 2").digest()
+    key = blake3((token or "").encode(), derive_key_context="onpolicy-distill broadcast 3").digest()
     return blake3(nonce + msgspec.msgpack.encode(value), key=key).digest()
 
 
@@ -53,54 +52,51 @@ class Meeting(Store):
 
     def __init__(self, ask: Callable[[KeyRequest], bytes | None], group: str, timeout: timedelta) -> None:
         super().__init__()
-        self._ask, self.name, self._timeout = ask, group, timeout
+        self._ask, self.name, self._timeout = ask, group, timeout.total_seconds()
 
-    def _names(self, keys: list[str]) -> list[str]:
-        return [f"{self.name}/{key}" for key in keys]
+    def _do(self, do: Literal["set", "get", "delete"], key: str, **more: Any) -> bytes | None:
+        return self._ask(KeyRequest(do=do, key=f"{self.name}/{key}", **more))
 
     def set(self, key: str, value: str | bytes) -> None:
-        data = value.encode() if isinstance(value, str) else value
-        self._ask(KeyRequest(do="set", keys=self._names([key]), value=data))
+        self._do("set", key, value=value.encode() if isinstance(value, str) else value)
 
     def find(self, key: str, seconds: float = _SLICE_SECONDS) -> bytes | None:
         """Value of a key, which is there or comes within `seconds`, at most a slice; None: it does not."""
-        return self._ask(KeyRequest(do="get", keys=self._names([key]), seconds=seconds))
+        return self._do("get", key, seconds=seconds)
 
-    def get(self, key: str, given_up: Callable[[], bool] = lambda: False) -> bytes:
-        """Value of a key; waits until it is set. Raises as `wait` does."""
-        return self._come(lambda: self.find(key), [key], self._timeout.total_seconds(), given_up)
+    def get(
+        self, key: str, given_up: Callable[[], bool] = lambda: False, seconds: float | None = None
+    ) -> bytes:
+        """Value of a key; waits until it is set. Raises RuntimeError after `seconds` (None: the time-out),
+        when the sender is gone, or when the broadcast is `given_up`."""
+        seconds = self._timeout if seconds is None else seconds
+        deadline = monotonic() + seconds
+        while (value := self.find(key)) is None:
+            if given_up():
+                raise RuntimeError(f"{key} did not come: the broadcast was given up")
+            if monotonic() > deadline:
+                raise RuntimeError(f"{key} did not come within {seconds:.3g} s")
+        return value
 
     def told(self, key: str, given_up: Callable[[], bool]) -> bytes:
         """Value of a key that the sender sets, unless it gives up; waits for as long as the sender answers.
         How long it may take others is the sender's to bound: a member that stopped waiting before would be
-        counted as there. Raises RuntimeError when the sender is gone, or the broadcast is `given_up`."""
-        return self._come(lambda: self.find(key), [key], math.inf, given_up)
+        counted as there."""
+        return self.get(key, given_up, math.inf)
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(KeyRequest(do="delete", keys=self._names([key]))) is not None
+        return self._do("delete", key) is not None
 
-    def check(self, keys: list[str], seconds: float = 0.0) -> bool:
-        """Whether all keys are set, now or within `seconds`, at most a slice."""
-        return self._ask(KeyRequest(do="wait", keys=self._names(keys), seconds=seconds)) is not None
+    def check(self, keys: list[str]) -> bool:
+        return all(self.find(key, 0.0) is not None for key in keys)
 
     def wait(
         self, keys: list[str], timeout: timedelta | None = None, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Return when all keys are set. Raises RuntimeError after the time-out, or when it is `given_up`."""
-        seconds = (timeout or self._timeout).total_seconds()
-        self._come(lambda: self.check(keys, _SLICE_SECONDS) or None, keys, seconds, given_up)
-
-    def _come(
-        self, look: Callable[[], T | None], keys: list[str], seconds: float, given_up: Callable[[], bool]
-    ) -> T:
-        """What `look` finds at last. Raises as `wait` does."""
-        deadline = monotonic() + seconds
-        while (value := look()) is None:
-            if given_up() or monotonic() > deadline:
-                missing = ", ".join(key for key in keys if not self.check([key]))
-                why = "the broadcast was given up" if given_up() else f"within {seconds:g} s"
-                raise RuntimeError(f"{missing} did not come: {why}")
-        return value
+        """Return when all keys are set. Raises as `get` does."""
+        deadline = monotonic() + (timeout.total_seconds() if timeout else self._timeout)
+        for key in keys:
+            self.get(key, given_up, deadline - monotonic())
 
 
 class Served:
@@ -126,25 +122,18 @@ class Served:
 
     async def _find(self, ask: KeyRequest) -> bytes | None:
         async with self._changed:
-            if self._closed:
-                raise ConnectionResetError("the sender is closed")
-            if ask.do == "set":
-                self._values[ask.keys[0]] = ask.value
-                self._changed.notify_all()
-            elif ask.do == "delete":
-                return self._values.pop(ask.keys[0], None)
-            else:
+            if ask.do == "get":
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(ask.seconds, _SLICE_SECONDS)):
-                        await self._changed.wait_for(
-                            lambda: self._closed or self._values.keys() >= {*ask.keys}
-                        )
-                if self._closed:
-                    raise ConnectionResetError("the sender is closed")
-                if ask.do == "get":
-                    return self._values.get(ask.keys[0])
-                return b"" if self._values.keys() >= {*ask.keys} else None
-        return b""
+                        await self._changed.wait_for(lambda: self._closed or ask.key in self._values)
+            if self._closed:
+                raise ConnectionResetError("the sender is closed")
+            if ask.do == "delete":
+                return self._values.pop(ask.key, None)
+            if ask.do == "set":
+                self._values[ask.key] = ask.value
+                self._changed.notify_all()
+            return self._values.get(ask.key)
 
     async def _answer(self, request: Request) -> Response:
         try:

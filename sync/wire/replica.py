@@ -172,13 +172,13 @@ class BroadcastTicket(msgspec.Struct, frozen=True):
 
 
 class KeyRequest(Message, frozen=True):
-    """Receiver → sender of a broadcast: set, read, delete or await keys of its group."""
+    """Receiver → sender of a broadcast: set, read or delete a key of its group."""
 
-    do: Literal["set", "get", "wait", "delete"]
-    keys: list[str]
+    do: Literal["set", "get", "delete"]
+    key: str
     value: bytes = b""
     seconds: float = 0.0
-    """Of "get" and "wait": how long to wait until all keys are set, at most a slice."""
+    """Of "get": how long to wait until the key is set, at most a slice."""
     nonce: bytes = b""
     """Random, of this request alone: the answer is sealed with it."""
 
@@ -187,7 +187,7 @@ class KeyReply(Message, frozen=True):
     """Sender → receiver, answer to KeyRequest."""
 
     value: bytes | None
-    """Of a key; None: it is not set, or not all of them are within the time."""
+    """Of the key; None: it is not set."""
     seal: bytes
     """What only a holder of the run's token can say of nonce and value."""
 
