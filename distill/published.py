@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 from distill.config import RunConfig
@@ -20,6 +20,9 @@ from sync.weights.snapshots import admin
 from sync.weights.snapshots.manifest import read_latest, read_manifest
 from sync.weights.stores import Store, open_store
 from sync.wire import Version
+
+LISTED: Final = ("version", "kind", "base", "parent", "bytes", "full_bytes", "created")
+"""Fields of a version's manifest that a listing has."""
 
 
 def store_of(config: RunConfig, run_dir: Path) -> Store:
@@ -47,7 +50,12 @@ def check_store(config: RunConfig) -> None:
 def listing(run_dir: Path) -> list[dict[str, Any]]:
     """Every published version, oldest first, then entries that cannot be used (with a "problem")."""
     config = load_run_dir(run_dir)
-    return [_plain(listed) for listed in admin.ls(store_of(config, run_dir), config.run.name)]
+    contents = admin.ls(store_of(config, run_dir), config.run.name)
+    versions = [
+        {name: _plain(getattr(manifest, name)) for name in LISTED} | {"latest": version == contents.latest}
+        for version, manifest in contents.manifests.items()
+    ]
+    return [*versions, *map(_plain, contents.odd)]
 
 
 def verification(run_dir: Path) -> Iterator[dict[str, Any]]:

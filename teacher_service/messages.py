@@ -196,20 +196,10 @@ def admit_prompt(prompt: wire.TeacherPrompt, max_tokens: int, info: EngineInfo) 
 
 def _ids(array: Array, name: str, dimensions: int, vocab_size: int, low: int = 0) -> np.ndarray | str:
     """int32 ids in [low, vocab_size), or what is wrong with them; exact for any shape a peer may claim."""
-    field = f"{name}_ids"
-    if array.dtype != "i4":
-        return f"{field} has dtype {array.dtype}, expected i4: convert it"
-    if len(array.shape) != dimensions or min(array.shape) < 0:
-        return f"{field} has shape {list(array.shape)}, expected {dimensions} dimensions"
-    if (needed := math.prod(array.shape) * 4) != len(array.data):
-        return f"{field} of shape {list(array.shape)} needs {needed} bytes, got {len(array.data)}"
-    if not array.data:
-        return f"{field} is empty: send at least one id"
-    ids = wire.unpack(array)
-    for worst in (int(ids.min()), int(ids.max())):
-        if not low <= worst < vocab_size:
-            return f"{name} id {worst} is outside the vocabulary of {vocab_size}: check the tokenizer"
-    return ids
+    field, within = f"{name}_ids", checks.ids(vocab_size, low)
+    if problem := checks.array(field, array, checks.I4, (None,) * dimensions, within):
+        return f"{problem}: check the tokenizer"
+    return wire.unpack(array) if array.data else f"{field} is empty: send at least one id"
 
 
 def score_options(item: Item, want: Want, info: EngineInfo) -> ScoreOptions:

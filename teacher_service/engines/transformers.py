@@ -120,8 +120,6 @@ class Sampled(NamedTuple):
     """Completions of one batch, left-padded."""
 
     tokens_BL: Tensor
-    attended_BL: Tensor
-    """1 on prompt and completion, 0 on padding."""
     completion_BL: Tensor
     """True on completion tokens."""
 
@@ -163,7 +161,7 @@ def grow(
         attended_BL = torch.cat([attended_BL, going_B[:, None].long()], 1)
         completion_BL = attended_BL.bool()
         completion_BL[:, :start] = False
-        yield Sampled(tokens_BL, attended_BL, completion_BL)
+        yield Sampled(tokens_BL, completion_BL)
         going_B = going_B & ~torch.isin(step_BN[:, 0], end_ids)
         if not going_B.any():
             return

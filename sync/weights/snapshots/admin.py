@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
 
 from sync.base.errors import SnapshotError, StoreError
 from sync.weights.snapshots.manifest import (
@@ -29,28 +28,27 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One published version."""
-
-    version: Version
-    kind: Literal["full", "delta", "lora"]
-    base: Version | None
-    parent: Version | None
-    bytes: int
-    full_bytes: int
-    created: float
-    """Unix time, seconds."""
-    latest: bool
-    """LATEST names it."""
-
-
-@dataclass(frozen=True)
 class Odd:
     """An entry of the store that cannot be used; it is reported and left where it is."""
 
     name: str
     """Name of a version, a folder or a key; printable."""
     problem: str
+
+
+@dataclass
+class Listing:
+    """What a store holds of a run."""
+
+    bare: list[Version]
+    """Versions with files and without a manifest."""
+    odd: list[Odd]
+    latest: Version | None
+    """What LATEST named before the rest was read."""
+    manifests: dict[Version, Manifest] = field(default_factory=dict)
+    """Oldest version first."""
+    unreadable: set[Version] = field(default_factory=set)
+    """Versions whose manifest cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +73,23 @@ class Collected:
     """What could not be read or removed; nothing that may be built on it is removed."""
 
 
-_OF_MANIFEST: Final = ("version", "kind", "base", "parent", "bytes", "full_bytes", "created")
-
-
-def ls(store: Store, run: str) -> list[Listed | Odd]:
-    """Published versions, oldest first, then what is there and cannot be used."""
-    listing = _read(store, run)
-    listed = [
-        Listed(**{name: getattr(manifest, name) for name in _OF_MANIFEST}, latest=version == listing.latest)
-        for version, manifest in listing.manifests.items()
-    ]
-    return [*listed, *listing.odd]
+def ls(store: Store, run: str) -> Listing:
+    """Published versions, and what is there and cannot be used."""
+    latest, problem = None, None
+    try:
+        latest = read_latest(store, run)
+    except (SnapshotError, StoreError) as error:
+        problem = Odd("LATEST", str(error))
+    folders, odd = _folders(store, run)
+    published = versions(store, run)
+    listing = Listing(sorted(folders - set(published)), odd + ([problem] if problem else []), latest)
+    for version in published:
+        try:
+            listing.manifests[version] = read_manifest(store, run, version)
+        except (SnapshotError, StoreError) as error:
+            listing.unreadable.add(version)
+            listing.odd.append(Odd(str(version), str(error)))
+    return listing
 
 
 def verify(store: Store, run: str, work: Path | None = None) -> Iterator[Verified]:
@@ -123,7 +127,7 @@ def gc(
     LATEST named before anything was listed: what is being published comes after that. Manifests go first, so
     that no reader sets out on a chain whose files are going. `now` is Unix time in seconds; None: the clock.
     """
-    listing = _read(store, run)
+    listing = ls(store, run)
     manifests = listing.manifests
     now = time.time() if now is None else now
     needed = _needed(listing, keep_anchors, now - grace_seconds)
@@ -160,39 +164,6 @@ def export(store: Store, run: str, version: Version, folder: Path) -> None:
         shutil.move(staged.path, folder)
 
 
-@dataclass
-class _Holdings:
-    """What a store holds of a run."""
-
-    bare: list[Version]
-    """Versions with files and without a manifest."""
-    odd: list[Odd]
-    latest: Version | None
-    """What LATEST named before the rest was read."""
-    manifests: dict[Version, Manifest] = field(default_factory=dict)
-    """Oldest version first."""
-    unreadable: set[Version] = field(default_factory=set)
-    """Versions whose manifest cannot be read."""
-
-
-def _read(store: Store, run: str) -> _Holdings:
-    latest, problem = None, None
-    try:
-        latest = read_latest(store, run)
-    except (SnapshotError, StoreError) as error:
-        problem = Odd("LATEST", str(error))
-    folders, odd = _folders(store, run)
-    published = versions(store, run)
-    listing = _Holdings(sorted(folders - set(published)), odd + ([problem] if problem else []), latest)
-    for version in published:
-        try:
-            listing.manifests[version] = read_manifest(store, run, version)
-        except (SnapshotError, StoreError) as error:
-            listing.unreadable.add(version)
-            listing.odd.append(Odd(str(version), str(error)))
-    return listing
-
-
 def _folders(store: Store, run: str) -> tuple[set[Version], list[Odd]]:
     """Versions with a folder, and folders that look like versions and are none."""
     names = sorted({key.split("/")[1] for key in store.list(f"{run}/L") if key.count("/") > 1})
@@ -202,7 +173,7 @@ def _folders(store: Store, run: str) -> tuple[set[Version], list[Odd]]:
     return {version for _, version in pairs if version is not None}, odd
 
 
-def _needed(listing: _Holdings, keep_anchors: int, since: float) -> set[Version]:
+def _needed(listing: Listing, keep_anchors: int, since: float) -> set[Version]:
     """Versions to keep for their own sake, or because their base is unknown; see `gc`."""
     manifests = listing.manifests
     anchors = [version for version, manifest in manifests.items() if manifest.base is None]

@@ -54,10 +54,11 @@ def store(tmp_path: Path) -> MemoryStore:
 
 
 def test_ls_tells_what_is_there(store: MemoryStore) -> None:
-    listed = admin.ls(store, RUN)
+    listing = admin.ls(store, RUN)
+    listed = [*listing.manifests.values()]
     assert steps([entry.version for entry in listed]) == list(range(9))
     assert [entry.kind for entry in listed] == ["full", "delta", "delta"] * 3
-    assert [entry.latest for entry in listed] == [False] * 8 + [True]
+    assert (listing.latest, listing.bare, listing.odd) == (v(8), [], [])
     assert listed[7].base == v(6)
     assert listed[6].bytes == listed[7].full_bytes > 2048 > listed[7].bytes
 
@@ -164,7 +165,7 @@ def test_gc_looks_each_base_up_once_however_long_the_chains_are() -> None:
             return v(self.step - 1) if self.step else None
 
     chain: dict[Version, Any] = {v(step): Link(step) for step in range(300)}
-    held = admin._Holdings([], [], None, chain)
+    held = admin.Listing([], [], None, chain)
     assert admin._needed(held, keep_anchors=1, since=1.0) == set(chain)
     assert max(map(looked_up.count, range(300))) <= 4
 

@@ -283,9 +283,9 @@ def test_one_bad_entry_of_each_kind_stops_neither_ls_nor_verify_nor_gc(
     store.replace("run/leases/a.json", nested(90_000))
     store.replace("run/leases/b.json", dump(Lease(v(0), 1e300)))
     names = {"'L1-v2'", "'Lovely'", "L000-v00000002", "LATEST"}
-    listed = admin.ls(store, RUN)
-    assert {one.name for one in listed if isinstance(one, admin.Odd)} == names
-    assert [one.version.step for one in listed if isinstance(one, admin.Listed)] == [0, 1, 3]
+    listing = admin.ls(store, RUN)
+    assert {one.name for one in listing.odd} == names
+    assert [version.step for version in listing.manifests] == [0, 1, 3]
     results = {str(one.version): one.problem for one in admin.verify(store, RUN, tmp_path)}
     assert {name for name, problem in results.items() if problem is None} == {str(v(0)), str(v(1))}
     done = admin.gc(store, RUN, keep_anchors=1, grace_seconds=0)
