@@ -258,9 +258,11 @@ class RewardPool:
             batch += encoded
 
     def _encoded(self, jobs: list[_Job]) -> list[_Job]:
-        """Those whose completion can be read, with their task; the others fail."""
+        """Those that are waited for and whose completion can be read, with their task; the others fail."""
         encoded = list[_Job]()
         for job in jobs:
+            if job.reward.done():  # cancelled
+                continue
             try:
                 task = Task(job.prompt, self._source.read(job.prompt, job.ids))
                 job.task = msgspec.Raw(_encoder.encode(task))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from distill.controller import Controller
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.prompts.stream import PromptStream
-from distill.record.audit import AuditReport
 from sync.wire import (
     BatchRequest,
     Stop,
@@ -32,10 +30,13 @@ class Dying(MemoryTrainer):
     """Dies whenever its batch holds one of `bad`, before the step is made."""
 
     bad: frozenset[str] = frozenset()
+    by_chance = 0
+    """Deaths at step 2 that are no rollout's fault."""
     deaths: int = 0
 
     async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
-        if self.bad & {i for share in shares for rows in share.micro_batches for i in rows.ids}:
+        bad = self.bad & {i for share in shares for rows in share.micro_batches for i in rows.ids}
+        if bad or (version.step == 2 and self.deaths < self.by_chance):
             self.deaths += 1
             raise Died
         return await super()._step(version, shares)
@@ -58,8 +59,13 @@ async def until_done(run: Controller, trainer: Dying, deaths: int = 100) -> dict
         await asyncio.gather(running, return_exceptions=True)
 
 
-def audited(folder: Path, trainer: MemoryTrainer) -> AuditReport:
-    return check(folder, trainer.ledger)
+async def sound(run: Controller, trainer: Dying) -> dict[str, Any]:
+    """The summary of a run that the audit finds nothing wrong with."""
+    summary = await until_done(run, trainer)
+    assert summary is not None
+    report = check(run.record.store.folder, trainer.ledger)
+    assert report.ok, report.violations
+    return summary
 
 
 @pytest.fixture
@@ -80,14 +86,13 @@ def build(controller, config) -> Callable[..., Controller]:
     ],
 )
 async def test_what_a_trainer_dies_on_is_found_and_everything_else_is_trained_once(
-    build, tmp_path: Path, bad: set[str], most: int
+    build, bad: set[str], most: int
 ) -> None:
     quarantine: list[Quarantined] = []
     run = build(hooks=Hooks(quarantined=quarantine.append))
     trainer = Dying(run.session, checkpoint_every=1)
     trainer.bad = frozenset(bad)
-    summary = await until_done(run, trainer)
-    assert summary is not None
+    summary = await sound(run, trainer)
     assert summary["completed"]
     assert {one.prompt.id for one in quarantine} == bad
     assert {one.reason for one in quarantine} == {"poisoned"}
@@ -97,66 +102,42 @@ async def test_what_a_trainer_dies_on_is_found_and_everything_else_is_trained_on
     assert len(trained) == len(set(trained))
     assert not bad & set(trained)
     assert {f"0:{i}:0" for i in range(16)} - bad <= set(trained)
-    report = audited(tmp_path, trainer)
-    assert report.ok, report.violations
 
 
 @pytest.mark.parametrize("deaths", [1, 2, 3, 4])
-async def test_a_controller_that_starts_again_goes_on_with_the_parts(
-    build, tmp_path: Path, deaths: int
-) -> None:
+async def test_a_controller_that_starts_again_goes_on_with_the_parts(build, deaths: int) -> None:
     first = build()
     trainer = Dying(first.session)
     trainer.bad = frozenset({"0:11:0"})
     assert await until_done(first, trainer, deaths) is None
     again = build()
     trainer.session = again.session
-    summary = await until_done(again, trainer)
-    assert summary is not None
+    summary = await sound(again, trainer)
     assert summary["rollout"]["dropped"]["poisoned"] == 1
     assert trainer.deaths <= 7  # the death that ended the first controller too is none of the batch's
-    report = audited(tmp_path, trainer)
-    assert report.ok, report.violations
 
 
-async def test_one_death_alone_leaves_the_batch_as_it_is(build, tmp_path: Path) -> None:
-    class Once(Dying):
-        async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
-            if version.step == 2 and not self.deaths:
-                self.deaths += 1
-                raise Died
-            return await super()._step(version, shares)
-
+async def test_one_death_alone_leaves_the_batch_as_it_is(build) -> None:
     run = build()
-    trainer = Once(run.session)
-    summary = await until_done(run, trainer)
-    assert summary is not None
+    trainer = Dying(run.session)
+    trainer.by_chance = 1
+    summary = await sound(run, trainer)
     assert summary["rollout"]["dropped"] == {}
     assert {len(ids) for steps in trainer.ledger.values() for ids in steps.values()} == {8}
-    report = audited(tmp_path, trainer)
-    assert report.ok, report.violations
 
 
-async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build, tmp_path: Path) -> None:
-    class Twice(Dying):
-        async def _step(self, version: Version, shares: list[TrainBatch]) -> Version:
-            if version.step == 2 and self.deaths < 2:
-                self.deaths += 1
-                raise Died
-            return await super()._step(version, shares)
-
+async def test_two_deaths_that_are_nobodys_fault_cost_no_rollout(build) -> None:
     quarantine: list[Quarantined] = []
     run = build(hooks=Hooks(quarantined=quarantine.append))
-    trainer = Twice(run.session, checkpoint_every=1)
-    assert await until_done(run, trainer) is not None
+    trainer = Dying(run.session, checkpoint_every=1)
+    trainer.by_chance = 2
+    await sound(run, trainer)
     assert quarantine == []
     sizes = [len(ids) for lineage in trainer.ledger for ids in trainer.ledger[lineage].values()]
     assert sizes[:4] == [8, 8, 4, 4]
-    report = audited(tmp_path, trainer)
-    assert report.ok, report.violations
 
 
-async def test_the_next_part_is_formed_once_the_one_before_it_was_trained(build, tmp_path: Path) -> None:
+async def test_the_next_part_is_formed_once_the_one_before_it_was_trained(build) -> None:
     """So that a death tells which part it was, though a trainer asks for its next batch while it trains."""
     ahead: list[int] = []
 
@@ -174,15 +155,12 @@ async def test_the_next_part_is_formed_once_the_one_before_it_was_trained(build,
     run = build()
     trainer = Prefetching(run.session, checkpoint_every=1)
     trainer.bad = frozenset({"0:6:0"})
-    summary = await until_done(run, trainer)
-    assert summary is not None
+    summary = await sound(run, trainer)
     assert summary["rollout"]["dropped"]["poisoned"] == 1
     assert ahead
-    report = audited(tmp_path, trainer)
-    assert report.ok, report.violations
 
 
-async def test_a_death_before_the_first_batch_is_none_of_a_batch(build, tmp_path: Path) -> None:
+async def test_a_death_before_the_first_batch_is_none_of_a_batch(build) -> None:
     class Early(Dying):
         async def _batch(self, version: Version, rank: int) -> TrainBatch | Stop:
             if self.deaths < 4:
@@ -192,15 +170,11 @@ async def test_a_death_before_the_first_batch_is_none_of_a_batch(build, tmp_path
 
     run = build()
     trainer = Early(run.session)
-    assert await until_done(run, trainer) is not None
+    await sound(run, trainer)
     assert {len(ids) for ids in trainer.ledger[4].values()} == {8}
-    report = audited(tmp_path, trainer)
-    assert report.ok, report.violations
 
 
-async def test_groups_of_completions_are_tried_and_quarantined_whole(
-    controller, config, tmp_path: Path
-) -> None:
+async def test_groups_of_completions_are_tried_and_quarantined_whole(controller, config) -> None:
     settings = config(
         run={"steps": 12},
         rollout={"per_prompt": 4, "batch": 16},
@@ -211,15 +185,12 @@ async def test_groups_of_completions_are_tried_and_quarantined_whole(
     run = controller(settings, prompts=prompts, reward_fn=lambda prompt, tokens: 1.0)
     trainer = Dying(run.session, checkpoint_every=1)
     trainer.bad = frozenset({"0:2:1"})
-    summary = await until_done(run, trainer)
-    assert summary is not None
+    summary = await sound(run, trainer)
     assert summary["rollout"]["dropped"]["poisoned"] == 4
     for steps in trainer.ledger.values():
         for ids in steps.values():
             assert len(ids) % 4 == 0
             assert not any(name.startswith("0:2:") for name in ids)
-    report = audited(tmp_path, trainer)
-    assert report.ok, report.violations
 
 
 # --- records of a release that recorded what it should not have -------------------------------------------

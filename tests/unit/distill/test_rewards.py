@@ -352,6 +352,20 @@ async def test_a_function_that_hangs_costs_its_completion_and_the_next_ones_go_o
     assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
 
 
+async def test_a_completion_that_nobody_waits_for_any_more_is_not_asked_about(pool: RewardPool) -> None:
+    await pool.reward(asking("pid"), [3])
+    began = time.monotonic()
+    hanging = asyncio.create_task(pool.reward(asking("hang"), [3]))
+    await asyncio.sleep(1.0)
+    left = [asyncio.create_task(pool.reward(asking("hang"), [3])) for _ in range(8)]
+    await asyncio.sleep(0)
+    for task in left:
+        task.cancel()
+    assert (await pool.reward(asking("pid"), [4])).answer == LETTERS[1]
+    assert time.monotonic() - began < 30, "one limit of 5 s, not nine"
+    assert isinstance(hanging.exception(), DataError)
+
+
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
