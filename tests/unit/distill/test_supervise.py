@@ -59,25 +59,37 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture
+async def supervise(tmp_path: Path):
+    """Makes a started supervisor, which is stopped at the end of the test."""
+    made: list[Supervisor] = []
+
+    async def start(specs, restarts=0, *more, **options) -> Supervisor:
+        supervisor = Supervisor(specs, tmp_path, restarts, *more, **options)
+        made.append(supervisor)
+        await supervisor.start()
+        return supervisor
+
+    yield start
+    for supervisor in made:
+        await supervisor.stop(1)
+
+
 async def spoke(supervisor: Supervisor, *names: str) -> None:
     """Wait until each child wrote "up"."""
     logs = [supervisor.children[name].log_path for name in names]
     await asyncio.to_thread(until, lambda: all(log.exists() and b"up" in log.read_bytes() for log in logs))
 
 
-async def test_a_child_is_asked_to_end_before_it_is_killed(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("calm", SLEEPER)], tmp_path, restarts=0)
-    await supervisor.start()
+async def test_a_child_is_asked_to_end_before_it_is_killed(supervise):
+    supervisor = await supervise([ChildSpec("calm", SLEEPER)], restarts=0)
     await spoke(supervisor, "calm")
     await supervisor.stop(grace=60)
     assert supervisor.children["calm"].status == 128 + signal.SIGTERM
 
 
-async def test_every_child_and_grandchild_is_gone_after_stop_though_some_ignore_sigterm(tmp_path: Path):
-    supervisor = Supervisor(
-        [ChildSpec("stubborn", STUBBORN), ChildSpec("parent", PARENT)], tmp_path, restarts=0
-    )
-    await supervisor.start()
+async def test_every_child_and_grandchild_is_gone_after_stop_though_some_ignore_sigterm(supervise):
+    supervisor = await supervise([ChildSpec("stubborn", STUBBORN), ChildSpec("parent", PARENT)], restarts=0)
     await supervisor.ready()
     await spoke(supervisor, "stubborn", "parent")
     processes = [p for child in supervisor.children.values() for p in below(child.process.pid)]
@@ -86,16 +98,14 @@ async def test_every_child_and_grandchild_is_gone_after_stop_though_some_ignore_
     await asyncio.to_thread(until, lambda: alive(processes) == [])
 
 
-async def test_a_child_that_dies_at_start_is_named_with_its_last_lines(tmp_path: Path):
+async def test_a_child_that_dies_at_start_is_named_with_its_last_lines(supervise):
     dying = [sys.executable, "-c", "import sys; print('no such model', flush=True); sys.exit(3)"]
-    supervisor = Supervisor([ChildSpec("teacher-a", dying, url="http://127.0.0.1:9")], tmp_path, 5)
-    await supervisor.start()
+    supervisor = await supervise([ChildSpec("teacher-a", dying, url="http://127.0.0.1:9")], 5)
     with pytest.raises(ChildFailed, match=r"teacher-a ended with status 3(.|\n)*no such model"):
         await supervisor.ready()
-    await supervisor.stop(1)
 
 
-async def test_the_first_error_is_told_when_it_is_far_above_the_last_lines(tmp_path: Path):
+async def test_the_first_error_is_told_when_it_is_far_above_the_last_lines(supervise, tmp_path: Path):
     (tmp_path / "engine.log").write_text("OldError: of an earlier start\n")
     said = [
         "(Core) ERROR 11-20 [core.py:1] Traceback",
@@ -103,8 +113,7 @@ async def test_the_first_error_is_told_when_it_is_far_above_the_last_lines(tmp_p
     ]
     said += [f"    {i} vllm.EngineDeadError: see above" for i in range(30)]
     dying = [sys.executable, "-c", f"print({chr(10).join(said)!r}, flush=True); raise SystemExit(1)"]
-    supervisor = Supervisor([ChildSpec("engine", dying, url="http://127.0.0.1:9")], tmp_path, 5)
-    await supervisor.start()
+    supervisor = await supervise([ChildSpec("engine", dying, url="http://127.0.0.1:9")], 5)
     with pytest.raises(
         ChildFailed, match=r"29 vllm.EngineDead(.|\n)*the first error .*: RuntimeError: head_dim=16"
     ):
@@ -122,38 +131,29 @@ def test_the_status_of_an_exit_names_no_signal(status: int | None):
     assert how_it_ended(status) == f"ended with status {status}"
 
 
-async def test_a_child_that_a_signal_ends_is_named_with_the_signal_and_its_last_lines(tmp_path: Path):
+async def test_a_child_that_a_signal_ends_is_named_with_the_signal_and_its_last_lines(supervise):
     dying = [sys.executable, "-c", "import os; print('tiles', flush=True); os.kill(os.getpid(), 4)"]
-    supervisor = Supervisor([ChildSpec("student-0", dying, url="http://127.0.0.1:9")], tmp_path, 5)
-    await supervisor.start()
+    supervisor = await supervise([ChildSpec("student-0", dying, url="http://127.0.0.1:9")], 5)
     with pytest.raises(
         ChildFailed, match=r"student-0 was ended by SIGILL \(illegal instruction\), (.|\n)*tiles"
     ):
         await supervisor.ready()
-    await supervisor.stop(1)
 
 
-async def test_a_program_that_does_not_exist_is_a_failed_start(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("x", ["/no/such/program"], url="http://127.0.0.1:9")], tmp_path, 5)
-    await supervisor.start()
+async def test_a_program_that_does_not_exist_is_a_failed_start(supervise):
+    supervisor = await supervise([ChildSpec("x", ["/no/such/program"], url="http://127.0.0.1:9")], 5)
     with pytest.raises(ChildFailed, match=r"status 127(.|\n)*cannot be started"):
         await supervisor.ready()
-    await supervisor.stop(1)
 
 
-async def test_a_child_that_never_answers_is_named_with_its_log(tmp_path: Path):
-    supervisor = Supervisor(
-        [ChildSpec("slow", SLEEPER, url="http://127.0.0.1:9")], tmp_path, 0, start_seconds=0.3
-    )
-    await supervisor.start()
+async def test_a_child_that_never_answers_is_named_with_its_log(supervise):
+    supervisor = await supervise([ChildSpec("slow", SLEEPER, url="http://127.0.0.1:9")], 0, start_seconds=0.3)
     with pytest.raises(ChildFailed, match="slow did not come up in time"):
         await supervisor.ready()
-    await supervisor.stop(5)
 
 
-async def test_a_death_is_mended_until_the_budget_is_spent(tmp_path: Path):
-    supervisor = Supervisor([ChildSpec("flaky", SLEEPER)], tmp_path, restarts=2, first_pause=0.01)
-    await supervisor.start()
+async def test_a_death_is_mended_until_the_budget_is_spent(supervise):
+    supervisor = await supervise([ChildSpec("flaky", SLEEPER)], restarts=2, first_pause=0.01)
     await supervisor.ready()
     child, lives = supervisor.children["flaky"], set[int]()
 
@@ -169,14 +169,12 @@ async def test_a_death_is_mended_until_the_budget_is_spent(tmp_path: Path):
         await supervisor.watch()
     assert len(lives) == 3
     murderer.cancel()
-    await supervisor.stop(1)
 
 
-async def test_a_child_killed_while_the_run_starts_is_started_again(tmp_path: Path):
+async def test_a_child_killed_while_the_run_starts_is_started_again(supervise):
     lives: list[int] = []
     spec = ChildSpec("slow", SLEEPER, joined=lambda: len(lives) == 2)
-    supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
-    await supervisor.start()
+    supervisor = await supervise([spec], restarts=1, first_pause=0.01)
     await spoke(supervisor, "slow")
     waiting = asyncio.create_task(supervisor.ready())
     for _ in range(2):
@@ -188,10 +186,11 @@ async def test_a_child_killed_while_the_run_starts_is_started_again(tmp_path: Pa
             await asyncio.to_thread(until, lambda: supervisor.children["slow"].process.pid != lives[0])
     await waiting
     assert lives[0] != lives[1]
-    await supervisor.stop(1)
 
 
-async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_again(tmp_path: Path):
+async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_again(
+    supervise, tmp_path: Path
+):
     """A trainer can die on its first batch while an engine is still loading."""
     lives, late = [], asyncio.Event()
     mark = tmp_path / "started"
@@ -205,8 +204,7 @@ async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_a
         ChildSpec("trainer", fails_once, joined=lambda: True, prepare=lambda: lives.append(1)),
         ChildSpec("late", SLEEPER, joined=late.is_set),
     ]
-    supervisor = Supervisor(specs, tmp_path / "logs", restarts=1, first_pause=0.01)
-    await supervisor.start()
+    supervisor = await supervise(specs, restarts=1, first_pause=0.01)
     starting = asyncio.create_task(supervisor.ready())
     async with asyncio.timeout(600):
         while len(lives) < 2:
@@ -214,10 +212,9 @@ async def test_a_child_that_has_joined_and_fails_while_others_start_is_started_a
             await asyncio.sleep(0.02)
     late.set()
     await starting
-    await supervisor.stop(grace=0.2)
 
 
-async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path: Path):
+async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(supervise, tmp_path: Path):
     """The thief lets go when the server has failed; any other failure at start ends the run."""
     with socket.socket() as thief:
         thief.bind(("127.0.0.1", port := free_port()))
@@ -226,8 +223,7 @@ async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path
         (tmp_path / "health").write_text("")
         serving += ["--directory", str(tmp_path)]
         spec = ChildSpec("server", serving, url=f"http://127.0.0.1:{port}")
-        supervisor = Supervisor([spec], tmp_path, restarts=50, first_pause=0.2)
-        await supervisor.start()
+        supervisor = await supervise([spec], restarts=50, first_pause=0.2)
         ready = asyncio.create_task(supervisor.ready())
         log = supervisor.children["server"].log_path
         await asyncio.to_thread(until, lambda: "already in use" in log.read_text())
@@ -239,14 +235,13 @@ async def test_a_port_that_is_taken_when_a_server_binds_costs_a_restart(tmp_path
 
 
 async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_pause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    supervise, monkeypatch: pytest.MonkeyPatch
 ):
     late, paused, sleep = asyncio.Event(), asyncio.Event(), asyncio.sleep
     pause = 20.0
     monkeypatch.setattr(asyncio, "sleep", lambda time: paused.wait() if time == pause else sleep(time))
     specs = [ChildSpec("early", SLEEPER), ChildSpec("late", SLEEPER, joined=late.is_set)]
-    supervisor = Supervisor(specs, tmp_path, restarts=1, first_pause=pause)
-    await supervisor.start()
+    supervisor = await supervise(specs, restarts=1, first_pause=pause)
     await spoke(supervisor, "early", "late")
     early = supervisor.children["early"]
     waiting, first = asyncio.create_task(supervisor.ready()), early.process
@@ -262,14 +257,12 @@ async def test_a_death_costs_one_restart_though_the_others_are_ready_in_its_paus
     assert early.process is not first, watching
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
-    await supervisor.stop(5)
 
 
-async def test_a_death_between_ready_and_watch_is_restarted(tmp_path: Path):
+async def test_a_death_between_ready_and_watch_is_restarted(supervise):
     dead: list[Phase] = []
     spec = ChildSpec("flaky", SLEEPER, died=lambda: dead.append(supervisor.children["flaky"].phase))
-    supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
-    await supervisor.start()
+    supervisor = await supervise([spec], restarts=1, first_pause=0.01)
     await supervisor.ready()
     child = supervisor.children["flaky"]
     first = child.process
@@ -278,7 +271,6 @@ async def test_a_death_between_ready_and_watch_is_restarted(tmp_path: Path):
     await asyncio.to_thread(until, lambda: child.process is not first and child.phase is Phase.READY)
     assert dead == [Phase.RESTARTING]
     assert supervisor.status() == {"flaky": ("ready", 1)}
-    await supervisor.stop(5)
 
 
 async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path: Path):
@@ -289,23 +281,20 @@ async def test_a_child_that_was_healthy_for_long_is_started_again_soon(tmp_path:
     assert [*pauses, child.next_pause()] == [1.0, 2.0, 4.0, 1.0]
 
 
-async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(tmp_path: Path):
+async def test_status_0_is_the_orderly_end_of_a_child_that_may_end(supervise):
     left: list[str] = []
     spec = ChildSpec("trainer", ["true"], ends=True, left=lambda: left.append("trainer"))
-    supervisor = Supervisor([spec], tmp_path, 0)
-    await supervisor.start()
+    supervisor = await supervise([spec], 0)
     await supervisor.watch()
     assert await supervisor.children["trainer"].exit() == 0
     assert left == ["trainer"]
-    await supervisor.stop(1)
 
 
-async def test_the_orderly_end_of_a_child_is_told_after_a_restart_too(tmp_path: Path):
+async def test_the_orderly_end_of_a_child_is_told_after_a_restart_too(supervise, tmp_path: Path):
     mark, left = tmp_path / "died once", asyncio.Event()
     once = ["sh", "-c", f"test -e '{mark}' && exit 0; touch '{mark}'; exit 1"]
     children = [ChildSpec("trainer", once, ends=True, left=left.set), ChildSpec("server", SLEEPER)]
-    supervisor = Supervisor(children, tmp_path, 1, first_pause=0.01)
-    await supervisor.start()
+    supervisor = await supervise(children, 1, first_pause=0.01)
     watching = asyncio.create_task(supervisor.watch())
     await asyncio.wait_for(left.wait(), 60)
     watching.cancel()
@@ -366,10 +355,9 @@ def test_a_guardian_whose_launcher_is_gone_asks_its_command_to_end_unless_it_is_
     assert not alive(processes)
 
 
-async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_session(tmp_path: Path):
+async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_session(supervise):
     bystander = await asyncio.create_subprocess_exec(*SLEEPER, start_new_session=True)
-    supervisor = Supervisor([ChildSpec("parent", PARENT), ChildSpec("other", SLEEPER)], tmp_path, 1, 0.01)
-    await supervisor.start()
+    supervisor = await supervise([ChildSpec("parent", PARENT), ChildSpec("other", SLEEPER)], 1, 0.01)
     await spoke(supervisor, "parent", "other")
     guardian, other = (supervisor.children[name].process for name in ("parent", "other"))
     processes, others = below(guardian.pid), below(other.pid)
@@ -386,11 +374,10 @@ async def test_a_guardian_killed_without_warning_leaves_nobody_whatever_the_sess
     await bystander.wait()
 
 
-async def test_a_child_that_hangs_is_killed_and_started_again(tmp_path: Path):
+async def test_a_child_that_hangs_is_killed_and_started_again(supervise):
     spec = ChildSpec("hangs", SLEEPER, died=lambda: told.append(supervisor.children["hangs"].process))
     told: list[object] = []
-    supervisor = Supervisor([spec], tmp_path, restarts=1, first_pause=0.01)
-    await supervisor.start()
+    supervisor = await supervise([spec], restarts=1, first_pause=0.01)
     await supervisor.ready()
     first = supervisor.children["hangs"].process
     watching = asyncio.create_task(supervisor.watch())
@@ -422,11 +409,10 @@ def server(name: str, silent_at_first: float = 0.0) -> ChildSpec:
 
 
 async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neighbour_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    supervise, caplog: pytest.LogCaptureFixture
 ):
     specs = [server("stopped"), server("well")]
-    supervisor = Supervisor(specs, tmp_path, restarts=1, first_pause=0.01, health_seconds=3.0)
-    await supervisor.start()
+    supervisor = await supervise(specs, restarts=1, first_pause=0.01, health_seconds=3.0)
     await supervisor.ready()
     stopped, well = supervisor.children["stopped"], supervisor.children["well"]
     watching, first, other = asyncio.create_task(supervisor.watch()), stopped.process, well.process
@@ -436,27 +422,22 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again_and_its_neig
     said = "stopped: /health has not answered for run.health_timeout_seconds = 3 s, it is stalled"
     assert {said, "stopped is killed, to be restarted"} <= set(caplog.messages)
     watching.cancel()
-    await supervisor.stop(5)
 
 
-async def test_a_server_that_takes_long_to_start_is_not_taken_for_stalled(tmp_path: Path):
-    supervisor = Supervisor([server("slow", 2.0)], tmp_path, restarts=0, health_seconds=0.2)
-    await supervisor.start()
+async def test_a_server_that_takes_long_to_start_is_not_taken_for_stalled(supervise):
+    supervisor = await supervise([server("slow", 2.0)], restarts=0, health_seconds=0.2)
     await supervisor.ready()
     assert supervisor.children["slow"].status is None
-    await supervisor.stop(5)
 
 
-async def test_a_restarted_child_that_does_not_come_up_is_killed_and_started_again(tmp_path: Path):
+async def test_a_restarted_child_that_does_not_come_up_is_killed_and_started_again(supervise):
     starts: list[None] = []
     spec = ChildSpec(
         "late", SLEEPER, joined=lambda: len(starts) in (1, 3), prepare=lambda: starts.append(None)
     )
-    supervisor = Supervisor([spec], tmp_path, restarts=2, first_pause=0.01, start_seconds=0.5)
-    await supervisor.start()
+    supervisor = await supervise([spec], restarts=2, first_pause=0.01, start_seconds=0.5)
     await supervisor.ready()
     watching, child = asyncio.create_task(supervisor.watch()), supervisor.children["late"]
     supervisor.kill_child("late")
     await asyncio.to_thread(until, lambda: len(starts) == 3 and child.phase is Phase.READY)
     watching.cancel()
-    await supervisor.stop(5)
