@@ -329,14 +329,11 @@ def _servers(controller: str, body: ServerRegisters | ServerLeaves | None) -> No
     from sync.wire.client import BlockingPeer
 
     peer = BlockingPeer(controller, token_from_environment(), timeout=30.0)
-    if body is not None:
-        leaves = isinstance(body, ServerLeaves)
-        path, kind = ("/v1/servers/leave", Servers) if leaves else ("/v1/servers", ServerLease)
-        answer = peer.call(path, body, kind)
-        if isinstance(answer, ServerLease) and answer.warning:
-            typer.echo(f"distill: {answer.warning}", err=True)
-    listing = peer.call("/v1/servers", None, Servers)
-    for server in listing.servers:
+    if isinstance(body, ServerLeaves):
+        peer.call("/v1/servers/leave", body, Servers)
+    elif body is not None and (warning := peer.call("/v1/servers", body, ServerLease).warning):
+        typer.echo(f"distill: {warning}", err=True)
+    for server in peer.call("/v1/servers", None, Servers).servers:
         version = (
             f"{server.version or 'the model folder'!s:<16} {server.in_flight:>5} in flight"
             if server.phase

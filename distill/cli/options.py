@@ -99,17 +99,16 @@ def guarded(command: Callable[[], Any]) -> int:
     try:
         with _signals_raise():
             command()
-    except DistillError as error:
-        console.print(redact(f"distill: {error}"), style="red", markup=False, highlight=False, soft_wrap=True)
+    except (DistillError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError):
+            if error.filename is None:
+                raise
+            text = f"{error.filename}: {error.strerror}"
+        console.print(redact(f"distill: {text}"), style="red", markup=False, highlight=False, soft_wrap=True)
         if isinstance(error, Interrupted):
             return EXIT_STOPPED
         return EXIT_USER if isinstance(error, ConfigError | DataError) else EXIT_FAILED
-    except OSError as error:
-        if error.filename is None:
-            raise
-        named = f"{error.filename}: {error.strerror}"
-        console.print(redact(f"distill: {named}"), style="red", markup=False, highlight=False, soft_wrap=True)
-        return EXIT_FAILED
     except (KeyboardInterrupt, CancelledError):  # the latter: a run that was told to stop twice
         console.print("distill: stopped", style="red")
         return EXIT_STOPPED

@@ -3,7 +3,6 @@
 hardware    what a device can do at most, and the share of it that is assumed
 estimate    a configuration's roles and stages → step, age, weight sync, record, hours
 measured    a finished run in place of the assumptions
-forecast    all of it for one configuration, as `distill.plan` returns it
-table       what people read of it
+forecast    all of it for one configuration, as `distill.plan` returns it, and what people read of it
 starter     `distill init`: a configuration to begin with
 """
