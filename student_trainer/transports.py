@@ -32,7 +32,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -50,7 +50,7 @@ from sync.base.durable import waiting_for_space
 from sync.base.errors import ConfigError, SnapshotError, StoreError, Unreachable
 from sync.base.retry import retrying
 from sync.weights.broadcast import BroadcastSender
-from sync.weights.buckets import BUCKET_BYTES, Plan, nbytes
+from sync.weights.buckets import BUCKET_BYTES, Part, Plan, nbytes
 from sync.weights.delta.codec import Bits
 from sync.weights.publish import Publisher, Slice
 from sync.weights.snapshots.admin import Collected, gc
@@ -330,19 +330,6 @@ class BroadcastTransport:
 # --- the ranks' copies, gathered on rank 0 ------------------------------------------------------------------
 
 
-class Part(NamedTuple):
-    """Bytes [start, stop) of one bucket, which a rank holds from byte `at` of its slice of a tensor on."""
-
-    name: str
-    start: int
-    stop: int
-    at: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
 class Gathering:
     """Gathers what `Weights.snapshot` copied. Made by all ranks together, for the length of a run."""
 
@@ -360,7 +347,7 @@ class Gathering:
         bodies = ranks.collect(msgspec.json.encode(slices))
         every = [json_decoder(list[Slice]).decode(body) for body in bodies]
         self.plan = Plan(metas_of(every), bucket_bytes, adapter_config)
-        self._parts = [parts_of(rank_slices, self.plan) for rank_slices in every]
+        self._parts = [self.plan.parts(map(_bytes_of, rank_slices)) for rank_slices in every]
         self._ranks, self._group = ranks, None
         self._turn, self._exchange = 0, Lock()
         if ranks.world_size > 1:
@@ -429,21 +416,10 @@ def metas_of(every: list[list[Slice]]) -> list[TensorMeta]:
     return [TensorMeta(part.name, _TORCH_NAMES[part.dtype], tuple(part.shape)) for part in whole.values()]
 
 
-def parts_of(slices: list[Slice], plan: Plan) -> list[list[Part]]:
-    """What a rank holds of every bucket."""
-    offsets = dict(zip((meta.name for meta in plan.metas), plan.offsets, strict=True))
-    parts_by_bucket: list[list[Part]] = [[] for _ in plan.buckets]
-    for piece in slices:
-        width = BITS[piece.dtype].itemsize
-        first = offsets[piece.name] + piece.start * width
-        last = first + piece.count * width
-        for number in range(first // plan.bucket_bytes, -(-last // plan.bucket_bytes)):
-            bucket = plan.buckets[number]
-            start, stop = max(first, bucket.start), min(last, bucket.stop)
-            if start < stop:
-                part = Part(piece.name, start - bucket.start, stop - bucket.start, start - first)
-                parts_by_bucket[number].append(part)
-    return parts_by_bucket
+def _bytes_of(piece: Slice) -> tuple[str, int, int]:
+    """What a rank holds, as in `Plan.parts`."""
+    width = BITS[piece.dtype].itemsize
+    return piece.name, piece.start * width, piece.count * width
 
 
 def _place(flat_N: torch.Tensor, parts: list[Part], pieces_N: torch.Tensor) -> None:

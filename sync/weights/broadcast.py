@@ -201,7 +201,7 @@ class BroadcastSender:
             if on_its_way is not None:
                 on_its_way()
             on_its_way = group.start(flat)
-            digests.update(bucket, flat)  # and the next one is gathered, while it is on its way
+            digests.update(flat)  # and the next one is gathered, while it is on its way
         if on_its_way is not None:
             on_its_way()
         return digests.hexdigests()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -19,12 +18,17 @@ BUCKET_BYTES: Final = 64 << 20
 _ALIGN: Final = 16
 
 
-class Piece(NamedTuple):
-    """Bytes [start, stop) of a plan, all of one tensor."""
+class Part(NamedTuple):
+    """Bytes [start, stop) of one bucket, which a holder has from byte `at` of its range of a tensor on."""
 
-    meta: TensorMeta
+    name: str
     start: int
     stop: int
+    at: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
 
 
 class Plan:
@@ -42,15 +46,20 @@ class Plan:
         self.buckets = [range(start, min(start + bucket_bytes, self.nbytes)) for start in starts]
         """Bytes of each; tensors may begin in one and end in another."""
 
-    def pieces(self, bucket: range) -> Iterator[Piece]:
-        """What a bucket holds of tensors, in order; the bytes between two are zero."""
-        first = max(0, bisect.bisect_right(self.offsets, bucket.start) - 1)
-        for meta, offset in zip(self.metas[first:], self.offsets[first:], strict=True):
-            if offset >= bucket.stop:
-                break
-            start, stop = max(offset, bucket.start), min(offset + nbytes(meta), bucket.stop)
-            if start < stop:
-                yield Piece(meta, start, stop)
+    def parts(self, ranges: Iterable[tuple[str, int, int]]) -> list[list[Part]]:
+        """What every bucket has of `ranges`: a tensor's name, the first byte in it, and how many."""
+        offsets = dict(zip((meta.name for meta in self.metas), self.offsets, strict=True))
+        parts_by_bucket: list[list[Part]] = [[] for _ in self.buckets]
+        for name, begin, count in ranges:
+            first = offsets[name] + begin
+            last = first + count
+            for number in range(first // self.bucket_bytes, -(-last // self.bucket_bytes)):
+                bucket = self.buckets[number]
+                start, stop = max(first, bucket.start), min(last, bucket.stop)
+                if start < stop:
+                    part = Part(name, start - bucket.start, stop - bucket.start, start - first)
+                    parts_by_bucket[number].append(part)
+        return parts_by_bucket
 
     def tensors(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """All of them by name, from all bytes, whose memory they share."""
@@ -64,15 +73,14 @@ class Digests:
     """BLAKE3 of every tensor of a plan, while its buckets go by in order."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self._buckets = iter(plan.parts((meta.name, 0, nbytes(meta)) for meta in plan.metas))
         self._hashes: dict[str, blake3] = {meta.name: hasher(nbytes(meta)) for meta in plan.metas}
 
-    def update(self, bucket: range, flat: torch.Tensor) -> None:
+    def update(self, flat: torch.Tensor) -> None:
         """The next bucket, uint8."""
         host = flat.cpu()
-        for piece in self._plan.pieces(bucket):
-            part = host[piece.start - bucket.start : piece.stop - bucket.start]
-            self._hashes[piece.meta.name].update(tensor_bytes(part))
+        for part in next(self._buckets):
+            self._hashes[part.name].update(tensor_bytes(host[part.start : part.stop]))
 
     def hexdigests(self) -> dict[str, str]:
         """Tensor → hex, after the last bucket."""

@@ -164,17 +164,6 @@ async def test_every_route_but_health_needs_the_token(serve: Any) -> None:
             assert (await peer.call("/v1/info", None, wire.TeacherInfo)).vocab_size == V
 
 
-CUT = wire.encode(ScoreRequest(sequences=[]))[:-3]
-
-
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"{}", wire.encode(wire.Ok()), CUT])
-async def test_what_is_no_score_request_is_answered_with_400(serve: Any, body: bytes) -> None:
-    async with serve(TableEngine(TABLE)) as url, httpx.AsyncClient() as http:
-        answer = await http.post(f"{url}/v1/score", content=body)
-        assert answer.status_code == 400
-        assert "is not a ScoreRequest" in answer.json()["error"]
-
-
 async def test_a_function_teacher_has_no_head(serve: Any) -> None:
     engine = TableEngine(lambda ids: TABLE[ids], vocab_size=V)
     async with serve(engine) as url, Peer(url) as peer:

@@ -12,8 +12,7 @@ from ports import free_port, silent
 from scored_sequences import TABLE, V, right, sequences
 from table_engine import GatedEngine
 
-from sync import wire
-from sync.base.errors import ConfigError, Overloaded, RemoteError, TooLarge, Unreachable, WrongServer
+from sync.base.errors import ConfigError, Overloaded, TooLarge, Unreachable, WrongServer
 from sync.wire import RunIdentity, ScoreRefused, ScoreSequence, pack, unpack
 from sync.wire.claims import Claim
 from teacher_service import client as client_module
@@ -78,12 +77,6 @@ async def test_a_full_process_is_left_alone_for_as_long_as_it_says(serve: Any) -
         assert right(sequences(1), (await first).results)
 
 
-async def test_the_error_says_what_a_teacher_cannot_do(serve: Any) -> None:
-    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
-        with pytest.raises(RemoteError, match="topk is 12"):
-            await client.score(sequences(1), wire.Want(topk=12))
-
-
 async def test_a_process_that_is_left_out_gets_nothing_until_none_is_left(serve: Any) -> None:
     good, bad = GatedEngine(TABLE), GatedEngine(TABLE)
     async with serve(good) as url, serve(bad) as other, TeacherClient("t", [other, url]) as client:
@@ -134,18 +127,6 @@ async def test_a_teacher_that_follows_a_run_serves_that_run_alone(serve: Any) ->
         for claim in (mine, other):
             async with TeacherClient("t", [url], claim=claim) as client:
                 assert right(sequences(2), (await client.score(sequences(2))).results)
-
-
-async def test_cancelling_aborts_the_callers_own_work_alone(serve: Any) -> None:
-    engine = GatedEngine(TABLE)
-    async with serve(engine) as url, TeacherClient("t", [url]) as client:
-        engine.gate.clear()
-        stays = asyncio.create_task(client.score(sequences(2)))
-        leaves = asyncio.create_task(client.score(sequences(2, seed=1)))
-        await asyncio.to_thread(engine.begun.wait, 600)
-        leaves.cancel()
-        engine.gate.set()
-        assert right(sequences(2), (await stays).results)
 
 
 async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Any) -> None:
