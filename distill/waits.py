@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from distill.aio import until_stalled
@@ -61,16 +61,22 @@ class Wait:
     waits: Waits
     who: str
     what: str
-    detail: Callable[[], str]
-    of: Callable[[], Collection[str]]
+    """In words; where `of` is left out, a party."""
+    detail: Callable[[], str] = _nothing
+    of: Callable[[], Collection[str]] = _nothing
     """Parties that can end it now."""
-    cause: str | None
+    cause: str | None = None
     """What `Timeline` counts it as, for `who`; None: as nothing."""
-    progress: Hashable
+    progress: Hashable = None
     """Entered again with the same, it has gone on; None: it is another wait."""
-    idle: bool
+    idle: bool = False
     """It has no work, so that nobody waits for it: no chain follows this."""
-    since: float
+    since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.since = time.monotonic()
+        if self.of is _nothing:
+            self.of = lambda: (self.what,)
 
     def __enter__(self) -> Wait:
         self.waits.enter(self)
@@ -95,21 +101,6 @@ class Waits:
         """Party of which reports come → what it does, in words, and since when."""
         self._left: dict[tuple[str, str], tuple[Hashable, float, float]] = {}
         """(who, what) → progress, since and end of the last such wait that declared progress."""
-
-    def on(
-        self,
-        who: str,
-        what: str,
-        detail: Callable[[], str] = _nothing,
-        *,
-        of: Callable[[], Collection[str]] | None = None,
-        cause: str | None = None,
-        progress: Hashable = None,
-        idle: bool = False,
-    ) -> Wait:
-        """`who` waits for `what`, in words, while the context lasts; `of` None: `what` is a party."""
-        since = time.monotonic()
-        return Wait(self, who, what, detail, of or (lambda: (what,)), cause, progress, idle, since)
 
     def enter(self, wait: Wait) -> None:
         if wait.progress is not None and (left := self._left.get((wait.who, wait.what))):
@@ -209,8 +200,8 @@ def use(waits: Waits) -> None:
 
 
 def on(who: str, what: str, detail: Callable[[], str] = _nothing, **more: Any) -> Wait:
-    """`Waits.on`, of the run whose task this is."""
-    return _current.get().on(who, what, detail, **more)
+    """`who` waits for `what` while the context lasts, in the run whose task this is; `more`: of `Wait`."""
+    return Wait(_current.get(), who, what, detail, **more)
 
 
 def keep(kept: dict[str, Wait], who: Set[str], wait: Callable[[str], Wait]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from distill.interfaces import Hooks
 from distill.metrics.results import earlier_seconds
 from distill.metrics.timeline import Span, Timeline
 from distill.metrics.trackers import MetricsFile, log_all
-from distill.waits import Waits
+from distill.waits import Wait, Waits
 from sync.wire import Published, StepReport, Version
 
 
@@ -97,7 +98,7 @@ def test_start_up_can_be_left_out(timeline: Recorded) -> None:
 
 
 def test_blocked_time_is_summed_until_now(timeline: Recorded) -> None:
-    on = Waits(timeline.blocked).on
+    on = partial(Wait, Waits(timeline.blocked))
     for seconds, cause in [(2.0, "replicas"), (3.0, "teachers"), (0.0, "teachers"), (4.0, None)]:
         with on("trainer", "batch 1", cause=cause):
             timeline.now += seconds
@@ -119,7 +120,7 @@ def test_blocked_time_is_summed_until_now(timeline: Recorded) -> None:
 
 
 def test_a_wait_that_goes_on_after_a_wake_is_one_span(timeline: Recorded) -> None:
-    on = Waits(timeline.blocked).on
+    on = partial(Wait, Waits(timeline.blocked))
     for _ in range(3):
         with on("trainer", "batch 1", cause="replicas"):
             timeline.now += 1.0
@@ -136,7 +137,7 @@ def test_seconds_of_earlier_starts_are_added_name_by_name() -> None:
     }
     timeline = Recorded(earlier)
     timeline.add("trainer", "train", 100.0, 104.0, busy=True)
-    with Waits(timeline.blocked).on("trainer", "batch 1", cause="teachers"):
+    with Wait(Waits(timeline.blocked), "trainer", "batch 1", cause="teachers"):
         timeline.now = 110.0
     assert timeline.figures() == {
         "run_seconds": 60.0,

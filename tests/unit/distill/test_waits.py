@@ -6,6 +6,7 @@ import ast
 import asyncio
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ import pytest
 
 import distill
 from distill.aio import cancel
-from distill.waits import Waits
+from distill.waits import Wait, Waits
 
 ROOT: Final = Path(distill.__file__).parent
 STAGES: Final = ("batching", "record", "rollout", "trainer_api")
@@ -87,24 +88,24 @@ def test_the_timeline_is_told_what_a_role_is_blocked_on_by_waits_alone() -> None
 
 
 def test_a_wait_goes_on_when_it_is_entered_again_without_progress() -> None:
-    waits = Waits()
-    with waits.on("dispatcher", "room", progress=1) as first:
+    on = partial(Wait, Waits())
+    with on("dispatcher", "room", progress=1) as first:
         since = first.since
-    with waits.on("dispatcher", "room", progress=1) as second:
+    with on("dispatcher", "room", progress=1) as second:
         assert second.since == since
-    with waits.on("dispatcher", "room", progress=2) as third:
+    with on("dispatcher", "room", progress=2) as third:
         assert third.since > since
-    with waits.on("dispatcher", "prompts", progress=2) as other:
+    with on("dispatcher", "prompts", progress=2) as other:
         assert other.since > third.since
 
 
 def test_the_chain_follows_the_longest_wait_of_each_party_to_the_root() -> None:
-    waits = Waits()
+    on = partial(Wait, waits := Waits())
     with (
-        waits.on("trainer", "batch 4", of=lambda: ["generation", "scoring"]),
-        waits.on("scoring", "teacher t") as longest,
-        waits.on("generation", "r0"),
-        waits.on("teacher t", "rollouts", idle=True),
+        on("trainer", "batch 4", of=lambda: ["generation", "scoring"]),
+        on("scoring", "teacher t") as longest,
+        on("generation", "r0"),
+        on("teacher t", "rollouts", idle=True),
     ):
         assert [wait.who for wait in waits.chain("trainer")] == ["trainer", "scoring"]
         waits.report({"teacher t": ("it loads its model", 3.0)})
@@ -119,7 +120,7 @@ def test_the_chain_follows_the_longest_wait_of_each_party_to_the_root() -> None:
 
 
 def test_parties_that_wait_for_one_another_are_said_to() -> None:
-    on = (waits := Waits()).on
+    on = partial(Wait, waits := Waits())
     with on("trainer", "batch 4", of=lambda: ["r0"]), on("r0", "a version", of=lambda: ["trainer"]):
         assert [wait.who for wait in waits.chain("trainer")] == ["trainer", "r0", "trainer"]
         assert waits.why()[-1] == "  … and so on: they wait for one another"
@@ -127,13 +128,13 @@ def test_parties_that_wait_for_one_another_are_said_to() -> None:
 
 @pytest.mark.virtual_time
 async def test_the_watchdog_tells_of_a_root_that_stays_the_same_and_of_no_other() -> None:
-    waits, stalled = Waits(), list[Any]()
+    on, stalled = partial(Wait, waits := Waits()), list[Any]()
     task = asyncio.create_task(waits.watch(stalled.append, seconds=60.0))
     for step in range(10):
-        with waits.on("trainer", f"batch {step}"):
+        with on("trainer", f"batch {step}"):
             await asyncio.sleep(50.0)
     assert stalled == []
-    with waits.on("trainer", "batch 10", of=lambda: ["scoring"]), waits.on("scoring", "teacher t"):
+    with on("trainer", "batch 10", of=lambda: ["scoring"]), on("scoring", "teacher t"):
         await asyncio.sleep(80.0)
     assert [[wait.who for wait in chain] for chain in stalled] == [["trainer", "scoring"]]
     await cancel([task])

@@ -117,23 +117,32 @@ async def test_a_full_disk(
         assert run.timeline.figures()["waited_seconds"]["trainer"]["record"] > 0
 
 
-class Behind(MemoryReplica):
-    """A replica whose store is slow, or that refuses updates."""
+class Troubled(MemoryReplica):
+    """A replica with a trouble: it takes no requests, its completions do not end, or its updates."""
 
-    slow = refuses = False
+    trouble = ""
+
+    async def generate(self, request: GenerateRequest) -> Any:
+        held_out = any(prompt.id.startswith(EVALUATION_ID) for prompt in request.prompts)
+        if self.trouble == "full":
+            raise Overloaded("no place", 100.0)
+        if self.trouble == "long" or (self.trouble == "long for evaluations" and held_out):
+            await asyncio.Event().wait()
+        async for answer in super().generate(request):
+            yield answer
 
     async def update(self, request: UpdateRequest, timeout: float) -> UpdateReply:
-        if self.slow:
+        if self.trouble == "slow store":
             await asyncio.Event().wait()
-        if self.refuses:
+        if self.trouble == "refuses":
             raise RemoteError("the disk of its mirror is full")
         return await super().update(request, timeout)
 
 
 async def test_a_slow_store(controller: Callable[..., Controller], config: Callable[..., RunConfig]) -> None:
-    replica = Behind()
+    replica = Troubled()
     run = controller(config(run=STEPS), replicas={"r0": replica})
-    async with standing_still(run, lambda: setattr(replica, "slow", True)) as lines:
+    async with standing_still(run, lambda: setattr(replica, "trouble", "slow store")) as lines:
         first, room, last = chain(lines)
         assert first.startswith("trainer waits for batch")
         assert re.fullmatch(r"← dispatcher waits for room: r0 is at L000-v\d+", room)
@@ -189,45 +198,21 @@ async def test_all_replicas_gone(
         assert re.fullmatch(r"← r\d waits for the process at memory", process)
 
 
-class Full(MemoryReplica):
-    """A replica that has no place for requests."""
-
-    is_full = False
-
-    async def generate(self, request: GenerateRequest) -> Any:
-        if self.is_full:
-            raise Overloaded("no place", 100.0)
-        async for answer in super().generate(request):
-            yield answer
-
-
 async def test_a_replica_that_refuses_requests(
     controller: Callable[..., Controller], config: Callable[..., RunConfig]
 ) -> None:
-    replica = Full()
+    replica = Troubled()
     run = controller(config(run=STEPS), replicas={"r0": replica})
-    async with standing_still(run, lambda: setattr(replica, "is_full", True)) as lines:
+    async with standing_still(run, lambda: setattr(replica, "trouble", "full")) as lines:
         assert chain(lines)[-1] == "← dispatcher waits for room: r0 refused a request and is asked again soon"
-
-
-class Long(MemoryReplica):
-    """A replica whose completions do not end."""
-
-    hangs = False
-
-    async def generate(self, request: GenerateRequest) -> Any:
-        if self.hangs:
-            await asyncio.Event().wait()
-        async for answer in super().generate(request):
-            yield answer
 
 
 async def test_a_replica_that_is_behind(
     controller: Callable[..., Controller], config: Callable[..., RunConfig]
 ) -> None:
-    replica = Behind()
+    replica = Troubled()
     run = controller(config(run=STEPS), replicas={"r0": replica})
-    async with standing_still(run, lambda: setattr(replica, "refuses", True)) as lines:
+    async with standing_still(run, lambda: setattr(replica, "trouble", "refuses")) as lines:
         first, room = chain(lines)
         assert first.startswith("trainer waits for batch")
         assert room == "← dispatcher waits for room: r0 refuses updates (the disk of its mirror is full)"
@@ -236,31 +221,19 @@ async def test_a_replica_that_is_behind(
 async def test_a_replica_that_answers_nothing(
     controller: Callable[..., Controller], config: Callable[..., RunConfig]
 ) -> None:
-    replica = Long()
+    replica = Troubled()
     run = controller(config(run=STEPS, rollout={"stall_timeout_seconds": 600}), replicas={"r0": replica})
-    async with standing_still(run, lambda: setattr(replica, "hangs", True)) as lines:
+    async with standing_still(run, lambda: setattr(replica, "trouble", "long")) as lines:
         assert chain(lines)[-1].startswith("← generation waits for r0: 4 of 4 completions")
-
-
-class LongForEvaluations(MemoryReplica):
-    """A replica whose completions of held-out prompts do not end."""
-
-    hangs = False
-
-    async def generate(self, request: GenerateRequest) -> Any:
-        if self.hangs and any(prompt.id.startswith(EVALUATION_ID) for prompt in request.prompts):
-            await asyncio.Event().wait()
-        async for answer in super().generate(request):
-            yield answer
 
 
 async def test_the_only_replica_held_for_an_evaluation(
     controller: Callable[..., Controller], config: Callable[..., RunConfig]
 ) -> None:
-    replica = LongForEvaluations()
+    replica = Troubled()
     settings = config(run=STEPS, rollout={"stall_timeout_seconds": 600})
     run = controller(settings, replicas={"r0": replica}, evaluator=MemoryEvaluator())
-    async with standing_still(run, lambda: setattr(replica, "hangs", True)) as lines:
+    async with standing_still(run, lambda: setattr(replica, "trouble", "long for evaluations")) as lines:
         first, room, held, completions, last = chain(lines)
         assert first.startswith("trainer waits for batch")
         assert room == "← dispatcher waits for room: r0 is held"
