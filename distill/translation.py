@@ -430,12 +430,13 @@ def _behind_prompt(sequence: wire.ScoreSequence, ids: np.ndarray) -> wire.Array:
 
 def translations(config: RunConfig) -> dict[str, Translation]:
     """Of every teacher with a tokenizer of its own. Raises ConfigError, DataError."""
-    names = [name for name, teacher in config.teachers.items() if teacher.tokenizer == "own"]
-    if not names:
+    if not config.by_text:
         return {}
     student = load_tokenizer(config.student)
     ends = {*end_ids(config.student, student), *config.rollout.stop_token_ids}
-    return {name: Translation(student, load_tokenizer(config.teachers[name]), ends) for name in names}
+    return {
+        name: Translation(student, load_tokenizer(config.teachers[name]), ends) for name in config.by_text
+    }
 
 
 def clients(

@@ -6,14 +6,15 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 import pytest
 import reference
 import yaml
 
 from distill.config import RunConfig
-from distill.config.loading import load, sections
+from distill.config.laws import sections, within
+from distill.config.loading import load
 
 ROOT = Path(__file__).parent.parent
 SITE = sorted((ROOT / "docs").rglob("*.md"))
@@ -83,14 +84,10 @@ def _is_key(key: str) -> bool:
     """Whether a configuration may hold it; what free-form tables and lists hold is not looked at."""
     annotation: Any = RunConfig
     for part in key.split("."):
-        kinds, named = sections(annotation), get_origin(annotation) is dict
-        fields = [kind.model_fields[part].annotation for kind in kinds if part in kind.model_fields]
-        if not kinds:
-            return named
-        if not fields and not named:
-            return False
-        annotation = get_args(annotation)[1] if named else fields[0]
-    return True
+        if not sections(annotation):
+            return get_origin(annotation) is dict
+        _, annotation = within(annotation, part)
+    return annotation is not None
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *SITE], ids=lambda path: path.name)

@@ -383,6 +383,11 @@ class RunConfig(Settings):
         return self.with_(**changes)
 
     @property
+    def by_text(self) -> list[str]:
+        """Names of the teachers that score text, as they have a tokenizer of their own."""
+        return [name for name, teacher in self.teachers.items() if teacher.tokenizer == "own"]
+
+    @property
     def metric(self) -> Metric:
         """`evaluation.metric`, auto decided."""
         metric, objective = self.evaluation.metric if self.evaluation else "auto", self.objective

@@ -87,8 +87,7 @@ class Evaluations:
         assert config.evaluation is not None, "there is one only with an evaluation"
         assert parts.evaluator is not None, "and with an evaluator"
         self._parts, self._evaluator, self.generation = parts, parts.evaluator, generation
-        texts = [name for name, teacher in config.teachers.items() if teacher.tokenizer == "own"]
-        self._shown = {name: parts.transforms[name] for name in texts}
+        self._shown = {name: parts.transforms[name] for name in config.by_text}
         self._config, self._steps, self._run_dir = config.evaluation, config.run.steps, config.run_dir
         self._metric = config.metric
         self._record, self._timeline, self._budget = common.record, common.timeline, common.budget

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from distill.buffer import rules
 from distill.config import RunConfig
-from distill.config.prompts import EnvironmentPrompts, RowPrompts, sources_of
 from distill.evaluation.sets import PromptSet, check_rewards, open_sets
 from distill.model_facts import FAMILIES, NOT_UPDATED, has_experts, routing
 from distill.preflight_checks import objective, tokens
@@ -201,12 +200,7 @@ def must_differ(config: RunConfig, teacher: str) -> bool:
 
 def shares_template(config: RunConfig, teacher: str) -> bool:
     """Whether prompts go through the student's chat template and that teacher sees them as they are."""
-    parts = sources_of(config.prompts).values()
-    templated = any(
-        isinstance(part, EnvironmentPrompts) or (isinstance(part, RowPrompts) and part.template == "chat")
-        for part in parts
-    )
-    return templated and config.teachers[teacher].prompt_transform is None
+    return bool(tokens.template_variables(config)) and config.teachers[teacher].prompt_transform is None
 
 
 # --- the sections against each other
@@ -241,7 +235,7 @@ def key_problems(config: RunConfig) -> Iterator[str]:
         )
     elif isinstance(chosen, TopK) and kept is not None:
         unmasked = "objective.drop_rho_outside would judge p/μ of the whole vocabulary, below 1 within masks"
-    elif any(teacher.tokenizer == "own" for teacher in config.teachers.values()):
+    elif config.by_text:
         unmasked = "a teacher scores text, whose segments are credited to tokens of several masks"
     elif isinstance(chosen, Own):
         unmasked = "an objective of your own is given the whole vocabulary, and μ is of the mask"

@@ -59,8 +59,7 @@ def resolve(config: RunConfig) -> Resolved:
         chosen = chosen.with_(preflight={"mismatch_tolerance": tolerance})
         if routed:
             lines.append(f"preflight.mismatch_tolerance = {tolerance:g}: the student has experts")
-    by_text = any(teacher.tokenizer == "own" for teacher in chosen.teachers.values())
-    if by_text and needs(chosen.objective).topk and chosen.buffer.scores == "auto":
+    if chosen.by_text and needs(chosen.objective).topk and chosen.buffer.scores == "auto":
         chosen = chosen.with_(buffer={"scores": "inline"})
         lines.append("buffer.scores: inline (auto, a teacher's ids become the student's in the controller)")
     if chosen.weights.kv_on_swap == "auto":
@@ -88,7 +87,7 @@ def with_objective(config: RunConfig) -> Resolved:
         if "hidden" not in can(teacher)
     ]
     chosen: ObjectiveConfig
-    if by_text := [name for name, teacher in config.teachers.items() if teacher.tokenizer == "own"]:
+    if by_text := config.by_text:
         kind = TopK if all("topk" in can(teacher) for teacher in config.teachers.values()) else Sampled
         fields = {name: value for name, value in mixing.items() if name in Sampled.model_fields}
         chosen, reason = kind(**fields), f"teacher {by_text[0]!r} has a tokenizer of its own"
@@ -118,8 +117,7 @@ def score_bytes(config: RunConfig, objective: ObjectiveConfig) -> int:
     number = max(numbers.values(), default=half)
     topk = want.topk * (id_ + number)
     hidden = max(_hidden_bytes(name, t) for name, t in config.teachers.items()) if want.hidden else 0
-    by_text = any(teacher.tokenizer == "own" for teacher in config.teachers.values())
-    parted = PARTED_BYTES if want.topk and by_text else 0
+    parted = PARTED_BYTES if want.topk and config.by_text else 0
     return logprob + 4 * want.entropy + topk + parted + gathered * number + hidden
 
 

@@ -171,7 +171,7 @@ def _template(config: RunConfig, name: str, tokenizer: Any, theirs: Any) -> tupl
         path = teacher.chat_template or teacher.path
         line = f"the student has no chat template: prompts are rendered by the teacher's ({path})"
         return config.with_(student={"chat_template": path}), line
-    kinds = _variables(config)
+    kinds = template_variables(config)
     mine, other = ([tokenizers.rendered(side, kind) for kind in kinds] for side in (tokenizer, theirs))
     if mine != other:
         raise DataError(
@@ -218,7 +218,7 @@ def check_rendering(config: RunConfig, tokenizer: Any) -> tuple[RunConfig, list[
     assistant's turn, and for a tokenizer that loses text.
     """
     lines = [*_tokenizer_lines(config.student, tokenizer)]
-    if tokenizer.chat_template and (kinds := _variables(config)):
+    if tokenizer.chat_template and (kinds := template_variables(config)):
         variables = kinds[0]
         template = str(tokenizer.chat_template)
         if "strftime_now" in template:
@@ -281,8 +281,8 @@ def _shown(prompts: Sequence[Prompt], where: str, tokenizer: Any) -> Iterator[st
         yield f"prompts: first answers{where}: {', '.join(f'{answer!r:.60}' for answer in answers)}"
 
 
-def _variables(config: RunConfig) -> list[Mapping[str, Any]]:
-    """Variables of the chat template, of every source that goes through it."""
+def template_variables(config: RunConfig) -> list[Mapping[str, Any]]:
+    """Variables of the chat template, of every source of prompts that goes through it."""
     kinds = list[Mapping[str, Any]]()
     for part in sources_of(config.prompts).values():
         if isinstance(part, RowPrompts) and part.template == "chat":

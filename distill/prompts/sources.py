@@ -280,8 +280,7 @@ def _open(
         held_out = source.checked(held_out_count, tokenizer, longest)
         return PromptSplit(source, held_out, rewards)
     control = control_tokens(tokenizer)
-    rendered_again = any(teacher.tokenizer == "own" for teacher in config.teachers.values())
-    template = str(tokenizer.chat_template) if rendered_again else None
+    template = str(tokenizer.chat_template) if config.by_text else None  # it is rendered again
     reader = RowReader(prompts, row_encoder(tokenizer, prompts), longest, control=control, kept_for=template)
     if isinstance(prompts, DatasetPrompts) and prompts.stream_rows is not None:
         stream, held_out = open_stream(prompts, reader, config.run.seed, held_out_count, LARGEST_SHARE)
