@@ -16,26 +16,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import pytest
 import typer
 from audited import check
-from faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed
+from faults import CUT, MALFORMED, MALFORMED_BYTES, Relay, Relays, malformed, put_between
 from in_memory import MemoryReplica, MemoryTeacher, MemoryTrainer
 from kill_target import KillTarget
+from ports import free_port
 from recorded import rows_of
+from small_config import make_config
 from typer.testing import CliRunner
 
 from distill.controller import Controller
 from distill.guardian import MODULE
+from distill.launch import cluster, run
+from distill.launch.roles import Ports
+from distill.launch.run_folder import RunFolder
 from sync.base.errors import ConfigError, DistillError, Unreachable
 from sync.wire import Version
 from sync.wire.client import Peer
 from tests import benchmarks
 from tests.benchmarks.chaos import INJECT, targets
 from tests.benchmarks.figures import chosen, comparison, with_json
+
+ROOT = Path(__file__).parents[3]
 
 
 class Chaos:
@@ -142,6 +151,33 @@ class Server(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
+
+
+def test_clients_of_a_run_s_servers_and_its_trainer_connect_to_relays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Before:
+        def before(self, role: str, url: str) -> str:
+            return f"http://relay-of-{role}:{urlsplit(url).port}"
+
+    for module, name in ((cluster, "plan_servers"), (run, "trainer_child")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
+    put_between(cast(Relays, Before()))
+    far = {"path": "x", "urls": ["http://far:1"], "route": ["far"]}
+    config = make_config(
+        run={"folder": tmp_path},
+        teachers={"t": {"path": "x", "port": free_port(), "route": ["near"]}, "far": far},
+        trainer={"deepspeed": str(ROOT / "configs/deepspeed/zero3_cpu.json")},
+    )
+    with RunFolder.open(config, resume=False) as folder, Ports() as ports:
+        _, plan = cluster.planned(config, None, folder, None, ports, print)
+        child = run.trainer_child(config, "http://127.0.0.1:9", None)
+    assert plan.where["teachers.t"] == [f"http://relay-of-teacher-t:{config.teachers['t'].port}"]
+    assert plan.where["teachers.far"] == ["http://far:1"]
+    assert [str(place).rpartition(":")[0] for place in plan.where["student"]] == ["http://relay-of-student-0"]
+    assert child.name == "trainer"
+    written = json.loads((config.run_dir / "roles/trainer.json").read_text())
+    assert written["controller_url"] == "http://relay-of-controller:9"
 
 
 @contextmanager
