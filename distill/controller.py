@@ -73,21 +73,19 @@ class Controller:
         budget = ErrorBudget(config.guard.bad_answers, bus)
         checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size, parts.routing)
         self.record = record = Record(parts.store, parts.prompts, start, bus)
-        stall, group = config.rollout.stall_timeout_seconds, record.state.rules.group
-        self.pool = ReplicaPool(record.state, config.weights, stall, budget, bus)
-        self.pool.keeps_cache = config.keeps_cache
+        common = Common(config, parts, record, checks, timeline, budget, bus)
+        self.pool = ReplicaPool(common)
         for name, engine in parts.replicas.items():
             self.pool.add(name, engine, for_evaluations=name == EVALUATION_REPLICA)
         self.registry = Registry(run.name, parts.expected, self.pool, parts.connect)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
-        common = Common(config, parts, record, checks, timeline, budget, bus)
         self.dispatcher = Dispatcher(common, self.pool)
         self.lives = Lives(common, self.dispatcher)
         self.releases = ScoreReleases(parts)
-        supervised = config.objective.max_supervised_tokens
+        supervised, group = config.objective.max_supervised_tokens, record.state.rules.group
         padded = config.trainer.packing == "padded"
         shape = Shape(config.trainer.micro_batch_tokens, list(parts.teachers), supervised, group, padded)
-        self.session = TrainerSession(record, shape, self.broadcasts, run.steps, bus)
+        self.session = TrainerSession(common, shape, self.broadcasts)
         self.batcher = StepBatcher(common, self.session, self.lives)
         self.guard, self.advice = Guard(config.guard), Advice(config)
         self.heartbeats = Heartbeats(run.health_timeout_seconds, bus)

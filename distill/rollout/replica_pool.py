@@ -25,14 +25,13 @@ from typing import Any, TypeVar
 
 from distill import waits
 from distill.aio import Signal, cancel, unless, until_stalled
-from distill.events import ErrorBudget, Events, Membership, Stalled, Stranded
+from distill.events import Membership, Stalled, Stranded
+from distill.interfaces import Common
 from distill.record.changes import VersionApplied
-from distill.record.state import RunState
 from distill.rollout.replica_client import ReplicaEngine
 from distill.waits import PUBLISHER, STORE
 from sync.base.errors import DistillError, RemoteError, Unreachable, WireError, WrongServer
 from sync.base.retry import Backoff
-from sync.base.settings import WeightsConfig
 from sync.wire import BroadcastTicket, UpdateReply, UpdateRequest, Version, checks
 
 logger = logging.getLogger(__name__)
@@ -101,22 +100,14 @@ class ReplicaPool:
     poll_seconds = 2.0  # between two checks of a serving replica
     retry_seconds = 1.0  # longest pause before an absent replica is tried again
 
-    def __init__(
-        self,
-        state: RunState,
-        weights: WeightsConfig,
-        stall_timeout_seconds: float,
-        budget: ErrorBudget,
-        events: Events,
-    ) -> None:
-        """`stall_timeout_seconds`: without a new token a replica that has work is stalled; 0: never."""
+    def __init__(self, common: Common) -> None:
         self.replicas: dict[str, Replica] = {}
-        self.budget, self.changed = budget, events.changed
-        self._state, self._weights, self._events = state, weights, events
-        self._stall_timeout_seconds = stall_timeout_seconds
+        self.budget, self.changed = common.budget, common.events.changed
+        self._state, self._events, config = common.record.state, common.events, common.config
+        self._weights, self._stall_timeout_seconds = config.weights, config.rollout.stall_timeout_seconds
         self._published = Signal()
         self._tasks, self._running = dict[str, asyncio.Task[None]](), False
-        self.keeps_cache = False  # of running completions, at a swap
+        self.keeps_cache = config.keeps_cache  # of running completions, at a swap
 
     @property
     def newest_broadcast(self) -> Version | None:

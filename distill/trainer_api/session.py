@@ -14,9 +14,8 @@ from functools import partial
 
 from distill.aio import Signal
 from distill.batching.packing import Shape, pack_batch
-from distill.events import Events
+from distill.interfaces import Common
 from distill.record.changes import Checkpointed, HandedOut, RolledBack, Stepped, VersionPublished
-from distill.record.record import Record
 from distill.rollout.broadcasts import Broadcasts
 from sync import wire
 from sync.base.errors import RemoteError, WireError
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerSession:
-    """Bound to one controller; hands out the batches of `steps`, cut by `shape`.
+    """Bound to one controller; hands out the batches of the run's steps, cut by `shape`.
 
     Out: Batch, with its arrays, when it is packed (again after a resume). TrainerWelcome, StepReport,
     Published and Checkpointed, each once, after it is recorded: what was sent twice, or comes from a trainer
@@ -36,12 +35,10 @@ class TrainerSession:
 
     poll_seconds = 20.0  # longest wait of a request for a batch
 
-    def __init__(
-        self, record: Record, shape: Shape, broadcasts: Broadcasts, steps: int, events: Events
-    ) -> None:
+    def __init__(self, common: Common, shape: Shape, broadcasts: Broadcasts) -> None:
         self.broadcasts = broadcasts
-        self._record, self._shape, self._steps = record, shape, steps
-        self._events, self._changed = events, Signal()
+        self._record, self._shape, self._steps = common.record, shape, common.config.run.steps
+        self._events, self._changed = common.events, Signal()
         self._world_size, self._sharing = 1, 1  # ranks, and how many of them are given the same rows
         self._shares: dict[int, list[bytes]] = {}  # step → encoded shares, of the newest steps
         self._encoding = asyncio.Lock()

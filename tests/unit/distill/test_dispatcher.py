@@ -32,7 +32,6 @@ from distill.rollout.replica_pool import Phase, ReplicaPool
 from distill.rollout.validation import Validator
 from distill.waits import Waits, use
 from sync.base.errors import Overloaded, RemoteError
-from sync.base.settings import WeightsConfig
 from sync.wire import (
     Generated,
     GenerateFailed,
@@ -79,11 +78,8 @@ class Bench:
         self.record = begun(Store(folder, "never"), prompts, rules)
         self.events = events = Events()
         budget = ErrorBudget(1 << 30, events)
-        self.pool = ReplicaPool(self.record.state, WeightsConfig(), 0.0, budget, events)
-        self.pool.poll_seconds = self.pool.retry_seconds = 0.02
-        for number, engine in enumerate(replicas):
-            self.pool.add(f"r{number}", engine)
         fields = {"batch": 8, "max_tokens": 8, "request_size": 4, "max_in_flight": 64, **config}
+        fields["stall_timeout_seconds"] = 0.0
         settings = make_config(rollout=fields, run={"steps": steps})
         self.timeline = Timeline()
         limit = settings.rollout.completion_timeout_seconds
@@ -91,6 +87,10 @@ class Bench:
         validator = Validator(sampling, Want())
         parts = Components({}, {}, lambda source: "t", prompts, self.record.store, Want(), rewards=rewards)
         common = Common(settings, parts, self.record, validator, self.timeline, budget, events)
+        self.pool = ReplicaPool(common)
+        self.pool.poll_seconds = self.pool.retry_seconds = 0.02
+        for number, engine in enumerate(replicas):
+            self.pool.add(f"r{number}", engine)
         self.dispatcher = Dispatcher(common, self.pool)
         self.lives = Lives(common, self.dispatcher)
         unscored = Unscored()

@@ -90,13 +90,13 @@ def bench(folder: Path, evaluator: MemoryEvaluator, every: int, **more: Any) -> 
     sections = {"evaluation": {"every": every, **more}, "run": {"steps": 100, "folder": folder}}
     config, events, want = make_config(**sections), Events(), Want()
     budget, validator = ErrorBudget(8, events), Validator(Sampling(max_tokens=8), want)
-    pool = ReplicaPool(record.state, config.weights, 0.0, budget, events)
     sets = {"held_out": HELD_OUT_SET, **dict.fromkeys(more.get("sets", ()), HELD_OUT_SET)}
     prompts = PromptStream(MemoryPrompts(), 0)
     parts = Components(
         {}, {}, lambda source: "t", prompts, record.store, want, evaluator=evaluator, sets=sets
     )
     common = Common(config, parts, record, validator, Timeline(), budget, events)
+    pool = ReplicaPool(common)
     generation = Completed(common, pool, Dispatcher(common, pool))
     silent = Evaluations(common, generation, lambda *_: None, lambda _: None)
     silent.retry_seconds = 0.005

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -17,14 +18,15 @@ from virtual_time import LONG
 from distill.buffer import Bound, Lineage, Rules
 from distill.conclusion import compare_weights
 from distill.events import ErrorBudget, Events, Membership, Stalled
+from distill.interfaces import Common
 from distill.metrics.summary import identity
+from distill.metrics.timeline import Timeline
 from distill.record.changes import VersionApplied, VersionPublished
 from distill.record.state import RunState
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.hold import hold
 from distill.rollout.replica_pool import Phase, Replica, ReplicaPool
 from sync.base.errors import RemoteError, Unreachable
-from sync.base.settings import WeightsConfig
 from sync.wire import Audience, FinalDigests, Published, ReplicaState, UpdateReply, UpdateRequest, Version
 
 pytestmark = pytest.mark.virtual_time
@@ -42,7 +44,9 @@ class World:
         self.events.on(Membership, lambda event: self.said.append(f"{event.replica} {event.what}"))
         self.events.on(Stalled, lambda event: self.stalled.append(event.role))
         budget = ErrorBudget(1 << 30, self.events)
-        self.pool = ReplicaPool(self.state, WeightsConfig(), stall_timeout_seconds, budget, self.events)
+        config = make_config(rollout={"stall_timeout_seconds": stall_timeout_seconds})
+        other: Any = SimpleNamespace(state=self.state)
+        self.pool = ReplicaPool(Common(config, other, other, other, Timeline(), budget, self.events))
         self.pool.poll_seconds = self.pool.retry_seconds = 0.02
         self.broadcasts = Broadcasts(self.pool)
         for name, engine in replicas.items():
