@@ -194,78 +194,55 @@ def hybrid(
 ) -> Terms:
     """Exact on a set S of tokens and on the mass outside it, policy gradient within that mass; unbiased.
 
-        loss_t = Σ_{v∈S} [ p(v) d(v) − p(v) + q(v) ] + b·P
-               + sg[ min(ρ_t, c) · ( 1[y_t∉S]·(d(y_t) − b) + Σ_{j≥1} γ^j d_{t+j} ) ] · log p(y_t)
+        loss_t = Σ_{v∈S} [ p(v) c(v) − p(v) + q(v) ] + b·P
+               + sg[ min(ρ_t, c) · ( d(y_t) − c(y_t) + Σ_{j≥1} γ^j d_{t+j} ) ] · log p(y_t)
 
-        P = 1 − Σ_S p,     b = sg[ log P − log(1 − Σ_S q) ]
+        c(v) = log p(v) − log q(v) on S,  b outside;     P = 1 − Σ_S p,     b = sg[ log P − log(1 − Σ_S q) ]
 
     The first line needs no importance weight: given the prefix it is exact. Its sum has gradient
     Σ_S p·d·∇log p (without −p + q it would not be stationary at p = q), and b·P moves the mass outside S as
     a whole to what the teacher leaves there. The second line adds in expectation how that mass is spread, so
     all of it is ∇KL(p‖q) for every S that does not depend on y: S = ∅ is `sampled`, S = V is exact. That
     holds for any b: a rounded one costs variance, not bias. S is the teacher's top-k (`topk`) or the
-    student's top-k at sampling time (`student_topk`). `reverse_kl` is Σ_S p·d + b·P + 1[y∉S]·w·(d(y) − b).
-    Tokens of a teacher with another tokenizer have the terms of `hybrid_within`.
+    student's top-k at sampling time (`student_topk`). `reverse_kl` is Σ_S p·c + b·P + w·(d(y) − c(y)).
+
+    Of a teacher with another tokenizer, S and q on it are known only if y is of a set G of tokens, S ⊂ G:
+
+        1[y_t∈G]·sg[w_t/Σ_G p] · { Σ_{v∈S} [ p(v) c(v) − p(v) + q(v) ] + b·(Σ_G p − Σ_S p) }
+
+    is the first line then, and c is 0 outside G. G follows from the prefix, and for any y of it so do S, q
+    and b (`distill/translation.py`). So E[1[y∈G]·w·c(y)·∇log p(y)] = Σ_G p·c·∇log p is its expectation,
+    whatever c, and the second keeps what y and its segment add to c(y): nothing where y of S is one token to
+    the teacher too. All tokens as G need no weight, and G = ∅ is `sampled`.
     """
     assert targets.support_NK is not None
     assert targets.support_logp_NK is not None
-    member_NK = targets.support_NK >= 0
-    logp_NK = logp_NV.gather(1, targets.support_NK.clamp(min=0))
-    p_NK, q_NK = logp_NK.exp(), targets.support_logp_NK.exp()
-    pd_NK = p_NK * (logp_NK - targets.support_logp_NK)
-    inside_N = torch.where(member_NK, pd_NK - p_NK + q_NK, 0.0).sum(1)
-    rest_N = 1.0 - torch.where(member_NK, p_NK, 0.0).sum(1)
-    tail_N = 1.0 - torch.where(member_NK, q_NK, 0.0).sum(1)
+    member_NK, hit_NK = targets.support_NK >= 0, targets.support_NK == targets.token_N.unsqueeze(1)
+    logp_N, logp_NK = at(logp_NV, targets.token_N), logp_NV.gather(1, targets.support_NK.clamp(min=0))
+    weight_N = weight(ratio(logp_N, targets.behavior_logp_N), rho_cap, drop_rho_outside)
+    p_NK, q_NK, c_NK = logp_NK.exp(), targets.support_logp_NK.exp(), logp_NK - targets.support_logp_NK
+    sent_NK, mass_N, share_N = member_NK, torch.ones_like(logp_N), torch.ones_like(logp_N)
+    by_text_N, parted_NB, first_V = targets.by_text_N, targets.parted_NB, targets.first_V
+    if by_text_N is not None and parted_NB is not None:
+        assert first_V is not None
+        sent_NK = member_NK | by_text_N.unsqueeze(1)  # its ids that the student lacks, too
+        within_N = torch.where(parted_NB[:, first_V], logp_NV.exp(), 0.0).sum(1)
+        weighed_N = weight_N / within_N.detach().clamp(min=_TINY)
+        weighed_N = torch.where(parted_NB[:, first_V.unique()].all(1), 1.0, weighed_N)
+        mass_N = torch.where(by_text_N, within_N, mass_N)
+        share_N = torch.where(by_text_N, torch.where(parted_NB.any(1), weighed_N, 0.0), share_N)
+    inside_N = torch.where(member_NK, p_NK * c_NK - p_NK + q_NK, 0.0).sum(1)
+    rest_N = mass_N - torch.where(member_NK, p_NK, 0.0).sum(1)
+    tail_N = 1.0 - torch.where(sent_NK, q_NK, 0.0).sum(1)
     baseline_N = (rest_N.detach().clamp(min=_LEAST_MASS) / tail_N.clamp(min=_LEAST_MASS)).log()
 
-    logp_N = at(logp_NV, targets.token_N)
-    weight_N = weight(ratio(logp_N, targets.behavior_logp_N), rho_cap, drop_rho_outside)
-    outside_N = (targets.support_NK != targets.token_N.unsqueeze(1)).all(1)
-    d_N = torch.where(outside_N, logp_N.detach() - targets.teacher_logp_N - baseline_N, 0.0)
-    credit_N = d_N if targets.future_N is None else d_N + targets.future_N
-    exact_N = torch.where(member_NK, pd_NK.detach(), 0.0).sum(1) + baseline_N * rest_N.detach()
-    loss_N = inside_N + baseline_N * rest_N + (weight_N * credit_N) * logp_N
-    reverse_N = exact_N + weight_N * d_N
-    if (by_text_N := targets.by_text_N) is not None and targets.parted_NB is not None:
-        text_N, stats = hybrid_within(logp_NV, targets, weight_N)
-        loss_N = torch.where(by_text_N, text_N, loss_N)
-        reverse_N = torch.where(by_text_N, stats["reverse_kl"], reverse_N)
-    return loss_N, {"reverse_kl": reverse_N}
-
-
-def hybrid_within(logp_NV: Tensor, targets: Targets, weight_N: Tensor) -> Terms:
-    """`hybrid` where S and q on it are known only if y is of a set G of tokens; unbiased.
-
-        loss_t = 1[y_t∈G]·sg[w_t/Σ_G p] · { Σ_{v∈S} [ p(v) c(v) − p(v) + q(v) ] + b·(Σ_G p − Σ_S p) }
-               + sg[ w_t · (d_t + Σ_{j≥1} γ^j d_{t+j} − c(y_t)) ] · log p(y_t)
-
-        c(v) = log p(v) − log q(v) on S,  b on the rest of G,  0 outside;     S ⊂ G
-
-    G follows from the prefix, and for any y of it so do S, q and b (`distill/translation.py`). Then
-    E[1[y∈G]·w·c(y)·∇log p(y)] = Σ_G p·c·∇log p is the expectation of the first line, whatever c, and the
-    second keeps what y and its segment add to c(y): nothing where y of S is one token to the teacher too.
-    With all tokens as G it is `hybrid`, whose first line needs no weight; with G = ∅, `sampled`.
-    """
-    assert targets.support_NK is not None
-    assert targets.support_logp_NK is not None
-    assert targets.parted_NB is not None
-    assert targets.first_V is not None
-    parted_NB, first_V = targets.parted_NB, targets.first_V
-    known_N, all_N = parted_NB.any(1), parted_NB[:, first_V.unique()].all(1)
-    member_NK, hit_NK = targets.support_NK >= 0, targets.support_NK == targets.token_N.unsqueeze(1)
-    logp_NK, logp_N = logp_NV.gather(1, targets.support_NK.clamp(min=0)), at(logp_NV, targets.token_N)
-    p_NK, q_NK = logp_NK.exp(), targets.support_logp_NK.exp()
-    c_NK = logp_NK - targets.support_logp_NK
-    inside_N = torch.where(member_NK, p_NK * c_NK - p_NK + q_NK, 0.0).sum(1)
-    mass_N = torch.where(parted_NB[:, first_V], logp_NV.exp(), 0.0).sum(1)
-    rest_N = mass_N - torch.where(member_NK, p_NK, 0.0).sum(1)
-    tail_N = (1.0 - q_NK.sum(1)).clamp(min=_LEAST_MASS)
-    baseline_N = (rest_N.detach().clamp(min=_LEAST_MASS) / tail_N).log()
-
-    share_N = torch.where(all_N, 1.0, weight_N / mass_N.detach().clamp(min=_TINY))
-    share_N = torch.where(known_N, share_N, 0.0)
-    c_N = torch.where(hit_NK.any(1), torch.where(hit_NK, c_NK.detach(), 0.0).sum(1), baseline_N)
-    d_N = logp_N.detach() - targets.teacher_logp_N - torch.where(known_N, c_N, 0.0)
+    d_N, hit_N = logp_N.detach() - targets.teacher_logp_N, hit_NK.any(1)
+    c_N = torch.where(hit_N, d_N, baseline_N)
+    if by_text_N is not None and parted_NB is not None:
+        inside_c_N = torch.where(hit_NK, c_NK.detach(), 0.0).sum(1)
+        text_c_N = torch.where(hit_N, inside_c_N, baseline_N)
+        c_N = torch.where(by_text_N, torch.where(parted_NB.any(1), text_c_N, 0.0), c_N)
+    d_N = d_N - c_N
     credit_N = d_N if targets.future_N is None else d_N + targets.future_N
     exact_N = torch.where(member_NK, (p_NK * c_NK).detach(), 0.0).sum(1) + baseline_N * rest_N.detach()
     loss_N = share_N * (inside_N + baseline_N * rest_N) + (weight_N * credit_N) * logp_N
