@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from in_memory import some_routes
 from msgspec.structs import replace
 
-from distill.batching.filling import Split, end_to_end, rectangles
-from distill.batching.packing import Shape, group_rewards, pack_batch, rows_of
+from distill.batching.packing import Shape, Split, end_to_end, group_rewards, pack_batch, rectangles, rows_of
 from distill.buffer import Lineage, Lineages
 from distill.record.record import is_teacher_turn
 from distill.record.rollout import Rollout
