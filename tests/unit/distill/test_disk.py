@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
 def configured(model: Path, config: Any, **sections: dict[str, Any]) -> RunConfig:
     trainer = {"deepspeed": str(model / "ds.json"), "keep_checkpoints": 2} | sections.pop("trainer", {})
     fixed = {
-        "run": {"name": "x", "folder": str(model), "steps": 10**6},
+        "run": {"name": "x", "folder": str(model), "steps": 10**6, "min_free_disk_gib": 0},
         "student": {"path": str(model), "replicas": 3},
         "teachers": {"t": {"path": str(model)}},
         "rollout": {"batch": 4, "max_tokens": 10},
