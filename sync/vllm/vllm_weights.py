@@ -323,7 +323,11 @@ class Staging:
     def close(self) -> None:
         """Release the shadow; again changes nothing."""
         for _, shadow in self._pairs:
-            LAYERWISE_INFO.pop(shadow, None)  # it refers to its key
+            # Its key and vLLM's loaders refer to it in circles, which would hold this staging's tensors until
+            # Python collects its oldest objects: hundreds of versions, in an engine that makes few.
+            info = LAYERWISE_INFO.pop(shadow, None)
+            if isinstance(info, _Watched):
+                del info.done
             shadow.__dict__.clear()
         self._pairs, self._before, self._new = [], [], {}
 

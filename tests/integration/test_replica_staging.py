@@ -1,5 +1,8 @@
 """What is staged for a model of vLLM's kind, and what its pause then changes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +55,20 @@ def test_the_live_model_changes_in_place_and_only_when_told_to(model):
     staging.place()
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
     assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == storages
+
+
+def test_what_was_staged_is_freed_with_its_last_user_not_when_python_collects_circles(model):
+    gc.disable()
+    try:
+        staging = staged(
+            model, {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+        )
+        staging.place()
+        known = weakref.ref(staging)
+        del staging
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_tensors_whose_bits_are_the_same_are_not_copied(model):
