@@ -146,11 +146,6 @@ def echo(answered: Sequence[str], asked: Sequence[str]) -> Problem | None:
 # --- completions ------------------------------------------------------------------------------------------
 
 
-def prompt(token_ids: Array, vocab_size: int) -> Problem | None:
-    """Tokens of a prompt."""
-    return array("prompt", token_ids, I4, (None,), ids(vocab_size))
-
-
 def tokens(token_ids: Array, logprob: Array, limit: int, vocab_size: int, least: int = 1) -> Problem | None:
     """Tokens of a completion, `least` to `limit` of them, and their log-probabilities."""
     if problem := array("token_ids", token_ids, I4, (None,), ids(vocab_size)):
@@ -167,15 +162,6 @@ def spans(version_spans: Sequence[VersionSpan], count: int) -> Problem | None:
     if [span.start for span in version_spans] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != count:
         text = ", ".join(f"[{span.start}, {span.end})" for span in version_spans[:4])
         return Problem("spans", text or "empty", f"contiguous from 0 to {count}, none of them empty")
-    return None
-
-
-def own(turns: Sequence[tuple[int, int]], count: int) -> Problem | None:
-    """Ranges of `count` tokens that the student sampled, with an environment's between them; none: all."""
-    edges = [edge for turn in turns for edge in turn]
-    if turns and (edges != sorted(set(edges)) or edges[0] != 0 or edges[-1] > count):
-        text = ", ".join(f"[{start}, {end})" for start, end in turns[:4])
-        return Problem("own", text, f"apart, in order, from 0 on and up to {count}, none of them empty")
     return None
 
 

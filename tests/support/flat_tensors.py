@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
+from blake3 import blake3
 
 from sync.weights.buckets import BUCKET_BYTES, Plan
 from sync.weights.snapshots import checkpoint
@@ -32,7 +34,12 @@ def buckets_of(plan: Plan, weights: Mapping[str, torch.Tensor]) -> Iterator[torc
         yield whole_N[bucket.start : bucket.stop]
 
 
+def digest(array: np.ndarray) -> str:
+    """BLAKE3 hex of an array's bytes (1-D, contiguous)."""
+    return blake3(array.view(np.uint8).data).hexdigest()
+
+
 def digests(folder: Path) -> dict[str, str]:
     """BLAKE3 hex of each tensor's bytes in a checkpoint folder, by name."""
     arrays = checkpoint.bits(checkpoint.tensors(folder))
-    return {name: checkpoint.digest(array) for name, array in arrays.items()}
+    return {name: digest(array) for name, array in arrays.items()}

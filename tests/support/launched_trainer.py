@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from flat_tensors import digest
 from forked import start
 from plain_step import flat_rows
 from ports import Handler
@@ -23,7 +24,6 @@ from student_trainer import launch
 from student_trainer.config import TrainerConfig
 from sync import wire
 from sync.weights.broadcast import Receiver, Reception
-from sync.weights.snapshots.checkpoint import digest
 from sync.wire import Head, Message, Published, Rows, TrainBatch, Version, decode, encode, pack
 
 VOCAB, HIDDEN = 30, 16

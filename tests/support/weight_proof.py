@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from flat_tensors import digest
 
 from distill.config import StudentConfig
 from distill.launch import replica_command
@@ -147,7 +148,7 @@ async def _prove(published: Versions, urls: list[str], versions: int, prompts: l
             followed += time.monotonic() - began
         await _update(late, version)
         digests = [await _digests(peer) for peer in (follower, late)]
-        expected = {name: checkpoint.digest(array) for name, array in published.arrays.items()}
+        expected = {name: digest(array) for name, array in published.arrays.items()}
         scores = [await prompt_scores(url, token, prompts) for url in urls]
         await _update(late, await asyncio.to_thread(planted, published))
         differing = await _digests(late), await prompt_scores(urls[1], token, prompts)

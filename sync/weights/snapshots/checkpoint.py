@@ -180,11 +180,6 @@ def bits(places: Mapping[str, TensorAt], writable: bool = False) -> dict[str, np
     return out
 
 
-def digest(array: np.ndarray) -> str:
-    """BLAKE3 hex of an array's bytes (1-D, contiguous)."""
-    return blake3(array.view(np.uint8).data).hexdigest()
-
-
 def model_fingerprint(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
     """BLAKE3 hex over the names, shapes and kinds (such as "bf16") of a model's checkpoint tensors."""
     lines = (

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flat_tensors import digests
+from flat_tensors import digest, digests
 from published import bits_of, follow, publisher_of, saved, v
 
-from sync.weights.snapshots import checkpoint
 from sync.weights.stores.store import DirectoryStore
 from sync.weights.subscribe import Mirror
 from sync.wire import Version
@@ -36,7 +35,7 @@ def published(tmp_path: Path) -> tuple[DirectoryStore, dict[Version, dict[str, s
             publisher.anchor(version, None, saved(tmp_path / "saved", values), bits)
         else:
             publisher.delta(version, bits)
-        expected[version] = {name: checkpoint.digest(array) for name, array in bits.items()}
+        expected[version] = {name: digest(array) for name, array in bits.items()}
         hit = random.random(SIZE) < 0.02
         values = {name: np.where(hit, array ^ 1, array).view("f2") for name, array in bits.items()}
     return store, expected

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import published
 import pytest
-from flat_tensors import digests
+from flat_tensors import digest, digests
 from memory_store import MemoryStore
 from published import bits_of, publisher_of, saved, v
 
@@ -103,7 +103,7 @@ class Trainer:
         return self.delta(version)
 
     def digests(self) -> dict[str, str]:
-        return {name: checkpoint.digest(bits) for name, bits in self.weights.items()}
+        return {name: digest(bits) for name, bits in self.weights.items()}
 
     def _all(self, call: object) -> Published:
         results: list[Published | Exception] = [RuntimeError()] * self.world_size
@@ -618,7 +618,7 @@ def test_a_checkpoint_whose_tensors_are_not_aligned_is_brought_forward_too(
     publisher.delta(v(1), new)
     with Mirror(tmp_path / "mirror", store, RUN) as mirror:
         follow(mirror, v(1))
-        assert digests(mirror.path or folder) == {name: checkpoint.digest(bits) for name, bits in new.items()}
+        assert digests(mirror.path or folder) == {name: digest(bits) for name, bits in new.items()}
 
 
 def test_an_adapter_is_published_and_staged_as_a_folder_of_its_own_kind(
@@ -633,7 +633,7 @@ def test_an_adapter_is_published_and_staged_as_a_folder_of_its_own_kind(
     with Mirror(tmp_path / "mirror", store, RUN) as mirror:
         staged = mirror.stage(v(0))
         assert {path.name for path in staged.path.iterdir()} == {path.name for path in folder.iterdir()}
-        assert digests(staged.path) == {"lora_A": checkpoint.digest(bits_of(weights)["lora_A"])}
+        assert digests(staged.path) == {"lora_A": digest(bits_of(weights)["lora_A"])}
 
 
 def began(store: MemoryStore, folder: Path, run_id: str | None) -> Trainer:

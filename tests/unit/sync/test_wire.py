@@ -146,24 +146,6 @@ def test_a_frame_opens_with_its_length() -> None:
     assert decode(data[4:], Ok) == Ok()
 
 
-@pytest.mark.parametrize(
-    ("own", "usable"),
-    [
-        ([], True),
-        ([(0, 5)], True),
-        ([(0, 2), (3, 4)], True),
-        ([(1, 2)], False),
-        ([(0, 2), (2, 4)], False),
-        ([(0, 3), (2, 5)], False),
-        ([(0, 1), (3, 3)], False),
-        ([(3, 4), (0, 1)], False),
-        ([(0, 6)], False),
-    ],
-)
-def test_turns_of_the_student_lie_apart_within_the_tokens(own: list[tuple[int, int]], usable: bool) -> None:
-    assert (checks.own(own, 5) is None) == usable
-
-
 MASK = SamplingMask(pack(np.array([2, 1, 3], "i4")), pack(np.array([4, 9, 5, 6, 0, 8], "i4")))
 TOKENS = pack(np.array([9, 5, 6], "i4"))
 
