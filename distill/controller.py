@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from distill import events, waits
 from distill.aio import cancel, until
@@ -39,7 +40,7 @@ from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.life import Lives
 from distill.rollout.replica_pool import ReplicaPool
-from distill.rollout.validation import Validator
+from distill.rollout.validation import Validator, sampling_of
 from distill.scoring import ScoreReleases
 from distill.topology import EVALUATION_REPLICA, servers
 from distill.trainer_api.guard import Guard, Heartbeats, retreat
@@ -71,7 +72,9 @@ class Controller:
         self.timeline = timeline = Timeline(hooks.span, earlier=start.earlier.figures)
         self.waits = waits.Waits(timeline.blocked)
         budget = ErrorBudget(config.guard.bad_answers, bus)
-        checks = Validator.of(config.rollout, parts.want, parts.student_topk, parts.vocab_size, parts.routing)
+        seconds, topk = config.rollout.completion_timeout_seconds, parts.student_topk
+        sampling = replace(sampling_of(config.rollout), student_topk=topk, max_seconds=seconds)
+        checks = Validator(sampling, parts.want, parts.vocab_size, parts.routing)
         self.record = record = Record(parts.store, parts.prompts, start, bus)
         common = Common(config, parts, record, checks, timeline, budget, bus)
         self.pool = ReplicaPool(common)

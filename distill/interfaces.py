@@ -175,9 +175,9 @@ class Common:
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """Of the episodes of each environment."""
-        parts, tokens = self.parts, self.config.rollout.max_tokens
-        return {
-            name: Limits.of(environment, tokens, parts.context, parts.vocab_size)
-            for name, environment in self.config.environments.items()
-        }
+        """Of the episodes of each environment: a turn of the student's fits behind their tokens."""
+        longest, turn, limits = self.parts.context, self.config.rollout.max_tokens, dict[str, Limits]()
+        for name, each in self.config.environments.items():
+            tokens, seconds = min(longest, each.max_tokens or longest) - turn, each.episode_timeout_seconds
+            limits[name] = Limits(each.max_turns, tokens, seconds, self.parts.vocab_size)
+        return limits

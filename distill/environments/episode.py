@@ -13,7 +13,6 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from distill.environments.config import EnvironmentConfig
 from sync.base.errors import RemoteError, WireError
 from sync.wire import (
     Array,
@@ -63,12 +62,6 @@ class Limits(NamedTuple):
     seconds: float | None
     """After which no turn begins; None: no limit."""
     vocab_size: int
-
-    @classmethod
-    def of(cls, config: EnvironmentConfig, max_tokens: int, context: int, vocab_size: int) -> Limits:
-        """`max_tokens`: of a turn of the student. `context`: longest sequence of student and teachers."""
-        tokens = min(context, config.max_tokens or context) - max_tokens
-        return cls(config.max_turns, tokens, config.episode_timeout_seconds, vocab_size)
 
 
 Ended = Literal["over", "max_turns", "max_tokens", "time"]

@@ -54,22 +54,6 @@ class Validator:
     routing: Routing | None = None
     """Of a student whose routes are recorded."""
 
-    @classmethod
-    def of(
-        cls,
-        config: RolloutConfig,
-        want: Want,
-        student_topk: int,
-        vocab_size: int,
-        routing: Routing | None = None,
-    ) -> Validator:
-        sampling = msgspec.structs.replace(
-            sampling_of(config),
-            student_topk=student_topk,
-            max_seconds=config.completion_timeout_seconds,
-        )
-        return cls(sampling, want, vocab_size, routing)
-
     def generated(self, answer: Generated, prompt: int, routes_from: int = 0) -> Problem | None:
         """Of a completion of `prompt` tokens by the student."""
         count = answer.token_ids.shape[0] if answer.token_ids.shape else 0
