@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from prometheus_client import Counter, Gauge, Summary
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sync import wire
 from sync.base.errors import DataError, DistillError, SnapshotError, StoreError, TooLarge, WireError
 from sync.base.settings import ReplicaConfig
-from sync.vllm import completions, routing, vllm_compat
+from sync.vllm import completions, metrics, routing, vllm_compat
 from sync.weights.stores import open_store
 from sync.weights.subscribe import Mirror, check_local
 from sync.wire.claims import Claim
@@ -33,14 +32,6 @@ PREFIX: Final = "/distill/v1/"
 _POLL_SECONDS: Final = 0.01
 """Pause between two questions whether a version is staged."""
 _request_numbers = itertools.count()
-# in prometheus_client's default registry: vLLM's /metrics shows them
-_lineage = Gauge("distill_replica_version_lineage", "Lineage of the version that is served")
-_step = Gauge("distill_replica_version_step", "Step of the version that is served; 0: the model folder")
-_bytes_read = Counter("distill_replica_read_bytes", "Read from the store, or received, for updates")
-_stage_seconds = Summary("distill_replica_stage_seconds", "Staging of a version, during generation")
-_pause_seconds = Summary("distill_replica_pause_seconds", "Pause of generation by a swap")
-_apply_seconds = Summary("distill_replica_apply_seconds", "Loading of a version, part of the pause")
-_refused = Counter("distill_replica_refused_updates", "Updates after which the old version is served")
 
 
 class ReplicaMiddleware:
@@ -86,7 +77,7 @@ class _Routes:
             else:
                 response = await work(Request(scope, receive))
         except (SnapshotError, StoreError) as error:  # the old version goes on
-            _refused.inc()
+            metrics.refused.inc()
             logger.warning("update refused: %s", error)
             response = refuse(409, str(error))
         except (WireError, TooLarge) as error:
@@ -305,7 +296,7 @@ class Updater:
                 pause_seconds=time.perf_counter() - staged,
                 apply_seconds=load,
             )
-            _count(reply)
+            metrics.updated(reply)
             await vllm_compat.call_workers(self._engine, "distill_settle")
             try:
                 await asyncio.to_thread(self._promote)
@@ -367,13 +358,3 @@ class Updater:
         self.version = request.version
         await vllm_compat.resume(self._engine)
         return seconds
-
-
-def _count(reply: wire.UpdateReply) -> None:
-    """Count an update that changed the version."""
-    _lineage.set(reply.version.lineage)
-    _step.set(reply.version.step)
-    _bytes_read.inc(reply.bytes_read)
-    _stage_seconds.observe(reply.stage_seconds)
-    _pause_seconds.observe(reply.pause_seconds)
-    _apply_seconds.observe(reply.apply_seconds)
