@@ -33,7 +33,7 @@ from student_trainer.weights import Weights
 from sync.base.errors import ConfigError
 from sync.base.tokenizers import OTHER, end_ids, first_bytes, load_tokenizer, vocab_size
 from sync.wire import TrainBatch, TrainerHello, TrainerWelcome, Version
-from sync.wire.head import HeadShape, OutputHead
+from sync.wire.head import HeadShape, OutputHead, soft_cap_of
 
 log = logging.getLogger(__name__)
 LEAST: Final = 3
@@ -234,7 +234,7 @@ def head_shape(config: Any, vocab: int, temperature: float) -> HeadShape:
     scale = getattr(config, "logit_scale", None)
     if scale is None:
         scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return HeadShape(vocab, float(scale), getattr(config, "final_logit_softcapping", None), temperature)
+    return HeadShape(vocab, float(scale), soft_cap_of(config), temperature)
 
 
 def plain(model: nn.Module) -> Any:

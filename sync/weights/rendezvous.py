@@ -21,18 +21,17 @@ import msgspec
 import torch
 import uvicorn
 from blake3 import blake3
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from torch import distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from sync.base.errors import DistillError, RemoteError, Unreachable, WireError
+from sync.base.errors import RemoteError, Unreachable, WireError
 from sync.wire import KeyReply, KeyRequest, decode, encode
 from sync.wire.client import MAX_SMALL, BlockingPeer, in_loop
-from sync.wire.server import KEEP_ALIVE_SECONDS, TokenGuard, bind_alone, read_message, refusal, refuse, reply
+from sync.wire.server import KEEP_ALIVE_SECONDS, application, bind_alone, read_message, reply
 
 _SLICE_SECONDS: Final = 0.25
 """Longest that the server lets one request wait for keys."""
@@ -106,8 +105,8 @@ class Served:
     def __init__(self, host: str, port: int, token: str | None) -> None:
         self._values: dict[str, bytes] = {}
         self._changed, self._closed, self._token = asyncio.Condition(), False, token
-        guard = Middleware(TokenGuard, token=token or "")
-        app = Starlette(routes=[Route("/v1/keys", self._answer, methods=["POST"])], middleware=[guard])
+        routes = [Route("/v1/keys", self._answer, methods=["POST"])]
+        app = application(None, routes, CollectorRegistry(), token or "", None)
         listener = bind_alone(host, port)
         listener.listen(128)  # every replica connects, all at once
         self.port = int(listener.getsockname()[1])
@@ -117,7 +116,7 @@ class Served:
         self._serving = in_loop(self._server.serve(sockets=[listener]))
 
     def ask(self, ask: KeyRequest) -> bytes | None:
-        """What a request finds; any thread may ask. Raises ConnectionResetError when this is closed."""
+        """What a request finds; any thread may ask. Raises Unreachable when this is closed."""
         return in_loop(self._find(ask)).result()
 
     async def _find(self, ask: KeyRequest) -> bytes | None:
@@ -127,7 +126,7 @@ class Served:
                     async with asyncio.timeout(min(ask.seconds, _SLICE_SECONDS)):
                         await self._changed.wait_for(lambda: self._closed or ask.key in self._values)
             if self._closed:
-                raise ConnectionResetError("the sender is closed")
+                raise Unreachable("the sender is closed")
             if ask.do == "delete":
                 return self._values.pop(ask.key, None)
             if ask.do == "set":
@@ -136,13 +135,8 @@ class Served:
             return self._values.get(ask.key)
 
     async def _answer(self, request: Request) -> Response:
-        try:
-            ask = await read_message(request, KeyRequest, MAX_SMALL)
-            value = await self._find(ask)
-        except ConnectionResetError as error:
-            return refuse(410, str(error))
-        except DistillError as error:
-            return refusal(error)
+        ask = await read_message(request, KeyRequest, MAX_SMALL)
+        value = await self._find(ask)
         return reply(KeyReply(value=value, seal=_seal(self._token, ask.nonce, value)))
 
     def close(self) -> None:

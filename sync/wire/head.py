@@ -43,6 +43,12 @@ class HeadShape:
         return raw_NV if self.temperature == 1.0 else torch.div(raw_NV, self.temperature, out=out)
 
 
+def soft_cap_of(config: Any) -> float | None:
+    """The cap of a model's logits, from its transformers text configuration; None: it has none."""
+    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
+    return next((float(value) for value in caps if value is not None), None)
+
+
 @dataclass(frozen=True)
 class OutputHead:
     """A head whose weight is at hand, of the student or of a teacher; `placed` before it is applied."""

@@ -199,7 +199,7 @@ def process_registry() -> CollectorRegistry:
 
 
 def application(
-    role: Role,
+    role: Role | None,
     routes: Sequence[Route],
     registry: CollectorRegistry,
     token: str | None,

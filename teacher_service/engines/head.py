@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sync.base.errors import ConfigError
-from sync.wire.head import HeadShape, OutputHead, to_numpy
+from sync.wire.head import HeadShape, OutputHead, soft_cap_of, to_numpy
 from teacher_service.config import TeacherConfig
 from teacher_service.engines.base import EngineScores, Item, ScoreOptions
 
@@ -82,8 +82,7 @@ def find_head(model: Any, vocab_size: int, device: torch.device | None = None) -
             "linear head, choose another"
         )
     config = model.config.get_text_config()
-    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
-    cap = next((float(value) for value in caps if value is not None), None)
+    cap = soft_cap_of(config)
     bias = getattr(linear, "bias", None)
     shape, bias_V = HeadShape(vocab_size), None if bias is None else bias.detach()
     plain = OutputHead(linear.weight.detach(), bias_V, shape)

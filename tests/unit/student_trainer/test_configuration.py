@@ -266,13 +266,14 @@ def test_every_objective_has_a_divergence_and_states_its_needs() -> None:
 
 
 def test_head_shapes_of_model_families() -> None:
-    from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
+    from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, xLSTMConfig
 
     assert head_shape(LlamaConfig(), 9, 0.5).temperature == 0.5
     assert head_shape(LlamaConfig(), 9, 1.0).scale == 1.0
     assert head_shape(CohereConfig(logit_scale=0.25), 9, 1.0).scale == 0.25
     assert head_shape(GraniteConfig(logits_scaling=8.0), 9, 1.0).scale == 0.125
     assert head_shape(Gemma2Config(), 9, 1.0).soft_cap == 30.0
+    assert head_shape(xLSTMConfig(), 9, 1.0).soft_cap == 30.0
 
 
 def test_infinity_in_toml_removes_a_cap() -> None:

@@ -20,7 +20,7 @@ from sync.base.errors import SnapshotError, Unreachable
 from sync.weights import rendezvous
 from sync.weights.broadcast import BroadcastSender, Receiver, Reception
 from sync.weights.snapshots.checkpoint import tensor_digest as digest
-from sync.wire import Audience, BroadcastTicket
+from sync.wire import Audience, BroadcastTicket, server
 
 WEIGHTS = {
     "a": torch.arange(6, dtype=torch.float32).view(2, 3),
@@ -85,7 +85,7 @@ def test_a_member_waits_for_the_senders_word_as_long_as_the_sender_answers():
     finally:
         slow.join()
         served.close()
-    with pytest.raises(ConnectionResetError, match="the sender is closed"):
+    with pytest.raises(Unreachable, match="the sender is closed"):
         meeting.told("digests", lambda: False)
 
 
@@ -309,10 +309,10 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
     sender.close()
 
     for guard, message in (
-        (rendezvous.TokenGuard, r"the same token"),
+        (server.TokenGuard, r"the same token"),
         (Obliging, "does not hold this run's"),
     ):
-        monkeypatch.setattr(rendezvous, "TokenGuard", guard)
+        monkeypatch.setattr(server, "TokenGuard", guard)
         with contextlib.closing(BroadcastSender("127.0.0.1", 0, 600.0, token="a guess")) as posing:
             ticket = BroadcastTicket(posing.address, "g", 1, 2)
             with pytest.raises(SnapshotError, match=message):
