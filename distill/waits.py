@@ -76,7 +76,8 @@ class Wait:
     def __post_init__(self) -> None:
         self.since = time.monotonic()
         if self.of is _nothing:
-            self.of = lambda: (self.what,)
+            what = self.what  # alone: this would refer to itself, and lasts until garbage is collected
+            self.of = lambda: (what,)
 
     def __enter__(self) -> Wait:
         self.waits.enter(self)

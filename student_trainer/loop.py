@@ -181,7 +181,7 @@ def teacher_heads(
         return ()
     temperature = teacher_temperature(config.objective, config.temperature)
     heads = map(client.head, welcome.teachers)
-    return tuple(OutputHead.of(head, learner.ranks.device, temperature) for head in heads)
+    return tuple(OutputHead.of(head, learner.ranks.device, learner.vocab, temperature) for head in heads)
 
 
 def agreed_batch(trainer: Trainer) -> tuple[Outcome, TrainBatch | None]:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sync.base.errors import DistillError, TooLarge
+from sync.base.errors import STATUSES, DistillError, Overloaded, TooLarge, Unreachable, WireError
 from sync.wire import (
     CONTENT_TYPE,
     Ok,
@@ -107,7 +107,9 @@ class TeacherService:
                 response = await handler(request)
             except BadRequest as error:
                 response = refuse(error.status, str(error))
-            except DistillError as error:
+            except Unreachable as error:
+                response = refuse(STATUSES[Unreachable], f"this teacher cannot compute now: {error}")
+            except (WireError, TooLarge, Overloaded) as error:  # another is a fault of ours, or the engine's
                 response = refusal(error)
             self.metrics.requests.labels(response.status_code).inc()
             self.metrics.latency.observe(time.monotonic() - started)

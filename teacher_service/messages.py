@@ -198,7 +198,7 @@ def _ids(array: Array, name: str, dimensions: int, vocab_size: int, low: int = 0
     """int32 ids in [low, vocab_size), or what is wrong with them; exact for any shape a peer may claim."""
     field, within = f"{name}_ids", checks.ids(vocab_size, low)
     if problem := checks.array(field, array, checks.I4, (None,) * dimensions, within):
-        return f"{problem}: check the tokenizer"
+        return f"{problem}: {'check the tokenizer' if problem.rule == within.name else 'convert it'}"
     return wire.unpack(array) if array.data else f"{field} is empty: send at least one id"
 
 

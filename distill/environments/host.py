@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from distill.environments.episode import EnvironmentAnswer, FinishReason
 from sync.base.errors import DataError
 from sync.wire import EpisodeFailed, EpisodeOver, Turn, pack
-
-STOP_SECONDS = 1.0
-"""Longest wait for an episode that is cancelled: it may ignore that."""
 
 
 class Host(Protocol):
@@ -35,11 +32,15 @@ class Host(Protocol):
         ...
 
 
+Answer: TypeAlias = asyncio.Future[tuple[list[int], FinishReason]]
+
+
 class _Call(NamedTuple):
     """A completion that the host waits for."""
 
     context: list[int]
-    answer: asyncio.Future[tuple[list[int], FinishReason]]
+    ids: np.ndarray
+    """The context as it is sent, int32."""
 
 
 class Playing:
@@ -48,7 +49,7 @@ class Playing:
     def __init__(self, host: Host, id: str, task: int) -> None:
         self.id, self.turn = id, -1  # the newest turn that was given
         self._said: asyncio.Queue[_Call | EpisodeOver | EpisodeFailed] = asyncio.Queue()
-        self._calls: list[_Call] = []
+        self._answers: list[Answer] = []  # by turn, whatever a host asks for at a time
         self._token_ids: list[int] = []  # the sequence so far
         self._play = asyncio.create_task(self._played(host, task), name=f"episode {id}")
 
@@ -62,10 +63,11 @@ class Playing:
 
     async def complete(self, context: list[int]) -> tuple[list[int], FinishReason]:
         """For the host: what the student says behind a context, and why that ended."""
-        call = _Call(context, asyncio.get_running_loop().create_future())
-        self._calls.append(call)
+        call = _Call(context, np.array(context, "i4"))  # what is no id is refused where it comes from
+        answer: Answer = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
         self._said.put_nowait(call)
-        return await call.answer
+        return await answer
 
     async def next(self) -> EnvironmentAnswer:
         """The next turn, or how the episode ended."""
@@ -74,21 +76,20 @@ class Playing:
             return said
         keep, self.turn = _shared(self._token_ids, said.context), self.turn + 1
         self._token_ids = said.context
-        added = pack(np.array(said.context[keep:], "i4"))
-        return Turn(id=self.id, turn=self.turn, token_ids=added, keep=keep)
+        return Turn(id=self.id, turn=self.turn, token_ids=pack(said.ids[keep:]), keep=keep)
 
     def answer(self, token_ids: list[int], finish_reason: FinishReason) -> None:
         """Give the host what the student said to the newest turn."""
         self._token_ids = self._token_ids + token_ids
-        if not (answer := self._calls[self.turn].answer).done():
+        if not (answer := self._answers[self.turn]).done():
             answer.set_result((token_ids, finish_reason))
 
-    async def stop(self) -> None:
-        """End it; one that is over has ended."""
-        for call in self._calls:
-            call.answer.cancel()
+    async def stop(self, seconds: float) -> None:
+        """End it, and wait so long at most, for it may ignore that; one that is over has ended."""
+        for answer in self._answers:
+            answer.cancel()
         self._play.cancel()
-        await asyncio.wait({self._play}, timeout=STOP_SECONDS)
+        await asyncio.wait({self._play}, timeout=seconds)
 
 
 def _shared(before: list[int], after: list[int]) -> int:

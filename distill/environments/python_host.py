@@ -45,6 +45,7 @@ class Talk:
         self._playing, self._renderer = playing, renderer
         self._context: list[int] = []
         self._answered: list[int] = []
+        self._saying = False
         self.rewards: list[float] = []
         """Rewards of the answers so far."""
 
@@ -63,7 +64,11 @@ class Talk:
             )
             if not ids:
                 raise DataError("it has no token: say something")
+            if self._saying:
+                raise DataError("the student has not answered the turn before: await each talk.say")
+        self._saying = True
         token_ids, finish_reason = await self._playing.complete(self._context + ids)
+        self._saying = False
         self._context, self._answered = [*self._context, *ids, *token_ids], token_ids
         self.rewards.append(0.0)
         return Reply(self._renderer.text(token_ids), token_ids, finish_reason)

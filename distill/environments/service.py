@@ -57,6 +57,10 @@ from sync.wire.server import (
 )
 
 log = logging.getLogger("distill.environments.service")  # not __main__
+STOP_SECONDS: Final = 1.0
+"""Longest wait for an episode that is given up: it may ignore that."""
+END_SECONDS: Final = 10.0
+"""The same when the service ends, of all together: nothing goes on behind it."""
 IDLE_SECONDS: Final = 600.0
 """An episode that waits for its student for longer makes room, when there is none, for one that begins."""
 RETRY_SECONDS: Final = 1.0
@@ -119,8 +123,7 @@ class Service:
             try:
                 yield
             finally:
-                for id in [*self._episodes]:
-                    await self._give_up(id)
+                await asyncio.gather(*(self._give_up(id, END_SECONDS) for id in [*self._episodes]))
 
     # --- routes
 
@@ -192,12 +195,12 @@ class Service:
             raise Overloaded(f"{limit} episodes are under way: raise {key}, or add processes", RETRY_SECONDS)
         await self._give_up(idle)
 
-    async def _give_up(self, id: str) -> None:
+    async def _give_up(self, id: str, seconds: float = STOP_SECONDS) -> None:
         episode = self._episodes.pop(id, None)
         if episode is not None and not episode.over:
             self._counted.labels("given_up").inc()
             episode.call.cancel()
-            await episode.playing.stop()
+            await episode.playing.stop(seconds)
 
     async def _said(self, playing: Playing, turn: int) -> EnvironmentAnswer:
         """What the environment says in `turn`; EpisodeFailed when it raises, hangs or cannot be used."""
@@ -218,7 +221,7 @@ class Service:
             said = wire.EpisodeFailed(id=id, error=str(error))
         if isinstance(said, wire.EpisodeFailed):
             log.error("%s", said.error)
-            await playing.stop()
+            await playing.stop(STOP_SECONDS)
         if isinstance(said, wire.Turn):
             self._turns.inc()
         else:

@@ -151,7 +151,7 @@ def server(config: RunConfig, process: Process, ports: Ports, controller: str | 
     """
     assert process.role is not None, "the trainer serves nothing"
     child = STARTERS[process.role](config, process, ports)
-    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(process.devices)} if process.devices else {}
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(process.devices)} if process.devices is not None else {}
     told = ["--controller", controller] if controller is not None else []
     return replace(child, argv=[*child.argv, *told], env={**gpus, **child.env})
 

@@ -253,7 +253,8 @@ def draw(run: Run) -> Path:
     draw_cost(figure.add_subplot(grid[0, 1]), run.metrics)
     draw_activity(figure.add_subplot(grid[1, :]), read_lines(run.folder / "timeline.jsonl", Span), summary)
     rows = [f"{what} {early} → {late}" for what, early, late in before_and_after(summary)]
-    title = run.folder.name + ":  " * bool(rows) + ";  ".join(row for row in rows if "–" not in row)
+    known = ";  ".join(row for row in rows if "–" not in row)
+    title = f"{run.folder.name}:  {known}" if known else run.folder.name
     figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     if "rollout" in summary:
         figure.supxlabel(use_of_tokens(summary), x=0.01, ha="left", fontsize=9, color=FAINT)

@@ -77,13 +77,12 @@ def core() -> Device:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        column = torch.zeros(8192, dtype=torch.bfloat16)
-        large = torch.zeros(8192, 8192, dtype=torch.bfloat16)  # beyond the caches
+        large, column = torch.zeros(4096, 8192), torch.zeros(8192)  # beyond the caches
         bandwidth = large.nbytes / _seconds(torch.mv, large, column)
         speed = {}
         for dtype in (torch.bfloat16, torch.float32):
-            factor = torch.ones(1024, 1024, dtype=dtype)
-            speed[dtype] = 2 * 1024**3 / _seconds(torch.mm, factor, factor)
+            factor = torch.ones(512, 512, dtype=dtype)
+            speed[dtype] = 2 * 512**3 / _seconds(torch.mm, factor, factor)
     finally:
         torch.set_num_threads(threads)
     reached = {

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
@@ -98,20 +98,21 @@ class _Worker:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EXIT_SECONDS):
                     await self._process.wait()
-            raise _Died(how_it_ended(self._process.returncode)) from None
+            status = self._process.returncode
+            raise _Died("closed its output" if status is None else how_it_ended(status)) from None
 
     async def close(self) -> None:
         """End the process and all that it started, whatever they do."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._guard, b"!")
         os.close(self._guard)
+        self._tasks.close()
         try:
             async with asyncio.timeout(EXIT_SECONDS):
                 await self._process.wait()
-        except TimeoutError:  # something below the guardian cannot be killed
-            os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-        self._tasks.close()
+        except TimeoutError:  # something below the guardian cannot be killed, and holds the pipes
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 @dataclass
@@ -165,17 +166,26 @@ class RewardPool:
 
     def check(self, prompt: Prompt) -> None:
         """Try the function on an empty completion, in an event loop of its own. Raises ConfigError when it
-        fails."""
+        fails; a signal ends it at once."""
+        stop = list[Callable[[], object]]()
 
         async def tried() -> None:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None, "this is one"
+            stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
             try:
                 await self.reward(prompt, [])
             finally:
+                stop.clear()
                 await self.close()
 
         try:
             with ThreadPoolExecutor(1, "rewards") as thread:
-                thread.submit(asyncio.run, tried()).result()
+                try:
+                    thread.submit(asyncio.run, tried()).result()
+                finally:
+                    for cancelled in stop:
+                        cancelled()
         except DataError as error:
             raise ConfigError(f"{error} (tried with a completion of no tokens)") from error
 
@@ -230,7 +240,9 @@ class RewardPool:
 
     def _note(self, error: Exception, batch: deque[_Job]) -> None:
         """Fail what a worker's end costs; all, where no other could do better."""
-        if isinstance(error, ConfigError):
+        if not batch:
+            logger.error("a reward worker ended while it had nothing to do", exc_info=error)
+        elif isinstance(error, ConfigError):
             while batch:
                 batch.popleft().end(error)
         elif isinstance(error, _Died) and not batch[0].died:

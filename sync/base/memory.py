@@ -40,16 +40,27 @@ def give_back() -> None:
     Elsewhere, and without glibc, it does nothing.
     """
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    keeps = trim and os.environ.get("MALLOC_MMAP_MAX_") == "0"
-    if keeps and available_memory() < psutil.virtual_memory().total / PLENTY:
-        trim(0)
+    if trim and os.environ.get("MALLOC_MMAP_MAX_") == "0":
+        left, total = memory()
+        if left < total / PLENTY:
+            trim(0)
 
 
-def available_memory(cgroup: Path = CGROUP) -> int:
+def available_memory() -> int:
     """Bytes that the machine, and the container this process is in, have left."""
-    left = int(psutil.virtual_memory().available)
+    return memory()[0]
+
+
+def memory(cgroup: Path = CGROUP) -> tuple[int, int]:
+    """(bytes left, bytes in all) of the machine, or of the container this process is in, the less of both."""
+    machine = psutil.virtual_memory()
+    left, total = int(machine.available), int(machine.total)
     try:
-        limit, used = ((cgroup / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used, stat = ((cgroup / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
     except OSError:  # the root of all groups, or version 1
-        return left
-    return left if limit == "max" else max(0, min(left, int(limit) - int(used)))
+        return left, total
+    if limit.strip() == "max":
+        return left, total
+    figures = dict(line.split() for line in stat.splitlines())
+    used_for_good = int(used) - int(figures["inactive_file"])  # the kernel takes cached files back
+    return max(0, min(left, int(limit) - used_for_good)), min(total, int(limit))

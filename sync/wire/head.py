@@ -60,11 +60,14 @@ class OutputHead:
     """Whether a float32 weight holds what bfloat16 can."""
 
     @classmethod
-    def of(cls, message: Head, device: torch.device, temperature: float = 1.0) -> OutputHead:
-        """Inverse of `message`, placed on `device`, with logits at `temperature`."""
+    def of(
+        cls, message: Head, device: torch.device, vocab: int | None = None, temperature: float = 1.0
+    ) -> OutputHead:
+        """Inverse of `message`, placed on `device`, with logits at `temperature`. `vocab`: of so many ids;
+        None: of all rows."""
         weight_VH = tensor_of(message.weight)
         bias_V = None if message.bias is None else tensor_of(message.bias)
-        shape = HeadShape(len(weight_VH), message.scale, message.soft_cap, temperature)
+        shape = HeadShape(vocab or len(weight_VH), message.scale, message.soft_cap, temperature)
         return cls(weight_VH, bias_V, shape).placed(device)
 
     def placed(self, device: torch.device) -> OutputHead:

@@ -79,6 +79,20 @@ async def saying(task, talk, first="go", second="go"):
     await talk.say(second)
     return 1.0
 
+async def twice(task, talk):
+    await asyncio.gather(talk.say("go"), talk.say("on"))
+
+ending = []
+
+async def together(task, talk):
+    try:
+        await talk.say("go")
+    finally:
+        ending.append(task)
+        while len(ending) < 3:
+            await asyncio.sleep(0.01)
+        ending.append("ended")
+
 def blocking(task, talk):
     return 1.0
 """
@@ -276,6 +290,22 @@ async def test_what_no_turn_can_be_made_of_is_named_by_turn_template_roles_and_a
     async with served(config, host) as (_, url), client_of(url) as client:
         with pytest.raises(EnvironmentFailed, match=rf"'odd_environments:saying', task 0: .*{problem}"):
             await play(client, Episode("x"), 0, player(lambda _: "hi"), LIMITS)
+
+
+async def test_a_turn_before_the_answer_to_the_last_one_is_refused() -> None:
+    async with served(section("odd_environments:twice")) as (_, url), client_of(url) as client:
+        with pytest.raises(EnvironmentFailed, match=r"has not answered the turn before: await each"):
+            await play(client, Episode("x"), 0, player(lambda _: "hi"), LIMITS)
+
+
+async def test_a_service_that_ends_gives_up_all_episodes_at_once() -> None:
+    import odd_environments
+
+    async with served(section("odd_environments:together")) as (service, url), client_of(url) as client:
+        for name in "abc":
+            await client.begin(name, 0)
+        assert len(service._open()) == 3
+    assert odd_environments.ending.count("ended") == 3
 
 
 def test_a_template_that_no_turn_can_follow_is_refused_with_the_prompts(tmp_path: Path) -> None:

@@ -221,9 +221,9 @@ def test_a_core_reaches_what_its_products_and_its_memory_allow(monkeypatch: pyte
     seconds = {torch.float32: 2.0, torch.bfloat16: 1.0}
     products = {torch.mv: lambda matrix: 0.5, torch.mm: lambda matrix: seconds[matrix.dtype]}
     monkeypatch.setattr(hardware, "_seconds", lambda product, matrix, _: products[product](matrix))
-    row, bandwidth = hardware.core.__wrapped__(), 2 * 8192**2 / 0.5
-    assert (row.flops, row.bandwidth) == (2 * 1024**3, bandwidth)
-    for item, bare in ((2, 2 * 1024**3), (4, 1024**3)):
+    row, bandwidth = hardware.core.__wrapped__(), 4 * 4096 * 8192 / 0.5
+    assert (row.flops, row.bandwidth) == (2 * 512**3, bandwidth)
+    for item, bare in ((2, 2 * 512**3), (4, 512**3)):
         taken = 1 / (hardware.PRODUCTS * bare) + 1 / (hardware.BETWEEN * bandwidth)
         assert row.flops_per_second(item) == pytest.approx(1 / taken)
     assert GPU.flops_per_second(4) == GPU.flops_per_second(2) == FLOPS

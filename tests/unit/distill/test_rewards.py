@@ -436,6 +436,20 @@ def test_a_function_is_tried_before_a_run_in_another_process(pool: RewardPool) -
         pool.check(asking("raise"))
 
 
+def test_a_signal_ends_the_trial_of_a_function_that_hangs(pool: RewardPool) -> None:
+    source = pool._source._replace(seconds=60.0)
+    before = time.monotonic()
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RewardPool(source).check(asking("hang"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert time.monotonic() - before < 30.0
+
+
 def test_a_function_that_cannot_be_loaded_is_refused_from_its_process() -> None:
     source = reward_source(TaskPrompts(type="task", task="no_such_task"), letter_tokenizer())
     with pytest.raises(ConfigError, match=r"prompts\.task 'no_such_task' cannot be loaded"):

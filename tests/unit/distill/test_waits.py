@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import pytest
@@ -85,6 +88,19 @@ def test_no_stage_waits_for_a_party_without_naming_the_wait() -> None:
 def test_the_timeline_is_told_what_a_role_is_blocked_on_by_waits_alone() -> None:
     told = [path for path in ROOT.rglob("*.py") if re.search(r"blocked\(", path.read_text())]
     assert {path.name for path in told} == {"waits.py", "timeline.py"}
+
+
+def test_a_wait_is_freed_with_its_last_user() -> None:
+    user = ModuleType("whoever is told the details")
+    freed = weakref.ref(user)
+    gc.disable()
+    try:
+        with Wait(Waits(), "dispatcher", "room", partial(str, user)) as wait:
+            assert wait.of() == ("room",)
+        del user, wait
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_a_wait_goes_on_when_it_is_entered_again_without_progress() -> None:

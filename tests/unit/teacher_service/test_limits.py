@@ -81,9 +81,12 @@ def test_a_teacher_without_room_for_a_sequence_is_refused() -> None:
 
 
 def test_a_container_limits_memory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("M", (), {"available": 1000}))
-    assert memory.available_memory(tmp_path) == 1000, "no group"
-    (tmp_path / "memory.current").write_text("300\n")
-    for limit, left in {"max": 1000, "900": 600, "2000": 1000, "200": 0}.items():
+    machine = {"available": 1000, "total": 1500}
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("M", (), machine))
+    assert memory.memory(tmp_path) == (1000, 1500), "no group"
+    (tmp_path / "memory.current").write_text("350\n")
+    (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 50\n")
+    limits = {"max": (1000, 1500), "900": (600, 900), "2000": (1000, 1500), "200": (0, 200)}
+    for limit, left_and_total in limits.items():
         (tmp_path / "memory.max").write_text(f"{limit}\n")
-        assert memory.available_memory(tmp_path) == left
+        assert memory.memory(tmp_path) == left_and_total
