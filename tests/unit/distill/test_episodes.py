@@ -233,11 +233,12 @@ async def test_an_episode_without_a_reward_is_trained_only_where_no_task_needs_i
     assert all("0:5:0 is over without a reward" in one and "return a number" in one for one in found)
 
 
-@pytest.mark.parametrize("delay", [0.2, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize(("seconds", "delay"), [(0.0, 0.2), (0.01, 0.1), (0.02, 0.3), (0.05, 0.8)])
 async def test_a_first_turn_without_room_holds_up_no_turn_of_an_episode_that_has_begun(
-    play, delay: float
+    play, seconds: float, delay: float
 ) -> None:
     """Rewritten contexts make more rows than were issued, so that room is used up while episodes begin."""
+    asyncio.get_running_loop().threads = False  # type: ignore[attr-defined]
 
     class LateBeginning(GuessEnvironment):
         async def begin(self, id: str, task: int) -> Any:
@@ -245,7 +246,7 @@ async def test_a_first_turn_without_room_holds_up_no_turn_of_an_episode_that_has
             return await super().begin(id, task)
 
     replica = Recorder(longest=2, token_seconds=0.01)
-    environment = LateBeginning(seconds=0.05, trouble=lambda id, turn: "rewrite" if turn else None)
+    environment = LateBeginning(seconds=seconds, trouble=lambda id, turn: "rewrite" if turn else None)
     config = settings()
     buffer = config.buffer.model_copy(update={"depth": "full"})
     run, trained = play(environment, config.model_copy(update={"buffer": buffer}), replicas={"r0": replica})
