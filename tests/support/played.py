@@ -27,4 +27,4 @@ class Played:
     async def end(self, ids: list[str]) -> None:
         for id in ids:
             if (playing := self.under_way.pop(id, None)) is not None:
-                await playing.stop()
+                await playing.stop(1.0)
