@@ -42,7 +42,7 @@ from distill.prompts.sources import student_limit, text_config
 from distill.topology import EACH_NODE, HERE, TRAINER, Process, parallel, processes
 from student_trainer.deepspeed_json import deepspeed_config, in_bf16
 from student_trainer.launch import machines
-from sync.base.errors import ConfigError, DataError
+from sync.base.errors import ConfigError
 from sync.base.tokenizers import load_tokenizer
 from teacher_service.config import TeacherConfig
 
@@ -291,17 +291,13 @@ def lengths_of(
 
 
 def mean_prompt(config: RunConfig, longest: int) -> float | None:
-    """Tokens, of the first rows of a local file; None: they are elsewhere, made, or cannot be used, which the
-    preflight says."""
+    """Tokens, of the first rows of a local file; None: they are elsewhere, or made. Raises DataError for one
+    that cannot be used."""
     prompts = config.prompts
     if not isinstance(prompts, JsonlPrompts) or not prompts.path.is_file():
         return None
-    rows = islice(jsonl_rows(prompts.path), SAMPLED)
-    try:
-        reader = RowReader(prompts, row_encoder(load_tokenizer(config.student), prompts), longest)
-        lengths = [len(prompt.token_ids) for prompt in reader.prompts(rows)]
-    except (ConfigError, DataError):
-        return None
+    reader = RowReader(prompts, row_encoder(load_tokenizer(config.student), prompts), longest)
+    lengths = [len(prompt.token_ids) for prompt in reader.prompts(islice(jsonl_rows(prompts.path), SAMPLED))]
     return mean(lengths) if lengths else None
 
 
