@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -121,7 +122,7 @@ class Registry:
 
     async def _joined(self, name: str, url: str) -> tuple[_Holder, bool]:
         """A further replica, in the pool, and whether it answers."""
-        if not name.startswith("student-") or self._connect is None:
+        if not re.fullmatch(r"student-[A-Za-z0-9._-]+", name) or self._connect is None:
             expected = (
                 ", ".join(taken for taken, holder in self._holders.items() if holder.expected) or "none"
             )

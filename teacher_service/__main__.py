@@ -1,6 +1,7 @@
 """One teacher process: python -m teacher_service --config FILE --name NAME [--host H] [--port P] [--index I]
 
-FILE is a TeacherConfig as JSON. The address it listens on is logged once it answers. SIGTERM ends it cleanly.
+FILE is a TeacherConfig as JSON; its `env` and `devices` are for who starts this, such as `distill teacher`.
+The address it listens on is logged once it answers. SIGTERM ends it cleanly.
 Exit status: 0 after a signal, 2 when the configuration cannot be served.
 """
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="the teacher's name in the run's configuration")
     parser.add_argument("--host", help="default: the configuration's")
     parser.add_argument("--port", type=int, help="default: the configuration's, 0: any free one")
-    parser.add_argument("--index", type=int, default=0, help="replica, chooses its port and devices")
+    parser.add_argument("--index", type=int, default=0, help="replica, chooses its port")
     options = parser.parse_args(arguments)
 
     def work() -> None:
@@ -51,8 +52,6 @@ def serve(config: TeacherConfig, options: argparse.Namespace) -> None:
     port = options.port if options.port is not None else config.port and config.port + index
     token = token_from_environment()
     check_bind(host, token)
-    if config.devices and "CUDA_VISIBLE_DEVICES" not in config.env:
-        os.environ["CUDA_VISIBLE_DEVICES"] = config.devices[index % len(config.devices)]
     import setproctitle
 
     from sync.base.memory import available_memory

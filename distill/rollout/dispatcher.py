@@ -218,7 +218,8 @@ class Dispatcher:
         """Whether a turn by `replica` makes its episode no older than the bound allows."""
         state = self._record.state
         begun = state.pending[turn.id].since
-        if begun and state.step_of(begun) <= state.step_of(replica.version or Version(0, 0)):
+        assert begun is not None, "its first turn was sent"
+        if state.step_of(begun) <= state.step_of(replica.version or Version(0, 0)):
             return True
         return state.room(replica.version, state.rules.bound.limit, self._hopeless() + 1) > 0
 

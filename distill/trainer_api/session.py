@@ -66,6 +66,11 @@ class TrainerSession:
             self._stop = Stop(reason=reason, checkpoint=True)
             self.wake()
 
+    def died(self) -> None:
+        """The trainer's processes have ended: what lingers of them is refused, the next one says hello."""
+        self.live = False
+        self.wake()
+
     def roll_back(self, retreat: RolledBack) -> None:
         """Send the present trainer away; the next one must begin at `retreat`."""
         self.live, self._retreat = False, retreat

@@ -27,7 +27,7 @@ from distill.record.state import RunState
 from distill.rollout.validation import repetitive
 from distill.trainer_api.guard import Guard, retreat, trouble
 from sync.base.errors import RemoteError
-from sync.wire import Heartbeat, StepReport, Version, pack
+from sync.wire import BatchRequest, Heartbeat, StepReport, TrainerHello, Version, pack
 
 pytestmark = pytest.mark.virtual_time
 
@@ -194,6 +194,23 @@ async def test_beats_of_a_trainer_are_refused_once_it_was_sent_away_alone(
     with pytest.raises(RemoteError, match="this one must leave"):
         await made.session.event(beat)
     made.close()
+
+
+async def test_a_stop_while_a_dead_trainer_is_started_again_waits_for_none(controller) -> None:
+    made = controller()
+    running = asyncio.create_task(made.run())
+    hello = TrainerHello(world_size=1, checkpoint=None, fingerprint="model", run="test")
+    welcome = await made.session.hello(hello)
+    asking = asyncio.create_task(
+        made.session.batch(BatchRequest(version=welcome.version, rank=0, world_size=1))
+    )
+    await asyncio.sleep(0)
+    made.withhold("nothing is handed out")
+    made.trainer_died()
+    with pytest.raises(RemoteError, match="not of the current lineage None"):  # a rank that lingers elsewhere
+        await asking
+    made.request_stop("a person said so")
+    await asyncio.wait_for(running, 10)
 
 
 def test_a_second_rollback_counts_the_checkpoints_that_the_first_left() -> None:

@@ -105,6 +105,16 @@ async def test_a_replica_that_a_person_removes_does_not_come_back(controller) ->
     run.close()
 
 
+async def test_a_name_that_metrics_could_not_carry_is_refused(controller) -> None:
+    """Names of metrics are paths: perf/busy_seconds/student-a/b would be figures of an a with a b."""
+    run = controller(connect=lambda there: MemoryReplica(url=str(there)), expected={})
+    with pytest.raises(RemoteError, match="no server 'student-a/b' is expected to register"):
+        await run.registry.register(says("http://c:1", None, "student-a/b"))
+    await run.registry.register(says("http://c:1", None, "student-spare.1"))
+    assert [*run.pool.replicas] == ["r0", "student-spare.1"]
+    run.close()
+
+
 async def test_a_new_process_joins_in_place_of_a_configured_replica_that_was_removed(controller) -> None:
     first = Address("student-0")
     run = controller(
