@@ -35,7 +35,7 @@ from distill.metrics.timeline import TRAINER, Timeline
 from distill.record.changes import Checkpointed, Concluded, VersionApplied
 from distill.record.record import Record
 from distill.record.resume import Resume
-from distill.registry import Gangs, Registry
+from distill.registry import Registry
 from distill.rollout.broadcasts import Broadcasts
 from distill.rollout.dispatcher import Dispatcher, PauseReason
 from distill.rollout.life import Lives
@@ -80,7 +80,8 @@ class Controller:
         self.pool = ReplicaPool(common)
         for name, engine in parts.replicas.items():
             self.pool.add(name, engine, for_evaluations=name == EVALUATION_REPLICA)
-        self.registry = Registry(run.name, parts.expected, self.pool, parts.connect)
+        machines = config.trainer.nodes
+        self.registry = Registry(run.name, parts.expected, self.pool, parts.connect, machines)
         self.broadcasts = Broadcasts(self.pool, run.start_seconds)
         self.dispatcher = Dispatcher(common, self.pool)
         self.lives = Lives(common, self.dispatcher)
@@ -100,8 +101,7 @@ class Controller:
         """Figures of the newest step that this process was told of."""
         self._stepped = time.monotonic()
         self._socket = listen(config.controller.host, config.controller.port, token)
-        gangs = Gangs(run.name, config.trainer.nodes)
-        self._app = application(self.session, self.registry, gangs, parts, self.figures, self.why, token)
+        self._app = application(self.session, self.registry, parts, self.figures, self.why, token)
         self._checkpoint_saved, self._left, self._interrupted = asyncio.Event(), False, False
         self._stop_reason: str | None = None
         self._failure: str | None = None

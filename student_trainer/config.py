@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from student_trainer.objectives.config import Full, ObjectiveConfig
 from sync.base.address import Url
@@ -96,6 +96,15 @@ class TrainerSettings(Settings):
     init_timeout_seconds: Live[float] = Field(600.0, gt=0)
     """Time the ranks have to find each other, and rank 0 the controller; later the longest that ranks wait
     for one another."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainerSettings:
+        if self.nodes > 1 and self.hostfile is not None:
+            raise ValueError(
+                f"nodes is {self.nodes} and hostfile is {self.hostfile}: machines meet through the "
+                "controller, or are started by ssh; leave one out"
+            )
+        return self
 
     def lr_share(self, step: int, steps: int) -> float:
         """Share of `lr` for the step after n = `step` others, in a run of N = `steps`; W = warmup_steps.

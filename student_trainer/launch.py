@@ -8,10 +8,8 @@ seconds and exits 1. Here a signal, to this process or to its group, reaches the
 for themselves: they finish their step, save a checkpoint and exit 0, and so does the launcher. They leave
 when the launcher is killed (`LAUNCHER` is its process id); when a rank dies of a signal, it ends by the same.
 
-On several machines without ssh the launchers meet through the controller: each, started with `--gang INDEX`,
-tells it an address and a free port, and is told those of machine 0 once all are there. It renews that; when a
-machine is gone, or was started again, the controller refuses the others, whose ranks could wait for it for
-long: they are killed, and the gang is started again as a whole.
+On several machines without ssh each has a launcher of its own, which is told where all ranks meet
+(`--master_addr`): who starts it (`distill train`) has met the others at the controller.
 
 With a hostfile this is `deepspeed.launcher.runner`, and its own behaviour stays: ranks stop when the
 controller sends Stop. It starts them over ssh and passes only the environment variables of a list, on a
@@ -35,30 +33,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 import psutil
-from msgspec.structs import replace
 
 from student_trainer.config import TrainerConfig, TrainerSettings
 from sync.base import secrets
-from sync.base.address import (
-    TOKEN_FILE_VARIABLE,
-    TOKEN_VARIABLE,
-    is_loopback,
-    own_address,
-    token_from_environment,
-)
-from sync.base.errors import ConfigError, DistillError, RemoteError, Unreachable
+from sync.base.address import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, is_loopback, own_address
+from sync.base.errors import ConfigError
 from sync.base.memory import ALLOCATOR, allocator
 from sync.base.own_code import CODE_VARIABLE
-from sync.base.retry import retrying
-from sync.base.settings import read_settings
-from sync.wire import Gang, GangJoins
 from sync.wire.server import ON_LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -69,8 +57,8 @@ RENDEZVOUS: Final = "STUDENT_TRAINER_RENDEZVOUS"
 """Variable with the file at which the ranks of one machine meet, in a folder that only this user can enter.
 Not set with a hostfile: they meet at a port, chosen anew at every start."""
 HOSTFILE: Final = "--hostfile"
-GANG: Final = "--gang"
-"""First argument of a launcher whose machines meet through the controller; this one's index follows."""
+MEETING: Final = "--master_addr"
+"""First argument of a launcher whose ranks meet those of other machines."""
 _ENVIRONMENT_FILE: Final = "DS_ENV_FILE"  # of the deepspeed launcher: variables for the ranks
 _INHERITED: Final = (
     "OMP_WAIT_POLICY",
@@ -84,26 +72,26 @@ _INHERITED: Final = (
 """Variables of this process that ranks on other machines need too."""
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _LOOK_SECONDS: Final = 0.3
-_RETRY_SECONDS: Final = 1.0
-_CALL_SECONDS: Final = 3.0
 _PR_SET_PDEATHSIG: Final = 1
 _STOPPING: Final = {signal.SIGTERM, signal.SIGINT}
 
 
-def command(config: TrainerConfig, path: Path, node: int = 0) -> tuple[list[str], dict[str, str]]:
+def command(
+    config: TrainerConfig, path: Path, node: int = 0, meeting: str | None = None
+) -> tuple[list[str], dict[str, str]]:
     """(arguments, whole environment) that start every rank with the configuration at `path`.
 
-    With trainer.nodes: every rank of machine `node`. Raises ConfigError for a hostfile that would not work.
+    With trainer.nodes: every rank of machine `node`; all meet at `meeting`, a URL. Raises ConfigError for a
+    hostfile that would not work.
     """
     settings = config.trainer
-    argv = [sys.executable, "-m", "student_trainer.launch"]
-    if settings.nodes > 1 and settings.hostfile is not None:
-        raise ConfigError(
-            f"trainer.nodes is {settings.nodes} and trainer.hostfile is {settings.hostfile}: machines meet "
-            "through the controller, or are started by ssh; leave one out"
-        )
-    if settings.nodes > 1:
-        argv += [GANG, str(node)]
+    assert (meeting is None) == (settings.nodes == 1), "machines have met before ranks are started"
+    argv, interface = [sys.executable, "-m", "student_trainer.launch"], dict[str, str]()
+    if meeting is not None:
+        there, each = urlsplit(meeting), list[Sequence[object]]([range(settings.ranks)] * settings.nodes)
+        each[node] = visible_devices(settings) or each[node]
+        argv += [MEETING, str(there.hostname), "--master_port", str(there.port), *world(each, node)]
+        interface = interface_towards(config.controller_url)
     elif settings.hostfile is not None:
         argv += [HOSTFILE, str(settings.hostfile), "--num_accelerators", str(settings.ranks)]
     else:
@@ -112,8 +100,8 @@ def command(config: TrainerConfig, path: Path, node: int = 0) -> tuple[list[str]
     argv += ["--module", "student_trainer", "--config", str(path)]
     secret_env = secrets.environment(config.model_dump(mode="json"))
     on_loopback = ON_LOOPBACK if settings.hostfile is None and settings.nodes == 1 else {}
-    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | allocator() | os.environ | _fixed(settings) | on_loopback
-    environment |= settings.env | secret_env
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | allocator() | interface | os.environ | _fixed(settings)
+    environment |= on_loopback | settings.env | secret_env
     if settings.hostfile is not None:
         check_reach(settings.hostfile, config.controller_url, environment)
         names = [*_fixed(settings), *settings.env, *_INHERITED]
@@ -171,6 +159,19 @@ def read_hosts(hostfile: Path) -> set[str]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"trainer.hostfile {hostfile} is no UTF-8 text: {error}") from None
     return {words[0] for words in lines if words}
+
+
+def interface_towards(url: str) -> dict[str, str]:
+    """Variables that keep gloo and NCCL on the network by which this machine reaches a server. Raises
+    ConfigError when there is no way to it."""
+    here = own_address(url)
+    names = (
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address == here for address in addresses)
+    )
+    name = next(names, None)
+    return {key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name}
 
 
 def machines(settings: TrainerSettings) -> int:
@@ -294,106 +295,6 @@ def _catch_for_ranks() -> None:
     threading.Thread(target=forward, name="signals", daemon=True).start()
 
 
-class Member:
-    """This machine in the gang of its run."""
-
-    def __init__(self, config: TrainerConfig, index: int) -> None:
-        """Raises ConfigError when the controller's machine cannot be reached from here."""
-        self.address = own_address(config.controller_url)
-        with socket.socket() as probe:
-            probe.bind((self.address, 0))
-            port = int(probe.getsockname()[1])
-        self._joins = GangJoins(
-            run=config.run,
-            index=index,
-            of=config.trainer.nodes,
-            address=self.address,
-            port=port,
-            boot=os.urandom(16).hex(),
-        )
-        from sync.wire.client import BlockingPeer  # one machine needs no client
-
-        self._peer = BlockingPeer(config.controller_url, token_from_environment(), _CALL_SECONDS)
-        self._limit = config.trainer.init_timeout_seconds
-
-    def meet(self) -> Gang:
-        """Where all ranks meet, once every machine is there.
-
-        Raises Unreachable when machines are missing for trainer.init_timeout_seconds, RemoteError when this
-        one is refused.
-        """
-
-        def joined() -> Gang:
-            if (gang := self._told()).address is None:
-                raise Unreachable(f"machines {gang.missing} of the trainer have not joined")
-            return gang
-
-        again = retrying(Unreachable, within=self._limit, first=_RETRY_SECONDS, longest=_RETRY_SECONDS)
-        try:
-            return again(joined)
-        except Unreachable as error:
-            raise Unreachable(f"{error} for trainer.init_timeout_seconds = {self._limit:g} s") from None
-
-    def _told(self) -> Gang:
-        return self._peer.call("/v1/gang", self._joins, Gang)
-
-    def stay(self, ended: Callable[[], None]) -> None:
-        """Renew from a thread; `ended` is called once the gang is no more."""
-
-        def renew() -> None:
-            while True:
-                try:
-                    time.sleep(self._told().lease_seconds / 3)
-                except RemoteError as error:
-                    log.error("%s", error)
-                    ended()
-                    return
-                except DistillError as error:  # the controller is away, as ranks will find out
-                    log.warning("%s", error)
-                    time.sleep(_RETRY_SECONDS)
-
-        threading.Thread(target=renew, name="gang", daemon=True).start()
-
-    def leave(self) -> None:
-        """Tell the controller that this machine's ranks ended well: the others are not to miss it."""
-        self._joins = replace(self._joins, ended=True)
-        try:
-            self._peer.call("/v1/gang", self._joins, Gang, 2.0)
-        except DistillError as error:  # it ends too
-            log.info("%s", error)
-
-    def interface(self) -> dict[str, str]:
-        """Variables that keep gloo and NCCL on the network of this machine's address."""
-        names = [
-            name
-            for name, addresses in psutil.net_if_addrs().items()
-            if any(address.address == self.address for address in addresses)
-        ]
-        return {key: names[0] for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if names}
-
-
-def _launch_gang(index: int, arguments: list[str]) -> None:
-    """Meet the other machines, then launch this one's ranks; they are killed when the gang ends."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)  # until there are ranks, a signal ends this
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s gang %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        config = read_settings(TrainerConfig, Path(arguments[arguments.index("--config") + 1]))
-        devices = visible_devices(config.trainer)
-        member = Member(config, index)
-        gang = member.meet()
-    except DistillError as error:
-        log.error("%s", error)
-        sys.exit(1)
-    _catch_for_ranks()
-    os.environ.update({name: os.environ.get(name, value) for name, value in member.interface().items()})
-    member.stay(lambda: _signal_ranks(signal.SIGKILL))
-    gpus, others = devices or range(config.trainer.ranks), range(config.trainer.ranks)
-    places = world([gpus if i == index else others for i in range(config.trainer.nodes)], index)
-    _launch([*places, "--master_addr", str(gang.address), "--master_port", str(gang.port), *arguments])
-    member.leave()
-
-
 def _launch(arguments: list[str]) -> None:
     """Start this machine's ranks. Raises SystemExit when one does not end with 0: its status, or -signal."""
     from deepspeed.launcher import launch
@@ -406,9 +307,7 @@ def main() -> None:
     """Run the deepspeed launcher with the arguments of this process; leaves with its exit status."""
     arguments = sys.argv[1:]
     try:
-        if arguments[0] == GANG:
-            _launch_gang(int(arguments[1]), arguments[2:])
-        elif arguments[0] == HOSTFILE:
+        if arguments[0] == HOSTFILE:
             from deepspeed.launcher import runner
 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
@@ -416,8 +315,11 @@ def main() -> None:
                 probe.bind(("", 0))  # a port that is free now, for the ranks to meet at
                 port = str(probe.getsockname()[1])
             runner.main(["--master_port", port, *arguments])
+            return
+        _catch_for_ranks()
+        if arguments[0] == MEETING:
+            _launch(arguments)
         else:
-            _catch_for_ranks()
             with tempfile.TemporaryDirectory(prefix="student-trainer-") as folder:
                 os.environ[RENDEZVOUS] = f"file://{folder}/store"
                 _launch(arguments)

@@ -18,7 +18,7 @@ COMMANDS = (
 MESSAGES = (
     "Audience BatchRequest BroadcastMembers CheckpointSaved "
     "EnvironmentInfo EpisodeBegin EpisodeContinue EpisodeEnd EpisodeFailed EpisodeOver "
-    "EvalReply EvalReport EvalRequest FinalDigests Gang GangJoins "
+    "EvalReply EvalReport EvalRequest FinalDigests "
     "GenerateFailed GenerateRequest Generated Head Heartbeat KeyReply KeyRequest Ok "
     "ProbeReply ProbeRequest Published "
     "ReplicaState ScoreReply ScoreRequest ScoresRelease ServerLease ServerLeaves ServerRegisters Servers "

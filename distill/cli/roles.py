@@ -108,7 +108,7 @@ def train(
     settings, where = _joining(config, overrides, controller)
     if where is None:
         raise ConfigError(f"{config} does not say where the controller is: give its URL with --controller")
-    single_role.replace_process(single_role.train(settings, where(), node))
+    single_role.train(settings, where, node)
 
 
 def _joining(source: Path, overrides: list[str], controller: str) -> tuple[RunConfig, Controller | None]:

@@ -9,7 +9,6 @@ folder; its server registers with the controller.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -17,13 +16,13 @@ from typing import Protocol
 from distill.config import RunConfig
 from distill.config.cluster import ExternalCluster, LocalCluster, RayCluster, SlurmCluster
 from distill.launch.ray_cluster import Ray
-from distill.launch.roles import Plan, Ports, plan_servers
+from distill.launch.roles import DISTILL, Plan, Ports, plan_servers, role_words
 from distill.launch.run_folder import RunFolder
 from distill.launch.slurm.allocation import Slurm
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.placement import Node, lines, needs, place
 from distill.registry import expected_servers
-from distill.topology import TRAINER, Process, command, places
+from distill.topology import TRAINER, Process, places
 from sync.base import secrets
 from sync.base.address import WILDCARDS, is_loopback, token_from_environment
 from sync.base.mounts import network_mount
@@ -108,13 +107,7 @@ def plan(config: RunConfig, engine: Cluster, env: Mapping[str, str], say: Callab
     env = {**env, **secrets.environment(config.model_dump(mode="json"))}
     roles = registered(config, say)
     for need in role_needs:
-        name, argv = need.name, [sys.executable, "-m", "distill.cli.main", *role_words(config, need)]
+        name, argv = need.name, [*DISTILL, *role_words(config, need.section, need.index)]
         client = engine.client(need, where[name], argv, env)
         roles.children.append(ChildSpec(name, client, env, roles.expected.get(name), ends=name == TRAINER))
     return roles
-
-
-def role_words(config: RunConfig, process: Process) -> list[str]:
-    """The words of the `distill` command that runs a process, with the run's folder."""
-    name, *options = command(process.section, process.index)
-    return [name, str(config.run_dir), *options]

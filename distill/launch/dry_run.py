@@ -14,8 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from distill.config import RunConfig
-from distill.launch.cluster import role_words
-from distill.launch.roles import Ports, plan_servers, temporary, token_of, trainer_child, url_of
+from distill.launch.roles import Ports, plan_servers, role_words, temporary, token_of, trainer_child, url_of
 from distill.launch.run_folder import check_holds_run
 from distill.launch.supervise import ChildSpec
 from distill.preflight_checks.checks import check, check_keys
@@ -46,7 +45,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     shown = secrets.hide(config.model_dump(mode="json"))
     if config.cluster.type != "local":
         commands = [
-            {"name": role.name, "env": {}, "argv": ["distill", *role_words(config, role)]}
+            {"name": role.name, "env": {}, "argv": ["distill", *role_words(config, role.section, role.index)]}
             for role in needs(config, gpus=False)
         ]
         return {"config": shown, "commands": commands}

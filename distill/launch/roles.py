@@ -24,7 +24,7 @@ from distill.environments.config import EnvironmentConfig, EnvironmentService
 from distill.launch import replica_command
 from distill.launch.run_folder import write_role
 from distill.launch.supervise import ChildSpec
-from distill.topology import TRAINER, Process, places, servers
+from distill.topology import TRAINER, Process, command, places, servers
 from student_trainer import launch as trainer_launch
 from student_trainer.config import TrainerConfig
 from sync.base import secrets as hidden
@@ -76,6 +76,10 @@ class Ports:
     def __exit__(self, *_: object) -> None:
         for listener in self._held:
             listener.close()
+
+
+DISTILL: Final = (sys.executable, "-m", "distill.cli.main")
+"""What the words of a command follow."""
 
 
 @dataclass
@@ -248,12 +252,25 @@ def _server(config: RunConfig, module: str, settings: Settings, process: Process
 
 
 def trainer_child(config: RunConfig, controller_url: str, token: str | None) -> ChildSpec:
-    """The trainer of a run that this launcher starts."""
-    return _in_run(trainer_process(config, controller_url), config, token)
+    """The trainer of a run that this launcher starts; of several machines the first, to meet the others."""
+    if config.trainer.nodes == 1:
+        return _in_run(trainer_process(config, controller_url), config, token)
+    words = [*role_words(config, TRAINER), "--controller", controller_url, "--node", "0"]
+    env = hidden.environment(config.model_dump(mode="json"))
+    return _in_run(ChildSpec(TRAINER, [*DISTILL, *words], env, ends=True), config, token)
 
 
-def trainer_process(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
-    """The deepspeed launcher of the ranks on machine `node`; exit status 0 is its orderly end."""
+def role_words(config: RunConfig, section: str, index: int = 0) -> list[str]:
+    """The words of the `distill` command that runs a process, with the run's folder."""
+    name, *options = command(section, index)
+    return [name, str(config.run_dir), *options]
+
+
+def trainer_process(
+    config: RunConfig, controller_url: str, node: int = 0, meeting: str | None = None
+) -> ChildSpec:
+    """The deepspeed launcher of the ranks on machine `node`; exit status 0 is its orderly end. `meeting`: URL
+    where those of several machines meet."""
     by_broadcast = config.weights.transport == "broadcast"
     settings = TrainerConfig(
         run=config.run.name,
@@ -270,7 +287,8 @@ def trainer_process(config: RunConfig, controller_url: str, node: int = 0) -> Ch
         seed=config.run.seed,
         heartbeat_seconds=look_seconds(config.run.health_timeout_seconds),
     )
-    argv, env = trainer_launch.command(settings, write_role(config.run_dir, TRAINER, settings), node)
+    file = write_role(config.run_dir, TRAINER, settings)
+    argv, env = trainer_launch.command(settings, file, node, meeting)
     return ChildSpec(TRAINER, argv, env, ends=True)
 
 

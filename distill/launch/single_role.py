@@ -1,14 +1,17 @@
 """A role on its own: `distill student`, `teacher`, `environment`, `evaluator` and `train`.
 
-Each function prepares one process, behind `use_folder`. A server that is told where the controller is
-registers there and renews that for as long as it answers /health (`serve`):
+Each function prepares one process, behind `use_folder`. A server that is told where the controller is, and
+one of several machines of the trainer, register there and renew that (`run_registered`, `run_machine`):
 
-    start ─▶ /health answers ─▶ register ─▶ renew ─▶ … ─▶ the server ends: leave, with its exit status
-                                    └── replaced (410): end the server, exit EXIT_REPLACED
+    server      start ─▶ /health answers ─▶ register ─▶ renew ─▶ … ─▶ it ends: leave, with its exit status
+                                               └── replaced (410): end it, exit EXIT_REPLACED
+    machine     register ─▶ all are there ─▶ start the ranks ─▶ renew ─▶ … ─▶ they end well: leave
+                                                            └── another machine is lost (410): kill them
 
 The controller is asked where it is again and again: one that was started elsewhere has written its new URL
-into the run's folder. While it cannot be reached the server goes on. A server that is told nothing is what
-the process becomes (`replace_process`), for a controller whose file has its URL.
+into the run's folder. While it cannot be reached the process goes on. A server that is told nothing, for a
+controller whose file has its URL, and the only machine of a trainer are what the process becomes
+(`replace_process`).
 """
 
 from __future__ import annotations
@@ -19,18 +22,20 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from secrets import token_hex
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 from urllib.parse import urlsplit
 
+from distill.aio import cancel
 from distill.config import RunConfig
 from distill.launch.preflight import prepare_role
 from distill.launch.roles import Ports, server, trainer_process, url_of
 from distill.launch.supervise import ChildSpec, guarded
-from distill.registry import EXIT_REPLACED
+from distill.registry import EXIT_REPLACED, machine_name
 from distill.topology import KINDS, process_of, processes
+from student_trainer.launch import visible_devices
 from sync.base.address import (
     TOKEN_FILE,
     TOKEN_FILE_VARIABLE,
@@ -45,6 +50,7 @@ from sync.base.retry import retrying
 from sync.base.settings import Placement
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
 from sync.wire.client import Peer
+from sync.wire.server import bind_alone
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 2.0
@@ -88,10 +94,8 @@ def serve(config: RunConfig, child: ChildSpec, controller: Controller | None) ->
         replace_process(child)
     url = urlsplit(str(child.url))
     host = own_address(controller()) if is_loopback(url.hostname or "") else str(url.hostname)
-    place = url_of(host, url.port or 0)
-    run, token = config.run, token_from_environment()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    sys.exit(asyncio.run(run_registered(child, place, run.name, controller, token, run.grace_seconds)))
+    lease = Lease(config.run.name, child.name, url_of(host, url.port or 0), controller)
+    _leave_with(run_registered(child, lease, config.run.grace_seconds))
 
 
 def replace_process(child: ChildSpec) -> NoReturn:
@@ -131,17 +135,40 @@ def section_of(config: RunConfig, kind: str, name: str = "") -> str:
     return f"{kind}.{name}"
 
 
-def train(config: RunConfig, controller_url: str, node: int = 0) -> ChildSpec:
-    """The deepspeed launcher of this machine's ranks, talking to the controller at that URL.
-
-    `node`: which of trainer.nodes this machine is. Raises ConfigError.
-    """
+def prepare_train(config: RunConfig, node: int = 0) -> RunConfig:
+    """The configuration of this machine's ranks. `node`: which of trainer.nodes it is. Raises ConfigError."""
     if not 0 <= node < config.trainer.nodes:
         raise ConfigError(
             f"--node {node}: trainer.nodes is {config.trainer.nodes}, and machines count from 0"
         )
+    visible_devices(config.trainer)  # refused before others wait for this machine
     *_, process = processes(config)
-    return trainer_process(prepare_role(config, process, registers=True), controller_url, node)
+    return prepare_role(config, process, registers=True)
+
+
+def train(config: RunConfig, controller: Controller, node: int = 0) -> NoReturn:
+    """Become the deepspeed launcher of this machine's ranks; of several, run it once all are there."""
+    config = prepare_train(config, node)
+    if config.trainer.nodes == 1:
+        replace_process(trainer_process(config, controller()))
+    here = own_address(controller())
+    with bind_alone(here, 0) as probe:
+        place = url_of(here, probe.getsockname()[1])
+    lease = Lease(config.run.name, machine_name(node), place, controller)
+
+    def launcher(meeting: str) -> ChildSpec:
+        return trainer_process(config, controller(), node, meeting)
+
+    gang = Gang(config.trainer.nodes, config.trainer.init_timeout_seconds)
+    _leave_with(run_machine(launcher, lease, gang, config.run.grace_seconds))
+
+
+def _leave_with(work: Coroutine[Any, Any, int]) -> NoReturn:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(asyncio.run(work))
+
+
+# --- leases -------------------------------------------------------------------------------------------------
 
 
 REGISTER_SECONDS: Final = 1.0
@@ -149,68 +176,146 @@ CALL_SECONDS: Final = 3.0
 LEAVE_SECONDS: Final = 2.0
 
 
-async def run_registered(
-    child: ChildSpec, url: str, run: str, controller: Callable[[], str], token: str | None, grace: float
-) -> int:
-    """Run `child` and register it at `url` with the controller of `run`; its exit status, or EXIT_REPLACED.
+class Lease:
+    """The registration of this process with the controller of `run`, as `name`."""
+
+    def __init__(self, run: str, name: str, url: str, controller: Controller) -> None:
+        """`url`: what the controller is told, as `ServerRegisters` has it."""
+        self.name, self.url = name, url
+        self._says = ServerRegisters(run=run, name=name, url=url, boot=token_hex(16))
+        self._controller, self._token = controller, token_from_environment()
+
+    async def keep(
+        self,
+        told: Callable[[ServerLease], str] = lambda _: "",
+        ready: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        """Register whenever this process is `ready`, and renew that; never returns.
+
+        `told` hears each answer and says what it lacks, for which this registers soon and not at a third of
+        the lease. Raises Replaced once another process has the name, and whatever `told` raises.
+        """
+        said, peer = "", None
+        async with contextlib.AsyncExitStack() as closing:
+            while True:
+                pause, line = REGISTER_SECONDS, f"{self.name} does not answer {self.url}/health yet"
+                if ready is None or await ready():
+                    try:
+                        there = self._controller()
+                        if peer is None or peer.url != there:
+                            peer = await closing.enter_async_context(Peer(there, self._token, CALL_SECONDS))
+                        lease = await peer.call("/v1/servers", self._says, ServerLease)
+                    except Replaced:
+                        raise
+                    except DistillError as error:
+                        line = f"{self.name} is not registered: {error}"
+                    else:
+                        line = f"{self.name} at {self.url} is registered with the controller at {there}"
+                        if lacks := told(lease):
+                            line = f"{line}; {lacks}"
+                        else:
+                            pause = lease.seconds / 3
+                if line != said:
+                    log.warning("%s", line)
+                said = line
+                await asyncio.sleep(pause)
+
+    async def leave(self) -> None:
+        """Tell the controller, where it can be reached, that this process is not to be missed."""
+        with contextlib.suppress(DistillError, TimeoutError):
+            async with Peer(self._controller(), self._token, LEAVE_SECONDS) as peer:
+                await peer.call("/v1/servers/leave", ServerLeaves(self.name, self._says.boot), Servers)
+
+
+class Gang:
+    """The trainer's machines, as the answers to one of them name them."""
+
+    def __init__(self, nodes: int, seconds: float) -> None:
+        """`seconds`: most that all may take to meet."""
+        self.nodes, self.seconds = nodes, seconds
+        self.met = asyncio.Event()
+        self.places: list[str | None] = []
+        """URL of each when all met."""
+
+    def told(self, lease: ServerLease) -> str:
+        """Note an answer; who is missing, empty: nobody. Raises ConfigError for another number of machines,
+        Replaced where one has been started again: a controller that starts anew knows of none before."""
+        if len(lease.gang) != self.nodes:
+            raise ConfigError(
+                f"trainer.nodes is {self.nodes} here and {len(lease.gang) or 1} at the controller: give both "
+                "the same configuration"
+            )
+        missing = [index for index, url in enumerate(lease.gang) if url is None]
+        before = self.places or lease.gang
+        if others := [i for i, url in enumerate(lease.gang) if url not in (None, before[i])]:
+            raise Replaced(f"machines {others} of the trainer were started again: all ranks start again")
+        if not missing:
+            self.places = lease.gang
+            self.met.set()
+        return f"machines {missing} of the trainer have not registered" if missing else ""
+
+
+async def run_registered(child: ChildSpec, lease: Lease, grace: float) -> int:
+    """Run a server, and register it while it answers; its exit status, or EXIT_REPLACED.
 
     SIGTERM and SIGINT are for the child, which has `grace` seconds.
     """
-    read_end, write_end = os.pipe()
-    ending = asyncio.Event()
-    registration = ServerRegisters(run=run, name=child.name, url=url, boot=token_hex(16))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ending.set)
+    ending, (read_end, write_end) = _stop_signals(), os.pipe()
     process = await guarded(child, read_end)
-    tasks = [
-        asyncio.create_task(process.wait()),
-        asyncio.create_task(ending.wait()),
-        asyncio.create_task(_registered(registration, controller, token)),
-    ]
-    exit_, _, registered = tasks
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    registered.cancel()
-    replaced = None if registered.cancelled() or not registered.done() else registered.exception()
+    async with Peer(lease.url) as server:
+        works = (process.wait(), ending.wait(), lease.keep(ready=server.alive))
+        exit_, ended, renewing = tasks = [asyncio.create_task(work) for work in works]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        replaced = renewing.exception() if renewing.done() else None
+        await cancel([ended, renewing])
     if replaced is None:
-        with contextlib.suppress(DistillError, TimeoutError):
-            async with Peer(controller(), token, LEAVE_SECONDS) as peer:
-                leaves = ServerLeaves(name=child.name, boot=registration.boot)
-                await peer.call("/v1/servers/leave", leaves, Servers)
+        await lease.leave()
     else:
         log.error("%s", replaced)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
+    _terminate(process)
     await asyncio.wait([exit_], timeout=grace)
     os.write(write_end, b"k")  # the guardian kills what is left
     status = await process.wait()
     return status if replaced is None else EXIT_REPLACED
 
 
-async def _registered(
-    registration: ServerRegisters, controller: Callable[[], str], token: str | None
-) -> None:
-    """Register while the server answers. Raises Replaced once another process has its name."""
-    said = ""
-    async with contextlib.AsyncExitStack() as closing:
-        server = await closing.enter_async_context(Peer(registration.url))
-        peer: Peer | None = None
-        while True:
-            pause = REGISTER_SECONDS
-            line = f"{registration.name} does not answer {registration.url}/health yet"
-            if await server.alive():
-                try:
-                    there = controller()
-                    if peer is None or peer.url != there:
-                        peer = await closing.enter_async_context(Peer(there, token, CALL_SECONDS))
-                    pause = (await peer.call("/v1/servers", registration, ServerLease)).seconds / 3
-                    place = f"{registration.name} at {registration.url}"
-                    line = f"{place} is registered with the controller at {there}"
-                except Replaced:
-                    raise
-                except DistillError as error:
-                    line = f"{registration.name} is not registered: {error}"
-            if line != said:
-                log.warning("%s", line)
-            said = line
-            await asyncio.sleep(pause)
+async def run_machine(launcher: Callable[[str], ChildSpec], lease: Lease, gang: Gang, grace: float) -> int:
+    """Meet the trainer's other machines, and run this one's ranks for as long as all are there; the status of
+    their launcher, 1 where it was not started.
+
+    `launcher`: of ranks that meet at a URL. SIGTERM and SIGINT are for them, and they have `grace` seconds.
+    """
+    ending, (read_end, write_end), status = _stop_signals(), os.pipe(), 1
+    works = (gang.met.wait(), ending.wait(), lease.keep(gang.told))
+    met, ended, renewing = tasks = [asyncio.create_task(work) for work in works]
+    await asyncio.wait(tasks, timeout=gang.seconds, return_when=asyncio.FIRST_COMPLETED)
+    if met.done() and not ended.done():
+        process = await guarded(launcher(str(gang.places[0])), read_end)
+        exit_ = asyncio.create_task(process.wait())
+        await asyncio.wait([exit_, ended, renewing], return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            _terminate(process)
+            await asyncio.wait([exit_, renewing], timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        os.write(write_end, b"k")  # ranks could wait for those of a machine that is gone
+        status = await exit_
+    elif not (ended.done() or renewing.done()):
+        log.error("the trainer's machines have not met for trainer.init_timeout_seconds = %g s", gang.seconds)
+    if renewing.done():
+        log.error("%s", renewing.exception())
+    await cancel(tasks)
+    if status == 0 or not met.done():
+        await lease.leave()
+    return status
+
+
+def _stop_signals() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT from now on."""
+    ending, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    return ending
+
+
+def _terminate(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from distill.interfaces import Components
 from distill.metrics.prometheus import Figures
 from distill.record.store import Store
-from distill.registry import Gangs, Registry
+from distill.registry import Registry
 from distill.trainer_api.session import Event, TrainerSession
 from sync import wire
 from sync.base.errors import (
@@ -42,7 +42,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 def application(
     session: TrainerSession,
     registry: Registry,
-    gangs: Gangs,
     parts: Components,
     figures: Callable[[], dict[str, float]],
     why: Callable[[], list[str]],
@@ -90,7 +89,7 @@ def application(
         Route("/v1/broadcasts/{group}", broadcast),
         Route("/v1/teachers/{name}/head", while_serving(head)),
         Route("/v1/teachers/{name}", servers),
-        *_server_routes(registry, gangs),
+        *_server_routes(registry),
         *_people_routes(parts.store, why),
     ]
     return server.application(Role.CONTROLLER, routes, metrics, token or "", parts.claim)
@@ -114,14 +113,13 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
             yield piece
 
 
-def _server_routes(registry: Registry, gangs: Gangs) -> list[Route]:
+def _server_routes(registry: Registry) -> list[Route]:
     """Which servers and trainer machines the run has, and how they join and leave while it goes on."""
 
     async def listing(_: Request) -> Response:
         return reply(registry.listing())
 
     return [
-        Route("/v1/gang", _messages(wire.GangJoins, gangs.join), methods=["POST"]),
         Route("/v1/servers", listing),
         Route("/v1/servers", _messages(wire.ServerRegisters, registry.register), methods=["POST"]),
         Route("/v1/servers/leave", _messages(wire.ServerLeaves, registry.leave), methods=["POST"]),

@@ -12,9 +12,8 @@ Producer → consumer
     controller → trainer rank      TrainerWelcome, TrainBatch | Wait | Stop, TeacherServers, Audience,
                                    BroadcastMembers
     student replica → trainer rank KeyRequest;  trainer rank → student replica  KeyReply
-    server, people → controller    ServerRegisters, ServerLeaves
-    controller → server            ServerLease;  → people, evaluator  Servers;  → people  Why
-    trainer machine → controller   GangJoins;  controller → trainer machine  Gang
+    role, people → controller      ServerRegisters, ServerLeaves
+    controller → role              ServerLease;  → people, evaluator  Servers;  → people  Why
     controller → evaluator         EvalRequest, EvalReport (the best so far), ProbeRequest
     evaluator → controller         EvalReply, ProbeReply
     controller → environment       EpisodeBegin, EpisodeContinue, EpisodeEnd

@@ -236,31 +236,37 @@ class Ok(Message, frozen=True):
 
 
 class ServerRegisters(Message, frozen=True):
-    """Server's announcer, or people → controller: it answers at this URL; answered with ServerLease. Sent
-    again before the lease ends. A name that no server of the configuration has is a further replica's."""
+    """Role's process, or people → controller: it is there; answered with ServerLease. Sent again before the
+    lease ends. A name that no process of the configuration has is a further replica's."""
 
     run: str | None
     """Name of the run that it is configured for; None: people say that it serves this one."""
     url: str
+    """Where it answers; of one of the trainer's machines: its address, with a free port for ranks to meet."""
     name: str | None = None
-    """Its name, such as "student-0" or "teacher-main-1"; None: the next free "student-N"."""
+    """Its name, such as "student-0" or "teacher-main-1", "trainer-1" of the trainer's machine 1; None: the
+    next free "student-N"."""
     boot: str | None = None
     """Random, made by every start of a process: one that was never seen takes the name, one that lost it is
     refused with 410. None: nobody renews this, and it lasts until it is taken back."""
 
 
 class ServerLease(Message, frozen=True):
-    """Controller → announcer: registered under this name."""
+    """Controller → role's process: registered under this name."""
 
     name: str
     seconds: Amount
     """The name is forgotten unless it is registered again within them; 0: it stays."""
     warning: str | None = None
     """What is wrong with a replica that people added, and the remedy; None: it answers."""
+    gang: list[str | None] = []
+    """To one of the trainer's machines: URL of each, None for one that is missing. All ranks meet at the
+    first, once none is."""
 
 
 class ServerLeaves(Message, frozen=True):
-    """Announcer, or people → controller: it serves no more; answered with the Servers that remain."""
+    """Role's process, or people → controller: it serves no more, or its ranks ended well; answered with the
+    Servers that remain."""
 
     name: str
     boot: str | None = None
@@ -282,7 +288,8 @@ class ServerStatus(msgspec.Struct, frozen=True):
 
 
 class Servers(Message, frozen=True):
-    """Controller → people, evaluator: every server of the run, answer to GET /v1/servers."""
+    """Controller → people, evaluator: every server of the run, and the trainer's machines where it has
+    several; answer to GET /v1/servers."""
 
     servers: list[ServerStatus]
 
@@ -291,32 +298,3 @@ class Why(Message, frozen=True):
     """Controller → people: what the run waits for, answer to GET /v1/why."""
 
     lines: list[str]
-
-
-class GangJoins(Message, frozen=True):
-    """Launcher of one trainer machine → controller: it is there; sent again before the lease ends."""
-
-    run: str
-    """Name of the run that it is configured for."""
-    index: Count
-    """Number of its machine among `trainer.nodes`."""
-    of: Annotated[int, msgspec.Meta(ge=1)]
-    address: str
-    """Address of its machine, as the others reach it."""
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    """Free on its machine; the ranks meet at that of machine 0."""
-    boot: str
-    """What `ServerRegisters.boot` is to a server."""
-    ended: bool = False
-    """Its ranks ended well: it is missed no more."""
-
-
-class Gang(Message, frozen=True):
-    """Controller → launcher: where the ranks of all machines meet."""
-
-    address: str | None
-    """Address of machine 0; None: machines are missing, ask again."""
-    port: Count
-    missing: list[int]
-    """Indices of machines that have not joined."""
-    lease_seconds: Amount

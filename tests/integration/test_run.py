@@ -391,7 +391,9 @@ def test_each_role_alone_registers_with_a_token_while_replicas_join_and_leave(
             assert adding.end() == 0, adding.said
         wait_for(lambda: phases(peer) == {"student-0": "serving", "student-1": "serving"}, control)
         urls = {one.name: one.url for one in peer.call("/v1/servers", None, Servers).servers}
+        places = [urls.pop(f"trainer-{node}") for node in range(2)]  # where ranks meet: no servers
         assert urls.keys() == {"student-0", "student-1", "teacher-teacher", "evaluator"}
+        assert None not in places
         shown, everyone = dashboard.metrics() - dashboard.OCCASIONAL, [there[1], *urls.values()]
         evaluated = "distill_run_eval_reverse_kl"  # version 0, beside the first steps
         wait_for(lambda: evaluated in exported(everyone[:1], env[TOKEN_VARIABLE]), control)

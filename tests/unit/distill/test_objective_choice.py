@@ -110,10 +110,9 @@ def test_a_default_that_depends_on_an_unreadable_model_is_refused_with_the_key_t
 
 
 def test_every_role_alone_resolves_the_same_objective(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(single_role, "trainer_process", lambda config, *_: config.objective)
     teacher = shutil.copytree(model_config(tmp_path), tmp_path / "teacher")
     config = unnamed(tmp_path, run={"folder": str(tmp_path)}, teachers={"t": {"path": str(teacher)}})
-    assert single_role.train(config, "http://127.0.0.1:1") == Full()
+    assert single_role.prepare_train(config).objective == Full()
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,8 @@ def test_only_variables_of_roles_are_left_out_where_they_are_hidden() -> None:
     ("serve", "key"),
     [
         (lambda config: single_role.serving(config, "teachers.served"), "teachers.served.engine_url"),
-        (lambda config: single_role.train(config, "http://127.0.0.1:9"), "trainer.overrides.comet.api_key"),
-        (lambda config: single_role.train(own_objective(config), ""), "objective.options.api_key"),
+        (lambda config: single_role.prepare_train(config), "trainer.overrides.comet.api_key"),
+        (lambda config: single_role.prepare_train(own_objective(config)), "objective.options.api_key"),
         (
             lambda config: single_role.serving(config, "evaluation.placement", controller=lambda: ""),
             "teachers.there.urls.0",

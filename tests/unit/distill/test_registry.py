@@ -17,16 +17,18 @@ import psutil
 import pytest
 from in_memory import MemoryReplica
 from ports import free_port
+from small_config import make_config
 
 from distill import registry
 from distill.config import ControllerConfig
 from distill.config.loading import load
+from distill.controller import Controller
 from distill.launch.run_folder import RunFolder
-from distill.launch.single_role import joining
-from distill.registry import EXIT_REPLACED, Gangs
+from distill.launch.single_role import Gang, joining
+from distill.registry import EXIT_REPLACED
 from sync.base.address import Address, controller_url, own_address
 from sync.base.errors import ConfigError, RemoteError, Replaced, WrongServer
-from sync.wire import GangJoins, ServerLease, ServerLeaves, ServerRegisters
+from sync.wire import ServerLease, ServerLeaves, ServerRegisters
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,10 +45,16 @@ def says(url: str, boot: str | None, name: str = "teacher-t") -> ServerRegisters
     return ServerRegisters(run="test", url=url, name=name, boot=boot)
 
 
-def gang(index: int, boot: str, ended: bool = False, of: int = 2) -> GangJoins:
-    return GangJoins(
-        run="test", index=index, of=of, address=f"10.0.0.{index}", port=1000 + index, boot=boot, ended=ended
-    )
+def machine(index: int, boot: str) -> ServerRegisters:
+    return says(f"http://10.0.0.{index}:{1000 + index}", boot, f"trainer-{index}")
+
+
+async def passes(run: Controller, clock: list[float], seconds: float) -> None:
+    """This much time, in which the controller looks at leases as often as it always does."""
+    while seconds > 0:
+        clock[0] += (step := min(seconds, registry.LEASE_SECONDS / 5))
+        seconds -= step
+        await run.registry.expire()
 
 
 async def test_a_new_process_takes_the_name_and_the_old_one_must_leave(controller) -> None:
@@ -78,11 +86,9 @@ async def test_a_lease_that_ends_forgets_the_url_and_its_process_may_come_back(c
     await run.registry.register(says("http://a:1", "first"))
     await run.registry.register(says("http://c:1", "third", "student-5"))
     assert "student-5" in run.pool.replicas
-    clock[0] = registry.LEASE_SECONDS - 0.1
-    await run.registry.expire()
+    await passes(run, clock, registry.LEASE_SECONDS - 0.1)
     assert teacher.url == "http://a:1"
-    clock[0] = registry.LEASE_SECONDS + 0.1
-    await run.registry.expire()
+    await passes(run, clock, 0.2)
     assert teacher.url is None
     assert "student-5" not in run.pool.replicas
     await run.registry.register(says("http://a:1", "first"))
@@ -141,7 +147,8 @@ async def test_a_replica_may_be_removed_while_the_lease_of_another_ends(controll
     run = controller(connect=lambda there: MemoryReplica(url=str(there)), expected={})
     for name in ("student-5", "student-6"):
         await run.registry.register(says(f"http://{name}:1", name, name))
-    clock[0] = registry.LEASE_SECONDS + 0.1
+    await passes(run, clock, registry.LEASE_SECONDS - 0.1)
+    clock[0] += 0.2
     remove, removing, other_left = run.pool.remove, asyncio.Event(), asyncio.Event()
 
     async def slowly(name: str) -> None:
@@ -173,43 +180,61 @@ async def test_a_person_is_told_of_a_replica_that_does_not_answer(
     run.close()
 
 
-async def renewed(gangs: Gangs, clock: list[float], boot: str) -> None:
+async def renewed(run: Controller, clock: list[float], boot: str) -> ServerLease:
     """Machine 0, a third of a lease later."""
-    clock[0] += registry.LEASE_SECONDS / 3 + 0.01
-    await gangs.join(gang(0, boot))
+    await passes(run, clock, registry.LEASE_SECONDS / 3 + 0.01)
+    return await run.registry.register(machine(0, boot))
 
 
-async def test_a_gang_meets_when_all_are_there_and_ends_as_a_whole(clock) -> None:
-    gangs = Gangs("test", 2)
-    first = await gangs.join(gang(0, "a"))
-    assert (first.address, first.missing) == (None, [1])
-    met = await gangs.join(gang(1, "b"))
-    assert (met.address, met.port, met.missing) == ("10.0.0.0", 1000, [])
-    assert (await gangs.join(gang(0, "a"))).address == "10.0.0.0"
-    again = await gangs.join(gang(1, "c"))  # machine 1 was started again
-    assert (again.address, again.missing) == (None, [0])
-    with pytest.raises(Replaced, match="the trainer's gang of machine 0 has ended"):
-        await gangs.join(gang(0, "a"))
-    assert (await gangs.join(gang(0, "d"))).address == "10.0.0.0"
+async def test_the_trainers_machines_meet_when_all_are_there_and_end_as_a_whole(controller, clock) -> None:
+    run = controller(make_config(trainer={"nodes": 2}))
+    join = run.registry.register
+    first, second = "http://10.0.0.0:1000", "http://10.0.0.1:1001"
+    assert (await join(machine(0, "a"))).gang == [first, None]
+    assert (await join(machine(1, "b"))).gang == (await join(machine(0, "a"))).gang == [first, second]
+    assert [(one.name, one.url) for one in run.registry.listing().servers[1:]] == [
+        ("trainer-0", first),
+        ("trainer-1", second),
+    ]
+    assert (await join(machine(1, "c"))).gang == [None, second]  # machine 1 was started again
+    with pytest.raises(Replaced, match=r"trainer-0 was removed.* or with another of the trainer's machines"):
+        await join(machine(0, "a"))
+    assert (await join(machine(0, "d"))).gang == [first, second]
     for _ in range(2):
-        await renewed(gangs, clock, "d")
+        await renewed(run, clock, "d")
     with pytest.raises(Replaced):  # machine 1 is silent
-        await renewed(gangs, clock, "d")
-    with pytest.raises(RemoteError, match=r"machine 0 of 3 cannot join: trainer\.nodes is 2"):
-        await gangs.join(gang(0, "e", of=3))
+        await renewed(run, clock, "d")
+    with pytest.raises(RemoteError, match=r"no server 'trainer-2' is expected .* trainer-0, trainer-1"):
+        await join(machine(2, "e"))
+    run.close()
 
 
-async def test_a_controller_that_did_not_listen_ends_no_gang(clock) -> None:
-    gangs = Gangs("test", 2)
+async def test_a_machine_that_leaves_before_all_are_there_is_missing(controller, clock) -> None:
+    run = controller(make_config(trainer={"nodes": 2}))
+    for boot in "ab":
+        await run.registry.register(machine(1, boot))
+    assert (await run.registry.register(machine(1, "b"))).gang == [None, "http://10.0.0.1:1001"]
+    await run.registry.leave(ServerLeaves(name="trainer-1", boot="b"))
+    assert (await run.registry.register(machine(0, "c"))).gang == ["http://10.0.0.0:1000", None]
+    run.close()
+
+
+async def test_a_controller_that_did_not_listen_ends_no_lease(controller, clock) -> None:
+    teacher = Address("teacher-t")
+    run = controller(make_config(trainer={"nodes": 2}), expected={"teacher-t": teacher})
+    await run.registry.register(says("http://a:1", "first"))
     for index, boot in enumerate("ab"):
-        await gangs.join(gang(index, boot))
+        await run.registry.register(machine(index, boot))
     clock[0] += 3 * registry.LEASE_SECONDS  # stopped, or its machine was
+    await run.registry.expire()
+    assert teacher.url == "http://a:1"
     for index, boot in enumerate("ab"):
-        assert (await gangs.join(gang(index, boot))).address == "10.0.0.0"
+        assert None not in (await run.registry.register(machine(index, boot))).gang
     for _ in range(2):
-        await renewed(gangs, clock, "a")
+        await renewed(run, clock, "a")
     with pytest.raises(Replaced):  # machine 1 is silent from there on
-        await renewed(gangs, clock, "a")
+        await renewed(run, clock, "a")
+    run.close()
 
 
 def test_roles_that_start_together_write_one_file(tmp_path: Path) -> None:
@@ -239,13 +264,14 @@ def test_a_controller_that_listens_everywhere_says_no_url_that_nobody_reaches(tm
     folder.close()
 
 
-async def test_a_machine_whose_ranks_ended_well_is_not_missed(clock) -> None:
-    gangs = Gangs("test", 2)
+async def test_a_machine_whose_ranks_ended_well_is_not_missed(controller, clock) -> None:
+    run = controller(make_config(trainer={"nodes": 2}))
     for index, boot in enumerate("ab"):
-        await gangs.join(gang(index, boot))
-    await gangs.join(gang(1, "b", ended=True))
+        await run.registry.register(machine(index, boot))
+    await run.registry.leave(ServerLeaves(name="trainer-1", boot="b"))
     for _ in range(5):
-        await renewed(gangs, clock, "a")
+        assert None not in (await renewed(run, clock, "a")).gang
+    run.close()
 
 
 # --- announcers ---------------------------------------------------------------------------------------------
@@ -263,13 +289,14 @@ ANNOUNCER = """
 import asyncio, sys
 from functools import partial
 from pathlib import Path
-from distill.launch.single_role import run_registered as serve
+from distill.launch.single_role import Lease, run_registered
 from distill.launch.supervise import ChildSpec
 from sync.base.address import controller_url
 port, folder, script = sys.argv[1:]
 there = partial(controller_url, Path(folder))
 child = ChildSpec("teacher-t", [sys.executable, "-c", script, port])
-sys.exit(asyncio.run(serve(child, f"http://127.0.0.1:{port}", "test", there, None, 5.0)))
+lease = Lease("test", child.name, f"http://127.0.0.1:{port}", there)
+sys.exit(asyncio.run(run_registered(child, lease, 5.0)))
 """
 
 
@@ -359,6 +386,89 @@ async def test_a_controller_that_starts_elsewhere_is_told_again(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     assert len({*found}) == 2
+
+
+# --- the trainer's machines ---------------------------------------------------------------------------------
+
+RANKS = """
+import pathlib, signal, sys
+pathlib.Path(sys.argv[1]).write_text(sys.argv[2])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.pause()
+"""
+MACHINE = """
+import asyncio, sys
+from functools import partial
+from pathlib import Path
+from distill.launch.single_role import Gang, Lease, run_machine
+from distill.launch.supervise import ChildSpec
+from sync.base.address import controller_url
+node, folder, script = sys.argv[1:]
+there = partial(controller_url, Path(folder))
+launcher = lambda meeting: ChildSpec("trainer", [sys.executable, "-c", script, f"{folder}/{node}", meeting])
+lease = Lease("test", f"trainer-{node}", f"http://127.0.0.1:{1000 + int(node)}", there)
+sys.exit(asyncio.run(run_machine(launcher, lease, Gang(2, 60.0), 5.0)))
+"""
+
+
+async def test_machines_start_their_ranks_together_and_lose_them_together(
+    controller, announced, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
+    run = controller(make_config(trainer={"nodes": 2}))
+    task = asyncio.create_task(run.run())
+    tell(tmp_path, run.url)
+
+    def machines(*nodes: int) -> list[subprocess.Popen[bytes]]:
+        for node in nodes:
+            command = [sys.executable, "-c", MACHINE, str(node), str(tmp_path), RANKS]
+            announced.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}))
+        return announced[-len(nodes) :]
+
+    def met() -> bool:
+        """Whether both have started their ranks, and told them where machine 0 is."""
+        told = [tmp_path / str(node) for node in range(2)]
+        return all(file.exists() and file.read_text() == "http://127.0.0.1:1000" for file in told)
+
+    first, second = machines(0, 1)
+    await until(met)
+    below = family(first) + family(second)
+    assert len(below) == 4  # a guardian each, and ranks
+    second.kill()
+    assert await asyncio.to_thread(first.wait, 60) == 128 + signal.SIGKILL, "its ranks could wait for ever"
+    await until(lambda: not [process for process in below if process.is_running()])
+
+    for node in range(2):
+        (tmp_path / str(node)).unlink()
+    first, second = machines(0, 1)
+    await until(met)
+    second.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(second.wait, 60) == 0
+    await asyncio.sleep(2 * registry.LEASE_SECONDS)
+    assert first.poll() is None, "ranks that ended well are not missed"
+    first.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(first.wait, 60) == 0
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_machine_that_meets_another_than_before_starts_its_ranks_again() -> None:
+    """A controller that starts anew cannot tell that a machine was started again meanwhile."""
+
+    def lease(*urls: str | None) -> ServerLease:
+        return ServerLease(name="trainer-0", seconds=15.0, gang=[*urls])
+
+    gang = Gang(2, 60.0)
+    assert gang.told(lease("http://a:1", None)) == "machines [1] of the trainer have not registered"
+    assert not gang.met.is_set()
+    assert gang.told(lease("http://a:1", "http://b:1")) == ""
+    assert gang.places == ["http://a:1", "http://b:1"]
+    gang.told(lease("http://a:1", None))  # a new controller, which the other has not told yet
+    gang.told(lease("http://a:1", "http://b:1"))
+    with pytest.raises(Replaced, match=r"machines \[1\] of the trainer were started again"):
+        gang.told(lease("http://a:1", "http://b:2"))
+    with pytest.raises(ConfigError, match=r"trainer\.nodes is 2 here and 3 at the controller"):
+        Gang(2, 60.0).told(lease("http://a:1", None, None))
 
 
 # --- how a role finds the controller -----------------------------------------------------------------------

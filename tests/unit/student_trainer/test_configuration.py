@@ -245,6 +245,23 @@ def test_devices_are_passed_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> 
         launch.command(config(JSONS[0], ranks=2, devices="4"), Path("t.json"))
 
 
+def test_ranks_of_one_of_several_machines_meet_at_the_first_on_the_network_of_their_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    one = config(JSONS[0], ranks=2, nodes=3).model_copy(update={"controller_url": "http://127.0.0.1:1"})
+    argv, env = launch.command(one, Path("t.json"), 1, "http://[fd00::1]:1234")
+    assert argv[3:7] == [launch.MEETING, "fd00::1", "--master_port", "1234"]
+    assert started_on(argv) == {"node-0": ["0", "1"], "node-1": ["4", "5"], "node-2": ["0", "1"]}
+    assert argv[argv.index("--node_rank") + 1] == "1"
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert launch.command(one, Path("t.json"), 1, "http://a:1")[1]["GLOO_SOCKET_IFNAME"] == "eth7"
+    with pytest.raises(ValidationError, match="nodes is 2 and hostfile is hosts: machines meet through"):
+        config(JSONS[0], nodes=2, hostfile=Path("hosts"))
+
+
 def test_every_objective_has_a_divergence_and_states_its_needs() -> None:
     wants = [
         (Sampled(), Want(entropy=True), 0),
