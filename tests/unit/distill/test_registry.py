@@ -397,17 +397,17 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 signal.pause()
 """
 MACHINE = """
-import asyncio, sys
+import sys
 from functools import partial
 from pathlib import Path
-from distill.launch.single_role import Gang, Lease, run_machine
+from small_config import make_config
+from distill.launch import single_role
 from distill.launch.supervise import ChildSpec
 from sync.base.address import controller_url
 node, folder, script = sys.argv[1:]
-there = partial(controller_url, Path(folder))
-launcher = lambda meeting: ChildSpec("trainer", [sys.executable, "-c", script, f"{folder}/{node}", meeting])
-lease = Lease("test", f"trainer-{node}", f"http://127.0.0.1:{1000 + int(node)}", there)
-sys.exit(asyncio.run(run_machine(launcher, lease, Gang(2, 60.0), 5.0)))
+ranks = [sys.executable, "-c", script, f"{folder}/{node}"]
+single_role.trainer_process = lambda config, url, node, meeting: ChildSpec("trainer", [*ranks, meeting])
+single_role.train(make_config(trainer={"nodes": 2}), partial(controller_url, Path(folder)), int(node))
 """
 
 
@@ -415,6 +415,7 @@ async def test_machines_start_their_ranks_together_and_lose_them_together(
     controller, announced, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     run = controller(make_config(trainer={"nodes": 2}))
     task = asyncio.create_task(run.run())
     tell(tmp_path, run.url)
@@ -422,13 +423,14 @@ async def test_machines_start_their_ranks_together_and_lose_them_together(
     def machines(*nodes: int) -> list[subprocess.Popen[bytes]]:
         for node in nodes:
             command = [sys.executable, "-c", MACHINE, str(node), str(tmp_path), RANKS]
-            announced.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}))
+            announced.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}))
         return announced[-len(nodes) :]
 
     def met() -> bool:
         """Whether both have started their ranks, and told them where machine 0 is."""
+        place = run.registry.listing().servers[1].url
         told = [tmp_path / str(node) for node in range(2)]
-        return all(file.exists() and file.read_text() == "http://127.0.0.1:1000" for file in told)
+        return all(file.exists() and file.read_text() == place for file in told)
 
     first, second = machines(0, 1)
     await until(met)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from small_config import make_config
 
 from distill.cli.main import app
 from distill.config import RunConfig
-from distill.launch.roles import STARTERS, Ports, plan_servers
+from distill.launch.roles import STARTERS, Ports, plan_servers, trainer_child
 from distill.topology import KINDS, command, kind_of, parallel, places, process_of, processes, servers
+from sync.base.address import TOKEN_VARIABLE
 from sync.base.errors import ConfigError
 
 ENGINE = {"tensor-parallel-size": 2, "--pipeline_parallel_size": "3"}
@@ -100,6 +102,16 @@ def test_a_process_is_started_by_the_command_of_its_section() -> None:
         "trainer": "train",
     }
     assert parallel(ENGINE) == (2, 3)
+
+
+def test_of_several_machines_of_a_trainer_a_run_starts_the_first_as_a_person_starts_the_others(
+    tmp_path: Path,
+) -> None:
+    config = make_config(run={"folder": tmp_path}, trainer={"nodes": 2})
+    child = trainer_child(config, "http://10.0.0.1:1", "secret")
+    words = ["train", str(tmp_path / "test"), "--controller", "http://10.0.0.1:1", "--node", "0"]
+    assert child.argv == [sys.executable, "-m", "distill.cli.main", *words]
+    assert (child.env[TOKEN_VARIABLE], child.ends) == ("secret", True)
 
 
 def test_every_section_of_servers_has_a_kind_with_a_command_and_what_starts_it() -> None:
