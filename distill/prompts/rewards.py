@@ -206,7 +206,7 @@ def load_rewards(prompts: PromptsConfig) -> RewardFn:
     assert not isinstance(prompts, EnvironmentPrompts), "an environment gives its rewards itself"
     if isinstance(prompts, TaskPrompts):
         task = tasks.load(prompts.task, prompts.options)
-        return partial(_reward, f"prompts.task {prompts.task!r}, passes()", task.passes)
+        return partial(_reward, f"prompts.task {prompts.task!r}, reward()", task.reward)
     name = prompts.reward_fn or ""
     of_text = BUILT_IN.get(name) or load_function(
         name, "prompts.reward_fn", tuple(BUILT_IN), "distill.rewards"

@@ -1,4 +1,4 @@
-"""Tasks that generate prompts and check completions: one module each, found by name.
+"""Tasks that generate prompts and reward completions: one module each, found by name.
 
 A task module has `make(**options) -> Task`; "package.module:function", or an entry point of distill.tasks,
 names such a function of any module. A module whose models can be made from scratch also has
@@ -35,7 +35,7 @@ class RewardedPrompt(Protocol):
 
 
 class Task(Protocol):
-    """Prompts by number, and a check of completions. Pure: the same (seed, index) gives the same prompt."""
+    """Prompts by number, and rewards of completions. Pure: the same (seed, index) gives the same prompt."""
 
     def prompt(self, seed: int, index: int) -> TaskPrompt:
         """Training prompt `index` >= 0."""
@@ -45,8 +45,9 @@ class Task(Protocol):
         """Held-out prompt `index`: no seed ever trains on it."""
         ...
 
-    def passes(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
-        """Whether the completion's token ids, end token included, answer the prompt."""
+    def reward(self, prompt: RewardedPrompt, completion: Sequence[int]) -> Any:
+        """Reward of the completion's token ids, end token included: a bool, a number, or a pair of that and
+        the answer as text, as of `prompts.reward_fn`. It passes from `prompts.pass_threshold` on."""
         ...
 
 
@@ -81,4 +82,9 @@ def load(name: str, options: dict[str, Any] | None = None) -> Task:
             f"prompts.options do not fit task {name!r} ({type(error).__name__}: {error}): give those that "
             "its make(**options) takes"
         ) from error
+    if lacking := [name for name in ("prompt", "held_out", "reward") if not hasattr(task, name)]:
+        raise ConfigError(
+            f"prompts.task {name!r} made a {type(task).__name__} without {', '.join(lacking)}: a task has "
+            "prompt(seed, index), held_out(seed, index) and reward(prompt, completion)"
+        )
     return task

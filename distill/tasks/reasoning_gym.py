@@ -5,8 +5,8 @@
     task = "reasoning_gym"
     options = { name = "number_sequence", tokenizer = "Qwen/Qwen3-0.6B", max_complexity = 2 }
 
-A scorer gives partial credit, 0.17 for a sentence around the right answer: what passes is a score of at least
-`pass_threshold`. Whether a puzzle is held out depends on its question alone.
+The reward is the scorer's, with partial credit: 0.17 for a sentence around the right answer. Whether a puzzle
+is held out depends on its question alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def make(
     *,
     size: int = 1_000_000,
     seed: int = 0,
-    pass_threshold: float = 1.0,
     answer_tag: str | None = None,
     template: Literal["chat", "plain"] = "chat",
     system_prompt: str | None = None,
@@ -58,17 +57,17 @@ def make(
         )
     puzzles = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    return ReasoningGym(puzzles, loaded, system if template == "chat" else None, answer_tag, pass_threshold)
+    return ReasoningGym(puzzles, loaded, system if template == "chat" else None, answer_tag)
 
 
 class ReasoningGym:
     """The task; `puzzles`: a dataset of reasoning-gym. `system`: messages before a question; None: plain."""
 
     def __init__(
-        self, puzzles: Any, tokenizer: Any, system: list[Any] | None, answer_tag: str | None, threshold: float
+        self, puzzles: Any, tokenizer: Any, system: list[Any] | None, answer_tag: str | None
     ) -> None:
         self._puzzles, self._tokenizer, self._system = puzzles, tokenizer, system
-        self._tag, self._threshold, self._text = answer_tag, threshold, text_reader(tokenizer)
+        self._tag, self._text = answer_tag, text_reader(tokenizer)
 
     def prompt(self, seed: int, index: int) -> TaskPrompt:
         return self._prompt(random.Random(f"{seed}/{index}"), held_out=False)
@@ -76,10 +75,7 @@ class ReasoningGym:
     def held_out(self, seed: int, index: int) -> TaskPrompt:
         return self._prompt(random.Random(f"{seed}/held out/{index}"), held_out=True)
 
-    def passes(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
-        return self.score(prompt, completion) >= self._threshold
-
-    def score(self, prompt: RewardedPrompt, completion: Sequence[int]) -> float:
+    def reward(self, prompt: RewardedPrompt, completion: Sequence[int]) -> float:
         """reasoning-gym's score, 0 to 1. Raises DataError for a generator that does not repeat itself."""
         entry = self._puzzles[int((prompt.answer or "").partition(" ")[0])]
         if entry["question"] != prompt.text:

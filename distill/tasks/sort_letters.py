@@ -55,7 +55,7 @@ class SortLetters:
     def held_out(self, seed: int, index: int) -> TaskPrompt:
         return _prompt(random.Random(f"{seed}/held out/{index}"), held_out=True)
 
-    def passes(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
+    def reward(self, prompt: RewardedPrompt, completion: Sequence[int]) -> bool:
         left = {character for character in prompt.text if character in LETTERS}
         *letters, last = completion or [PAD_ID]
         for letter in (VOCABULARY[token] for token in letters):

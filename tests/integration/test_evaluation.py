@@ -83,7 +83,7 @@ def check_set(report: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     passed = []
     for row in rows:
         prompt: Any = type("Prompt", (), {"text": row["prompt"], "answer": None})
-        passed.append(task.passes(prompt, row["token_ids"]))
+        passed.append(task.reward(prompt, row["token_ids"]))
         assert row["reward"] == passed[-1]
     means = torch.tensor(passed, dtype=torch.float64).view(10, K).mean(1).numpy()
     assert Estimate(**report["pass_at_1"]) == statistics.share(means, K)

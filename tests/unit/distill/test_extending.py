@@ -223,8 +223,8 @@ def test_the_prompt_source_keeps_held_out_prompts_apart(example: Example) -> Non
     held_out = {task.held_out(0, index).text for index in range(600)}
     assert len(trained) == len(held_out) == 500
     assert not trained & held_out
-    assert task.passes(task.prompt(0, 4), [9, 1])
-    assert not task.passes(task.prompt(0, 4), [])
+    assert task.reward(task.prompt(0, 4), [9, 1])
+    assert not task.reward(task.prompt(0, 4), [])
 
 
 def test_the_engine_scores_at_its_temperature_and_refuses_what_it_cannot_give(

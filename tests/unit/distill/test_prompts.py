@@ -78,7 +78,7 @@ class Doubling:
     def prompt(self, seed: int, index: int) -> Made:
         return Made(f"{seed + index}", None, f"{2 * (seed + index)}")
 
-    def passes(self, prompt: Prompt, completion: object) -> bool:
+    def reward(self, prompt: Prompt, completion: object) -> bool:
         return False
 
 

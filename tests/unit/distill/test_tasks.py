@@ -39,7 +39,7 @@ def test_exactly_the_answers_that_take_an_end_each_time_pass() -> None:
     passing = {
         "".join(order)
         for order in itertools.permutations("bdkmz")
-        if TASK.passes(PendingPrompt("kdzmb>"), ids("".join(order)))
+        if TASK.reward(PendingPrompt("kdzmb>"), ids("".join(order)))
     }
     assert len(passing) == 2**4
     assert {"bdkmz", "zmkdb", "bzdmk"} <= passing
@@ -49,13 +49,13 @@ def test_exactly_the_answers_that_take_an_end_each_time_pass() -> None:
 
 @pytest.mark.parametrize("answer", ["bdkm", "bdkmzz", "bdkmzb", "", "bdkm>", "abdkmz"])
 def test_what_leaves_out_repeats_or_adds_fails(answer: str) -> None:
-    assert not TASK.passes(PendingPrompt("kdzmb>"), ids(answer))
+    assert not TASK.reward(PendingPrompt("kdzmb>"), ids(answer))
 
 
 def test_an_answer_must_end() -> None:
-    assert not TASK.passes(PendingPrompt("kdzmb>"), ids("bdkmz", end=False))
-    assert not TASK.passes(PendingPrompt("kdzmb>"), ids("bdkmz") + [EOS_ID])
-    assert not TASK.passes(PendingPrompt("kdzmb>"), [])
+    assert not TASK.reward(PendingPrompt("kdzmb>"), ids("bdkmz", end=False))
+    assert not TASK.reward(PendingPrompt("kdzmb>"), ids("bdkmz") + [EOS_ID])
+    assert not TASK.reward(PendingPrompt("kdzmb>"), [])
 
 
 def test_prompts_are_five_to_nine_distinct_letters_and_the_same_each_time() -> None:
@@ -81,7 +81,7 @@ def test_examples_are_right_answers_with_even_odds_and_name_the_other_choice() -
     for asked, answer, other in zip(asked_BN[:200], answer_BN, other_BN, strict=False):
         text = "".join(LETTERS[i] for i in asked) + ">"
         assert not is_held_out(text)
-        assert TASK.passes(PendingPrompt(text), ids("".join(LETTERS[i] for i in answer)))
+        assert TASK.reward(PendingPrompt(text), ids("".join(LETTERS[i] for i in answer)))
         left = set(asked.tolist())
         for taken, spurned in zip(answer.tolist(), other.tolist(), strict=True):
             assert {taken, spurned} == {min(left), max(left)}
@@ -107,6 +107,8 @@ def test_a_task_is_found_by_name_and_a_missing_one_is_named() -> None:
         tasks.load("distill.config")
     with pytest.raises(ConfigError, match=r"prompts\.options do not fit"):
         tasks.load("sort_letters", {"digits": 3})
+    with pytest.raises(ConfigError, match=r"made a dict without prompt, held_out, reward: a task has"):
+        tasks.load("builtins:dict")
 
 
 class Broken:
@@ -118,8 +120,8 @@ class Broken:
     def held_out(self, seed: int, index: int) -> tasks.TaskPrompt:
         raise KeyError("held out")
 
-    def passes(self, prompt: tasks.RewardedPrompt, completion: list[int]) -> bool:
-        raise KeyError("passes")
+    def reward(self, prompt: tasks.RewardedPrompt, completion: list[int]) -> bool:
+        raise KeyError("reward")
 
 
 def make(unlucky: bool = False) -> Broken:
@@ -152,14 +154,14 @@ def test_whatever_a_task_raises_names_the_task(tmp_path: Path, monkeypatch: pyte
         open_prompts(config, letter_tokenizer(), 64)
     source = reward_source(config.prompts, letter_tokenizer())
     reward_fn = load_rewards(source.prompts)
-    passes = r"prompts\.task 'tasks_of_mine\.broken', passes\(\)"
+    named = r"prompts\.task 'tasks_of_mine\.broken', reward\(\)"
     with pytest.raises(
-        DataError, match=passes + r" raised KeyError \('passes'\) for prompt 0:4:1, completion \[5"
+        DataError, match=named + r" raised KeyError \('reward'\) for prompt 0:4:1, completion \[5"
     ):
         reward_fn(Prompt("0:4:1", [1]), [5])
-    monkeypatch.setattr(Broken, "passes", lambda *_: None)
+    monkeypatch.setattr(Broken, "reward", lambda *_: None)
     reward_fn = load_rewards(source.prompts)
-    with pytest.raises(DataError, match=passes + r" gave None for prompt 0:4:1.* a bool or a number"):
+    with pytest.raises(DataError, match=named + r" gave None for prompt 0:4:1.* a bool or a number"):
         reward_fn(Prompt("0:4:1", [1]), [5])
 
 
@@ -249,39 +251,34 @@ def test_no_held_out_puzzle_is_ever_trained_on(tokenizer: Any) -> None:
         [task(tokenizer, size=1).prompt(0, 0), task(tokenizer, size=1).held_out(0, 0)]
 
 
-def test_partial_credit_does_not_pass_unless_the_threshold_says_so(tokenizer: Any) -> None:
-    strict, lenient = task(tokenizer), task(tokenizer, pass_threshold=0.1)
-    prompt = strict.prompt(0, 0)
-    right = tokenizer.encode(reference(prompt) + "<|im_end|>")
-    around = tokenizer.encode(f"It is {reference(prompt)}, I think<|im_end|>")
-    assert strict.score(prompt, right) == 1.0
-    assert 0.0 < strict.score(prompt, around) < 1.0
-    assert strict.passes(prompt, right)
-    assert not strict.passes(prompt, around)
-    assert lenient.passes(prompt, around)
-    assert not lenient.passes(prompt, tokenizer.encode("<|im_end|>"))
+def test_partial_credit_is_the_reward(tokenizer: Any) -> None:
+    prompt = task(tokenizer).prompt(0, 0)
+    around = f"It is {reference(prompt)}, I think"
+    texts = [reference(prompt), around, ""]
+    rewards = [task(tokenizer).reward(prompt, tokenizer.encode(text + "<|im_end|>")) for text in texts]
+    assert rewards == [1.0, len(reference(prompt)) / len(around), 0.0]
 
 
 def test_an_answer_may_stand_in_a_tag(tokenizer: Any) -> None:
     tagged = task(tokenizer, answer_tag="answer")
     prompt = tagged.prompt(0, 0)
     text = f"<answer>no</answer> or rather <answer> {reference(prompt)} </answer>."
-    assert tagged.passes(prompt, tokenizer.encode(text))
-    assert not tagged.passes(prompt, tokenizer.encode(reference(prompt)))
+    assert tagged.reward(prompt, tokenizer.encode(text))
+    assert not tagged.reward(prompt, tokenizer.encode(reference(prompt)))
     whole = task(tokenizer, answer_tag=reference(prompt)[0])  # a word of the answer itself is no tag
-    assert not whole.passes(prompt, tokenizer.encode(reference(prompt)))
+    assert not whole.reward(prompt, tokenizer.encode(reference(prompt)))
 
 
 def test_a_generator_that_does_not_repeat_itself_is_found(tokenizer: Any) -> None:
     made = task(tokenizer).prompt(0, 0)
     with pytest.raises(DataError, match="another puzzle"):
-        task(tokenizer).score(made._replace(text="1, 2, ?"), [1])
+        task(tokenizer).reward(made._replace(text="1, 2, ?"), [1])
 
 
 def test_it_is_a_source_of_prompts(tokenizer: Any) -> None:
     prompt = TaskSource("reasoning_gym", task(tokenizer), 1, tokenizer.encode)[4]
     assert tokenizer.decode(prompt.token_ids).endswith("<|im_start|>assistant\n")
-    assert task(tokenizer).passes(prompt, tokenizer.encode(reference(task(tokenizer).prompt(1, 4))))
+    assert task(tokenizer).reward(prompt, tokenizer.encode(reference(task(tokenizer).prompt(1, 4))))
 
 
 def test_options_that_cannot_be_used_are_refused(tokenizer: Any) -> None:
