@@ -12,6 +12,7 @@ is held out depends on its question alone.
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any, Final, Literal
@@ -32,16 +33,16 @@ def make(
     *,
     size: int = 1_000_000,
     seed: int = 0,
-    answer_tag: str | None = None,
+    answer_pattern: str | None = None,
     template: Literal["chat", "plain"] = "chat",
     system_prompt: str | None = None,
     **options: Any,
 ) -> ReasoningGym:
     """The generator `name` of reasoning-gym, with its own further `options`.
 
-    tokenizer: the student's path. size: puzzles that prompts are drawn from; seed: of these. answer_tag: the
-    answer stands in <TAG>…</TAG>, the last of them; None: it is the whole completion. template: as
-    prompts.template. Raises ConfigError.
+    tokenizer: the student's path. size: puzzles that prompts are drawn from; seed: of these. answer_pattern:
+    a regular expression, whose last match, or the first group of that, is the answer; None: the whole
+    completion is. template: as prompts.template. Raises ConfigError.
     """
     try:
         import reasoning_gym
@@ -55,19 +56,20 @@ def make(
         raise ConfigError(
             f"prompts.options has template = 'chat', and {tokenizer!r} has no chat template: set 'plain'"
         )
+    pattern = None if answer_pattern is None else re.compile(answer_pattern)
     puzzles = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    return ReasoningGym(puzzles, loaded, system if template == "chat" else None, answer_tag)
+    return ReasoningGym(puzzles, loaded, system if template == "chat" else None, pattern)
 
 
 class ReasoningGym:
     """The task; `puzzles`: a dataset of reasoning-gym. `system`: messages before a question; None: plain."""
 
     def __init__(
-        self, puzzles: Any, tokenizer: Any, system: list[Any] | None, answer_tag: str | None
+        self, puzzles: Any, tokenizer: Any, system: list[Any] | None, pattern: re.Pattern[str] | None
     ) -> None:
         self._puzzles, self._tokenizer, self._system = puzzles, tokenizer, system
-        self._tag, self._text = answer_tag, text_reader(tokenizer)
+        self._pattern, self._text = pattern, text_reader(tokenizer)
 
     def prompt(self, seed: int, index: int) -> TaskPrompt:
         return self._prompt(random.Random(f"{seed}/{index}"), held_out=False)
@@ -84,9 +86,9 @@ class ReasoningGym:
                 "cannot be scored: choose another name in prompts.options"
             )
         text = self._text(completion)
-        if self._tag is not None:
-            _, tag, rest = text.rpartition(f"<{self._tag}>")
-            text = rest.partition(f"</{self._tag}>")[0] if tag else ""
+        if self._pattern is not None:
+            matches = list(self._pattern.finditer(text))
+            text = matches[-1][min(1, self._pattern.groups)] or "" if matches else ""
         return float(self._puzzles.score_answer(text.strip(), entry))
 
     def _prompt(self, rng: random.Random, held_out: bool) -> TaskPrompt:

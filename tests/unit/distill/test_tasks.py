@@ -259,14 +259,17 @@ def test_partial_credit_is_the_reward(tokenizer: Any) -> None:
     assert rewards == [1.0, len(reference(prompt)) / len(around), 0.0]
 
 
-def test_an_answer_may_stand_in_a_tag(tokenizer: Any) -> None:
-    tagged = task(tokenizer, answer_tag="answer")
+def test_an_answer_is_the_last_match_of_a_pattern(tokenizer: Any) -> None:
+    tagged = task(tokenizer, answer_pattern="<answer>(.*?)</answer>")
     prompt = tagged.prompt(0, 0)
     text = f"<answer>no</answer> or rather <answer> {reference(prompt)} </answer>."
-    assert tagged.reward(prompt, tokenizer.encode(text))
-    assert not tagged.reward(prompt, tokenizer.encode(reference(prompt)))
-    whole = task(tokenizer, answer_tag=reference(prompt)[0])  # a word of the answer itself is no tag
-    assert not whole.reward(prompt, tokenizer.encode(reference(prompt)))
+    assert tagged.reward(prompt, tokenizer.encode(text)) == 1.0
+    assert tagged.reward(prompt, tokenizer.encode(reference(prompt))) == 0.0
+    number = task(tokenizer, answer_pattern="-?[0-9]+")
+    assert number.reward(prompt, tokenizer.encode(f"7 or {reference(prompt)}, I think")) == 1.0
+    assert number.reward(prompt, tokenizer.encode(f"{reference(prompt)}, not 7")) == 0.0
+    with pytest.raises(ConfigError, match=r"prompts\.options do not fit .* unterminated subpattern"):
+        task(tokenizer, answer_pattern="(")
 
 
 def test_a_generator_that_does_not_repeat_itself_is_found(tokenizer: Any) -> None:
