@@ -1,10 +1,13 @@
 """Output head and loss in chunks: [tokens, vocabulary] is never whole in memory, forward or backward.
 
 The gradients of a chunk are taken while its logits exist, so the backward pass only scales what was kept:
-[C, H] for the hidden states and [V, H] for the weight.
+[C, H] for the hidden states and [V, H] for the weight. Products are of whole chunks. What lies between them,
+twenty tensors of the logits' size, a CPU makes for a block of tokens at a time, and a block's gradients take
+the place of its logits.
 
-Letters: C completion tokens of a micro-batch, N tokens of one chunk, V rows of the vocabulary, H hidden size,
-G hidden size of a teacher. Logits and log-probabilities are fp32 whatever the model's precision.
+Letters: C completion tokens of a micro-batch, N tokens of one chunk, B of one block, V rows of the
+vocabulary, H hidden size, G hidden size of a teacher. Logits and log-probabilities are fp32 whatever the
+model's precision.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +28,8 @@ from sync.wire.head import HeadShape, OutputHead, bf16_products
 RHO_MAX = len(STATS)
 """Place of the largest ρ in a statistics vector; the sums named in STATS stand before it. After it stand, for
 M tracked teachers, M sums of their tokens' reverse KL and M counts of these tokens."""
+BLOCK: Final = 1 << 20
+"""Logits of a block of tokens on a CPU: 4 MB, which the caches hold beside their temporaries."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +95,27 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         head = OutputHead(weight_VH, bias_V, shape).placed(hidden_CH.device)
+        low_VH = weight_VH.detach()[: shape.vocab].to(hidden_CH.device)
         exact = head.exact and hidden_CH.dtype == torch.bfloat16 and not hidden_CH.is_cuda
         loss = hidden_CH.new_zeros((), dtype=torch.float32)
         stats = hidden_CH.new_zeros(RHO_MAX + 1 + 2 * spec.tracked, dtype=torch.float32)
         grad_hidden_CH = torch.zeros_like(hidden_CH, dtype=torch.float32)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if weight_VH.requires_grad else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
-        for start in range(0, hidden_CH.shape[0], chunk):
-            part = slice(start, start + chunk)
+        block = chunk if hidden_CH.is_cuda else max(1, min(chunk, BLOCK // shape.vocab))
+        for part in _parts(hidden_CH.shape[0], chunk):
             hidden_NH, chunk_targets = hidden_CH[part].detach(), targets.each(itemgetter(part))
-            raw_NV = head.raw(hidden_NH)
-            total, sums, grad_NV = _chunk_loss(raw_NV, shape, chunk_targets, spec)
-            loss += total
-            _record(stats, sums)
-            with bf16_products(exact):  # the factor from the loss is rounded, as it is on GPUs
-                grad_hidden_CH[part] = grad_NV.to(head.weight_VH.dtype) @ head.weight_VH
-                if grad_weight_VH is not None:
+            grad_NV, teacher_NV = head.raw(hidden_NH), _teacher_logits(chunk_targets, spec.heads)
+            for rows in _parts(hidden_NH.shape[0], block):
+                teacher_BV = None if teacher_NV is None else teacher_NV[rows]
+                block_targets = replace(chunk_targets.each(itemgetter(rows)), teacher_logp_NV=teacher_BV)
+                total, sums, grad_BV = _block_loss(grad_NV[rows], shape, block_targets, spec)
+                grad_NV[rows] = grad_BV
+                loss += total
+                _record(stats, sums)
+            grad_hidden_CH[part] = grad_NV.to(low_VH.dtype) @ low_VH
+            if grad_weight_VH is not None:
+                with bf16_products(exact):  # the factor from the loss is rounded, as it is on GPUs
                     hidden_NH = hidden_NH.to(head.weight_VH.dtype)
                     _add_product(grad_weight_VH[: shape.vocab], grad_NV, hidden_NH)
             if grad_bias_V is not None:
@@ -122,13 +132,19 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
-def _chunk_loss(
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def _block_loss(
     raw_NV: Tensor, shape: HeadShape, targets: Targets, spec: Loss
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Summed loss of one chunk, its statistics, and the gradient of the sum in `raw_NV`."""
+    """Summed loss of one block, its statistics, and the gradient of the sum in `raw_NV`."""
     with torch.no_grad():
+        logits_NV = targets.teacher_logp_NV
+        logq_NV = None if logits_NV is None else logits_NV.log_softmax(1)
         first_V = None if targets.parted_NB is None or spec.first_bytes is None else spec.first_bytes()
-        targets = replace(targets, teacher_logp_NV=_teacher_logp(targets, spec.heads), first_V=first_V)
+        targets = replace(targets, teacher_logp_NV=logq_NV, first_V=first_V)
     sums_over_v = targets.mask_NK is not None or targets.parted_NB is not None
     few = spec.few_columns and shape.soft_cap is None and not sums_over_v
     with torch.enable_grad():
@@ -141,10 +157,12 @@ def _chunk_loss(
             loss_N, terms = spec.objective(logp_NV, targets)
         total = loss_N.sum()
     (grad,) = torch.autograd.grad(total, logp_NC if few else raw_NV)
-    sums = token_sums(logp_NV.detach(), targets, spec.ends)
-    if few:  # of the softmax, in the place of logp_NV
-        of_rest_NV = logp_NV.exp_().mul_(-grad.sum(1, keepdim=True))
-        grad = of_rest_NV.scatter_add_(1, ids_NC, grad).mul_(shape.scale / shape.temperature)
+    logp_NV = logp_NV.detach()
+    p_NV = logp_NV.exp()
+    sums = token_sums(logp_NV, p_NV, targets, spec.ends)
+    if few:  # of the softmax, in the place of p_NV
+        grad = grad * (shape.scale / shape.temperature)
+        grad = p_NV.mul_(-grad.sum(1, keepdim=True)).scatter_add_(1, ids_NC, grad)
     sums |= {name: value.sum() for name, value in terms.items()}
     if spec.tracked and "reverse_kl" in terms:
         assert targets.teacher_N is not None
@@ -168,23 +186,23 @@ def columns(targets: Targets) -> tuple[Tensor, Targets]:
     return ids_NC.clamp(min=0), named
 
 
-def _teacher_logp(targets: Targets, heads: tuple[OutputHead, ...]) -> Tensor | None:
-    """log q [N, V] of one chunk; None when the objective does not go over the whole vocabulary."""
+def _teacher_logits(targets: Targets, heads: tuple[OutputHead, ...]) -> Tensor | None:
+    """Teachers' logits [N, V] of one chunk; None when the objective does not go over the whole vocabulary."""
     hidden_NG = targets.teacher_hidden_NG
     if hidden_NG is None or not heads:
         return None
     if len(heads) == 1:
         return _one_teacher(hidden_NG, heads[0])
-    logq_NV = hidden_NG.new_empty((hidden_NG.shape[0], heads[0].shape.vocab), dtype=torch.float32)
+    logits_NV = hidden_NG.new_empty((hidden_NG.shape[0], heads[0].shape.vocab), dtype=torch.float32)
     for index, head in enumerate(heads):
         scored_N = targets.teacher_N == index
-        logq_NV[scored_N] = _one_teacher(hidden_NG[scored_N], head)
-    return logq_NV
+        logits_NV[scored_N] = _one_teacher(hidden_NG[scored_N], head)
+    return logits_NV
 
 
 def _one_teacher(hidden_NG: Tensor, head: OutputHead) -> Tensor:
     head = head.placed(hidden_NG.device)
-    return head.logits(hidden_NG[:, : head.weight_VH.shape[1]]).log_softmax(1)
+    return head.logits(hidden_NG[:, : head.weight_VH.shape[1]])
 
 
 def _record(stats: Tensor, sums: dict[str, Tensor]) -> None:

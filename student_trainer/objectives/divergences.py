@@ -59,7 +59,7 @@ class Targets:
     support_logp_NK: Tensor | None = None
     """log q at support_NK"""
     teacher_logp_NV: Tensor | None = None
-    """log q, whole distribution; made chunk by chunk from `teacher_hidden_NG`"""
+    """log q, whole distribution; made block by block from `teacher_hidden_NG`"""
     teacher_entropy_N: Tensor | None = None
     """nats; None: not sent"""
     future_N: Tensor | None = None
@@ -88,7 +88,7 @@ class Targets:
     """bool: the first bytes of the tokens G, among which is y, for any of which S and q would be known and
     the same; none where there is no such G. Only of tokens `by_text_N`"""
     first_V: Tensor | None = None
-    """int64: the first byte of each id (`tokenizers.first_bytes`), set chunk by chunk with `parted_NB`"""
+    """int64: the first byte of each id (`tokenizers.first_bytes`), set block by block with `parted_NB`"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Targets:
         """The same with every tensor changed: moved, or cut to some of the tokens."""

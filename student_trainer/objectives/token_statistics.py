@@ -47,15 +47,17 @@ _SUMS = (name for pair in MEANS.values() for name in pair)
 STATS: Final = tuple(name for name in dict.fromkeys(_SUMS) if name not in (*COUNTS, "denominator"))
 """Sums over the tokens of a chunk, "loss" first. `own_tokens` counts those that the student generated:
 `reverse_kl`, `rho` and `rho_squared` are of them alone."""
-_OVERLAP_TOKENS = 64
-"""Tokens of a chunk whose overlap is computed: a top-k over the vocabulary is expensive."""
+_OVERLAP_SHARE = 8
+"""One token in so many has its overlap computed: a top-k over the vocabulary is expensive."""
 
 
 @torch.no_grad()
-def token_sums(logp_NV: Tensor, targets: Targets, ends: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Sums (scalars) over the chunk, named as in STATS, and `rho_max`. N must not be 0.
+def token_sums(
+    logp_NV: Tensor, p_NV: Tensor, targets: Targets, ends: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """Sums (scalars) over N tokens, named as in STATS, and `rho_max`. N must not be 0.
 
-    `ends`: ids that end a completion; without any, their mass is left out.
+    `p_NV`: exp(log p). `ends`: ids that end a completion; without any, their mass is left out.
     """
     logp_N, masked = at(logp_NV, targets.token_N), dict[str, Tensor]()
     if targets.mask_NK is not None:
@@ -67,7 +69,7 @@ def token_sums(logp_NV: Tensor, targets: Targets, ends: Sequence[int] = ()) -> d
     rho_N = torch.where(own_N, rho_N, 0.0)
     sums = {
         "own_tokens": own_N.sum(),
-        "student_entropy": _entropy(logp_NV).sum(),
+        "student_entropy": _entropy(logp_NV, p_NV).sum(),
         "rho": rho_N.sum(),
         "rho_squared": rho_N.square().sum(),
         "rho_max": rho_N.max(),
@@ -79,7 +81,7 @@ def token_sums(logp_NV: Tensor, targets: Targets, ends: Sequence[int] = ()) -> d
         sums |= _support(logp_NV, targets, targets.support_NK, targets.support_logp_NK)
     entropy_N, logq_NV = targets.teacher_entropy_N, targets.teacher_logp_NV
     if logq_NV is not None:
-        entropy_N = _entropy(logq_NV)
+        entropy_N = _entropy(logq_NV, logq_NV.exp())
         gap_N = (at(logq_NV, targets.token_N) - targets.teacher_logp_N).abs()
         sums |= {"score_gap": gap_N.sum(), "score_gap_tokens": torch.ones_like(gap_N).sum()}
     if entropy_N is not None:
@@ -101,9 +103,9 @@ def _ends(logp_NV: Tensor, targets: Targets, ends_E: Tensor) -> dict[str, Tensor
     return sums
 
 
-def _entropy(logp_NV: Tensor) -> Tensor:
+def _entropy(logp_NV: Tensor, p_NV: Tensor) -> Tensor:
     """−Σ p·log p [N]."""
-    return -logp_NV.exp().mul_(logp_NV).sum(1)
+    return -torch.linalg.vecdot(p_NV, logp_NV)
 
 
 def _support(logp_NV: Tensor, targets: Targets, ids_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
@@ -113,10 +115,10 @@ def _support(logp_NV: Tensor, targets: Targets, ids_NK: Tensor, logq_NK: Tensor)
     ids_NK = ids_NK.clamp(min=0)
     gap_NK = (logq_NK - targets.teacher_logp_N.unsqueeze(1)).abs()
     read_NK = hit_NK if targets.by_text_N is None else hit_NK & ~targets.by_text_N.unsqueeze(1)
-    some_PV, members_PK = logp_NV[:_OVERLAP_TOKENS], member_NK[:_OVERLAP_TOKENS]
+    some_PV, members_PK = logp_NV[::_OVERLAP_SHARE], member_NK[::_OVERLAP_SHARE]
     own_PK = some_PV.topk(min(ids_NK.shape[1], logp_NV.shape[1]), dim=1).indices
     own_PV = torch.zeros_like(some_PV, dtype=torch.bool).scatter_(1, own_PK, True)
-    shared_P = (own_PV.gather(1, ids_NK[:_OVERLAP_TOKENS]) & members_PK).sum(1)
+    shared_P = (own_PV.gather(1, ids_NK[::_OVERLAP_SHARE]) & members_PK).sum(1)
     return {
         "score_gap": torch.where(read_NK, gap_NK, 0.0).sum(),
         "score_gap_tokens": read_NK.sum(),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from student_trainer import head as head_module
 from student_trainer.head import Loss, _add_product, chunked_loss
 from student_trainer.objectives.config import Sampled, StudentTopK, TaskReward, TopK
 from student_trainer.objectives.divergences import Targets, full
@@ -57,6 +58,23 @@ def test_no_tensor_is_as_large_as_tokens_times_vocabulary(chunk: int) -> None:
         total.backward()
     assert largest.elements <= max(chunk * V, C * H, V * H)
     assert largest.elements < C * V
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_blocks_of_tokens_give_what_a_whole_chunk_gives(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets, loss = work(teachers=2)
+    if few:
+        loss = loss_of(Sampled(), ["teacher"], ())
+        targets = replace(targets, teacher_hidden_NG=None, teacher_N=None)
+    results = []
+    for tokens in (1, 7, 32):
+        monkeypatch.setattr(head_module, "BLOCK", tokens * V + 1)
+        leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
+        total, stats = chunked_loss(leaves[0], OutputHead(leaves[1], None, HeadShape(V)), targets, loss, 32)
+        total.backward()
+        results.append([total.detach(), stats, leaves[0].grad, leaves[1].grad])
+    for result in results[:2]:
+        torch.testing.assert_close(result, results[2], rtol=1e-5, atol=1e-5)
 
 
 def test_the_heads_gradient_is_summed_where_it_is() -> None:
