@@ -161,7 +161,7 @@ class _Checks:
         if not all(passed):
             return
         settings, token_limit, prompts = config.preflight, config.rollout.max_tokens, [ids for ids, _ in seen]
-        tolerance = settings.score_tolerance or (1e-3 if info.dtype == "float32" else 0.1)
+        tolerance = settings.score_tolerance or (1e-3 if info.dtype == "float32" else 0.2)
         sequences = probes.probe_sequences(prompts, settings.sequences, min(PROBE_TOKENS, token_limit))
 
         async def score(sequences: list[wire.ScoreSequence], want: wire.Want) -> list[Any]:
