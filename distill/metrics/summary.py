@@ -40,6 +40,8 @@ LONG_IDLE = 0.25
 """Share of the trainer's time from which its idleness is worth a change."""
 CUT_OFF_STEPS: Final = 5
 """Consecutive steps without one completion that ended by itself."""
+ALIKE_STEPS: Final = 5
+"""Consecutive steps without two different rewards."""
 END_STEPS: Final = 3
 """Consecutive steps at which the student ends far less often than its teacher would."""
 LITTLE_END: Final = 0.2
@@ -332,7 +334,8 @@ class Advice:
     """Takes every step of a run in order; gives each warning once, with what to change."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, self._steps, self._cut_off, self._endless = config, 0, 0, 0
+        self._config, self._steps = config, 0
+        self._cut_off, self._endless, self._alike = 0, 0, 0  # steps in a row
         self._given: dict[str, str] = {}
         self._worked: set[str] = set()  # teachers that had something to score
         self._scored_before: float | None = None  # rollouts, at the first step
@@ -353,6 +356,7 @@ class Advice:
         self._cut_off = self._cut_off + 1 if figures.get("train/truncation_rate", 0.0) >= 1 else 0
         student, teacher = (figures.get(f"train/{who}_end", 0.0) for who in ("student", "teacher"))
         self._endless = self._endless + 1 if student < LITTLE_END * teacher else 0
+        self._alike = self._alike + 1 if figures.get("train/reward_std") == 0 else 0
         new = {about: text for about, text in self._found(figures) if about not in self._given}
         self._given |= new
         return list(new.values())
@@ -373,6 +377,13 @@ class Advice:
                 "the student forgets how to end a completion: the end has a probability of "
                 f"{student} at a token, and for its teacher one of {teacher}; "
                 f"a reverse divergence does not bring back what is nearly lost: {END_REMEDY}",
+            )
+        if self._alike >= ALIKE_STEPS and self._config.objective.task is not None:
+            yield (
+                "rewards",
+                f"every rollout of the last {self._alike} steps had the reward "
+                f"{figures['train/reward_mean']:g}, from which nothing is learned: reward what is partly "
+                "right, ask easier prompts, or begin with a student that some of them suit",
             )
         if self._steps < FIRST_STEPS:
             return

@@ -21,7 +21,7 @@ from distill.config import GuardConfig
 from distill.events import Quarantined
 from distill.interfaces import Hooks
 from distill.launch.run_folder import RunFolder
-from distill.metrics.summary import CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
+from distill.metrics.summary import ALIKE_STEPS, CUT_OFF_STEPS, END_STEPS, FIRST_STEPS, LITTLE_END, Advice
 from distill.record.changes import Checkpointed, LineageOpened, RolledBack
 from distill.record.state import RunState
 from distill.rollout.validation import repetitive
@@ -310,6 +310,17 @@ def test_completions_that_never_end_are_said_once_and_one_that_ends_begins_the_c
     assert "of the last 5 steps was cut off at rollout.max_tokens = 7" in line
     assert advice.look(cut) == []
     assert advice.given == [line]
+
+
+def test_rewards_that_are_all_the_same_are_said_where_they_are_learned_from() -> None:
+    same, spread = ({"train/reward_mean": 0.5, "train/reward_std": std} for std in (0.0, 0.1))
+    figures = [*[same] * (ALIKE_STEPS - 1), spread, *[same] * ALIKE_STEPS]
+    rewarded, other = Advice(make_config(objective={"type": "full", "task": {}})), Advice(make_config())
+    said = [rewarded.look(step) for step in figures]
+    assert said[:-1] == [[]] * (2 * ALIKE_STEPS - 1)
+    (line,) = said[-1]
+    assert "every rollout of the last 5 steps had the reward 0.5, from which nothing is learned" in line
+    assert [other.look(step) for step in figures] == [[]] * len(figures)
 
 
 def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy() -> None:
