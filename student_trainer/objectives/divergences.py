@@ -275,14 +275,32 @@ def forward_topk(logp_NV: Tensor, targets: Targets) -> Terms:
     return loss_N, {"reverse_kl": reverse_N}
 
 
+class _Sloped(torch.autograd.Function):
+    """Values [N] whose gradient in log p [N, V] is known: one tensor of the vocabulary's size, not one for
+    every operation."""
+
+    @staticmethod
+    def forward(ctx: Any, logp_NV: Tensor, value_N: Tensor, slope_NV: Tensor) -> Tensor:
+        ctx.save_for_backward(slope_NV)
+        return value_N.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        (slope_NV,) = ctx.saved_tensors
+        return grad_N.unsqueeze(1) * slope_NV, None, None
+
+
 def full(logp_NV: Tensor, targets: Targets) -> Terms:
     """Exact reverse KL over the full vocabulary: no sampling noise, no importance weight.
 
     loss_t = Σ_v p(v) d(v);     gradient in the logits: p·(d − KL)
     """
     assert targets.teacher_logp_NV is not None
-    kl_N = (logp_NV.exp() * (logp_NV - targets.teacher_logp_NV)).sum(1)
-    return kl_N, {"reverse_kl": kl_N.detach()}
+    with torch.no_grad():
+        # p·(d + 1), of which the softmax takes the second p away
+        slope_NV = (logp_NV - targets.teacher_logp_NV).mul_(logp_NV.exp())
+        kl_N = slope_NV.sum(1)
+    return _Sloped.apply(logp_NV, kl_N, slope_NV), {"reverse_kl": kl_N}
 
 
 def forward(logp_NV: Tensor, targets: Targets) -> Tensor:
@@ -292,7 +310,11 @@ def forward(logp_NV: Tensor, targets: Targets) -> Tensor:
     """
     assert targets.teacher_logp_NV is not None
     logq_NV = targets.teacher_logp_NV
-    return (logq_NV.exp() * (logq_NV - logp_NV)).sum(1)
+    with torch.no_grad():
+        q_NV = logq_NV.exp()
+        kl_N = (logq_NV - logp_NV).mul_(q_NV).sum(1)
+    value_N: Tensor = _Sloped.apply(logp_NV, kl_N, q_NV.neg_())
+    return value_N
 
 
 def jsd(logp_NV: Tensor, targets: Targets, beta: float) -> Terms:
