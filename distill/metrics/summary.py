@@ -48,10 +48,6 @@ LITTLE_END: Final = 0.2
 """Share of the teacher's probability of ending a completion that is far less."""
 FEW_ENDED: Final = 0.5
 """Share of the teacher's share of held-out completions that end, below which a student's is said."""
-END_REMEDY: Final = (
-    "try a forward term (objective.forward = 1), completions of the teacher too (objective.on_policy below "
-    "1), a lower trainer.lr, or rollout.max_tokens up to where the teacher ends"
-)
 FIRST_STEPS: Final = 20
 """Before which nothing is concluded from a teacher's work."""
 LITTLE_WORK: Final = 0.1
@@ -330,6 +326,18 @@ def longest_waits(summary: Mapping[str, Any]) -> str:
     return f"{words}; the trainer was idle for {share:.0%} of the time{remedy}"
 
 
+def _end_remedy(config: RunConfig) -> str:
+    """What else helps a student that no longer ends its completions."""
+    objective = config.objective
+    remedies = {
+        "a forward term (objective.forward = 1)": not getattr(objective, "forward", 0.0),
+        "completions of the teacher too (objective.on_policy below 1)": objective.on_policy == 1,
+        "a lower trainer.lr": True,
+    }
+    untried = ", ".join(remedy for remedy, left in remedies.items() if left)
+    return f"try {untried}, or rollout.max_tokens up to where the teacher ends"
+
+
 class Advice:
     """Takes every step of a run in order; gives each warning once, with what to change."""
 
@@ -376,7 +384,7 @@ class Advice:
                 "ends",
                 "the student forgets how to end a completion: the end has a probability of "
                 f"{student} at a token, and for its teacher one of {teacher}; "
-                f"a reverse divergence does not bring back what is nearly lost: {END_REMEDY}",
+                f"a reverse divergence does not bring back what is nearly lost: {_end_remedy(self._config)}",
             )
         if self._alike >= ALIKE_STEPS and self._config.objective.task is not None:
             yield (
@@ -394,7 +402,7 @@ class Advice:
             yield (
                 "held-out ends",
                 f"of the held-out completions {ended:.1%} end by themselves, and of the teacher's own "
-                f"{reference:.1%}: {END_REMEDY}",
+                f"{reference:.1%}: {_end_remedy(self._config)}",
             )
         waited = _share(figures, TRAINER, "idle")
         cause = f"perf/waited_seconds/{TRAINER}/"

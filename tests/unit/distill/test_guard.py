@@ -333,6 +333,9 @@ def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy(
     assert "of 4.5e-05 at a token, and for its teacher one of 3.1e-03" in line
     assert "try a forward term (objective.forward = 1)" in line
     assert advice.look({"train/student_end": 0.0}) == [], "a teacher that sends no scores for it"
+    advice = Advice(make_config(objective={"type": "full", "forward": 1.0, "on_policy": 0.9}))
+    (line,) = [advice.look(lost) for _ in range(END_STEPS)][-1]
+    assert "try a lower trainer.lr, or rollout.max_tokens" in line, "what is set already is no remedy"
 
 
 def test_a_student_whose_held_out_completions_end_less_often_than_chance_explains_is_told_once() -> None:
