@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,6 +65,21 @@ def test_loss_and_gradients_are_those_of_rows_alone(family: str, attention: str)
     assert check_rows(student(network), student(network), CPU) <= 1e-5
     moved, _ = loss_and_gradients(model(family), together=True, apart=False)
     assert abs(float(moved - loss)) > 0.01, "one sequence of all tokens is another function"
+
+
+def test_short_rows_of_bf16_on_a_cpu_have_the_gradients_of_fp32() -> None:
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    states = [draw(2, heads, 48, 16).bfloat16() for heads in (4, 2, 2)]
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [part.to(dtype, copy=True).requires_grad_() for part in states]
+        attended, _ = row_attention(torch.nn.Module(), *leaves, None)
+        attended.float().square().sum().backward()
+        results.append([attended.detach(), *(leaf.grad for leaf in leaves)])
+    for half, single in zip(*results, strict=True):
+        error = (half.float() - single).norm() / single.norm()
+        assert half.dtype == torch.bfloat16
+        assert error < 2.1e-3, "rounding of what goes in and comes out"
 
 
 def test_recomputed_activations_give_the_same_gradients() -> None:
