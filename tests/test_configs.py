@@ -55,7 +55,7 @@ def test_the_example_of_lm_eval_passes_what_the_task_passes() -> None:
             said += left.pop(rng.choice([0, -1]) if rng.random() < 0.9 else len(left) // 2)
         said = said[: rng.choice([9, 9, len(said) - 1])]
         ids = [VOCABULARY.index(letter) for letter in said]
-        right = task.passes(prompt, [*ids, EOS_ID])
+        right = task.reward(prompt, [*ids, EOS_ID])
         assert passes({"prompt": prompt.text}, [said]) == {"pass_rate": float(right)}
         found[right] += 1
     assert min(found.values()) > 100

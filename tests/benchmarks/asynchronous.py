@@ -4,8 +4,8 @@ All ways are the same code on the same models, prompts and seed, on the same cor
 tells them apart. The synchronous side gets a thread per stage or two, and is shown by whichever is faster.
 Trials take turns: noise hurts all alike.
 
-Each is a quickstart as a user starts it. Its versions are evaluated after the run:
-while it is timed, no evaluator works beside it.
+Each is a run as a user starts it. Its versions are evaluated after the run: while it is timed, no evaluator
+works beside it. The scale `real` needs the folders that `make real` makes.
 
 Beside them stands what a step cannot be faster than: its three computations, each alone, plain, on one core.
 
@@ -84,11 +84,10 @@ from tests.benchmarks.figures import (
     listing,
     median_gap_ms,
     medians,
-    run_quickstart,
+    run_steps,
     step_lines,
 )
 
-ROUNDS: Final = 15
 STEPS_AT_ONCE: Final = 4
 """Batches that vLLM is given together, so that it seldom has less than `max-num-seqs` to do."""
 HEAD_CHUNK: Final = 1024
@@ -98,14 +97,18 @@ RATE: Final = 1e-6
 
 
 class Scale(NamedTuple):
-    """A size of the quickstart."""
+    """A size of models, and of what is done with them."""
 
-    settings: tuple[str, ...]
     steps: int
     settled: int
     """Steps left out of step times and rates: the first ones pay for warming up."""
     learns: bool
     """Whether versions are evaluated; else speed is all that is compared."""
+    rounds: int = 15
+    """Of each computation alone."""
+    probe_steps: int = 12
+    """Of the runs that choose a precision."""
+    teacher: str = "sorter"
 
 
 LARGE: Final = (
@@ -118,16 +121,31 @@ LARGE: Final = (
     "trainer.lr=1e-4",
 )
 """A student of 14 M and a teacher of 25 M: on them the models, not the serving, take the time."""
-SCALES: Final = {"toy": Scale((), 240, 20, True), "large": Scale(LARGE, 24, 8, False)}
+REAL: Final = ROOT / ".cache" / "real"
+"""Where `make real` keeps models and prompts: a student of 113 M, a teacher of 135 M."""
+SCALES: Final = {
+    "toy": Scale(240, 20, True),
+    "large": Scale(24, 8, False),
+    "real": Scale(14, 4, False, 2, 3, "smollm2"),
+}
 ScaleName = Annotated[
-    Literal["toy", "large"], typer.Option(help="Models of 0.2 M and 0.6 M parameters, or of 14 M and 25 M.")
+    Literal["toy", "large", "real"],
+    typer.Option(help="Models of 0.2 M and 0.6 M parameters, of 14 M and 25 M, or of 113 M and 135 M."),
 ]
 
 
-def settings_of(scale: str, seed: int) -> list[str]:
-    """Overrides of the quickstart: those of the scale, and its models with random weights, made once."""
+def source(scale: str, seed: int) -> tuple[Path, list[str]]:
+    """A file and its overrides: the quickstart, at the scale `large` with models of random weights that are
+    made once, or the recipe for real models."""
+    if scale == "real":
+        places = {"student.path": "student-24", "teachers.smollm2.path": "teacher"}
+        places |= {"prompts.path": "prompts.jsonl"}
+        deepspeed = f"trainer.deepspeed={ROOT / 'configs/deepspeed/zero3_cpu.json'}"
+        paths = [f"{key}={REAL / name}" for key, name in places.items()]
+        return ROOT / "configs/small_model.toml", [f"run.seed={seed}", deepspeed, *paths]
+    path, overrides = quickstart.source(seed)
     if scale == "toy":
-        return []
+        return path, overrides
     shape = {"layers": 8, "steps": 0, "rows": 0, "rate": 0.0, "muon": False, "both_choices": False}
     student = Recipe(width=384, heads=12, kv_heads=6, feed_forward=1152, **shape)
     teacher = Recipe(width=512, heads=16, kv_heads=8, feed_forward=1536, **shape)
@@ -138,7 +156,8 @@ def settings_of(scale: str, seed: int) -> list[str]:
 
     name = f"large-{recipe_hash((teacher, student), seed, (__file__,))}"
     pair = made_once(quickstart.CACHE.absolute() / name, make)
-    return [*LARGE, f"student.path={pair.student}", f"teachers.sorter.path={pair.teacher}"]
+    models = [f"student.path={pair.student}", f"teachers.sorter.path={pair.teacher}"]
+    return path, [*overrides, *LARGE, *models]
 
 
 TARGET_KL: Final = 0.25
@@ -151,7 +170,7 @@ LAYOUT: Final = ("trainer.ranks=1", "evaluation=false", "tracking.wandb=disabled
 """Every way: one rank, as two would share two cores with the other roles."""
 OVERLAPPED: Final = (*LAYOUT, "buffer.max_staleness=2")
 ONE_THREAD: Final = (*LAYOUT, "buffer.max_staleness=0", "rollout.request_size=128")
-TWO_THREADS: Final = ("teachers.sorter.threads=2", "trainer.threads=2", 'student.env.OMP_NUM_THREADS="2"')
+TWO_THREADS: Final = ("teachers.{}.threads=2", "trainer.threads=2", 'student.env.OMP_NUM_THREADS="2"')
 WAYS: Final = {
     "synchronous, a thread per stage": ONE_THREAD,
     "synchronous, two threads": (*ONE_THREAD, *TWO_THREADS),
@@ -167,7 +186,7 @@ ROWS: Final[dict[str, tuple[str, int]]] = {
     "trained_per_second": ("tokens trained per second", 1),
     "age": ("mean age, versions", 0),
 }
-TrialSteps = Annotated[int, typer.Option(min=0, help="Steps of a trial; 0: 240 of the toy, 24 of the other.")]
+TrialSteps = Annotated[int, typer.Option(min=0, help="Steps of a trial; 0: 240, 24, 14 by scale.")]
 
 
 def run(
@@ -176,24 +195,28 @@ def run(
     seeds: Seeds = 3,
     steps: TrialSteps = 0,
 ) -> Figures:
-    """Run the quickstart synchronously and asynchronously, and print what overlapping is worth."""
-    folder, steps = folder.absolute(), steps or SCALES[scale].steps
+    """Run the same synchronously and asynchronously, and print what overlapping is worth."""
+    folder, size = folder.absolute(), SCALES[scale]
+    steps = steps or size.steps
     cache, trials = TrialCache(folder), {way: list[Figures]() for way in WAYS}
     for seed in range(seeds):
         for way, settings in WAYS.items():
-            words = [*settings, *settings_of(scale, seed)]
-            make = partial(trial, folder / "trial", words, seed, steps, SCALES[scale])
-            trials[way].append(cache.get({"seed": seed, "steps": steps, "settings": words}, make))
-    words = [*OVERLAPPED, *settings_of(scale, 0)]
-    path, settings = quickstart.source(0)
-    make = partial(computed, api.load_config(path, [*settings, *words]))
+            words = [setting.format(size.teacher) for setting in settings]
+            path, overrides = source(scale, seed)
+            make = partial(trial, folder / "trial", (path, overrides), words, steps, size)
+            trials[way].append(cache.get({"steps": steps, "settings": [*overrides, *words]}, make))
+    path, overrides = source(scale, 0)
+    words = [*overrides, *OVERLAPPED]
+    make = partial(computed, api.load_config(path, words), size.rounds)
     ways = {way: medians(of, ROWS) for way, of in trials.items()}
     return {"limit": cache.get({"limit": words}, make), "medians": ways, "trials": trials}
 
 
-def trial(run_dir: Path, settings: Sequence[str], seed: int, steps: int, scale: Scale) -> Figures:
+def trial(
+    run_dir: Path, source: tuple[Path, list[str]], settings: Sequence[str], steps: int, scale: Scale
+) -> Figures:
     """Figures of one run, and its learning curve where there is one."""
-    run_quickstart(run_dir, seed, steps, settings)
+    run_steps(run_dir, source, steps, settings)
     figures = measure(run_dir, min(scale.settled, steps // 4))
     return figures | (learned(run_dir) if scale.learns else dict.fromkeys(CURVE))
 
@@ -243,7 +266,7 @@ def curve(config: RunConfig, saved: Callable[[int], Path], lines: Sequence[Mappi
     assert isinstance(config.prompts, TaskPrompts), "the quickstart's prompts are a task's"
     tokenizer = load_tokenizer(config.student)
     held_out = open_prompts(with_evaluation(config), tokenizer).held_out
-    passes = tasks.load(config.prompts.task, config.prompts.options).passes
+    passes = tasks.load(config.prompts.task, config.prompts.options).reward
     ends, vocab = (tokenizer.eos_token_id,), vocab_size(tokenizer)
     torch.set_num_threads(1)
     source = load_model(next(iter(config.teachers.values())), "cpu")
@@ -298,7 +321,7 @@ def reverse_kl(
 # --- the three computations of a step ----------------------------------------------------------------------
 
 
-def computed(config: RunConfig) -> Figures:
+def computed(config: RunConfig, rounds: int) -> Figures:
     """ms of processor time per step by computation, and the time of a step of which nothing else is left.
 
     Raises DistillError when vLLM fails.
@@ -306,7 +329,7 @@ def computed(config: RunConfig) -> Figures:
     tokenizer = load_tokenizer(config.student)
     prompts = [prompt.token_ids for prompt in open_prompts(with_evaluation(config), tokenizer).held_out]
     batch = [prompts[i % len(prompts)] for i in range(config.rollout.batch)]
-    generated = generate(config, batch, [tokenizer.eos_token_id])
+    generated = generate(config, batch, [tokenizer.eos_token_id], rounds)
     rollouts = [
         rollout(number, prompt, *answer, student_topk(config.objective))
         for number, (prompt, answer) in enumerate(zip(batch, generated["completions"], strict=False))
@@ -316,7 +339,7 @@ def computed(config: RunConfig) -> Figures:
     train_batch = step.packed(step.score())
     works = {"score": step.score, "train": lambda: step.train(train_batch)}
     interleaved(works, 2)
-    taken = interleaved(works, ROUNDS, time.process_time)
+    taken = interleaved(works, rounds, time.process_time)
     costs = {"generate": 1000 * generated["seconds"] / STEPS_AT_ONCE}
     costs |= {name: 1000 * median(seconds) for name, seconds in taken.items()}
     return {
@@ -403,7 +426,7 @@ class Step:
         train_step(self._trainee, batch, self._loss, ALONE)
 
 
-def generate(config: RunConfig, batch: list[list[int]], stop: list[int]) -> Figures:
+def generate(config: RunConfig, batch: list[list[int]], stop: list[int], rounds: int) -> Figures:
     """{"seconds": of STEPS_AT_ONCE batches, median, "completions": [[ids, log μ], …]}."""
     _, environment = replica_command.command(config.student, config.subscriber("limit"), 0, "127.0.0.1", 0)
     arguments = {name.replace("-", "_"): value for name, value in config.student.flags().items()}
@@ -422,6 +445,7 @@ def generate(config: RunConfig, batch: list[list[int]], stop: list[int]) -> Figu
         "max_tokens": config.rollout.max_tokens,
         "temperature": config.rollout.temperature,
         "stop_token_ids": stop,
+        "rounds": rounds,
     }
     with tempfile.TemporaryDirectory(prefix="distill-limit-") as place:
         asked, answer = Path(place) / "asked.json", Path(place) / "answer.json"
@@ -443,7 +467,7 @@ def generate_here(job: Mapping[str, Any]) -> Figures:
     names = ("max_tokens", "temperature", "stop_token_ids")
     params = vllm.SamplingParams(detokenize=False, logprobs=0, **{name: job[name] for name in names})
     prompts, seconds = [{"prompt_token_ids": ids} for ids in job["prompts"]], []
-    for _ in range(1 + ROUNDS):
+    for _ in range(1 + job["rounds"]):
         began = time.process_time()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.process_time() - began)

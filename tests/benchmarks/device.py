@@ -16,6 +16,7 @@ from typing import Annotated, Final
 
 import typer
 
+from distill import quickstart
 from distill.preflight_checks.devices import gpu_names, gpus, visible
 from sync.base.errors import DistillError
 from tests.benchmarks.figures import (
@@ -26,7 +27,7 @@ from tests.benchmarks.figures import (
     chosen,
     command,
     listing,
-    run_quickstart,
+    run_steps,
     step_lines,
 )
 
@@ -93,7 +94,7 @@ def problem(report: Figures) -> str:
 def trial(run_dir: Path, steps: int, settings: Sequence[str]) -> Figures:
     """One line of the table; None: the run has no such figure."""
     began = time.monotonic()
-    run_quickstart(run_dir, 0, steps, settings)
+    run_steps(run_dir, quickstart.source(0), steps, settings)
     summary, lines = json.loads((run_dir / "summary.json").read_text()), step_lines(run_dir)
     before, after = (summary.get(name) for name in ("before", "after"))
     return {

@@ -129,13 +129,15 @@ def _sources() -> str:
     return "\0".join(path.read_text() for name in packages for path in sorted((ROOT / name).rglob("*.py")))
 
 
-def run_quickstart(run_dir: Path, seed: int, steps: int, settings: Sequence[str]) -> None:
-    """Run the quickstart in a process of its own, in `run_dir`; an older run there is renamed.
+def run_steps(run_dir: Path, source: tuple[Path, list[str]], steps: int, settings: Sequence[str]) -> None:
+    """Run a file with overrides in a process of its own, in `run_dir`; an older run there is renamed.
 
     Raises DistillError with the end of its output when it fails.
     """
-    words = [f"run.folder={run_dir.parent}", f"run.name={run_dir.name}", f"run.steps={steps}", *settings]
-    line = [sys.executable, "-P", "-m", "distill.cli.main", "quickstart", "--seed", str(seed)]
+    path, overrides = source
+    words = [*overrides, f"run.folder={run_dir.parent}", f"run.name={run_dir.name}", f"run.steps={steps}"]
+    words += settings
+    line = [sys.executable, "-P", "-m", "distill.cli.main", "run", str(path)]
     line += [word for setting in words for word in ("--set", setting)]
     done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:

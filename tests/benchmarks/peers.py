@@ -19,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from distill import quickstart
 from distill.config import RunConfig
 from distill.config.loading import load
 from distill.prompts.sources import open_prompts
@@ -51,13 +50,11 @@ REQUIREMENTS: Final = (
 PRECISIONS: Final = {
     "bf16": (),
     "fp32": (
-        *("student.dtype=float32", "teachers.sorter.dtype=float32"),
+        *("student.dtype=float32", "teachers.{}.dtype=float32"),
         'trainer.overrides={"bf16.enabled"=false}',
     ),
 }
 """Our settings for each; TRL has a flag. The toy's teacher is fp32 in both."""
-PROBE_STEPS: Final = 12
-"""Of the runs that choose a precision."""
 ROWS: Final = {
     name: asynchronous.ROWS[name] for name in ("step_ms", "trained_per_second", *asynchronous.CURVE)
 }
@@ -74,12 +71,12 @@ def run(
     python, cache = environment(folder / "trl"), TrialCache(folder)
 
     def trial(side: str, seed: int, precision: str, steps: int, size: Scale) -> Figures:
-        path, settings = quickstart.source(seed)
-        words = [*OVERLAPPED, *asynchronous.settings_of(scale, seed), *PRECISIONS[precision]]
-        config = load(path, [*settings, *words])
+        path, overrides = source = asynchronous.source(scale, seed)
+        words = [*OVERLAPPED, *(setting.format(size.teacher) for setting in PRECISIONS[precision])]
+        config = load(path, [*overrides, *words])
         task = job(config, steps, precision, size.learns)
         if side == "ours":
-            make = partial(asynchronous.trial, folder / "ours", words, seed, steps, size)
+            make = partial(asynchronous.trial, folder / "ours", source, words, steps, size)
         else:
             make = partial(theirs, python, folder / "theirs", task, config, size)
         return cache.get({"side": side, "requirements": REQUIREMENTS, "job": task, "settings": words}, make)
@@ -88,7 +85,7 @@ def run(
     precision: dict[str, str] = {}
     for side in ("TRL", "ours"):
         untaught = size._replace(learns=False)
-        ms = {name: trial(side, 0, name, PROBE_STEPS, untaught)["step_ms"] for name in PRECISIONS}
+        ms = {name: trial(side, 0, name, size.probe_steps, untaught)["step_ms"] for name in PRECISIONS}
         precision[side], trials[side] = min(ms, key=ms.__getitem__), []
     for seed in range(seeds):
         for side, of in trials.items():
