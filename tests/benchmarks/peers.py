@@ -124,12 +124,13 @@ def environment(folder: Path) -> Path:
 def job(config: RunConfig, steps: int, precision: str, learns: bool) -> Figures:
     """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
     (teacher,) = config.teachers.values()
-    split = open_prompts(config, load_tokenizer(config.student))
+    tokenizer = load_tokenizer(config.student)
+    split = open_prompts(config, tokenizer)
     prompts = PromptStream(split.train, config.run.seed).take(steps * config.rollout.batch)
     return {
         "student": config.student.path,
         "teacher": teacher.path,
-        "prompts": [prompt.text for prompt in prompts],
+        "prompts": [tokenizer.decode(prompt.token_ids) for prompt in prompts],
         "first_prompt": prompts[0].token_ids,
         "threads": cores(),
         "seed": config.run.seed,
