@@ -303,7 +303,7 @@ async def run_machine(launcher: Callable[[str], ChildSpec], lease: Lease, gang: 
     if renewing.done():
         log.error("%s", renewing.exception())
     await cancel(tasks)
-    if status == 0 or not met.done():
+    if status == 0 or not gang.met.is_set():
         await lease.leave()
     return status
 

@@ -411,20 +411,39 @@ single_role.train(make_config(trainer={"nodes": 2}), partial(controller_url, Pat
 """
 
 
+def start_machine(started: list[subprocess.Popen[bytes]], node: int, folder: Path) -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+    command = [sys.executable, "-c", MACHINE, str(node), str(folder), RANKS]
+    started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}))
+    return started[-1]
+
+
+async def test_a_machine_that_is_stopped_before_all_are_there_is_forgotten_at_once(
+    controller, announced, tmp_path
+) -> None:
+    """Else one that comes within its lease would start ranks that wait for it."""
+    run = controller(make_config(trainer={"nodes": 2}))
+    task = asyncio.create_task(run.run())
+    tell(tmp_path, run.url)
+    alone = start_machine(announced, 1, tmp_path)
+    await until(lambda: run.registry.listing().servers[2].url is not None)
+    alone.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(alone.wait, 60) == 1
+    assert run.registry.listing().servers[2].url is None
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_machines_start_their_ranks_together_and_lose_them_together(
     controller, announced, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     run = controller(make_config(trainer={"nodes": 2}))
     task = asyncio.create_task(run.run())
     tell(tmp_path, run.url)
 
     def machines(*nodes: int) -> list[subprocess.Popen[bytes]]:
-        for node in nodes:
-            command = [sys.executable, "-c", MACHINE, str(node), str(tmp_path), RANKS]
-            announced.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}))
-        return announced[-len(nodes) :]
+        return [start_machine(announced, node, tmp_path) for node in nodes]
 
     def met() -> bool:
         """Whether both have started their ranks, and told them where machine 0 is."""
