@@ -330,7 +330,7 @@ def _end_remedy(config: RunConfig) -> str:
     """What else helps a student that no longer ends its completions."""
     objective = config.objective
     remedies = {
-        "a forward term (objective.forward = 1)": not getattr(objective, "forward", 0.0),
+        "a forward term (objective.forward = 1)": getattr(objective, "forward", None) == 0,
         "completions of the teacher too (objective.on_policy below 1)": objective.on_policy == 1,
         "a lower trainer.lr": True,
     }

@@ -324,7 +324,7 @@ def test_rewards_that_are_all_the_same_are_said_where_they_are_learned_from() ->
 
 
 def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy() -> None:
-    advice = Advice(make_config())
+    advice = Advice(make_config(objective={"type": "full"}))
     lost = {"train/student_end": 4.5e-5, "train/teacher_end": 3.1e-3}
     kept = lost | {"train/student_end": LITTLE_END * 3.1e-3}
     said = [advice.look(figures) for figures in [*[lost] * (END_STEPS - 1), kept, *[lost] * END_STEPS]]
@@ -336,6 +336,9 @@ def test_a_student_that_ends_far_less_often_than_its_teacher_is_told_the_remedy(
     advice = Advice(make_config(objective={"type": "full", "forward": 1.0, "on_policy": 0.9}))
     (line,) = [advice.look(lost) for _ in range(END_STEPS)][-1]
     assert "try a lower trainer.lr, or rollout.max_tokens" in line, "what is set already is no remedy"
+    advice = Advice(make_config(objective={"type": "jsd"}))
+    (line,) = [advice.look(lost) for _ in range(END_STEPS)][-1]
+    assert "objective.forward" not in line, "a key that this objective does not have"
 
 
 def test_a_student_whose_held_out_completions_end_less_often_than_chance_explains_is_told_once() -> None:
