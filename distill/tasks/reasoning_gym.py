@@ -41,8 +41,8 @@ def make(
     """The generator `name` of reasoning-gym, with its own further `options`.
 
     tokenizer: the student's path. size: puzzles that prompts are drawn from; seed: of these. answer_pattern:
-    a regular expression, whose last match, or the first group of that, is the answer; None: the whole
-    completion is. template: as prompts.template. Raises ConfigError.
+    a regular expression, whose last match that is not empty, or the first group of that, is the answer; None:
+    the whole completion is. template: as prompts.template. Raises ConfigError.
     """
     try:
         import reasoning_gym
@@ -87,7 +87,8 @@ class ReasoningGym:
             )
         text = self._text(completion)
         if self._pattern is not None:
-            matches = list(self._pattern.finditer(text))
+            # "[0-9]*" also matches the nothing behind the last digit
+            matches = [match for match in self._pattern.finditer(text) if match[0]]
             text = matches[-1][min(1, self._pattern.groups)] or "" if matches else ""
         return float(self._puzzles.score_answer(text.strip(), entry))
 

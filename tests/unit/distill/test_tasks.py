@@ -268,6 +268,8 @@ def test_an_answer_is_the_last_match_of_a_pattern(tokenizer: Any) -> None:
     number = task(tokenizer, answer_pattern="-?[0-9]+")
     assert number.reward(prompt, tokenizer.encode(f"7 or {reference(prompt)}, I think")) == 1.0
     assert number.reward(prompt, tokenizer.encode(f"{reference(prompt)}, not 7")) == 0.0
+    perhaps = task(tokenizer, answer_pattern="-?[0-9]*")  # matches nothing, too
+    assert perhaps.reward(prompt, tokenizer.encode(f"It is {reference(prompt)}.")) == 1.0
     with pytest.raises(ConfigError, match=r"prompts\.options do not fit .* unterminated subpattern"):
         task(tokenizer, answer_pattern="(")
 
