@@ -98,6 +98,11 @@ class Registry:
                 f"it is {problem}"
             )
         name = registration.name or self._free_name()
+        if name in self._gang and registration.boot is None:
+            raise RemoteError(
+                f"{name} is no server but a machine of the trainer, which registers itself: start "
+                f"`distill train --node {name.removeprefix(f'{TRAINER}-')}` there"
+            )
         holder = self._holders.get(name)
         if (name, registration.boot) in self._lost:
             place = f"is at {holder.address}" if holder and holder.address.url else "was removed"

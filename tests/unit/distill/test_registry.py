@@ -206,6 +206,8 @@ async def test_the_trainers_machines_meet_when_all_are_there_and_end_as_a_whole(
         await renewed(run, clock, "d")
     with pytest.raises(RemoteError, match=r"no server 'trainer-2' is expected .* trainer-0, trainer-1"):
         await join(machine(2, "e"))
+    with pytest.raises(RemoteError, match=r"trainer-1 is no server .*: start `distill train --node 1` there"):
+        await join(says(second, None, "trainer-1"))  # nobody renews what people add, and no ranks are there
     run.close()
 
 
