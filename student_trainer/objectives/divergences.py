@@ -226,9 +226,10 @@ def hybrid(
     if by_text_N is not None and parted_NB is not None:
         assert first_V is not None
         sent_NK = member_NK | by_text_N.unsqueeze(1)  # its ids that the student lacks, too
-        within_N = torch.where(parted_NB[:, first_V], logp_NV.exp(), 0.0).sum(1)
+        parted_NV = parted_NB[:, first_V]
+        within_N = torch.where(parted_NV, logp_NV.exp(), 0.0).sum(1)
         weighed_N = weight_N / within_N.detach().clamp(min=_TINY)
-        weighed_N = torch.where(parted_NB[:, first_V.unique()].all(1), 1.0, weighed_N)
+        weighed_N = torch.where(parted_NV.all(1), 1.0, weighed_N)
         mass_N = torch.where(by_text_N, within_N, mass_N)
         share_N = torch.where(by_text_N, torch.where(parted_NB.any(1), weighed_N, 0.0), share_N)
     inside_N = torch.where(member_NK, p_NK * c_NK - p_NK + q_NK, 0.0).sum(1)
