@@ -38,7 +38,7 @@ from student_trainer.objectives.config import (
 )
 from student_trainer.parallelism import expert_problems, row_problems
 from sync.base import secrets, tokenizers
-from sync.base.address import is_loopback
+from sync.base.address import WILDCARDS, is_loopback
 from sync.base.errors import ConfigError, SnapshotError
 from sync.base.own_code import check_module, is_own, use_folder
 from sync.base.settings import ModelSource, OwnStoreConfig
@@ -264,6 +264,16 @@ def key_problems(config: RunConfig) -> Iterator[str]:
             f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
             f"{', '.join(config.teachers)}: use their names"
         )
+    place, starts = (
+        config.controller,
+        config.cluster.type == "local" and config.controller.trainer == "launch",
+    )
+    if config.trainer.nodes > 1 and starts and place.url is None and place.host in WILDCARDS:
+        yield (
+            f"trainer.nodes is {config.trainer.nodes} and controller.host is {place.host}, beside which the "
+            "first machine's ranks would wait for the others on loopback: set controller.url to where they "
+            "reach it"
+        )
 
 
 def without_teacher(config: RunConfig) -> Iterator[str]:
@@ -316,7 +326,7 @@ def _teachers(config: RunConfig) -> Iterator[str]:
         if not teacher.urls and config.cluster.type != "local":
             continue  # it registers where others reach it
         hosts = [urlsplit(url).hostname or "" for url in teacher.urls] or [teacher.host]
-        for host in (host for host in hosts if is_loopback(host) or host in ("0.0.0.0", "::")):
+        for host in (host for host in hosts if is_loopback(host) or host in WILDCARDS):
             yield (
                 f"teacher {name!r} keeps scores at {host}, where a trainer on other machines cannot fetch "
                 f"them: set teachers.{name}.{'urls' if teacher.urls else 'host'} to an address that they "

@@ -221,6 +221,16 @@ def test_a_teacher_that_a_trainer_elsewhere_cannot_reach_is_refused(
     assert "keeps scores" not in distill(*elsewhere, "buffer.scores=inline", "rollout.top_p=0.5")
 
 
+def test_a_first_machine_that_the_trainers_others_would_look_for_on_loopback_is_refused(
+    distill: Distill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTILL_TOKEN", "t")
+    several = ("trainer.nodes=2", "controller.host=0.0.0.0")
+    message = distill(*several, "rollout.top_p=0.5")
+    assert "trainer.nodes is 2 and controller.host is 0.0.0.0, beside which" in message
+    assert "beside which" not in distill(*several, "controller.url=http://10.0.0.1:1", "rollout.top_p=0.5")
+
+
 @pytest.mark.parametrize("sampling", ["rollout", 'evaluation.sets.hot.source={type="jsonl",path="p.jsonl"}'])
 def test_a_temperature_that_vllm_refuses_is_refused_before_it(distill: Distill, sampling: str) -> None:
     section, *rest = sampling.split(".source")
