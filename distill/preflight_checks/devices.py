@@ -309,7 +309,7 @@ def _rank(config: RunConfig) -> dict[str, float]:
         "optimizer": on_gpu["optimizer"] * (12 if half else 8) * trained / ranks,
         "gathered": item * _gathered(parameters, model, zero, trainer.expert_parallel),
         f"activations of {trainer.micro_batch_tokens:,} tokens": item * trainer.micro_batch_tokens * kept,
-        "logits": 12.0 * trainer.head_chunk * model.vocab_size,
+        "logits": (16.0 if heads else 12.0) * trainer.head_chunk * model.vocab_size,
         **(terms if heads else {}),
     }
 

@@ -48,7 +48,8 @@ STATS: Final = tuple(name for name in dict.fromkeys(_SUMS) if name not in (*COUN
 """Sums over the tokens of a chunk, "loss" first. `own_tokens` counts those that the student generated:
 `reverse_kl`, `rho` and `rho_squared` are of them alone."""
 _OVERLAP_SHARE = 8
-"""One token in so many has its overlap computed: a top-k over the vocabulary is expensive."""
+"""One token in so many of a block has its overlap computed, the first at least: a top-k over the vocabulary
+is expensive."""
 
 
 @torch.no_grad()
