@@ -22,7 +22,7 @@ from torch import Tensor
 
 from student_trainer.objectives.config import TaskReward
 from student_trainer.objectives.divergences import Discount, Objective, Targets, at, own
-from student_trainer.objectives.token_statistics import STATS, token_sums
+from student_trainer.objectives.token_statistics import OVERLAP_TOKENS, STATS, token_sums
 from sync.wire.head import HeadShape, OutputHead, bf16_products
 
 RHO_MAX = len(STATS)
@@ -109,7 +109,8 @@ class _ChunkedLoss(torch.autograd.Function):
             for rows in _parts(hidden_NH.shape[0], block):
                 teacher_BV = None if teacher_NV is None else teacher_NV[rows]
                 block_targets = replace(chunk_targets.each(itemgetter(rows)), teacher_logp_NV=teacher_BV)
-                total, sums, grad_BV = _block_loss(grad_NV[rows], shape, block_targets, spec)
+                compared = max(0, OVERLAP_TOKENS - rows.start)
+                total, sums, grad_BV = _block_loss(grad_NV[rows], shape, block_targets, spec, compared)
                 grad_NV[rows] = grad_BV
                 loss += total
                 _record(stats, sums)
@@ -137,9 +138,9 @@ def _parts(count: int, size: int) -> list[slice]:
 
 
 def _block_loss(
-    raw_NV: Tensor, shape: HeadShape, targets: Targets, spec: Loss
+    raw_NV: Tensor, shape: HeadShape, targets: Targets, spec: Loss, overlap_tokens: int
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Summed loss of one block, its statistics, and the gradient of the sum in `raw_NV`."""
+    """Summed loss of one block, its `token_sums`, and the gradient of the sum in `raw_NV`."""
     with torch.no_grad():
         logits_NV = targets.teacher_logp_NV
         logq_NV = None if logits_NV is None else logits_NV.log_softmax(1)
@@ -159,7 +160,7 @@ def _block_loss(
     (grad,) = torch.autograd.grad(total, logp_NC if few else raw_NV)
     logp_NV = logp_NV.detach()
     p_NV = logp_NV.exp()
-    sums = token_sums(logp_NV, p_NV, targets, spec.ends)
+    sums = token_sums(logp_NV, p_NV, targets, spec.ends, overlap_tokens)
     if few:  # of the softmax, in the place of p_NV
         grad = grad * (shape.scale / shape.temperature)
         grad = p_NV.mul_(-grad.sum(1, keepdim=True)).scatter_add_(1, ids_NC, grad)

@@ -47,18 +47,21 @@ _SUMS = (name for pair in MEANS.values() for name in pair)
 STATS: Final = tuple(name for name in dict.fromkeys(_SUMS) if name not in (*COUNTS, "denominator"))
 """Sums over the tokens of a chunk, "loss" first. `own_tokens` counts those that the student generated:
 `reverse_kl`, `rho` and `rho_squared` are of them alone."""
-_OVERLAP_SHARE = 8
-"""One token in so many of a block has its overlap computed, the first at least: a top-k over the vocabulary
-is expensive."""
+OVERLAP_TOKENS: Final = 64
+"""First tokens of a chunk whose overlap is computed: a top-k over the vocabulary is expensive."""
 
 
 @torch.no_grad()
 def token_sums(
-    logp_NV: Tensor, p_NV: Tensor, targets: Targets, ends: Sequence[int] = ()
+    logp_NV: Tensor,
+    p_NV: Tensor,
+    targets: Targets,
+    ends: Sequence[int] = (),
+    overlap_tokens: int = OVERLAP_TOKENS,
 ) -> dict[str, Tensor]:
     """Sums (scalars) over N tokens, named as in STATS, and `rho_max`. N must not be 0.
 
-    `p_NV`: exp(log p). `ends`: ids that end a completion; without any, their mass is left out.
+    `p_NV`: exp(log p). `overlap_tokens`: of how many of the first tokens the overlap is computed. `ends`: ids that end a completion; without any, their mass is left out.
     """
     logp_N, masked = at(logp_NV, targets.token_N), dict[str, Tensor]()
     if targets.mask_NK is not None:
@@ -79,7 +82,7 @@ def token_sums(
         **masked,
     }
     if targets.support_NK is not None and targets.support_logp_NK is not None:
-        sums |= _support(logp_NV, targets, targets.support_NK, targets.support_logp_NK)
+        sums |= _support(logp_NV, targets, targets.support_NK, targets.support_logp_NK, overlap_tokens)
     entropy_N, logq_NV = targets.teacher_entropy_N, targets.teacher_logp_NV
     if logq_NV is not None:
         entropy_N = _entropy(logq_NV, logq_NV.exp())
@@ -109,17 +112,19 @@ def _entropy(logp_NV: Tensor, p_NV: Tensor) -> Tensor:
     return -torch.linalg.vecdot(p_NV, logp_NV)
 
 
-def _support(logp_NV: Tensor, targets: Targets, ids_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
+def _support(
+    logp_NV: Tensor, targets: Targets, ids_NK: Tensor, logq_NK: Tensor, overlap_tokens: int
+) -> dict[str, Tensor]:
     """Sums that compare student and teacher on S. The score gap is that of tokens inside S, but for those of
     text, which the teacher may have scored with others."""
     member_NK, hit_NK = ids_NK >= 0, ids_NK == targets.token_N.unsqueeze(1)
     ids_NK = ids_NK.clamp(min=0)
     gap_NK = (logq_NK - targets.teacher_logp_N.unsqueeze(1)).abs()
     read_NK = hit_NK if targets.by_text_N is None else hit_NK & ~targets.by_text_N.unsqueeze(1)
-    some_PV, members_PK = logp_NV[::_OVERLAP_SHARE], member_NK[::_OVERLAP_SHARE]
+    some_PV, members_PK = logp_NV[:overlap_tokens], member_NK[:overlap_tokens]
     own_PK = some_PV.topk(min(ids_NK.shape[1], logp_NV.shape[1]), dim=1).indices
     own_PV = torch.zeros_like(some_PV, dtype=torch.bool).scatter_(1, own_PK, True)
-    shared_P = (own_PV.gather(1, ids_NK[::_OVERLAP_SHARE]) & members_PK).sum(1)
+    shared_P = (own_PV.gather(1, ids_NK[:overlap_tokens]) & members_PK).sum(1)
     return {
         "score_gap": torch.where(read_NK, gap_NK, 0.0).sum(),
         "score_gap_tokens": read_NK.sum(),

@@ -60,17 +60,21 @@ def test_no_tensor_is_as_large_as_tokens_times_vocabulary(chunk: int) -> None:
     assert largest.elements < C * V
 
 
-@pytest.mark.parametrize("few", [False, True])
-def test_blocks_of_tokens_give_what_a_whole_chunk_gives(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("objective", [None, Sampled(), TopK()])
+def test_blocks_of_tokens_give_what_a_whole_chunk_gives(
+    objective: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, weight, targets, loss = work(teachers=2)
-    if few:
-        loss = loss_of(Sampled(), ["teacher"], ())
-        targets = replace(targets, teacher_hidden_NG=None, teacher_N=None)
+    if objective is not None:
+        loss = loss_of(objective, ["teacher"], ())
+        ids_NK = torch.arange(3).expand(C, 3)
+        targets = replace(targets, teacher_hidden_NG=None, teacher_N=None, support_NK=ids_NK)
+        targets = replace(targets, support_logp_NK=torch.full(ids_NK.shape, -2.0))
     results = []
-    for tokens in (1, 7, 32):
+    for tokens in (1, 7, C):
         monkeypatch.setattr(head_module, "BLOCK", tokens * V + 1)
         leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
-        total, stats = chunked_loss(leaves[0], OutputHead(leaves[1], None, HeadShape(V)), targets, loss, 32)
+        total, stats = chunked_loss(leaves[0], OutputHead(leaves[1], None, HeadShape(V)), targets, loss, C)
         total.backward()
         results.append([total.detach(), stats, leaves[0].grad, leaves[1].grad])
     for result in results[:2]:

@@ -434,8 +434,9 @@ def test_token_sums_are_their_definitions() -> None:
     assert (int(ends["end_tokens"]), int(ends["teacher_end_tokens"])) == (V, V)
     assert "student_end" not in sums
     top = set(p.topk(3).indices.tolist())
-    assert float(sums["overlap"]) == pytest.approx(len(top & {0, 3}) / 2)  # of one token in eight
-    assert int(sums["overlap_tokens"]) == 1
+    assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
+    one = lib.token_sums(THETA.log_softmax(0).expand(V, V), THETA.softmax(0).expand(V, V), goal, (), 1)
+    assert (float(one["overlap"]), int(one["overlap_tokens"])) == (len(top & {0, 3}) / 2, 1)
 
 
 def test_a_mixture_is_its_two_terms() -> None:
