@@ -61,7 +61,8 @@ def token_sums(
 ) -> dict[str, Tensor]:
     """Sums (scalars) over N tokens, named as in STATS, and `rho_max`. N must not be 0.
 
-    `p_NV`: exp(log p). `overlap_tokens`: of how many of the first tokens the overlap is computed. `ends`: ids that end a completion; without any, their mass is left out.
+    `p_NV`: exp(log p). `ends`: ids that end a completion; without any, their mass is left out.
+    `overlap_tokens`: of how many of the first tokens the overlap is computed.
     """
     logp_N, masked = at(logp_NV, targets.token_N), dict[str, Tensor]()
     if targets.mask_NK is not None:
