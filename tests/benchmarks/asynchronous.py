@@ -201,7 +201,7 @@ def run(
     cache, trials = TrialCache(folder), {way: list[Figures]() for way in WAYS}
     for seed in range(seeds):
         for way, settings in WAYS.items():
-            words = [setting.format(size.teacher) for setting in settings]
+            words = [setting.replace("{}", size.teacher) for setting in settings]
             path, overrides = source(scale, seed)
             make = partial(trial, folder / "trial", (path, overrides), words, steps, size)
             trials[way].append(cache.get({"steps": steps, "settings": [*overrides, *words]}, make))

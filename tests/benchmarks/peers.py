@@ -72,7 +72,7 @@ def run(
 
     def trial(side: str, seed: int, precision: str, steps: int, size: Scale) -> Figures:
         path, overrides = source = asynchronous.source(scale, seed)
-        words = [*OVERLAPPED, *(setting.format(size.teacher) for setting in PRECISIONS[precision])]
+        words = [*OVERLAPPED, *(setting.replace("{}", size.teacher) for setting in PRECISIONS[precision])]
         config = load(path, [*overrides, *words])
         task = job(config, steps, precision, size.learns)
         if side == "ours":
