@@ -134,6 +134,8 @@ def run_steps(run_dir: Path, source: tuple[Path, list[str]], steps: int, setting
 
     Raises DistillError with the end of its output when it fails.
     """
+    if run_dir.exists():
+        run_dir.rename(run_dir.with_name(f"{run_dir.name}-{time.time_ns()}"))
     path, overrides = source
     words = [*overrides, f"run.folder={run_dir.parent}", f"run.name={run_dir.name}", f"run.steps={steps}"]
     words += settings
