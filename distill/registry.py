@@ -58,6 +58,10 @@ class _Holder:
     boot: str | None = None
     expires: float = math.inf
 
+    def free(self) -> None:
+        """Nobody has the name now."""
+        self.boot, self.expires, self.address.url = None, math.inf, None
+
 
 class Registry:
     """The controller's. `run()` for its whole length."""
@@ -178,11 +182,11 @@ class Registry:
         for lost, holder in holders.items():
             self._lost.add((lost, holder.boot))
             if lost in self._gang:
-                holder.boot, holder.expires, holder.address.url = None, math.inf, None
+                holder.free()
 
     async def _forget(self, name: str, holder: _Holder) -> None:
         """What it registered; a replica that is not in the configuration leaves the run."""
-        holder.boot, holder.expires, holder.address.url = None, math.inf, None
+        holder.free()
         if not holder.expected:
             del self._holders[name]
             if name in self._pool.replicas:

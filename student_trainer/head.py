@@ -1,9 +1,9 @@
 """Output head and loss in chunks: [tokens, vocabulary] is never whole in memory, forward or backward.
 
 The gradients of a chunk are taken while its logits exist, so the backward pass only scales what was kept:
-[C, H] for the hidden states and [V, H] for the weight. Products are of whole chunks. What lies between them,
-twenty tensors of the logits' size, a CPU makes for a block of tokens at a time, and a block's gradients take
-the place of its logits.
+[C, H] for the hidden states and [V, H] for the weight. Products are of whole chunks. What lies between them
+needs many tensors of the logits' size: a CPU makes them for a block of tokens at a time, and a block's
+gradients take the place of its logits.
 
 Letters: C completion tokens of a micro-batch, N tokens of one chunk, B of one block, V rows of the
 vocabulary, H hidden size, G hidden size of a teacher. Logits and log-probabilities are fp32 whatever the
@@ -29,7 +29,7 @@ RHO_MAX = len(STATS)
 """Place of the largest ρ in a statistics vector; the sums named in STATS stand before it. After it stand, for
 M tracked teachers, M sums of their tokens' reverse KL and M counts of these tokens."""
 BLOCK: Final = 1 << 20
-"""Logits of a block of tokens on a CPU: 4 MB, which the caches hold beside their temporaries."""
+"""Logits of a block of tokens on a CPU, 4 MB each: other sizes were no faster."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,6 @@ class Loss:
     """`Targets.first_V`, read where a teacher has another tokenizer."""
     task: TaskReward | None = None
     """How rollouts' rewards are part of the loss; None: they are not."""
-    few_columns: bool = False
-    """Whether the objective reads log p at y and on S alone: its gradient is then taken in these."""
 
     @property
     def tracked(self) -> int:
@@ -97,22 +95,19 @@ class _ChunkedLoss(torch.autograd.Function):
         head = OutputHead(weight_VH, bias_V, shape).placed(hidden_CH.device)
         low_VH = weight_VH.detach()[: shape.vocab].to(hidden_CH.device)
         exact = head.exact and hidden_CH.dtype == torch.bfloat16 and not hidden_CH.is_cuda
-        loss = hidden_CH.new_zeros((), dtype=torch.float32)
         stats = hidden_CH.new_zeros(RHO_MAX + 1 + 2 * spec.tracked, dtype=torch.float32)
         grad_hidden_CH = torch.zeros_like(hidden_CH, dtype=torch.float32)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if weight_VH.requires_grad else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
-        block = chunk if hidden_CH.is_cuda else max(1, min(chunk, BLOCK // shape.vocab))
+        tokens = chunk if hidden_CH.is_cuda else max(1, min(chunk, BLOCK // shape.vocab))
         for part in _parts(hidden_CH.shape[0], chunk):
             hidden_NH, chunk_targets = hidden_CH[part].detach(), targets.each(itemgetter(part))
             grad_NV, teacher_NV = head.raw(hidden_NH), _teacher_logits(chunk_targets, spec.heads)
-            for rows in _parts(hidden_NH.shape[0], block):
-                teacher_BV = None if teacher_NV is None else teacher_NV[rows]
-                block_targets = replace(chunk_targets.each(itemgetter(rows)), teacher_logp_NV=teacher_BV)
+            for rows in _parts(hidden_NH.shape[0], tokens):
+                block = chunk_targets.each(itemgetter(rows))
+                logits_BV = None if teacher_NV is None else teacher_NV[rows]
                 compared = max(0, OVERLAP_TOKENS - rows.start)
-                total, sums, grad_BV = _block_loss(grad_NV[rows], shape, block_targets, spec, compared)
-                grad_NV[rows] = grad_BV
-                loss += total
+                sums, grad_NV[rows] = _block_loss(grad_NV[rows], logits_BV, shape, block, spec, compared)
                 _record(stats, sums)
             grad_hidden_CH[part] = grad_NV.to(low_VH.dtype) @ low_VH
             if grad_weight_VH is not None:
@@ -124,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.grads = (grad_hidden_CH, grad_weight_VH, grad_bias_V)
         ctx.dtype = weight_VH.dtype
         ctx.mark_non_differentiable(stats)
-        return loss, stats
+        return stats[STATS.index("loss")].clone(), stats
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,53 +133,30 @@ def _parts(count: int, size: int) -> list[slice]:
 
 
 def _block_loss(
-    raw_NV: Tensor, shape: HeadShape, targets: Targets, spec: Loss, overlap_tokens: int
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Summed loss of one block, its `token_sums`, and the gradient of the sum in `raw_NV`."""
-    with torch.no_grad():
-        logits_NV = targets.teacher_logp_NV
-        logq_NV = None if logits_NV is None else logits_NV.log_softmax(1)
-        first_V = None if targets.parted_NB is None or spec.first_bytes is None else spec.first_bytes()
-        targets = replace(targets, teacher_logp_NV=logq_NV, first_V=first_V)
-    sums_over_v = targets.mask_NK is not None or targets.parted_NB is not None
-    few = spec.few_columns and shape.soft_cap is None and not sums_over_v
+    raw_BV: Tensor,
+    logits_BV: Tensor | None,
+    shape: HeadShape,
+    targets: Targets,
+    spec: Loss,
+    overlap_tokens: int,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Sums over one block, the loss among them, and the gradient of the loss in `raw_BV`. `logits_BV`: the
+    teacher's."""
+    first_V = None if targets.parted_NB is None or spec.first_bytes is None else spec.first_bytes()
+    logq_BV = None if logits_BV is None else logits_BV.log_softmax(1)
+    targets = replace(targets, teacher_logp_NV=logq_BV, first_V=first_V)
     with torch.enable_grad():
-        logp_NV = shape.logits(raw_NV if few else raw_NV.requires_grad_()).log_softmax(1)
-        if few:
-            ids_NC, named = columns(targets)
-            logp_NC = logp_NV.gather(1, ids_NC).requires_grad_()
-            loss_N, terms = spec.objective(logp_NC, named)
-        else:
-            loss_N, terms = spec.objective(logp_NV, targets)
-        total = loss_N.sum()
-    (grad,) = torch.autograd.grad(total, logp_NC if few else raw_NV)
-    logp_NV = logp_NV.detach()
-    p_NV = logp_NV.exp()
-    sums = token_sums(logp_NV, p_NV, targets, spec.ends, overlap_tokens)
-    if few:  # of the softmax, in the place of p_NV
-        grad = grad * (shape.scale / shape.temperature)
-        grad = p_NV.mul_(-grad.sum(1, keepdim=True)).scatter_add_(1, ids_NC, grad)
+        logp_BV = shape.logits(raw_BV.requires_grad_()).log_softmax(1)
+        loss_B, terms = spec.objective(logp_BV, targets)
+        total = loss_B.sum()
+    (grad_BV,) = torch.autograd.grad(total, raw_BV)
+    sums = token_sums(logp_BV.detach(), targets, spec.ends, overlap_tokens)
     sums |= {name: value.sum() for name, value in terms.items()}
     if spec.tracked and "reverse_kl" in terms:
         assert targets.teacher_N is not None
-        both_2N = torch.stack([terms["reverse_kl"], own(targets).to(logp_NV.dtype)])
+        both_2N = torch.stack([terms["reverse_kl"], own(targets).to(logp_BV.dtype)])
         sums["by_teacher"] = both_2N.new_zeros(2, spec.tracked).index_add_(1, targets.teacher_N, both_2N)
-    return total.detach(), sums | {"loss": total.detach()}, grad
-
-
-def columns(targets: Targets) -> tuple[Tensor, Targets]:
-    """Ids [N, C] of S and y, and targets that name these by their places in it."""
-    token_N1, support_NK = targets.token_N.unsqueeze(1), targets.support_NK
-    if support_NK is None:
-        return token_N1, replace(targets, token_N=torch.zeros_like(targets.token_N))
-    ids_NC = torch.cat([support_NK, token_N1], 1)
-    place_NK = torch.arange(support_NK.shape[1], device=ids_NC.device).expand_as(support_NK)
-    named = replace(
-        targets,
-        token_N=(ids_NC == token_N1).int().argmax(1),
-        support_NK=torch.where(support_NK < 0, -1, place_NK),
-    )
-    return ids_NC.clamp(min=0), named
+    return sums | {"loss": total.detach()}, grad_BV
 
 
 def _teacher_logits(targets: Targets, heads: tuple[OutputHead, ...]) -> Tensor | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from student_trainer.head import RHO_MAX, Loss
-from student_trainer.objectives.config import ObjectiveConfig, TaskReward, few_columns
+from student_trainer.objectives.config import ObjectiveConfig, TaskReward
 from student_trainer.objectives.divergences import Targets, build, discount
 from student_trainer.objectives.token_statistics import COUNTS, MEANS, STATS
 from student_trainer.ranks import Ranks
@@ -64,7 +64,6 @@ def loss_of(
         teachers=tuple(teachers),
         coefficients=tuple(factors) if any(factor != 1.0 for factor in factors) else (),
         task=objective.task,
-        few_columns=few_columns(objective),
     )
 
 

@@ -242,7 +242,7 @@ class Gang:
         Replaced where one has been started again: a controller that starts anew knows of none before."""
         if len(lease.gang) != self.nodes:
             raise ConfigError(
-                f"trainer.nodes is {self.nodes} here and {len(lease.gang) or 1} at the controller: give both "
+                f"trainer.nodes is {self.nodes} here and {len(lease.gang)} at the controller: give both "
                 "the same configuration"
             )
         missing = [index for index, url in enumerate(lease.gang) if url is None]

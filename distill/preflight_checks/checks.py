@@ -264,13 +264,11 @@ def key_problems(config: RunConfig) -> Iterator[str]:
             f"objective.teacher_coefficients names {', '.join(sorted(unknown))}, the teachers are "
             f"{', '.join(config.teachers)}: use their names"
         )
-    place, starts = (
-        config.controller,
-        config.cluster.type == "local" and config.controller.trainer == "launch",
-    )
-    if config.trainer.nodes > 1 and starts and place.url is None and place.host in WILDCARDS:
+    place, nodes = config.controller, config.trainer.nodes
+    started_here = config.cluster.type == "local" and place.trainer == "launch"
+    if nodes > 1 and started_here and place.url is None and place.host in WILDCARDS:
         yield (
-            f"trainer.nodes is {config.trainer.nodes} and controller.host is {place.host}, beside which the "
+            f"trainer.nodes is {nodes} and controller.host is {place.host}, beside which the "
             "first machine's ranks would wait for the others on loopback: set controller.url to where they "
             "reach it"
         )

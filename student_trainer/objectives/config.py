@@ -249,13 +249,6 @@ def estimated(objective: ObjectiveConfig) -> bool:
     return _scores(objective)[0] in ("sampled", "student_topk", "sft")
 
 
-def few_columns(objective: ObjectiveConfig) -> bool:
-    """Whether the loss of a token is a function of log p at the sampled token and on S."""
-    if getattr(objective, "forward", 0.0) > 0:
-        return False
-    return isinstance(objective, Rewards | Sampled | TopK | StudentTopK | SFT)
-
-
 def _scores(objective: ObjectiveConfig) -> tuple[str, int]:
     """The type of objective with the same scores, and its k (0: it has none)."""
     kind: str = objective.needs if isinstance(objective, Own) else objective.type

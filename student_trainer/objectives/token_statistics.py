@@ -53,15 +53,11 @@ OVERLAP_TOKENS: Final = 64
 
 @torch.no_grad()
 def token_sums(
-    logp_NV: Tensor,
-    p_NV: Tensor,
-    targets: Targets,
-    ends: Sequence[int] = (),
-    overlap_tokens: int = OVERLAP_TOKENS,
+    logp_NV: Tensor, targets: Targets, ends: Sequence[int] = (), overlap_tokens: int = OVERLAP_TOKENS
 ) -> dict[str, Tensor]:
     """Sums (scalars) over N tokens, named as in STATS, and `rho_max`. N must not be 0.
 
-    `p_NV`: exp(log p). `ends`: ids that end a completion; without any, their mass is left out.
+    `ends`: ids that end a completion; without any, their mass is left out.
     `overlap_tokens`: of how many of the first tokens the overlap is computed.
     """
     logp_N, masked = at(logp_NV, targets.token_N), dict[str, Tensor]()
@@ -74,7 +70,7 @@ def token_sums(
     rho_N = torch.where(own_N, rho_N, 0.0)
     sums = {
         "own_tokens": own_N.sum(),
-        "student_entropy": _entropy(logp_NV, p_NV).sum(),
+        "student_entropy": _entropy(logp_NV).sum(),
         "rho": rho_N.sum(),
         "rho_squared": rho_N.square().sum(),
         "rho_max": rho_N.max(),
@@ -86,7 +82,7 @@ def token_sums(
         sums |= _support(logp_NV, targets, targets.support_NK, targets.support_logp_NK, overlap_tokens)
     entropy_N, logq_NV = targets.teacher_entropy_N, targets.teacher_logp_NV
     if logq_NV is not None:
-        entropy_N = _entropy(logq_NV, logq_NV.exp())
+        entropy_N = _entropy(logq_NV)
         gap_N = (at(logq_NV, targets.token_N) - targets.teacher_logp_N).abs()
         sums |= {"score_gap": gap_N.sum(), "score_gap_tokens": torch.ones_like(gap_N).sum()}
     if entropy_N is not None:
@@ -108,9 +104,9 @@ def _ends(logp_NV: Tensor, targets: Targets, ends_E: Tensor) -> dict[str, Tensor
     return sums
 
 
-def _entropy(logp_NV: Tensor, p_NV: Tensor) -> Tensor:
+def _entropy(logp_NV: Tensor) -> Tensor:
     """−Σ p·log p [N]."""
-    return -torch.linalg.vecdot(p_NV, logp_NV)
+    return -torch.linalg.vecdot(logp_NV.exp(), logp_NV)
 
 
 def _support(

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -291,6 +292,7 @@ ANNOUNCER = """
 import asyncio, sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 from distill.launch.single_role import Lease, run_registered
 from distill.launch.supervise import ChildSpec
 from sync.base.address import controller_url
@@ -323,6 +325,21 @@ def tell(folder: Path, url: str) -> None:
     (folder / "controller.json").write_text(json.dumps({"url": url}))
 
 
+@pytest.fixture
+async def serve(tmp_path: Path) -> AsyncIterator[Callable[[Any], None]]:
+    """Starts a controller, and writes where it is into the run's folder."""
+    tasks: list[asyncio.Task[Any]] = []
+
+    def start_controller(run: Any) -> None:
+        tasks.append(asyncio.create_task(run.run()))
+        tell(tmp_path, run.url)
+
+    yield start_controller
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
@@ -335,13 +352,12 @@ async def until(condition) -> None:
 
 
 async def test_announcers_register_renew_and_take_their_servers_with_them(
-    controller, announced, monkeypatch, tmp_path
+    controller, announced, serve, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr(registry, "LEASE_SECONDS", 5.0)
     address = Address("teacher-t")
     run = controller(expected={"teacher-t": address})
-    task = asyncio.create_task(run.run())
-    tell(tmp_path, run.url)
+    serve(run)
     holder = run.registry._holders["teacher-t"]
     first, second, third = (free_port() for _ in range(3))
 
@@ -367,12 +383,10 @@ async def test_announcers_register_renew_and_take_their_servers_with_them(
     three.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(three.wait, 60) == 128 + signal.SIGTERM
     assert address.url is None, "it has left"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_controller_that_starts_elsewhere_is_told_again(
-    controller, announced, monkeypatch, tmp_path
+    controller, announced, serve, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
     port, found = free_port(), []
@@ -402,6 +416,7 @@ MACHINE = """
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 from small_config import make_config
 from distill.launch import single_role
 from distill.launch.supervise import ChildSpec
@@ -421,28 +436,24 @@ def start_machine(started: list[subprocess.Popen[bytes]], node: int, folder: Pat
 
 
 async def test_a_machine_that_is_stopped_before_all_are_there_is_forgotten_at_once(
-    controller, announced, tmp_path
+    controller, announced, serve, tmp_path
 ) -> None:
     """Else one that comes within its lease would start ranks that wait for it."""
     run = controller(make_config(trainer={"nodes": 2}))
-    task = asyncio.create_task(run.run())
-    tell(tmp_path, run.url)
+    serve(run)
     alone = start_machine(announced, 1, tmp_path)
     await until(lambda: run.registry.listing().servers[2].url is not None)
     alone.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(alone.wait, 60) == 1
     assert run.registry.listing().servers[2].url is None
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_machines_start_their_ranks_together_and_lose_them_together(
-    controller, announced, monkeypatch, tmp_path
+    controller, announced, serve, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr(registry, "LEASE_SECONDS", 1.5)
     run = controller(make_config(trainer={"nodes": 2}))
-    task = asyncio.create_task(run.run())
-    tell(tmp_path, run.url)
+    serve(run)
 
     def machines(*nodes: int) -> list[subprocess.Popen[bytes]]:
         return [start_machine(announced, node, tmp_path) for node in nodes]
@@ -471,8 +482,6 @@ async def test_machines_start_their_ranks_together_and_lose_them_together(
     assert first.poll() is None, "ranks that ended well are not missed"
     first.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(first.wait, 60) == 0
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_a_machine_that_meets_another_than_before_starts_its_ranks_again() -> None:

@@ -400,7 +400,7 @@ def test_figures_of_importance_and_divergence_are_of_the_students_tokens() -> No
     live, written = THETA.log_softmax(0).expand(V, V), torch.arange(V) < 2
     goal = targets(TEACHER, STALE, [], by_teacher_N=written)
     rho = (THETA.log_softmax(0) - STALE).exp()[2:]
-    sums = lib.token_sums(live, live.exp(), goal)
+    sums = lib.token_sums(live, goal)
     assert float(sums["own_tokens"]) == V - 2
     same(sums["rho"], rho.sum())
     same(sums["rho_squared"], rho.square().sum())
@@ -415,7 +415,7 @@ def test_token_sums_are_their_definitions() -> None:
     fresh = torch.tensor([True, False, True, False, False, True])
     goal = targets(TEACHER, STALE, [0, 3, -1])
     goal = lib.Targets(**{**vars(goal), "fresh_N": fresh})
-    sums = lib.token_sums(THETA.log_softmax(0).expand(V, V), THETA.softmax(0).expand(V, V), goal)
+    sums = lib.token_sums(THETA.log_softmax(0).expand(V, V), goal)
     same(sums["student_entropy"], -V * (p * p.log()).sum())
     same(sums["teacher_entropy"], -V * (TEACHER.exp() * TEACHER).sum())
     same(sums["rho"], rho.sum())
@@ -425,17 +425,17 @@ def test_token_sums_are_their_definitions() -> None:
     assert int(sums["fresh_tokens"]) == 3
     same(sums["student_mass"], V * p[[0, 3]].sum())
     same(sums["teacher_mass"], V * TEACHER.exp()[[0, 3]].sum())
-    ends = lib.token_sums(THETA.log_softmax(0).expand(V, V), THETA.softmax(0).expand(V, V), goal, (1, 3))
+    ends = lib.token_sums(THETA.log_softmax(0).expand(V, V), goal, (1, 3))
     same(ends["student_end"], V * p[[1, 3]].sum())
     same(ends["teacher_end"], V * TEACHER.exp()[[1, 3]].sum())
     sent = replace(goal, teacher_logp_NV=None)
-    ends = lib.token_sums(THETA.log_softmax(0).expand(V, V), THETA.softmax(0).expand(V, V), sent, (1, 3))
+    ends = lib.token_sums(THETA.log_softmax(0).expand(V, V), sent, (1, 3))
     same(ends["teacher_end"], V * TEACHER.exp()[3].sum())  # 1 is not in S
     assert (int(ends["end_tokens"]), int(ends["teacher_end_tokens"])) == (V, V)
     assert "student_end" not in sums
     top = set(p.topk(3).indices.tolist())
     assert float(sums["overlap"]) == pytest.approx(V * len(top & {0, 3}) / 2)
-    one = lib.token_sums(THETA.log_softmax(0).expand(V, V), THETA.softmax(0).expand(V, V), goal, (), 1)
+    one = lib.token_sums(THETA.log_softmax(0).expand(V, V), goal, (), 1)
     assert (float(one["overlap"]), int(one["overlap_tokens"])) == (len(top & {0, 3}) / 2, 1)
 
 
@@ -547,12 +547,12 @@ def test_a_score_gap_shows_dense_scores_of_another_position() -> None:
     live = THETA.log_softmax(0).expand(V, V)
     sound = targets(TEACHER, STALE, [0, 3, -1])
     for goal in (sound, lib.Targets(**{**vars(sound), "teacher_logp_NV": None})):
-        sums = lib.token_sums(live, live.exp(), goal)
+        sums = lib.token_sums(live, goal)
         same(sums["score_gap"], torch.zeros((), dtype=torch.float64))
         assert int(sums["score_gap_tokens"]) == (V if goal.teacher_logp_NV is not None else 2)
         sent = lib.Targets(**{**vars(goal), "teacher_logp_N": TEACHER.roll(1)})
         gap, asked = (TEACHER - TEACHER.roll(1)).abs(), [0, 3] if goal.teacher_logp_NV is None else range(V)
-        same(lib.token_sums(live, live.exp(), sent)["score_gap"], gap[list(asked)].sum())
+        same(lib.token_sums(live, sent)["score_gap"], gap[list(asked)].sum())
 
 
 def test_a_chunked_head_is_a_whole_head() -> None:
