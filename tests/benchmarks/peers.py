@@ -3,7 +3,8 @@
 Same models, prompts in the same order, batch, steps, optimizer, schedule and objective (reverse KL over the
 whole vocabulary, temperature 1). Ours is the asynchronous run of `asynchronous`; TRL gets all cores for its
 one process. Either has the precision that is faster in a few steps before. Both are timed from the end of
-their first step. TRL lives in an environment of its own inside the folder, made once by pip.
+their first step. TRL lives in an environment of its own inside the folder, made once by pip. At the scale
+`rewards` its `GRPOTrainer` stands beside configs/rewards.toml.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+import typer
 
 from distill.config import RunConfig
 from distill.config.loading import load
@@ -26,8 +29,8 @@ from distill.prompts.stream import PromptStream
 from sync.base.errors import DistillError
 from sync.base.jsonl import read_lines
 from sync.base.tokenizers import load_tokenizer
-from tests.benchmarks import asynchronous
-from tests.benchmarks.asynchronous import OVERLAPPED, SCALES, Scale, ScaleName, TrialSteps
+from tests.benchmarks import ROOT, asynchronous
+from tests.benchmarks.asynchronous import OVERLAPPED, SCALES, Scale, TrialSteps
 from tests.benchmarks.figures import (
     Figures,
     Folder,
@@ -55,6 +58,12 @@ PRECISIONS: Final = {
     ),
 }
 """Our settings for each; TRL has a flag. The toy's teacher is fp32 in both."""
+REWARDS: Final = Scale(24, 4, False, probe_steps=4, teacher="")
+"""Rewards alone, 135 M parameters."""
+PeerScale = Annotated[
+    Literal["toy", "large", "real", "rewards"],
+    typer.Option(help="Models as in `asynchronous`, or rewards alone at 135 M parameters."),
+]
 ROWS: Final = {
     name: asynchronous.ROWS[name] for name in ("step_ms", "trained_per_second", *asynchronous.CURVE)
 }
@@ -62,17 +71,18 @@ ROWS: Final = {
 
 def run(
     folder: Folder = Path("runs/bench-peers"),
-    scale: ScaleName = "toy",
+    scale: PeerScale = "toy",
     seeds: Seeds = 2,
     steps: TrialSteps = 0,
 ) -> Figures:
     """Run the same distillation in TRL and in this project, and compare their speed and what was learned."""
-    folder, size = folder.absolute(), SCALES[scale]
+    folder, size = folder.absolute(), REWARDS if scale == "rewards" else SCALES[scale]
     python, cache = environment(folder / "trl"), TrialCache(folder)
 
     def trial(side: str, seed: int, precision: str, steps: int, size: Scale) -> Figures:
-        path, overrides = source = asynchronous.source(scale, seed)
-        words = [*OVERLAPPED, *(setting.replace("{}", size.teacher) for setting in PRECISIONS[precision])]
+        path, overrides = source = rewards(seed) if scale == "rewards" else asynchronous.source(scale, seed)
+        settings = [setting for setting in PRECISIONS[precision] if size.teacher or "{}" not in setting]
+        words = [*OVERLAPPED, *(setting.replace("{}", size.teacher) for setting in settings)]
         config = load(path, [*overrides, *words])
         task = job(config, steps, precision, size.learns)
         if side == "ours":
@@ -100,6 +110,13 @@ def table(report: Figures) -> str:
     return "\n".join([precision, "", *comparison("TRL", "ours", report["medians"], ROWS)])
 
 
+def rewards(seed: int) -> tuple[Path, list[str]]:
+    """configs/rewards.toml with the model that `make real` makes."""
+    model, deepspeed = asynchronous.REAL / "teacher", ROOT / "configs/deepspeed/zero3_cpu.json"
+    words = [f"student.path={model}", f"prompts.options.tokenizer={model}", f"trainer.deepspeed={deepspeed}"]
+    return ROOT / "configs/rewards.toml", [f"run.seed={seed}", *words]
+
+
 # --- TRL --------------------------------------------------------------------------------------------------
 
 
@@ -123,13 +140,16 @@ def environment(folder: Path) -> Path:
 
 def job(config: RunConfig, steps: int, precision: str, learns: bool) -> Figures:
     """The job of `trl_peer`: models, prompts in our order, and our optimizer's numbers."""
-    (teacher,) = config.teachers.values()
-    tokenizer = load_tokenizer(config.student)
-    split = open_prompts(config, tokenizer)
-    prompts = PromptStream(split.train, config.run.seed).take(steps * config.rollout.batch)
+    teacher = next(iter(config.teachers.values()), None)
+    tokenizer, asked = load_tokenizer(config.student), config.rollout.batch // config.rollout.per_prompt
+    prompts = PromptStream(open_prompts(config, tokenizer).train, config.run.seed).take(steps * asked)
+    task = config.objective.task
     return {
         "student": config.student.path,
-        "teacher": teacher.path,
+        "teacher": teacher and teacher.path,
+        "answers": [(prompt.answer or "").rpartition(" ")[2] for prompt in prompts],
+        "per_prompt": config.rollout.per_prompt,
+        "clip": task and task.clip,
         "prompts": [tokenizer.decode(prompt.token_ids) for prompt in prompts],
         "first_prompt": prompts[0].token_ids,
         "threads": cores(),

@@ -1,4 +1,4 @@
-"""TRL's on-policy distillation, as its user would start it, by the Python of an environment without us.
+"""TRL's on-policy distillation, or its GRPO, as its user would start it, in an environment without us.
 
     python -P trl_peer.py JOB.json      fields: see `peers.job`
 
@@ -13,6 +13,7 @@ those of saving, `generated` counts completion tokens from the start. Checkpoint
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -21,18 +22,27 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl import DistillationConfig, DistillationTrainer
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 
-class Counted(DistillationTrainer):
-    """Counts the completion tokens that are generated; all of them are trained on."""
+def counted(trainer: type[Any]) -> type[Any]:
+    """A trainer that counts the completion tokens which it generates; all of them are trained on."""
 
-    generated = 0
+    class Counted(trainer):
+        generated = 0
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        output = super()._generate_and_score_completions(inputs)
-        self.generated += int(output["completion_mask"].sum())
-        return output
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            self.generated += int(output["completion_mask"].sum())
+            return output
+
+    return Counted
+
+
+def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 where the last integer of a completion is the answer."""
+    last = [re.findall(r"-?[0-9]+", text)[-1:] for text in completions]
+    return [float(found == [expected]) for found, expected in zip(last, answer, strict=True)]
 
 
 class Recorder(TrainerCallback):
@@ -40,7 +50,7 @@ class Recorder(TrainerCallback):
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.folder, self.save_at = Path(job["output"]), set(job["save_at"])
-        self.trainer: Counted | None = None
+        self.trainer: Any = None
         self.paused = 0.0
         self.file = (self.folder / "steps.jsonl").open("w", buffering=1)
 
@@ -66,16 +76,25 @@ def main() -> None:
     settings |= {"per_device_train_batch_size": job["batch"], "max_completion_length": job["max_tokens"]}
     settings |= {"learning_rate": job["rate"], "lr_scheduler_type": "linear", "warmup_steps": job["warmup"]}
     settings |= {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0, "max_grad_norm": 1.0}
-    settings |= {"beta": 1.0, "temperature": 1.0, "bf16": job["bf16"], "gradient_checkpointing": False}
+    settings |= {"temperature": 1.0, "bf16": job["bf16"], "gradient_checkpointing": False}
     settings |= {"shuffle_dataset": False, "logging_strategy": "no", "save_strategy": "no"}
     settings |= {"report_to": "none", "disable_tqdm": True}
-    trainer = Counted(
-        model=job["student"],
-        teacher_model=job["teacher"],
-        args=DistillationConfig(**settings),
-        train_dataset=Dataset.from_dict({"prompt": job["prompts"]}),
-        callbacks=[recorder],
-    )
+    rows = {"prompt": job["prompts"]}
+    shared = {"model": job["student"], "callbacks": [recorder]}
+    if job["teacher"] is None:
+        settings |= {"beta": 0.0, "num_generations": job["per_prompt"], "loss_type": "grpo"}
+        settings |= {"epsilon": job["clip"][0], "epsilon_high": job["clip"][1]}
+        data = Dataset.from_dict(rows | {"answer": job["answers"]})
+        trainer = counted(GRPOTrainer)(
+            **shared, reward_funcs=right, args=GRPOConfig(**settings), train_dataset=data
+        )
+    else:
+        trainer = counted(DistillationTrainer)(
+            **shared,
+            teacher_model=job["teacher"],
+            args=DistillationConfig(**settings, beta=1.0),
+            train_dataset=Dataset.from_dict(rows),
+        )
     first = trainer.processing_class(text=job["prompts"][:1])["input_ids"][0]
     assert first == job["first_prompt"], f"TRL would see {first} where our run sees {job['first_prompt']}"
     recorder.trainer = trainer
