@@ -143,6 +143,23 @@ def test_capped_and_dropped_tokens_keep_their_part_of_the_gradient() -> None:
         same(gradient, mass - THETA.softmax(0) * mass.sum())
 
 
+def test_a_support_leaves_less_noise_than_the_kl_as_a_baseline_of_the_sampled_token() -> None:
+    """The mean is the same (above); the variance falls from `sampled` by its baseline −KL to `hybrid`."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    for seed in range(30):
+        theta, teacher = logits(seed), logits(100 + seed).log_softmax(0)
+        p, goal = theta.softmax(0), targets(teacher, theta.log_softmax(0), teacher.topk(3).indices.tolist())
+        scores = torch.eye(V, dtype=torch.float64) - p  # row y: the gradient of log p(y) in the logits
+        exact, baseline = through_softmax(d_of(teacher, theta), theta), kl_of(teacher, theta)
+        leaves = theta.expand(V, V).clone().requires_grad_()
+        loss_V, _ = lib.hybrid(leaves.log_softmax(1), goal, None, None)
+        (dense,) = torch.autograd.grad(loss_V.sum(), leaves)
+        d = d_of(teacher, theta)[:, None]
+        noise = [((rows - exact) ** 2).sum(1) for rows in (d * scores, (d - baseline) * scores, dense)]
+        totals += torch.stack([(p * variance).sum() for variance in noise])
+    assert totals[0] > totals[1] > 3 * totals[2], totals
+
+
 def test_a_tail_of_the_teachers_shape_gives_no_noise() -> None:
     """Where p/q is one ratio outside S, every sampled token gives the exact gradient and the exact KL."""
     shift = torch.tensor([0.7, -0.3, 0.7, 0.7, 0.2, 0.7], dtype=torch.float64)
