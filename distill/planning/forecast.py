@@ -22,6 +22,8 @@ from sync.base.errors import ConfigError
 
 SLOWER = 2.0
 """Times the next stage's seconds from which a better split is suggested."""
+FASTER = 1.2
+"""Times the other precision's speed from which the faster one is named."""
 FLOPS = {"generate": "FLOPs of generation", "score": "FLOPs of scoring", "train": "FLOPs of training"}
 
 
@@ -171,6 +173,20 @@ def table(plan: Plan, device: Device, uses: Sequence[Use], measured: bool) -> It
         )
     if sentence := split(plan):
         yield sentence
+    if sentence := precision(device):
+        yield sentence
+
+
+def precision(device: Device) -> str:
+    """One sentence: which precision a core computes a model in faster; "": a GPU, or it hardly matters."""
+    ratio = device.flops_per_second(2) / device.flops_per_second(4)
+    if max(ratio, 1 / ratio) < FASTER:
+        return ""
+    fast, slow = (16, 32) if ratio > 1 else (32, 16)
+    return (
+        f"These cores compute weights of {fast} bits {max(ratio, 1 / ratio):.1f} times as fast as those of "
+        f"{slow}: set student.dtype, teachers.NAME.dtype and bf16 in the file of trainer.deepspeed."
+    )
 
 
 def split(plan: Plan) -> str:

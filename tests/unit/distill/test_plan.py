@@ -265,6 +265,16 @@ def test_a_split_is_suggested_from_twice_the_next_stage_on(model: str) -> None:
     assert forecast.split(planned(on_gpus(model), measured=level(planned(on_gpus(model))))) == ""
 
 
+@pytest.mark.parametrize(
+    ("single", "words"),
+    [(20.0, "of 16 bits 2.0 times"), (80.0, "of 32 bits 2.0 times"), (45.0, ""), (None, "")],
+)
+def test_the_faster_precision_of_cores_is_named(single: float | None, words: str) -> None:
+    core = hardware.Device("cpu", 100.0, 1.0, 0.0, 128, 0.4, 0.5, single)
+    assert words in forecast.precision(core)
+    assert bool(words) == bool(forecast.precision(core))
+
+
 def level(found: estimate.Plan) -> estimate.Calibration:
     """Every stage takes a second."""
     return estimate.Calibration({one.kind: one.seconds for one in found.stages})
