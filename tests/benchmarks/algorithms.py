@@ -14,7 +14,9 @@ and tokens count from the end of its first step. `--figure` draws the curves.
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -66,7 +68,10 @@ def run(folder: Folder = Path("runs/bench-algorithms"), figure: FigureFile = Non
     base["prompts"]["options"]["tokenizer"] = str(REAL / "teacher")
     base["rollout"]["max_tokens"] = 32
     base["evaluation"] = {"every": EVERY, "prompts": HELD_OUT}
-    teacher = made_once(folder / "lesson", partial(teach, base)).teacher
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:  # whose memory it gives back
+        teacher = made_once(
+            folder / "lesson", lambda place: apart.submit(teach, base, place).result()
+        ).teacher
     cache, points = TrialCache(folder), list[Figures]()
     student = REAL / "student-24"
     for number, (start, ways) in enumerate(STARTS.items()):
