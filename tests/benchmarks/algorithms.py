@@ -68,10 +68,9 @@ def run(folder: Folder = Path("runs/bench-algorithms"), figure: FigureFile = Non
     base["prompts"]["options"]["tokenizer"] = str(REAL / "teacher")
     base["rollout"]["max_tokens"] = 32
     base["evaluation"] = {"every": EVERY, "prompts": HELD_OUT}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:  # whose memory it gives back
-        teacher = made_once(
-            folder / "lesson", lambda place: apart.submit(teach, base, place).result()
-        ).teacher
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:  # gives its memory back
+        make = lambda place: apart.submit(teach, base, place).result()  # noqa: E731
+        teacher = made_once(folder / "lesson", make).teacher
     cache, points = TrialCache(folder), list[Figures]()
     student = REAL / "student-24"
     for number, (start, ways) in enumerate(STARTS.items()):
