@@ -52,6 +52,7 @@ from distill.evaluation.models import load_model, load_student
 from distill.evaluation.probes import LanguageModel, log_probs
 from distill.launch import replica_command
 from distill.launch.preflight import claim_of
+from distill.preflight_checks.objective import with_objective
 from distill.prompts.sources import open_prompts
 from distill.prompts.stream import Prompt
 from distill.record.rollout import Rollout
@@ -207,7 +208,7 @@ def run(
             trials[way].append(cache.get({"steps": steps, "settings": [*overrides, *words]}, make))
     path, overrides = source(scale, 0)
     words = [*overrides, *OVERLAPPED]
-    make = partial(computed, api.load_config(path, words), size.rounds)
+    make = partial(computed, with_objective(api.load_config(path, words)).config, size.rounds)
     ways = {way: medians(of, ROWS) for way, of in trials.items()}
     return {"limit": cache.get({"limit": words}, make), "medians": ways, "trials": trials}
 
