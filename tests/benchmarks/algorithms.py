@@ -54,9 +54,10 @@ class Way(NamedTuple):
 
 
 FULL: Final = {"type": "full", "forward": 1.0}
+SFT: Final = {"type": "sft"}
 STARTS: Final = {
-    "the pruned student": {"full": Way(20, FULL), "sft": Way(30, {"type": "sft"}), "rewards": Way(30)},
-    "that after sft": {"full": Way(10, FULL), "sft": Way(10, {"type": "sft"}), "rewards": Way(30)},
+    "the pruned student": {"full": Way(20, FULL), "sft": Way(20, SFT), "rewards": Way(20)},
+    "that after sft": {"full": Way(10, FULL), "sft": Way(10, SFT), "rewards": Way(20)},
 }
 FigureFile = Annotated[Path | None, typer.Option(help="Where the curves are drawn, as SVG or PNG.")]
 
