@@ -222,6 +222,7 @@ class Controller:
     def trainer_died(self) -> None:
         """The trainer's processes have ended, and are started again."""
         self.session.died()
+        self.registry.trainer_died()
         self.heartbeats.forget()
         self.waits.does = {TRAINER: ("its process has ended and is started again", time.monotonic())}
 

@@ -1,7 +1,9 @@
 """The processes of a run that registered: one table of leases, the controller's.
 
-    never seen ──registers──▶ has the name ──renews──▶ … ──lease ends, or it leaves──▶ forgotten
-                                    └── a process that was never seen registers ──▶ lost it: 410, it ends
+    registers ──▶ has the name ──renews──▶ … ──lease ends, or it leaves──▶ forgotten
+        └── another has it, dead perhaps: 429 ──that goes on renewing for a lease──▶ 410, this one ends
+
+A process that is started again is another one, by its boot, and has the name when the lease before it ends.
 
 The trainer's machines, where it has several, are entries as servers are, with one rule more: once all are
 there they are a gang, and when one loses its name or its lease ends, all lose theirs, end, and register anew.
@@ -22,7 +24,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -32,7 +34,7 @@ from distill.rollout.replica_pool import ReplicaPool
 from distill.topology import TRAINER, servers
 from sync.base import secrets
 from sync.base.address import Address, url_problem
-from sync.base.errors import DistillError, RemoteError, Replaced, WrongServer
+from sync.base.errors import DistillError, Overloaded, RemoteError, Replaced, WrongServer
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers, ServerStatus
 from sync.wire.client import BlockingPeer
 
@@ -44,8 +46,9 @@ UNANSWERED: Final = (
     "replica {name} was added and does not answer at {url}: start it there, listening on an address that the "
     "controller's machine reaches; it joins once it answers, or `distill servers remove {name}` takes it out"
 )
-EXIT_REPLACED: Final = 3
-"""Exit status of a server that has lost its name to another process."""
+EXIT_REFUSED: Final = 3
+"""Exit status of a server that the controller refuses: its name is another process's, or it is of another
+run."""
 
 
 @dataclass
@@ -57,10 +60,14 @@ class _Holder:
     """A process of the configuration; else a replica that joined."""
     boot: str | None = None
     expires: float = math.inf
+    """Infinite: people registered it, or its ranks ended well; nobody renews it."""
+    asked: dict[str, float] = field(default_factory=dict)
+    """Boot of other processes that register as this one → when each first did."""
 
     def free(self) -> None:
         """Nobody has the name now."""
         self.boot, self.expires, self.address.url = None, math.inf, None
+        self.asked.clear()
 
 
 class Registry:
@@ -75,9 +82,9 @@ class Registry:
         machines: int = 1,
     ) -> None:
         """`expected`: servers of the configuration that have no fixed URL. `connect`: a client of a replica;
-        None: none can join while the run goes on. `machines`: of the trainer; one alone registers nothing."""
+        None: none can join while the run goes on. `machines`: of the trainer; one alone renews nothing."""
         self._run, self._pool, self._connect = run, pool, connect
-        names = [machine_name(index) for index in range(machines if machines > 1 else 0)]
+        names = [machine_name(index) for index in range(machines)]
         self._gang = {name: _Holder(Address(name)) for name in names}
         self._holders = {name: _Holder(address) for name, address in expected.items()} | self._gang
         self._configured = frozenset(expected)
@@ -86,52 +93,85 @@ class Registry:
         self._looked = time.monotonic()
 
     async def register(self, registration: ServerRegisters) -> ServerLease:
-        """Note where a server is. Raises Replaced, and RemoteError for what cannot join."""
-        url = registration.url.rstrip("/")
+        """Note where a server is. Raises RemoteError for what cannot join: Overloaded while another process
+        has the name and may be dead, Replaced once that lives, or this one has lost the name."""
+        name, boot = registration.name or self._free_name(), registration.boot
+        self._check(registration, name)
+        if registration.url is None:
+            return self._lease(name, 0.0)
+        url, holder, answers = registration.url.rstrip("/"), self._holders.get(name), True
+        if holder is None:
+            holder, answers = await self._joined(name, url)
+        elif holder.boot not in (None, boot):
+            self._lose(name)
+        if holder.address.url != url:
+            log.info("%s is at %s", name, url)
+        seconds = 0.0 if boot is None else LEASE_SECONDS
+        holder.boot, holder.address.url = boot, url
+        holder.expires = time.monotonic() + seconds if seconds else math.inf
+        if answers or boot is not None:  # what registers by itself may be loading still
+            return self._lease(name, seconds)
+        warning = UNANSWERED.format(name=name, url=secrets.redact(url))
+        log.warning("%s", warning)
+        return ServerLease(name=name, seconds=seconds, warning=warning)
+
+    def _lease(self, name: str, seconds: float) -> ServerLease:
+        gang = [machine.address.url for machine in self._gang.values()] if name in self._gang else []
+        return ServerLease(name=name, seconds=seconds, gang=gang)
+
+    def _check(self, registration: ServerRegisters, name: str) -> None:
+        """Raise what `register` does, unless the name is free or this process's."""
         if registration.run not in (None, self._run):
             raise WrongServer(
                 f"this is the controller of run {self._run!r}, and a process of run {registration.run!r} "
-                "registers"
+                "registers: give it the URL of that run's controller, or the run's folder"
             )
-        problem = url_problem(url)
-        if problem is None and urlsplit(url).username is not None:
-            problem = "one with a user's name: leave that out"
-        if problem is not None:
-            raise RemoteError(
-                f"server {registration.name or ''} at {secrets.redact(url)!r} cannot register: "
-                f"it is {problem}"
-            )
-        name = registration.name or self._free_name()
-        if name in self._gang and registration.boot is None:
+        if (url := registration.url) is not None:
+            problem = url_problem(url)
+            if problem is None and urlsplit(url).username is not None:
+                problem = "one with a user's name: leave that out"
+            if problem is not None:
+                shown, called = secrets.redact(url.rstrip("/")), registration.name or ""
+                raise RemoteError(f"server {called} at {shown!r} cannot register: it is {problem}")
+        holder, boot = self._holders.get(name), registration.boot
+        if name in self._gang and boot is None:
             raise RemoteError(
                 f"{name} is no server but a machine of the trainer, which registers itself: start "
                 f"`distill train --node {name.removeprefix(f'{TRAINER}-')}` there"
             )
-        holder = self._holders.get(name)
-        if (name, registration.boot) in self._lost:
+        if (name, boot) in self._lost:
             place = f"is at {holder.address}" if holder and holder.address.url else "was removed"
             others = ", or with another of the trainer's machines" if name in self._gang else ""
             raise Replaced(
                 f"{name} {place}: this process has lost the name to another, or to a person{others}"
             )
-        answers = True
-        if holder is None:
-            holder, answers = await self._joined(name, url)
-        elif holder.boot is not None and holder.boot != registration.boot:
-            if registration.boot is None:
-                raise RemoteError(f"{name} is at {holder.address} already: remove it first")
-            self._lose(name)
-        if holder.address.url != url:
-            log.info("%s is at %s", name, url)
-        seconds = 0.0 if registration.boot is None else LEASE_SECONDS
-        holder.boot, holder.address.url = registration.boot, url
-        holder.expires = time.monotonic() + seconds if seconds else math.inf
-        if answers or registration.boot is not None:  # what registers by itself may be loading still
-            gang = [machine.address.url for machine in self._gang.values()] if name in self._gang else []
-            return ServerLease(name=name, seconds=seconds, gang=gang)
-        warning = UNANSWERED.format(name=name, url=secrets.redact(url))
-        log.warning("%s", warning)
-        return ServerLease(name=name, seconds=seconds, warning=warning)
+        if holder is None and not (re.fullmatch(r"student-[A-Za-z0-9._-]+", name) and self._connect):
+            expected = ", ".join(taken for taken, known in self._holders.items() if known.expected) or "none"
+            raise RemoteError(
+                f"no server {name!r} is expected to register: expected are {expected}, and replicas "
+                "student-N: start it from the controller's configuration, with a name and a number of it"
+            )
+        if holder is not None and holder.boot not in (None, boot):
+            self._await(name, holder, boot)
+
+    def _await(self, name: str, holder: _Holder, boot: str | None) -> None:
+        """Raise what a process is told while another has the name; nothing when nobody renews it."""
+        if boot is None:
+            raise RemoteError(f"{name} is at {holder.address} already: remove it first")
+        if holder.expires == math.inf:
+            return
+        asked = holder.asked.setdefault(boot, time.monotonic())
+        if holder.expires > asked + 2 * LEASE_SECONDS:  # it was renewed more than a lease after that
+            option = "--node" if name in self._gang else "--index or --name"
+            raise Replaced(
+                f"{name} is at {holder.address}, and the process there renews it: give this one another "
+                f"{option}, or end that one"
+            )
+        raise Overloaded(
+            f"{name} is at {holder.address}: this process gets the name when that one's lease of "
+            f"{LEASE_SECONDS:g} s ends, and has to leave if it lives",
+            LEASE_SECONDS / 3,
+        )
 
     def _free_name(self) -> str:
         taken = self._holders.keys() | self._pool.replicas.keys() | self._configured
@@ -139,13 +179,7 @@ class Registry:
 
     async def _joined(self, name: str, url: str) -> tuple[_Holder, bool]:
         """A further replica, in the pool, and whether it answers."""
-        if not re.fullmatch(r"student-[A-Za-z0-9._-]+", name) or self._connect is None:
-            expected = (
-                ", ".join(taken for taken, holder in self._holders.items() if holder.expected) or "none"
-            )
-            raise RemoteError(
-                f"no server {name!r} is expected to register: expected are {expected}, and replicas student-N"
-            )
+        assert self._connect is not None, "none is expected then"
         address = Address(name, url)
         answers = await self._pool.join(self._connect(address), name)
         holder = self._holders[name] = _Holder(address, expected=False)
@@ -184,6 +218,10 @@ class Registry:
             if lost in self._gang:
                 holder.free()
 
+    def trainer_died(self) -> None:
+        """The process of machine 0, which the launcher starts, is gone: nobody waits for its lease."""
+        self._lose(machine_name(0))
+
     async def _forget(self, name: str, holder: _Holder) -> None:
         """What it registered; a replica that is not in the configuration leaves the run."""
         holder.free()
@@ -209,7 +247,7 @@ class Registry:
         others = [
             ServerStatus(name, holder.address.url)
             for name, holder in self._holders.items()
-            if name not in self._pool.replicas
+            if name not in self._pool.replicas and (name not in self._gang or len(self._gang) > 1)
         ]
         return Servers(servers=replicas + others)
 
@@ -225,6 +263,7 @@ class Registry:
         for name, holder in [*self._holders.items()]:
             if late > LEASE_SECONDS / 3:
                 holder.expires += late
+                holder.asked = {boot: since + late for boot, since in holder.asked.items()}
             here = self._holders.get(name) is holder  # it may have left while another was removed
             if here and time.monotonic() > holder.expires:
                 log.warning("%s at %s has not renewed its registration", name, holder.address)

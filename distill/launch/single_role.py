@@ -4,13 +4,14 @@ Each function prepares one process, behind `use_folder`. A server that is told w
 one of several machines of the trainer, register there and renew that (`run_registered`, `run_machine`):
 
     server      start ─▶ /health answers ─▶ register ─▶ renew ─▶ … ─▶ it ends: leave, with its exit status
-                                               └── replaced (410): end it, exit EXIT_REPLACED
+                  └── refused                     └── replaced (410): end it, exit EXIT_REFUSED
     machine     register ─▶ all are there ─▶ start the ranks ─▶ renew ─▶ … ─▶ they end well: leave
-                                                            └── another machine is lost (410): kill them
+                  └── refused                               └── another machine is lost (410): kill them
 
 The controller is asked where it is again and again: one that was started elsewhere has written its new URL
-into the run's folder. While it cannot be reached the process goes on. A server that is told nothing, for a
-controller whose file has its URL, and the only machine of a trainer are what the process becomes
+into the run's folder. While it cannot be reached the process goes on. A refusal, though, ends a process that
+was never admitted, before it loads anything. A server that is told nothing, for a controller whose file has
+its URL, and the only machine of a trainer, once it is admitted, are what the process becomes
 (`replace_process`).
 """
 
@@ -28,12 +29,14 @@ from secrets import token_hex
 from typing import Any, Final, NoReturn
 from urllib.parse import urlsplit
 
+import msgspec
+
 from distill.aio import cancel
 from distill.config import RunConfig
 from distill.launch.preflight import prepare_role
 from distill.launch.roles import Ports, server, trainer_process, url_of
 from distill.launch.supervise import ChildSpec, guarded
-from distill.registry import EXIT_REPLACED, machine_name
+from distill.registry import EXIT_REFUSED, machine_name
 from distill.topology import KINDS, process_of, processes
 from student_trainer.launch import visible_devices
 from sync.base.address import (
@@ -45,11 +48,21 @@ from sync.base.address import (
     own_address,
     token_from_environment,
 )
-from sync.base.errors import ConfigError, DistillError, Replaced
+from sync.base.errors import (
+    ConfigError,
+    DistillError,
+    Overloaded,
+    RemoteError,
+    Replaced,
+    Unreachable,
+    WireError,
+    WrongServer,
+)
 from sync.base.retry import retrying
 from sync.base.settings import Placement
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters, Servers
 from sync.wire.client import Peer
+from sync.wire.peers import Role, wrong
 from sync.wire.server import bind_alone
 
 log = logging.getLogger(__name__)
@@ -149,17 +162,19 @@ def prepare_train(config: RunConfig, node: int = 0) -> RunConfig:
 def train(config: RunConfig, controller: Controller, node: int = 0) -> NoReturn:
     """Become the deepspeed launcher of this machine's ranks; of several, run it once all are there."""
     config = prepare_train(config, node)
-    if config.trainer.nodes == 1:
-        replace_process(trainer_process(config, controller()))
     here = own_address(controller())
     with bind_alone(here, 0) as probe:
         place = url_of(here, probe.getsockname()[1])
     lease = Lease(config.run.name, machine_name(node), place, controller)
+    gang = Gang(config.trainer.nodes, config.trainer.init_timeout_seconds)
+    if config.trainer.nodes == 1:
+        if answer := asyncio.run(lease.ask_once()):
+            gang.told(answer)
+        replace_process(trainer_process(config, controller()))
 
     def launcher(meeting: str) -> ChildSpec:
         return trainer_process(config, controller(), node, meeting)
 
-    gang = Gang(config.trainer.nodes, config.trainer.init_timeout_seconds)
     _leave_with(run_machine(launcher, lease, gang, config.run.grace_seconds))
 
 
@@ -171,6 +186,8 @@ def _leave_with(work: Coroutine[Any, Any, int]) -> NoReturn:
 # --- leases -------------------------------------------------------------------------------------------------
 
 
+WAITED_FOR: Final = (ConfigError, Overloaded, Unreachable)
+"""No file says where the controller is, another process has the name, the controller does not answer."""
 REGISTER_SECONDS: Final = 1.0
 CALL_SECONDS: Final = 3.0
 LEAVE_SECONDS: Final = 2.0
@@ -185,6 +202,25 @@ class Lease:
         self._says = ServerRegisters(run=run, name=name, url=url, boot=token_hex(16))
         self._controller, self._token = controller, token_from_environment()
 
+    async def ask(self, peer: Peer, url: str | None) -> ServerLease:
+        """Register at `url` with the controller; None: ask whether it admits this process. Raises
+        WrongServer where no controller answers, and whatever that answers."""
+        says = msgspec.structs.replace(self._says, url=url)
+        try:
+            return await peer.call("/v1/servers", says, ServerLease)
+        except (RemoteError, WireError):
+            if problem := await wrong(peer.url, Role.CONTROLLER):
+                raise WrongServer(problem) from None
+            raise
+
+    async def ask_once(self) -> ServerLease | None:
+        """The answer to a process that registers nothing; None: no controller is there yet. Raises what that
+        refuses it for."""
+        with contextlib.suppress(*WAITED_FOR):
+            async with Peer(self._controller(), self._token, CALL_SECONDS) as peer:
+                return await self.ask(peer, None)
+        return None
+
     async def keep(
         self,
         told: Callable[[ServerLease], str] = lambda _: "",
@@ -193,23 +229,27 @@ class Lease:
         """Register whenever this process is `ready`, and renew that; never returns.
 
         `told` hears each answer and says what it lacks, for which this registers soon and not at a third of
-        the lease. Raises Replaced once another process has the name, and whatever `told` raises.
+        the lease. Raises Replaced where another process has the name, any other refusal until the controller
+        has admitted this process, and whatever `told` raises.
         """
-        said, peer = "", None
+        said, peer, admitted = "", None, False
         async with contextlib.AsyncExitStack() as closing:
             while True:
                 pause, line = REGISTER_SECONDS, f"{self.name} does not answer {self.url}/health yet"
-                if ready is None or await ready():
+                if not admitted or ready is None or await ready():
                     try:
                         there = self._controller()
                         if peer is None or peer.url != there:
                             peer = await closing.enter_async_context(Peer(there, self._token, CALL_SECONDS))
-                        lease = await peer.call("/v1/servers", self._says, ServerLease)
-                    except Replaced:
-                        raise
+                        lease = await self.ask(peer, self.url if admitted else None)
                     except DistillError as error:
+                        if isinstance(error, Replaced) or not (admitted or isinstance(error, WAITED_FOR)):
+                            raise
                         line = f"{self.name} is not registered: {error}"
                     else:
+                        if not admitted:
+                            admitted = True
+                            continue
                         line = f"{self.name} at {self.url} is registered with the controller at {there}"
                         if lacks := told(lease):
                             line = f"{line}; {lacks}"
@@ -256,7 +296,7 @@ class Gang:
 
 
 async def run_registered(child: ChildSpec, lease: Lease, grace: float) -> int:
-    """Run a server, and register it while it answers; its exit status, or EXIT_REPLACED.
+    """Run a server, and register it while it answers; its exit status, or EXIT_REFUSED.
 
     SIGTERM and SIGINT are for the child, which has `grace` seconds.
     """
@@ -266,17 +306,17 @@ async def run_registered(child: ChildSpec, lease: Lease, grace: float) -> int:
         works = (process.wait(), ending.wait(), lease.keep(ready=server.alive))
         exit_, ended, renewing = tasks = [asyncio.create_task(work) for work in works]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        replaced = renewing.exception() if renewing.done() else None
+        refused = renewing.exception() if renewing.done() else None
         await cancel([ended, renewing])
-    if replaced is None:
+    if refused is None:
         await lease.leave()
     else:
-        log.error("%s", replaced)
+        log.error("%s", refused)
     _terminate(process)
     await asyncio.wait([exit_], timeout=grace)
     os.write(write_end, b"k")  # the guardian kills what is left
     status = await process.wait()
-    return status if replaced is None else EXIT_REPLACED
+    return status if refused is None else EXIT_REFUSED
 
 
 async def run_machine(launcher: Callable[[str], ChildSpec], lease: Lease, gang: Gang, grace: float) -> int:

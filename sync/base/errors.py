@@ -5,10 +5,10 @@ DistillError(ValueError)     root: always "value, rule, remedy" in one message
 ├── DataError                prompts, tokens or scores that cannot be used
 ├── WireError                a message of another schema, or one that is not a message
 ├── RemoteError              a peer answered that it cannot do what was asked
-│   ├── Overloaded           the peer is full; `retry_after` seconds says when to come back
+│   ├── Overloaded           the peer cannot yet; `retry_after` seconds says when to come back
 │   ├── TooLarge             the peer takes these items in several requests, not in one
 │   ├── WrongServer          the peer serves another run, or another model
-│   └── Replaced             another process has registered in this one's place
+│   └── Replaced             another process has this one's name
 ├── Unreachable              a peer is really gone, after all retries
 ├── StoreError               a store cannot be read or written
 │   └── AlreadyPublished     another writer was first under this name
@@ -47,7 +47,7 @@ class RemoteError(DistillError):
 
 
 class Overloaded(RemoteError):
-    """A peer's queue is full; ask again in `retry_after` seconds."""
+    """A peer's queue is full, or a name is taken yet; ask again in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class WrongServer(RemoteError):
 
 
 class Replaced(RemoteError):
-    """Another process has registered in this one's place, which must leave."""
+    """Another process has this one's name, so that this one must leave."""
 
 
 class Unreachable(DistillError):

@@ -241,14 +241,16 @@ class ServerRegisters(Message, frozen=True):
 
     run: str | None
     """Name of the run that it is configured for; None: people say that it serves this one."""
-    url: str
-    """Where it answers; of one of the trainer's machines: its address, with a free port for ranks to meet."""
+    url: str | None
+    """Where it answers; of one of the trainer's machines: its address, with a free port for ranks to meet.
+    None: it is starting, and asks whether it would be registered."""
     name: str | None = None
     """Its name, such as "student-0" or "teacher-main-1", "trainer-1" of the trainer's machine 1; None: the
     next free "student-N"."""
     boot: str | None = None
-    """Random, made by every start of a process: one that was never seen takes the name, one that lost it is
-    refused with 410. None: nobody renews this, and it lasts until it is taken back."""
+    """Random, made by every start of a process. While another one has the name this is refused with 429, and
+    with 410 once that one has shown that it lives, or this one had the name and lost it. None: nobody renews
+    this, and it lasts until it is taken back."""
 
 
 class ServerLease(Message, frozen=True):

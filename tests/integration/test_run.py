@@ -44,7 +44,7 @@ from distill.metrics.summary import digest_of_all
 from distill.metrics.trace import write_trace
 from distill.prompts.stream import group_of
 from distill.record.audit import audit
-from distill.registry import EXIT_REPLACED
+from distill.registry import EXIT_REFUSED
 from distill.tasks.sort_letters import EOS, EOS_ID, PAD, PAD_ID, VOCABULARY
 from student_trainer.launch import ranks_of
 from sync.base.address import TOKEN_VARIABLE
@@ -400,7 +400,7 @@ def test_each_role_alone_registers_with_a_token_while_replicas_join_and_leave(
         assert shown - exported(everyone, env[TOKEN_VARIABLE]) == set()
         with Command(tmp_path / "remove.log", "servers", "remove", "student-0", *there) as removing:
             assert removing.end() == 0, removing.said
-        assert servers.pop("student-0").end() == EXIT_REPLACED
+        assert servers.pop("student-0").end() == EXIT_REFUSED
         for rank in ranks:
             rank.resume()
         assert control.end() == 0, control.said + trainers[0].said

@@ -38,7 +38,7 @@ from distill.launch.templates import filled
 from distill.metrics.trackers import FINISH_SECONDS
 from distill.preflight_checks.checks import check_keys
 from distill.preflight_checks.placement import Node, needs, place, placed
-from distill.registry import EXIT_REPLACED
+from distill.registry import EXIT_REFUSED
 from sync.base import durable
 from sync.base.address import CONTROLLER_FILE, TOKEN_FILE, TOKEN_FILE_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError, RemoteError
@@ -259,7 +259,7 @@ def _replica(run_dir: Path, words: Sequence[str]) -> int:
     while not (run_dir / CONTROLLER_FILE).is_file():  # the run is starting
         time.sleep(_POLL_SECONDS)
     status, signals = follow([*_DISTILL, "student", str(run_dir), *words])
-    died = not signals and status != EXIT_REPLACED
+    died = not signals and status != EXIT_REFUSED
     again = died and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < MOST_RESTARTS
     return _requeue(status) if again or signal.SIGUSR1 in signals else status
 

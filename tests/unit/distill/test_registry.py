@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.server
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +28,12 @@ from distill import registry
 from distill.config import ControllerConfig
 from distill.config.loading import load
 from distill.controller import Controller
+from distill.launch import single_role
 from distill.launch.run_folder import RunFolder
-from distill.launch.single_role import Gang, joining
-from distill.registry import EXIT_REPLACED
+from distill.launch.single_role import Gang, Lease, joining
+from distill.registry import EXIT_REFUSED
 from sync.base.address import Address, controller_url, own_address
-from sync.base.errors import ConfigError, RemoteError, Replaced, WrongServer
+from sync.base.errors import ConfigError, Overloaded, RemoteError, Replaced, WrongServer
 from sync.wire import ServerLease, ServerLeaves, ServerRegisters
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def says(url: str, boot: str | None, name: str = "teacher-t") -> ServerRegisters:
+def says(url: str | None, boot: str | None, name: str = "teacher-t") -> ServerRegisters:
     return ServerRegisters(run="test", url=url, name=name, boot=boot)
 
 
@@ -58,26 +63,57 @@ async def passes(run: Controller, clock: list[float], seconds: float) -> None:
         await run.registry.expire()
 
 
-async def test_a_new_process_takes_the_name_and_the_old_one_must_leave(controller) -> None:
+async def test_a_name_is_the_process_s_that_renews_it_and_another_must_leave(controller, clock) -> None:
     teacher = Address("teacher-t")
     run = controller(expected={"teacher-t": teacher})
-    there = run.registry
+    join = run.registry.register
     assert str(teacher) == "teacher-t (not registered)"
-    lease = await there.register(says("http://a:1/", "first"))
-    assert lease == ServerLease(name="teacher-t", seconds=registry.LEASE_SECONDS)
+    lease = ServerLease(name="teacher-t", seconds=registry.LEASE_SECONDS)
+    assert await join(says("http://a:1/", "first")) == lease
     assert teacher.url == "http://a:1"
-    await there.register(says("http://b:1", "second"))
-    assert teacher.url == "http://b:1"
-    with pytest.raises(Replaced, match=r"teacher-t is at http://b:1: this process has lost the name"):
-        await there.register(says("http://a:1", "first"))
-    with pytest.raises(RemoteError, match="one with a user's name: leave that out"):
-        await there.register(says("http://me:secret@b:1", "second"))
-    await there.register(says("http://b:2", "second"))  # it may move
-    assert teacher.url == "http://b:2"
+    waited = 0
+    with pytest.raises(Replaced, match=r"teacher-t is at http://a:1, .* give this one another --index or"):
+        while True:  # as a supervised process that was started under the same name
+            with contextlib.suppress(Overloaded):
+                await join(says("http://b:1", "second"))
+            await passes(run, clock, registry.LEASE_SECONDS / 3)
+            assert await join(says("http://a:1", "first")) == lease
+            waited += 1
+    assert 3 <= waited <= 5, "a process that is being killed is given the length of a lease"
+    assert teacher.url == "http://a:1"
+    await join(says("http://a:2", "first"))  # it may move
+    assert teacher.url == "http://a:2"
+    for url, boot, words in [
+        ("http://me:secret@a:2", "first", "one with a user's name: leave that out"),
+        ("http://c:1", None, "remove it first"),
+    ]:
+        with pytest.raises(RemoteError, match=words):
+            await join(says(url, boot))
     with pytest.raises(WrongServer, match="controller of run 'test', and a process of run 'other' registers"):
-        await there.register(ServerRegisters(run="other", url="http://a:1", name="teacher-t", boot="x"))
-    with pytest.raises(RemoteError, match="remove it first"):
-        await there.register(says("http://c:1", None))
+        await join(ServerRegisters(run="other", url="http://a:1", name="teacher-t", boot="x"))
+    run.close()
+
+
+async def test_the_name_of_a_dead_process_is_another_s_once_its_lease_ends(controller, clock) -> None:
+    teacher = Address("teacher-t")
+    run = controller(expected={"teacher-t": teacher})
+    join = run.registry.register
+    await join(says("http://a:1", "first"))
+    await passes(run, clock, registry.LEASE_SECONDS / 3)
+    for url in (None, "http://b:1"):  # it is starting; it answers
+        with pytest.raises(Overloaded, match="this process gets the name when that one's lease of 15 s ends"):
+            await join(says(url, "second"))
+    await passes(run, clock, registry.LEASE_SECONDS)
+    assert (await join(says(None, "second"))).seconds == 0
+    assert teacher.url is None, "who asks is not there yet"
+    await join(says("http://b:1", "second"))
+    with pytest.raises(Overloaded):  # it was not dead but asleep
+        await join(says("http://a:1", "first"))
+    for _ in range(4):
+        await passes(run, clock, registry.LEASE_SECONDS / 3)
+        await join(says("http://b:1", "second"))
+    with pytest.raises(Replaced, match="teacher-t is at http://b:1"):
+        await join(says("http://a:1", "first"))
     run.close()
 
 
@@ -197,7 +233,12 @@ async def test_the_trainers_machines_meet_when_all_are_there_and_end_as_a_whole(
         ("trainer-0", first),
         ("trainer-1", second),
     ]
-    assert (await join(machine(1, "c"))).gang == [None, second]  # machine 1 was started again
+    with pytest.raises(Overloaded, match=r"trainer-1 is at http://10\.0\.0\.1:1001"):
+        await join(machine(1, "c"))  # machine 1 was started again
+    for _ in range(2):
+        assert (await renewed(run, clock, "a")).gang == [first, second]
+    await passes(run, clock, registry.LEASE_SECONDS / 3)
+    assert (await join(machine(1, "c"))).gang == [None, second]
     with pytest.raises(Replaced, match=r"trainer-0 was removed.* or with another of the trainer's machines"):
         await join(machine(0, "a"))
     assert (await join(machine(0, "d"))).gang == [first, second]
@@ -212,10 +253,22 @@ async def test_the_trainers_machines_meet_when_all_are_there_and_end_as_a_whole(
     run.close()
 
 
+async def test_a_trainer_that_its_launcher_starts_again_waits_for_no_lease(controller, clock) -> None:
+    run = controller(make_config(trainer={"nodes": 2}))
+    for index, boot in enumerate("ab"):
+        await run.registry.register(machine(index, boot))
+    run.trainer_died()
+    for index, boot in enumerate("cd"):
+        assert (await run.registry.register(machine(index, boot))).gang[index] is not None
+        with pytest.raises(Replaced):
+            await run.registry.register(machine(index, "ab"[index]))
+    run.close()
+
+
 async def test_a_machine_that_leaves_before_all_are_there_is_missing(controller, clock) -> None:
     run = controller(make_config(trainer={"nodes": 2}))
-    for boot in "ab":
-        await run.registry.register(machine(1, boot))
+    await run.registry.register(machine(1, "a"))
+    await passes(run, clock, registry.LEASE_SECONDS + 0.1)
     assert (await run.registry.register(machine(1, "b"))).gang == [None, "http://10.0.0.1:1001"]
     await run.registry.leave(ServerLeaves(name="trainer-1", boot="b"))
     assert (await run.registry.register(machine(0, "c"))).gang == ["http://10.0.0.0:1000", None]
@@ -274,6 +327,7 @@ async def test_a_machine_whose_ranks_ended_well_is_not_missed(controller, clock)
     await run.registry.leave(ServerLeaves(name="trainer-1", boot="b"))
     for _ in range(5):
         assert None not in (await renewed(run, clock, "a")).gang
+    assert (await run.registry.register(machine(1, "c"))).gang == [None, "http://10.0.0.1:1001"]
     run.close()
 
 
@@ -354,7 +408,7 @@ async def until(condition) -> None:
 async def test_announcers_register_renew_and_take_their_servers_with_them(
     controller, announced, serve, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr(registry, "LEASE_SECONDS", 5.0)
+    monkeypatch.setattr(registry, "LEASE_SECONDS", 3.0)
     address = Address("teacher-t")
     run = controller(expected={"teacher-t": address})
     serve(run)
@@ -366,23 +420,89 @@ async def test_announcers_register_renew_and_take_their_servers_with_them(
     lease = holder.expires
     await until(lambda: lease < holder.expires < math.inf)  # it renews
 
+    two = start(announced, second, tmp_path)
+    assert await asyncio.to_thread(two.wait, 60) == EXIT_REFUSED
+    assert address.url == f"http://127.0.0.1:{first}", "one still has the name"
+
     below = family(one)
     assert len(below) == 3  # guardian, server, its child
-    two = start(announced, second, tmp_path)
-    await until(lambda: address.url == f"http://127.0.0.1:{second}")
-    assert await asyncio.to_thread(one.wait, 60) == EXIT_REPLACED
+    one.kill()
+    three = start(announced, third, tmp_path)
+    await until(lambda: not [process for process in below if process.is_running()])
+    await until(lambda: address.url == f"http://127.0.0.1:{third}")
+
+    below = family(three)
+    await run.registry.leave(ServerLeaves(name="teacher-t"))  # as a person takes it out
+    assert await asyncio.to_thread(three.wait, 60) == EXIT_REFUSED
     assert not [process for process in below if process.is_running()]
 
-    below = family(two)
-    two.kill()
-    await until(lambda: not [process for process in below if process.is_running()])
-    await until(lambda: address.url is None)
-
-    three = start(announced, third, tmp_path)
+    four = start(announced, third, tmp_path)
     await until(lambda: address.url == f"http://127.0.0.1:{third}")
-    three.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(three.wait, 60) == 128 + signal.SIGTERM
+    four.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(four.wait, 60) == 128 + signal.SIGTERM
     assert address.url is None, "it has left"
+
+
+@pytest.mark.parametrize(
+    ("name", "name_of_run", "words"),
+    [
+        ("trainer-1", "other", "controller of run 'test', and a process of run 'other' registers: give it"),
+        ("trainer-7", "test", "no server 'trainer-7' is expected to register: expected are .*trainer-1, and"),
+        ("teacher-x", "test", "no server 'teacher-x' is expected"),
+    ],
+)
+async def test_a_refusal_that_no_retry_mends_ends_a_role_at_once(
+    controller, serve, name: str, name_of_run: str, words: str
+) -> None:
+    run = controller(make_config(trainer={"nodes": 2}))
+    serve(run)
+
+    async def loads() -> bool:
+        raise AssertionError("a server that is refused need not load first")
+
+    lease = Lease(name_of_run, name, "http://127.0.0.1:1", lambda: run.url)
+    with pytest.raises(RemoteError, match=words):
+        await asyncio.wait_for(lease.keep(ready=loads), 60)
+
+
+async def test_a_url_that_is_no_controller_s_ends_a_role_at_once() -> None:
+    stranger = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=stranger.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{stranger.server_port}"
+    with pytest.raises(WrongServer, match=f"{url} is an HTTP server .*, and the controller of a run was"):
+        await asyncio.wait_for(Lease("test", "teacher-t", url, lambda: url).keep(), 60)
+    stranger.shutdown()
+    stranger.server_close()
+
+
+async def test_a_controller_that_is_not_there_yet_is_waited_for(controller, serve, tmp_path) -> None:
+    address = Address("teacher-t")
+    tell(tmp_path, f"http://127.0.0.1:{free_port()}")  # where it was when it last started
+    lease = Lease("test", "teacher-t", "http://127.0.0.1:1", partial(controller_url, tmp_path))
+    keeping = asyncio.create_task(lease.keep())
+    await asyncio.sleep(0.5)
+    serve(controller(expected={"teacher-t": address}))
+    await until(lambda: address.url == "http://127.0.0.1:1")
+    assert not keeping.done()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("run_name", "error", "words"),
+    [
+        ("test", ConfigError, r"trainer\.nodes is 1 here and 2 at the controller"),
+        ("other", WrongServer, "a process of run 'other' registers"),
+    ],
+)
+async def test_the_only_machine_of_a_trainer_is_refused_before_it_loads_anything(
+    controller, serve, monkeypatch, run_name: str, error: type[Exception], words: str
+) -> None:
+    run = controller(make_config(trainer={"nodes": 2}))
+    serve(run)
+    monkeypatch.setattr(single_role, "replace_process", lambda child: pytest.fail("it would load the model"))
+    with pytest.raises(error, match=words):
+        await asyncio.to_thread(single_role.train, make_config(run={"name": run_name}), lambda: run.url)
 
 
 async def test_a_controller_that_starts_elsewhere_is_told_again(
@@ -446,6 +566,16 @@ async def test_a_machine_that_is_stopped_before_all_are_there_is_forgotten_at_on
     alone.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(alone.wait, 60) == 1
     assert run.registry.listing().servers[2].url is None
+
+
+async def test_a_machine_that_the_controller_does_not_expect_ends_with_one_message(
+    controller, announced, serve, tmp_path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    serve(controller())
+    unexpected = start_machine(announced, 1, tmp_path)
+    assert await asyncio.to_thread(unexpected.wait, 60) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "no server 'trainer-1' is expected to register: expected are trainer-0, and replicas" in line
 
 
 async def test_machines_start_their_ranks_together_and_lose_them_together(
