@@ -1,8 +1,8 @@
 """The processes of a run, computed from its configuration alone.
 
 Whoever starts, places, measures, asks or expects a process reads it here. A further kind of server is an
-entry of KINDS, a section with a `Placement`, which `RunConfig.places` finds, a `Role`, and what starts one
-(`distill.launch.roles.STARTERS`).
+entry of KINDS, a section with a `Placement`, which `RunConfig.places` finds, a `Role`, what starts one
+(`distill.launch.roles.STARTERS`) and its command (`distill.cli.roles`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from distill.config import RunConfig, flags_of
@@ -25,6 +25,8 @@ EVALUATION_REPLICA: Final = "evaluation-replica"
 CONTROLLER: Final = "controller"
 HERE: Final = "here"
 EACH_NODE: Final = "each trainer node"
+Keeps = Literal["nothing", "state", "weights"]
+"""What of its run a server keeps; one that keeps nothing serves many runs, the others one alone."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,12 @@ class Process:
     """Its machine: of its URL, of a cluster, EACH_NODE of the trainer's, else HERE."""
     devices: tuple[str, ...] | None = None
     """GPUs that its section names, or that its cluster gives it; None: it has those of its machine."""
-    follows: bool = False
-    """Whether it reads published weights."""
+    keeps: Keeps = "nothing"
+
+    @property
+    def follows(self) -> bool:
+        """Whether it reads published weights."""
+        return self.keeps == "weights"
 
     @property
     def subject(self) -> str:
@@ -85,33 +91,35 @@ class Kind(NamedTuple):
     """Name of its processes without their number; {name}: of the section in its table."""
     command: str
     """The words after `distill` that run one; {name}, {index}."""
+    keeps: Keeps | Callable[[Any], Keeps]
+    """Of its run; by its section, where that decides."""
     number: str | None = None
     """Key of the section that says how many there are; None: one."""
     gpus: Callable[[RunConfig, Any], int] = lambda config, place: 0
     """Of each, unless its section says."""
-    follows: Callable[[Any], bool] = lambda place: True
-    """Whether it reads published weights."""
 
 
 KINDS: Final = {
-    "student": Kind(Role.STUDENT, "student", "student --index {index}", "replicas", _engine_gpus),
+    "student": Kind(Role.STUDENT, "student", "student --index {index}", "weights", "replicas", _engine_gpus),
     "teachers": Kind(
         Role.TEACHER,
         "teacher-{name}",
         "teacher --name {name} --index {index}",
+        lambda teacher: "nothing" if teacher.follow_student_every is None else "weights",
         "replicas",
         _teacher_gpus,
-        lambda teacher: teacher.follow_student_every is not None,
     ),
     "environments": Kind(
         Role.ENVIRONMENT,
         "environment-{name}",
         "environment --name {name} --index {index}",
+        "state",
         "processes",
-        follows=lambda environment: False,
     ),
-    "evaluation.replica": Kind(Role.STUDENT, EVALUATION_REPLICA, "student --evaluation", gpus=_engine_gpus),
-    "evaluation.placement": Kind(Role.EVALUATOR, EVALUATOR, "evaluator", gpus=_evaluator_gpus),
+    "evaluation.replica": Kind(
+        Role.STUDENT, EVALUATION_REPLICA, "student --evaluation", "weights", gpus=_engine_gpus
+    ),
+    "evaluation.placement": Kind(Role.EVALUATOR, EVALUATOR, "evaluator", "weights", gpus=_evaluator_gpus),
 }
 """Section, or table of sections → its processes, as far as they are servers."""
 
@@ -148,7 +156,7 @@ def processes(config: RunConfig, gpus: bool = True) -> list[Process]:
                     url=url,
                     host=str(urlsplit(url).hostname) if url else HERE,
                     devices=devices,
-                    follows=kind.follows(place),
+                    keeps=kind.keeps(place) if callable(kind.keeps) else kind.keeps,
                 )
             )
     trainer = config.trainer

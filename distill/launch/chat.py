@@ -32,6 +32,7 @@ from sync.base.errors import ConfigError, DistillError
 from sync.base.own_code import use_folder
 from sync.base.tokenizers import load_tokenizer, text_reader
 from sync.wire import ScoreRefused, TeacherPrompt, pack, unpack
+from sync.wire.peers import Role
 from teacher_service.client import TeacherClient
 from teacher_service.config import TeacherConfig
 
@@ -136,8 +137,7 @@ def chatting(
             for name in config.teachers.keys() - sharing.keys():
                 say(f"teacher {name} is left out: it has a tokenizer of its own")
             models |= {name: _served_here(teacher) for name, teacher in sharing.items()}
-        alone = moved.model_copy(update={"teachers": models, "environments": {}, "evaluation": None})
-        plan = plan_servers(alone.with_(student={"replicas": 0, "urls": []}), token, ports)
+        plan = plan_servers(moved.model_copy(update={"teachers": models}), token, ports, Role.TEACHER)
         clients = {name: TeacherClient(name, plan.where[f"teachers.{name}"], token) for name in models}
         conversations = Conversations(config, load_tokenizer(student), clients)
         servers = serving(plan.children, moved.run_dir / "logs", config.run.start_seconds)

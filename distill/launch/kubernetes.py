@@ -30,7 +30,6 @@ import yaml
 
 from distill.config import RunConfig
 from distill.config.loading import located, merge, read, validate
-from distill.environments.config import EnvironmentConfig
 from distill.launch.templates import filled
 from distill.preflight_checks.checks import check_keys
 from distill.preflight_checks.placement import needs
@@ -38,9 +37,8 @@ from distill.topology import CONTROLLER, TRAINER, Process, command
 from sync.base import secrets
 from sync.base.address import TOKEN_FILE_VARIABLE, token_from_environment
 from sync.base.errors import ConfigError
-from sync.base.settings import Holds, Settings
+from sync.base.settings import Holds, ModelSource, Settings
 from sync.wire.peers import Role as PeerRole
-from teacher_service.config import TeacherConfig
 
 CONFIG_FOLDER: Final = "/config"
 """Where pods find the configuration and the files that travel with it."""
@@ -240,12 +238,9 @@ def reads_volume(config: RunConfig) -> bool:
 
 def _read(config: RunConfig, process: Process) -> list[Any]:
     """The sections whose models and files a server reads."""
-    sections: list[Settings] = [config.student]
-    if isinstance(process.place, TeacherConfig):
-        sections = [process.place]
-    elif isinstance(process.place, EnvironmentConfig):
-        sections.append(process.place)
-    return [section.model_dump(mode="json") for section in sections]
+    place = process.place
+    sections = [place] if isinstance(place, ModelSource) else [config.student, place]
+    return [section.model_dump(mode="json") for section in sections if section is not None]
 
 
 def _below(folder: PurePath, tree: Any) -> list[str]:

@@ -66,8 +66,7 @@ def check_here(config: RunConfig) -> None:
         f"controller.trainer is {config.controller.trainer!r}": config.controller.trainer != "launch",
     }
     for process in processes(config.with_(evaluation=None)):
-        if process.url and (process.follows or process.role == Role.ENVIRONMENT):
-            # such a server works for the first run that uses it, and refuses the next
+        if process.url and process.keeps != "nothing":  # it would refuse the run after the probe
             also = " and it follows the student" * (process.role == Role.TEACHER)
             elsewhere[f"{process.section}.urls is set{also}"] = True
     if reasons := [what for what, applies in elsewhere.items() if applies]:

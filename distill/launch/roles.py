@@ -93,13 +93,15 @@ class Plan:
     """Those of the addresses that register, by the name of their process."""
 
 
-def plan_servers(config: RunConfig, token: str | None, ports: Ports) -> Plan:
-    """Plan replicas, teachers, environments and the evaluator, and write what those started here read.
+def plan_servers(config: RunConfig, token: str | None, ports: Ports, role: Role | None = None) -> Plan:
+    """Plan the servers that are started here, or those of a `role` alone, and write what they read.
 
     Raises ConfigError for ports in use and for placements that do not fit.
     """
     children, at = list[ChildSpec](), dict[str, Place]()
     for process in servers(config):
+        if role not in (None, process.role):
+            continue
         there = with_urls(config, at) if process.role == Role.EVALUATOR else config
         children.append(child := server(there, process, ports))
         at[child.name] = child.url or ""

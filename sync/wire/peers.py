@@ -37,36 +37,44 @@ _MOST: Final = 1 << 16
 
 
 class Role(StrEnum):
-    """What a URL of a configuration may lead to."""
+    """What a URL of a configuration may lead to: its name, what it is in words, and how to come by one."""
 
-    STUDENT = "student"
-    TEACHER = "teacher"
-    ENVIRONMENT = "environment"
-    EVALUATOR = "evaluator"
-    CONTROLLER = "controller"
-    VLLM = "vllm"
-    """vLLM's own server, without anything of ours."""
+    words: str
+    remedy: str
 
+    def __new__(cls, name: str, words: str, remedy: str) -> Self:
+        role = str.__new__(cls, name)
+        role._value_, role.words, role.remedy = name, words, remedy
+        return role
 
-_NAMES: Final = {
-    Role.STUDENT: "a student replica of this project",
-    Role.TEACHER: "a teacher service of this project",
-    Role.ENVIRONMENT: "an environment service of this project",
-    Role.EVALUATOR: "an evaluator of this project",
-    Role.CONTROLLER: "the controller of a run",
-    Role.VLLM: "a vLLM server",
-}
-_REMEDIES: Final = {
-    Role.STUDENT: "start replicas with `distill student FILE`, or leave the URL out and they are started",
-    Role.TEACHER: (
+    STUDENT = (
+        "student",
+        "a student replica of this project",
+        "start replicas with `distill student FILE`, or leave the URL out and they are started",
+    )
+    TEACHER = (
+        "teacher",
+        "a teacher service of this project",
         "start one with `distill teacher FILE`, or leave the URL out and it is started; it can score with a "
-        'vLLM server that has the pooling runner (engine = "vllm", engine_url)'
-    ),
-    Role.ENVIRONMENT: "start it with `distill environment FILE`, or leave the URL out and it is started",
-    Role.EVALUATOR: "start it with `distill evaluator FILE`, or leave the URL out and it is started",
-    Role.CONTROLLER: "give the URL that `distill run` or `distill control` wrote into the run's folder",
-    Role.VLLM: "give the address of vLLM's own server, without a path",
-}
+        'vLLM server that has the pooling runner (engine = "vllm", engine_url)',
+    )
+    ENVIRONMENT = (
+        "environment",
+        "an environment service of this project",
+        "start it with `distill environment FILE`, or leave the URL out and it is started",
+    )
+    EVALUATOR = (
+        "evaluator",
+        "an evaluator of this project",
+        "start it with `distill evaluator FILE`, or leave the URL out and it is started",
+    )
+    CONTROLLER = (
+        "controller",
+        "the controller of a run",
+        "give the URL that `distill run` or `distill control` wrote into the run's folder",
+    )
+    VLLM = ("vllm", "a vLLM server", "give the address of vLLM's own server, without a path")
+    """vLLM's own server, without anything of ours."""
 
 
 class Answerer(NamedTuple):
@@ -88,11 +96,11 @@ async def identify(url: str) -> Answerer | None:
         except (aiohttp.ClientError, TimeoutError):
             return None
     root = str(httpx.URL(url).copy_with(path="/", query=None)).rstrip("/")
-    role = Role(name) if (name := headers.get(ROLE_HEADER, "")) in [*Role] else None
+    role = next((role for role in Role if role == headers.get(ROLE_HEADER)), None)
     if role is not None and status == 404:
-        return Answerer(None, f"a path of {_NAMES[role]}: write {root} for it")
+        return Answerer(None, f"a path of {role.words}: write {root} for it")
     if role is not None:
-        return Answerer(role, _NAMES[role])
+        return Answerer(role, role.words)
     if status in (502, 503, 504):
         return None
     async with Peer(root, timeout=SECONDS) as peer:
@@ -123,7 +131,7 @@ async def wrong(url: str, expected: Role) -> str | None:
     answerer = await identify(url)
     if answerer is None or answerer.role is expected:
         return None
-    return f"{redact(url)} is {answerer.what}, and {_NAMES[expected]} was expected: {_REMEDIES[expected]}"
+    return f"{redact(url)} is {answerer.what}, and {expected.words} was expected: {expected.remedy}"
 
 
 def wrong_among(places: Iterable[tuple[str, str, Role]]) -> list[str]:

@@ -11,10 +11,12 @@ from small_config import make_config
 
 from distill.cli.main import app
 from distill.config import RunConfig
+from distill.launch import roles
 from distill.launch.roles import STARTERS, Ports, plan_servers, trainer_child
 from distill.topology import KINDS, command, kind_of, parallel, places, process_of, processes, servers
 from sync.base.address import TOKEN_VARIABLE
 from sync.base.errors import ConfigError
+from sync.base.settings import Settings
 
 ENGINE = {"tensor-parallel-size": 2, "--pipeline_parallel_size": "3"}
 
@@ -112,6 +114,26 @@ def test_of_several_machines_of_a_trainer_a_run_starts_the_first_as_a_person_sta
     words = ["train", str(tmp_path / "test"), "--controller", "http://10.0.0.1:1", "--node", "0"]
     assert child.argv == [sys.executable, "-m", "distill.cli.main", *words]
     assert (child.env[TOKEN_VARIABLE], child.ends) == ("secret", True)
+
+
+def test_a_role_is_told_every_setting_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default in its place would be another value than the run's, without a word."""
+    told: dict[str, Settings] = {}
+    write = roles.write_role
+
+    def noted(run_dir: Path, name: str, settings: Settings) -> Path:
+        told[name] = settings
+        return write(run_dir, name, settings)
+
+    monkeypatch.setattr(roles, "write_role", noted)
+    config = make_config(
+        run={"folder": tmp_path}, environments={"game": {"environment": "m:f"}}, teachers={"t": {"path": "x"}}
+    )
+    with Ports() as ports:
+        plan_servers(config, None, ports)
+    trainer_child(config, "http://c", None)
+    for name in ("student-0", "environment-game", "trainer"):
+        assert told[name].model_fields_set == type(told[name]).model_fields.keys()
 
 
 def test_every_section_of_servers_has_a_kind_with_a_command_and_what_starts_it() -> None:
