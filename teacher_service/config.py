@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
@@ -11,13 +11,22 @@ from sync.base.address import Url
 from sync.base.own_code import OWN, is_own, registered
 from sync.base.settings import EngineArgs, Fixed, Live, ModelSource, Placement, check_vllm
 
+CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")
+"""What `EngineInfo.can` may hold."""
+ENGINES: Final[dict[str, tuple[str, ...]]] = {
+    "transformers": CAPABILITIES,
+    "vllm": CAPABILITIES,  # generate: by the server at `generate_url`
+}
+"""Engine, which `load` of teacher_service.engines.NAME makes → the most that it can, known before. What an
+engine of the user's own can is known when it is loaded."""
+
 
 def _known_engine(name: str) -> str:
-    if name in ("transformers", "vllm") or is_own(name := registered(name, "distill.engines")):
+    if name in ENGINES or is_own(name := registered(name, "distill.engines")):
         return name
     raise ValueError(
-        f"input should be 'transformers' or 'vllm', or an engine of your own: {OWN}, or an entry point of "
-        "distill.engines"
+        f"input should be {' or '.join(map(repr, ENGINES))}, or an engine of your own: {OWN}, or an entry "
+        "point of distill.engines"
     )
 
 

@@ -29,8 +29,8 @@ from student_trainer.objectives.config import (
 from sync.base.errors import ConfigError, how_it_ended
 from sync.wire import PARTED_BYTES
 from sync.wire.client import MAX_ANSWER
-from teacher_service.config import TeacherConfig
-from teacher_service.engines.base import CAPABILITIES, ENGINE_CAN, MAX_TOPK
+from teacher_service.config import CAPABILITIES, ENGINES, TeacherConfig
+from teacher_service.engines.base import MAX_TOPK
 
 GB: Final = 1e9
 FULL_STEP_BYTES: Final = 2 * GB
@@ -180,7 +180,7 @@ def can(teacher: TeacherConfig) -> tuple[str, ...]:
         without |= {"generate"}
     if teacher.tokenizer == "own":  # of others' ids it knows nothing
         without |= {"hidden", "gather"}
-    return tuple(name for name in ENGINE_CAN.get(teacher.engine, CAPABILITIES) if name not in without)
+    return tuple(name for name in ENGINES.get(teacher.engine, CAPABILITIES) if name not in without)
 
 
 def teacher_topk(config: RunConfig) -> int:
@@ -258,5 +258,5 @@ def unserved(config: RunConfig) -> Iterator[str]:
             )
         elif teacher.tokenizer == "own" and (problem := _unlike(config)):
             yield f"teacher {name!r} has a tokenizer of its own, and {problem}"
-        elif teacher.engine in ENGINE_CAN and (problem := too_many(config, MAX_TOPK)):
+        elif teacher.engine in ENGINES and (problem := too_many(config, MAX_TOPK)):
             yield f"teacher {name!r}: {problem}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import cast
 
@@ -23,22 +25,19 @@ def build(config: TeacherConfig, vocab_size: int, claim: Claim | None = None) ->
             f'follow_student_every = {every} and idle_unload_seconds = {idle} need engine = "transformers", '
             f"this is {config.engine!r}, and exclude each other: remove one or both"
         )
-    if config.engine == "vllm":
-        from teacher_service.engines import vllm
-
-        return vllm.load(config, vocab_size)
     if is_own(config.engine):
         expected = "an Engine of teacher_service.engines.base, with its `engine_info`"
         return cast(Engine, make_own(config.engine, "engine", _is_engine, expected, config, vocab_size))
-    from sync.base.settings import ReplicaConfig
-    from sync.weights.subscribe import Subscriber
-    from teacher_service.engines.reload import FollowingEngine, GpuSlot, IdleUnloadEngine
-    from teacher_service.engines.transformers import load
-
+    load: Callable[..., Engine] = import_module(f"teacher_service.engines.{config.engine}").load
     if idle is not None:
+        from teacher_service.engines.reload import GpuSlot, IdleUnloadEngine
+
         return IdleUnloadEngine(lambda: load(config, vocab_size), idle, GpuSlot.from_environment())
     if every is None:
         return load(config, vocab_size)
+    from sync.base.settings import ReplicaConfig
+    from sync.weights.subscribe import Subscriber
+    from teacher_service.engines.reload import FollowingEngine
 
     def load_version(folder: Path | None) -> Engine:
         placed = {} if folder is None else {"path": str(folder), "revision": None, "trust_remote_code": False}

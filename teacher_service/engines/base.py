@@ -17,13 +17,6 @@ import numpy as np
 from sync.base.errors import Unreachable
 from sync.wire import Head
 
-CAPABILITIES: Final = ("topk", "gather", "entropy", "hidden", "prompt", "generate", "temperature")
-ENGINE_CAN: Final[dict[str, tuple[str, ...]]] = {
-    "transformers": CAPABILITIES,
-    "vllm": CAPABILITIES,  # generate: by the server at `generate_url`
-}
-"""`TeacherConfig.engine` → the most that it can, known before it is loaded; see `EngineInfo.can`. What an
-engine of the user's own can is known when it is loaded."""
 MAX_TOPK: Final = 1024
 
 

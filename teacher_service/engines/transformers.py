@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sync.base.errors import ConfigError
 from sync.wire import Head
-from teacher_service.config import TeacherConfig
+from teacher_service.config import CAPABILITIES, TeacherConfig
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EngineInfo, EngineScores, Item, ScoreOptions
 from teacher_service.engines.head import find_head, score_items
@@ -51,7 +51,7 @@ class TransformersEngine:
             vocab_size=len(self._head.weight_VH),
             hidden_size=self._head.weight_VH.shape[1],
             max_length=_max_length(model.config, config.max_length),
-            can=base.CAPABILITIES,
+            can=CAPABILITIES,
         )
 
     @torch.inference_mode()

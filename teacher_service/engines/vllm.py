@@ -32,7 +32,7 @@ from sync.weights.snapshots.checkpoint import vllm_formats
 from sync.wire import Head
 from sync.wire.client import BlockingPeer
 from sync.wire.head import OutputHead
-from teacher_service.config import TeacherConfig
+from teacher_service.config import CAPABILITIES, TeacherConfig
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, GenerationParams, Item
 from teacher_service.engines.head import load_head, score_items
@@ -40,7 +40,7 @@ from teacher_service.engines.transformers import find_device
 
 CONCURRENCY: Final = 3
 """Batches at once: one is computed by vLLM, one waits there so that it never idles, one is under the head."""
-SCORES: Final = tuple(name for name in base.CAPABILITIES if name != "generate")
+SCORES: Final = tuple(name for name in CAPABILITIES if name != "generate")
 COMPLETIONS_AT_ONCE: Final = 64
 POLL_SECONDS: Final = 0.02
 SHUTDOWN_SECONDS: Final = 5.0
@@ -106,7 +106,7 @@ class VllmEngine(base.Engine):
             vocab_size=len(head.weight_VH),
             hidden_size=head.weight_VH.shape[1],
             max_length=states.max_length,
-            can=base.CAPABILITIES if completions is not None else SCORES,
+            can=CAPABILITIES if completions is not None else SCORES,
             concurrency=CONCURRENCY,
         )
 

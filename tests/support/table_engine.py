@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sync.wire import Head, pack
+from teacher_service.config import CAPABILITIES
 from teacher_service.engines import base
 from teacher_service.engines.base import EngineCompletion, EnginePrompt, EngineScores, Item, ScoreOptions
 
@@ -31,7 +32,7 @@ class TableEngine:
         size = vocab_size if self._table is None else len(self._table)
         if size is None:
             raise TypeError("a function needs vocab_size")
-        can = tuple(name for name in base.CAPABILITIES if name != "hidden" or self._table is not None)
+        can = tuple(name for name in CAPABILITIES if name != "hidden" or self._table is not None)
         self.engine_info = base.EngineInfo("table", "float32", "table", size, size, max_length, can)
 
     def _row(self, token_ids_L: np.ndarray) -> np.ndarray:

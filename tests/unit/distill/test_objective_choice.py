@@ -15,7 +15,7 @@ from distill.launch import single_role
 from distill.preflight_checks import objective
 from student_trainer.objectives.config import Auto, Full, Sampled, TopK
 from sync.base.errors import ConfigError
-from teacher_service.engines.base import CAPABILITIES
+from teacher_service.config import CAPABILITIES
 
 WIDTH = 512
 
@@ -66,7 +66,7 @@ def test_a_teacher_with_another_tokenizer_makes_topk_the_default_through_the_con
     assert not [*objective.unserved(config)]
     (problem,) = objective.unserved(asked.model_copy(update={"objective": TopK(forward=0.5)}))
     assert "objective.forward = 0.5 compares single tokens: set" in problem
-    monkeypatch.setitem(objective.ENGINE_CAN, "transformers", ("entropy",))
+    monkeypatch.setitem(objective.ENGINES, "transformers", ("entropy",))
     assert objective.resolve(asked).config.objective == Sampled()
 
 
@@ -77,7 +77,7 @@ def test_a_teacher_without_hidden_states_makes_topk_the_default(
     tmp_path: Path, monkeypatch: Any, teacher: Any
 ) -> None:
     path = model_config(tmp_path)
-    monkeypatch.setitem(objective.ENGINE_CAN, "vllm", ("topk", "generate"))
+    monkeypatch.setitem(objective.ENGINES, "vllm", ("topk", "generate"))
     config, lines = objective.resolve(unnamed(tmp_path, teachers={"t": {"path": path, **teacher}}))
     assert config.objective == TopK()
     assert "of teacher 't' gives no hidden states" in lines[0]
@@ -142,7 +142,7 @@ def test_the_remedy_is_the_nearest_that_the_engine_serves(objective_: Any, gives
 
 
 def test_what_an_engine_cannot_serve_is_refused_before_it_is_loaded(monkeypatch: Any) -> None:
-    monkeypatch.setitem(objective.ENGINE_CAN, "vllm", ("topk", "generate"))
+    monkeypatch.setitem(objective.ENGINES, "vllm", ("topk", "generate"))
     (line,) = objective.unserved(
         make_config(objective={"type": "full"}, teachers={"t": {"path": "t", "engine": "vllm"}})
     )
@@ -174,7 +174,7 @@ def test_a_head_counts_in_the_precision_that_it_is_sent_in(tmp_path: Path) -> No
 
 
 def test_the_table_of_engines_names_what_messages_name() -> None:
-    for gives in objective.ENGINE_CAN.values():
+    for gives in objective.ENGINES.values():
         assert {*gives} <= {*CAPABILITIES}
 
 
