@@ -47,7 +47,6 @@ from sync.wire import (
     TeacherCompletion,
     TeacherPrompt,
     checks,
-    cut,
     pack,
 )
 from sync.wire.checks import Problem
@@ -220,7 +219,7 @@ class Scoring:
     def finish(self, teacher: str, rollout: Rollout, message: Message, answer: Answer) -> Rollout:
         assert isinstance(answer, Scored)
         assert isinstance(message, ScoreSequence)
-        seen, ended = cut(message.token_ids, message.start), rollout.ended()
+        seen, ended = message.token_ids.cut(message.start), rollout.ended()
         return replace(
             ended,
             teacher_prompt=seen if answer.kept and seen != ended.prompt else None,

@@ -186,7 +186,7 @@ class TeacherScores:
             scored = checks.without_bad_entropy(scored, count)
             if missing > 0:
                 arrays = ((name, getattr(scored, name)) for name in _FIELDS.values())
-                trained = {name: array and wire.cut(array, missing) for name, array in arrays}
+                trained = {name: array and array.cut(missing) for name, array in arrays}
                 parts.append(replace(scored, **trained))
             missing -= count
         if missing > 0:
@@ -222,5 +222,5 @@ def with_scores(rows: Rows, scores: Sequence[RowScores]) -> Rows:
     arrays: dict[str, wire.Array | None] = {}
     for field, name in _FIELDS.items():
         present = [array for part in parts if (array := getattr(part, name)) is not None]
-        arrays[field] = wire.joined(present) if len(present) == len(parts) else None
+        arrays[field] = wire.Array.joined(present) if len(present) == len(parts) else None
     return replace(rows, **arrays, kept=[score.kept for score in scores])

@@ -8,6 +8,9 @@ import distill
 import sync.base.errors as errors
 import sync.wire as wire
 from distill.cli.main import app
+from distill.prompts.stream import Prompt
+from distill.record.rollout import Rollout
+from distill.record.store import FORMAT
 
 FUNCTIONS = "Config DistillError evaluate load_config load_run plan preflight run"
 COMMANDS = (
@@ -30,6 +33,16 @@ ERRORS = (
     "AlreadyPublished ConfigError DataError DistillError Interrupted Overloaded RemoteError Replaced "
     "SnapshotError StoreError TooLarge Unreachable WireError WrongServer"
 )
+BY_PLACE = {
+    Rollout: "id number prompt tokens logprob spans truncated teacher scored topk_ids reward by_teacher "
+    "attempts since issued teacher_prompt own earned continues mask routes routes_from",
+    Prompt: "id token_ids source answer text environment task messages",
+    wire.Array: "dtype shape data",
+    wire.Kept: "url key size digest",
+    wire.SamplingMask: "sizes ids",
+    wire.VersionSpan: "version start end",
+}
+"""What the arrays of a run hold, each field by its place, as of FORMAT 2."""
 
 
 def test_the_functions_are_these() -> None:
@@ -44,6 +57,12 @@ def test_the_commands_are_these() -> None:
 
 def test_the_messages_are_these() -> None:
     assert " ".join(sorted(kind.__name__ for kind in wire.Message.__subclasses__())) == MESSAGES
+
+
+def test_what_a_run_on_disk_has_by_its_place_stays_there() -> None:
+    """A new field goes to the end, with a default; any other change takes another FORMAT."""
+    assert FORMAT == 2
+    assert {kind: " ".join(kind.__struct_fields__) for kind in BY_PLACE} == BY_PLACE
 
 
 def test_every_error_is_drawn_in_the_tree_above_its_module() -> None:

@@ -28,6 +28,7 @@ from distill.record.rollout import Rollout
 from sync.base.errors import DataError
 from sync.wire import (
     PARTED_BYTES,
+    TOKEN_PARTS,
     Array,
     Rows,
     SamplingMask,
@@ -35,8 +36,6 @@ from sync.wire import (
     Segment,
     TrainBatch,
     VersionSpan,
-    cut,
-    joined,
     pack,
     unpack,
 )
@@ -122,9 +121,9 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
         segment_T[begins:limit] = Segment.UNSCORED
         scores = replace(scores, segment=pack(segment_T))
 
-    def first(struct: Rollout | Scored, names: Iterable[str]) -> dict[str, Array]:
-        arrays = ((name, getattr(struct, name)) for name in names)
-        return {name: cut(array, limit) for name, array in arrays if isinstance(array, Array)}
+    def first(struct: Rollout | Scored, names: Iterable[str]) -> dict[str, Any]:
+        parts = ((name, getattr(struct, name)) for name in names)
+        return {name: part.cut(limit) for name, part in parts if isinstance(part, Array | SamplingMask)}
 
     spans = tuple(
         VersionSpan(span.version, span.start, min(span.end, limit))
@@ -133,10 +132,9 @@ def _cut(rollout: Rollout, tokens: int | None) -> Rollout:
     )
     turns = tuple((start, min(end, limit)) for start, end in rollout.own if start < limit)
     scored = scores and replace(scores, **first(scores, scores.__struct_fields__))
-    arrays = first(rollout, ("tokens", "logprob", "topk_ids"))
-    mask = rollout.mask and rollout.mask.cut(limit)
-    routes = rollout.routes and cut(rollout.routes, rollout.prompt.shape[0] + limit - 1)
-    return replace(rollout, spans=spans, own=turns, scored=scored, mask=mask, routes=routes, **arrays)
+    routes = rollout.routes and rollout.routes.cut(rollout.prompt.shape[0] + limit - 1)
+    parts = first(rollout, ("tokens", *TOKEN_PARTS))
+    return replace(rollout, spans=spans, own=turns, scored=scored, routes=routes, **parts)
 
 
 def _place(rollout: Rollout, tokens: int) -> int:
@@ -223,7 +221,7 @@ def rows_of(
         teacher_prompts=[rollout.teacher_prompt for rollout in rollouts] if template.kept else None,
         own=_own(rollouts),
         mask=_mask(rollouts),
-        routes=joined(routes) if routes else None,
+        routes=Array.joined(routes) if routes else None,
         route_lens=_array("i4", [r.routes.shape[0] if r.routes else 0 for r in rollouts]) if routes else None,
         earned=_by_turn(rollouts, "f4", lambda r: r.earned) if any(r.earned for r in rollouts) else None,
         **_of_text(scores),
@@ -276,7 +274,7 @@ def _of_text(scores: Sequence[Scored | None]) -> dict[str, Array]:
     }
     arrays = {name: [getattr(score, name) for score in scored] for name in plain}
     return {
-        name: joined([array or other for array, other in zip(arrays[name], plain[name], strict=True)])
+        name: Array.joined([array or other for array, other in zip(arrays[name], plain[name], strict=True)])
         for name in plain
         if any(arrays[name])
     }
@@ -317,7 +315,7 @@ def _join(arrays: list[Array | None], template: Array | None) -> Array | None:
             f"{len(arrays) - len(present)} of {len(arrays)} rollouts lack an array that the others have: "
             "all teachers of a run must give the same scores"
         )
-    return joined(present or [cut(template, 0)])
+    return Array.joined(present or [template.cut(0)])
 
 
 # --- which rows share a micro-batch ------------------------------------------------------------------------

@@ -15,14 +15,13 @@ import numpy as np
 
 from sync.base.errors import RemoteError, WireError
 from sync.wire import (
+    TOKEN_PARTS,
     Array,
     EpisodeFailed,
     EpisodeOver,
     Generated,
-    SamplingMask,
     Turn,
     VersionSpan,
-    joined,
     pack,
     unpack,
 )
@@ -75,12 +74,8 @@ class Sequence:
     """[P]"""
     token_ids: list[int] = field(default_factory=list)
     """[T]"""
-    logprob: list[np.ndarray] = field(default_factory=list)
-    """f4, [T] in all: log μ, 0 for the environment's tokens"""
-    topk_ids: list[np.ndarray] = field(default_factory=list)
-    """i4, [T, K] in all, -1 for the environment's tokens; empty: not asked for"""
-    masks: list[SamplingMask] = field(default_factory=list)
-    """[T] in all; empty: not asked for"""
+    parts: dict[str, list[Any]] = field(default_factory=lambda: {"logprob": [Array("f4", (0,), b"")]})
+    """Field of TOKEN_PARTS → its parts, of T tokens in all; without what was not asked for."""
     routes: list[Array] = field(default_factory=list)
     """[P + T - 1] in all, of the tokens as they were computed first; empty: not asked for"""
     spans: list[VersionSpan] = field(default_factory=list)
@@ -105,22 +100,17 @@ class Sequence:
             return
         count = len(added)
         self.token_ids += added
-        self.logprob.append(np.zeros(count, "f4"))
-        if self.topk_ids:
-            self.topk_ids.append(np.full((count, self.topk_ids[0].shape[1]), -1, "i4"))
-        if self.masks:
-            self.masks.append(SamplingMask.none(count))
+        for parts in self.parts.values():
+            parts.append(parts[0].none(count))
         last = self.spans[-1]
         self.spans[-1] = VersionSpan(last.version, last.start, last.end + count)
 
     def answered(self, answer: Generated) -> None:
         start, count = len(self.token_ids), answer.token_ids.shape[0]
         self.token_ids += unpack(answer.token_ids).tolist()
-        self.logprob.append(unpack(answer.logprob))
-        if answer.topk_ids is not None:
-            self.topk_ids.append(unpack(answer.topk_ids))
-        if answer.mask is not None:
-            self.masks.append(answer.mask)
+        for name in TOKEN_PARTS:
+            if (part := getattr(answer, name)) is not None:
+                self.parts.setdefault(name, []).append(part)
         if answer.routes is not None:
             self.routes.append(answer.routes)
         self.own.append((start, start + count))
@@ -135,12 +125,10 @@ class Sequence:
         return Generated(
             id=id,
             token_ids=pack(np.array(self.token_ids, "i4")),
-            logprob=pack(np.concatenate([np.zeros(0, "f4"), *self.logprob])),
             spans=self.spans,
             finish_reason=finish_reason,
-            topk_ids=pack(np.concatenate(self.topk_ids)) if self.topk_ids else None,
-            mask=SamplingMask.joined(self.masks) if self.masks else None,
-            routes=joined(self.routes) if self.routes else None,
+            routes=Array.joined(self.routes) if self.routes else None,
+            **{name: type(parts[0]).joined(parts) for name, parts in self.parts.items()},
         )
 
 

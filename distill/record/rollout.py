@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from distill.prompts.stream import Prompt
+from sync import wire
 from sync.wire import Array, Generated, Kept, SamplingMask, Scored, Version, VersionSpan, pack, unpack
 
 DropReason = Literal[
@@ -153,12 +154,10 @@ class Rollout(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
         return msgspec.structs.replace(
             self,
             tokens=answer.token_ids,
-            logprob=answer.logprob,
             spans=tuple(answer.spans),
             truncated=answer.finish_reason in ("length", "time"),
-            topk_ids=answer.topk_ids,
-            mask=answer.mask,
             routes=answer.routes,
+            **{name: getattr(answer, name) for name in wire.TOKEN_PARTS},
         )
 
     def ended(self) -> Rollout:

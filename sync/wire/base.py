@@ -40,6 +40,36 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: tuple[int, ...]
     data: bytes
 
+    @classmethod
+    def joined(cls, arrays: Sequence[Array]) -> Array:
+        """Concatenated along the first axis; floats of unlike precision become f4. There must be one array.
+        Raises WireError for arrays whose other sizes differ."""
+        if len({array.shape[1:] for array in arrays}) > 1:
+            shapes = sorted({str(list(array.shape)) for array in arrays})
+            raise WireError(
+                f"arrays of shapes {', '.join(shapes[:4])} cannot be joined: only the first size may vary"
+            )
+        if len({array.dtype for array in arrays}) > 1:
+            numbers = ((unpack(array), array.dtype == "bf16") for array in arrays)
+            arrays = [
+                pack((bits.astype("<u4") << 16).view(DTYPES["f4"]) if is_bf16 else bits, "f4")
+                for bits, is_bf16 in numbers
+            ]
+        like, count = arrays[0], sum(array.shape[0] for array in arrays)
+        return cls(like.dtype, (count, *like.shape[1:]), b"".join(array.data for array in arrays))
+
+    def none(self, count: int) -> Array:
+        """`count` elements along the first axis that say nothing: 0, as ids -1."""
+        value = -1 if self.dtype == "i4" else 0
+        return pack(np.full((count, *self.shape[1:]), value, DTYPES[self.dtype]), self.dtype)
+
+    def cut(self, count: int) -> Array:
+        """The first `count` elements along the first axis; itself where it has no more."""
+        if self.shape[0] <= count:
+            return self
+        row = len(self.data) // self.shape[0]
+        return Array(self.dtype, (count, *self.shape[1:]), self.data[: row * count])
+
 
 def pack(array: np.ndarray, dtype: str | None = None) -> Array:
     """Array message of a numpy array. `dtype` names a wire type to convert to; "bf16" expects uint16 bits."""
@@ -63,31 +93,6 @@ def unpack(array: Array) -> np.ndarray:
         return np.frombuffer(array.data, dtype).reshape(array.shape)
     except (ValueError, OverflowError) as error:  # an empty array with a dimension beyond any machine
         raise WireError(f"array shape {array.shape} cannot be: {error}") from None
-
-
-def cut(array: Array, count: int) -> Array:
-    """The first `count` elements along the first axis; `array` itself where it has no more."""
-    if array.shape[0] <= count:
-        return array
-    row = len(array.data) // array.shape[0]
-    return Array(array.dtype, (count, *array.shape[1:]), array.data[: row * count])
-
-
-def joined(arrays: Sequence[Array]) -> Array:
-    """Concatenated along the first axis; floats of unlike precision become f4. There must be one array.
-    Raises WireError for arrays whose other sizes differ."""
-    if len({array.shape[1:] for array in arrays}) > 1:
-        shapes = sorted({str(list(array.shape)) for array in arrays})
-        raise WireError(
-            f"arrays of shapes {', '.join(shapes[:4])} cannot be joined: only the first size may vary"
-        )
-    if len({array.dtype for array in arrays}) > 1:
-        arrays = [
-            pack((unpack(a).astype("<u4") << 16).view(DTYPES["f4"]) if a.dtype == "bf16" else unpack(a), "f4")
-            for a in arrays
-        ]
-    like, count = arrays[0], sum(array.shape[0] for array in arrays)
-    return Array(like.dtype, (count, *like.shape[1:]), b"".join(array.data for array in arrays))
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -18,8 +18,6 @@ from sync.wire.base import (
     Share,
     Version,
     VersionSpan,
-    cut,
-    joined,
     unpack,
 )
 
@@ -89,7 +87,7 @@ class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
         """The mask of the tokens of one after the other; there must be one."""
-        return cls(joined([mask.sizes for mask in masks]), joined([mask.ids for mask in masks]))
+        return cls(Array.joined([mask.sizes for mask in masks]), Array.joined([mask.ids for mask in masks]))
 
     @classmethod
     def none(cls, count: int) -> SamplingMask:
@@ -105,8 +103,8 @@ class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def cut(self, count: int) -> SamplingMask:
         """The mask of the first `count` tokens."""
-        sizes = cut(self.sizes, count)
-        return SamplingMask(sizes, cut(self.ids, int(unpack(sizes).sum())))
+        sizes = self.sizes.cut(count)
+        return SamplingMask(sizes, self.ids.cut(int(unpack(sizes).sum())))
 
 
 class GeneratePrompt(msgspec.Struct, frozen=True):
@@ -148,6 +146,11 @@ class Generated(Message, frozen=True):
     """u1 or i4 [P + T - 1 - R, layers, K] of `Routing`, R of `GeneratePrompt.routes_from`: experts of every
     token from there on but the last, the prompt's too, as they were when it was first computed; None: not
     asked for"""
+
+
+TOKEN_PARTS: Final = ("logprob", "topk_ids", "mask")
+"""Fields of Generated, and of a rollout, that say something of each of its T tokens: an Array or a
+SamplingMask, which are cut and joined alike, with `none` for an environment's tokens."""
 
 
 class GenerateFailed(Message, frozen=True):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_memory import some_routes
+from in_memory import some_masks, some_routes
 from msgspec.structs import replace
 
 from distill.batching.packing import Shape, Split, end_to_end, group_rewards, pack_batch, rectangles, rows_of
@@ -55,6 +55,32 @@ def shares(rollouts: list[Rollout], ranks: int, tokens: int, padded: bool = Fals
 
 def formed(rollouts: list[Rollout], weights: list[float] | None = None) -> Batch:
     return Batch(Version(0, 6), rollouts, [0] * len(rollouts), weights or [])
+
+
+def test_what_a_replica_says_of_each_token_is_checked_and_goes_with_the_rollout_to_where_it_is_cut() -> None:
+    """A field of Generated that is in neither list would be lost on the way, without a word."""
+    others = {"schema", "id", "token_ids", "spans", "finish_reason", "routes"}
+    assert {*wire.Generated.__struct_fields__} == others | {*wire.TOKEN_PARTS}
+    parts = {
+        "logprob": pack(np.full(3, -0.5, "f4")),
+        "topk_ids": pack(np.arange(6, dtype="i4").reshape(3, 2)),
+        "mask": some_masks([4, 9, 5], 3),
+    }
+    token_ids, span = pack(np.array([4, 9, 5], "i4")), VersionSpan(Version(0, 3), 0, 3)
+    said = wire.Generated(id="r0", token_ids=token_ids, spans=[span], finish_reason="stop", **parts)
+    asked = wire.Sampling(max_tokens=3, top_k=3, mask=True, student_topk=2)
+    assert wire.checks.generated(said, asked, 20) is None
+    made = Rollout("r0", 0, pack(np.arange(1, dtype="i4"))).completed(said)
+    assert {name: getattr(made, name) for name in wire.TOKEN_PARTS} == parts
+    (short,) = pack_batch(formed([made]), 1, Shape(99, [], supervised=2), step)
+    (whole,) = pack_batch(formed([made]), 1, Shape(99, []), step)
+    for name, part in parts.items():
+        problem = wire.checks.generated(replace(said, **{name: part.cut(2)}), asked, 20)
+        assert problem is not None
+        assert problem.field.startswith(name)
+    for rows, count in ((whole.micro_batches[0], 3), (short.micro_batches[0], 2)):
+        assert rows.behavior_logprob == parts["logprob"].cut(count)
+        assert rows.mask == parts["mask"].cut(count)
 
 
 def test_the_segment_in_which_a_completion_is_cut_is_not_scored() -> None:
@@ -107,7 +133,7 @@ def test_routes_follow_their_rows_and_a_teachers_row_has_none() -> None:
     (rows,) = batch.micro_batches
     routed = {"r1": some_routes(range(4)), "r2": None, "r3": some_routes(range(9, 13))}
     assert dict(zip(rows.ids, unpack(rows.route_lens).tolist(), strict=True)) == {"r1": 3, "r2": 0, "r3": 3}
-    assert rows.routes == wire.joined([routed[id] for id in rows.ids if id != "r2"])
+    assert rows.routes == wire.Array.joined([routed[id] for id in rows.ids if id != "r2"])
     (batch,) = shares(made[1:2], 1, 99)
     assert batch.micro_batches[0].routes is batch.micro_batches[0].route_lens is None
 

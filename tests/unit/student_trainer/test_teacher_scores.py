@@ -38,7 +38,7 @@ def scores(sequence: ScoreSequence, marker: float = 0.0) -> Scored:
 def halves(scored: Scored) -> list[Scored]:
     """A Scored of the first two positions, and one of the others, if there are others."""
     names = [name for name in scored.__struct_fields__ if isinstance(getattr(scored, name), Array)]
-    first = {name: wire.cut(getattr(scored, name), 2) for name in names}
+    first = {name: getattr(scored, name).cut(2) for name in names}
     rest = {}
     for name, part in first.items():
         whole = getattr(scored, name)
