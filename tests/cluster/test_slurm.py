@@ -234,17 +234,17 @@ def stand_in(cluster: LocalSlurm, folder: Path, **keys: object) -> tuple[Path, C
     run = {"name": "run", "folder": folder, "steps": 1, "grace_seconds": 1.0}
     config = make_config(run=run, cluster=on, student={"path": "s", "replicas": 2})
     run_dir = config.run_dir
-    scripts = job.write(config, Path("run.toml"), [])
+    script, _ = job.write(config, Path("run.toml"), [])
     role.write_text(ROLE.format(folder=str(run_dir)))
     program.write_text(STAND_IN.format(role=str(role)))
-    for script in filter(None, (scripts.job, scripts.replicas)):
-        script.write_text(script.read_text().replace("-m distill.launch.slurm.job", str(program)))
+    for path in script.parent.glob("*.sh"):
+        path.write_text(path.read_text().replace("-m distill.launch.slurm.job", str(program)))
 
     def noted(words: str) -> int:
         path = run_dir / "notes"
         return sum(words in line for line in path.read_text().splitlines()) if path.exists() else 0
 
-    return scripts.job, noted
+    return script, noted
 
 
 def test_a_preempted_job_stops_in_order_comes_back_and_goes_on(cluster: LocalSlurm, tmp_path: Path) -> None:
