@@ -2,7 +2,8 @@
 
 SIZE pieces are trained on the prompts of a JSONL file; as many as there are bytes and special tokens (273 for
 SmolLM2) make a student that reads bytes. A piece's embedding is that of the same piece, or the mean of those
-that the old tokenizer cuts its text into. For a teacher with the old tokenizer (docs/objectives.md).
+that the old tokenizer cuts its text into; a byte that no text has gets the mean of all. For a teacher with the
+old tokenizer (docs/objectives.md).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main(model_folder: Path, size: int, prompts: Path, folder: Path) -> None:
     for index in range(len(new)):
         piece = new.convert_ids_to_tokens(index)
         ids = [known[piece]] if piece in known else old.encode(new.decode([index]))
-        rows.append(table_VH[ids].mean(0))
+        rows.append(table_VH[ids or slice(None)].mean(0))
     model.resize_token_embeddings(len(new))
     model.get_input_embeddings().weight.data.copy_(torch.stack(rows))
     for settings in (model.config, model.generation_config):
