@@ -2,8 +2,8 @@
 
 SIZE pieces are trained on the prompts of a JSONL file; as many as there are bytes and special tokens (273 for
 SmolLM2) make a student that reads bytes. A piece's embedding is that of the same piece, or the mean of those
-that the old tokenizer cuts its text into; a byte that no text has gets the mean of all. For a teacher with the
-old tokenizer (docs/objectives.md).
+that the old tokenizer cuts its text into; a byte that no text has gets the mean of all. For a teacher with
+the old tokenizer (docs/objectives.md).
 """
 
 from __future__ import annotations
