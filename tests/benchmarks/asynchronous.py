@@ -440,6 +440,8 @@ def generate(config: RunConfig, batch: list[list[int]], stop: list[int], rounds:
             "logprobs_mode": "processed_logprobs",
             "hf_overrides": {"head_dtype": "float32"},
             "distributed_executor_backend": "uni",
+            "gpu_memory_utilization": 0.2,
+            "kv_cache_memory_bytes": 1 << 30,
             **arguments,
         },
         "prompts": batch * STEPS_AT_ONCE,
