@@ -36,8 +36,7 @@ def publish(store: MemoryStore, folder: Path, anchors: set[int], steps: int) -> 
             publisher.anchor(version, None, saved(folder, values), bits_of(values))
         else:
             publisher.delta(version, bits_of(values))
-        manifest = read_manifest(store, RUN, version)
-        aged = msgspec.structs.replace(manifest, created=step * DAY)
+        aged = msgspec.structs.replace(read_manifest(store, RUN, version), created=step * DAY)
         store.replace(manifest_key(RUN, version), dump(aged))
 
 
@@ -93,10 +92,8 @@ def test_gc_spares_what_was_superseded_within_the_grace(store: MemoryStore, hour
 
 def test_gc_spares_the_chain_of_a_lease_until_it_expires(store: MemoryStore) -> None:
     with lease(store, RUN, v(4)):
-        done = admin.gc(store, RUN, keep_anchors=1, now=time.time())
-        assert steps(done.kept) == [3, 4, 6, 7, 8]
-        done = admin.gc(store, RUN, keep_anchors=1, now=time.time() + LEASE_SECONDS + 1)
-        assert steps(done.kept) == [6, 7, 8]
+        for seconds, kept in ((0, [3, 4, 6, 7, 8]), (LEASE_SECONDS + 1, [6, 7, 8])):
+            assert steps(admin.gc(store, RUN, keep_anchors=1, now=time.time() + seconds).kept) == kept
     assert store.list("run/leases/") == []
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from flat_tensors import buckets_of, plan_of
+from waiting import until
 
 from sync.base.errors import SnapshotError, Unreachable
 from sync.weights import rendezvous
@@ -33,31 +34,34 @@ PLAN = plan_of(WEIGHTS, bucket_bytes=1024)
 DIGESTS = {name: digest(tensor) for name, tensor in WEIGHTS.items()}
 
 
+OPEN = contextlib.ExitStack()
+"""Senders and receivers of a test."""
+
+
+@pytest.fixture(autouse=True)
+def all_closed():
+    yield
+    OPEN.close()
+
+
+def open_sender(timeout: float, device: str = "cpu", token: str | None = None) -> BroadcastSender:
+    return OPEN.enter_context(
+        contextlib.closing(BroadcastSender("127.0.0.1", 0, timeout, device, token=token))
+    )
+
+
 @pytest.fixture
 def sender():
-    with contextlib.closing(BroadcastSender("127.0.0.1", 0, timeout=10.0)) as sender:
-        yield sender
+    return open_sender(10.0)
 
 
 @pytest.fixture
 def sender_with_patience():
-    with contextlib.closing(BroadcastSender("127.0.0.1", 0, timeout=3600.0)) as sender:
-        yield sender
-
-
-RECEIVERS: list[Receiver] = []
-
-
-@pytest.fixture(autouse=True)
-def receivers_closed():
-    yield
-    while RECEIVERS:
-        RECEIVERS.pop().close()
+    return open_sender(3600.0)
 
 
 def receiver(timeout: float = 10.0, device: str = "cpu", token: str | None = None) -> Receiver:
-    RECEIVERS.append(Receiver(timeout, device, token))
-    return RECEIVERS[-1]
+    return OPEN.enter_context(contextlib.closing(Receiver(timeout, device, token)))
 
 
 def receive(sender: BroadcastSender, group: str, rank: int, size: int, timeout: float = 10.0) -> Reception:
@@ -168,10 +172,7 @@ def test_the_store_keeps_nothing_of_a_version_but_why_it_was_given_up(sender_wit
         send(sender, "v2", 3, lambda: next(news))
     with pytest.raises(SnapshotError, match="it ended"):
         reception.result()
-    deadline = time.monotonic() + 600
-    while "v2/plan" in keys and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "v2/plan" not in keys
+    until(lambda: "v2/plan" not in keys, 600)
     with pytest.raises(SnapshotError, match="it ended"):
         two.receive(BroadcastTicket(sender.address, "v2", 2, 3)).result()
 
@@ -180,10 +181,9 @@ def test_a_trainer_that_starts_again_forms_a_new_group(sender, formed):
     one, names = receiver(), ("v0", "v1")
     for name in names:
         sent(sender, name, one)
-    again = BroadcastSender("127.0.0.1", 0, timeout=10.0)
+    again = open_sender(10.0)
     for name in names:
         sent(again, name, one)
-    again.close()
     assert sorted(formed) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
@@ -200,7 +200,7 @@ def test_buckets_that_were_not_announced_are_refused_and_the_receiver_is_told(se
 
 
 def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
-    sender = BroadcastSender("127.0.0.1", 0, timeout=5.0)
+    sender = open_sender(5.0)
     reception = receive(sender, "half", 1, 3, timeout=5.0)
     started = time.monotonic()
     with pytest.raises(Unreachable, match="half"):
@@ -212,7 +212,6 @@ def test_a_replica_that_never_comes_ends_the_broadcast_within_the_time_out():
     reception = receive(sender, "again", 1, 2)
     send(sender, "again", 2)
     assert set(reception.result().tensors) == set(WEIGHTS)
-    sender.close()
 
 
 TRAINER = """
@@ -231,13 +230,8 @@ sender.send(Audience(group="g", world_size=3), plan, buckets_of(plan, weights))
 def test_a_trainer_that_is_killed_ends_what_waits_for_its_word():
     """The second member never comes: the first would wait for an hour."""
     support = str(Path(__file__).parents[2] / "support")
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([support, *sys.path])},
-    )
-    assert trainer.stdout is not None
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([support, *sys.path])}
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, env=env)
     reception = receiver(3600.0).receive(BroadcastTicket(trainer.stdout.readline().strip(), "g", 1, 3))
     time.sleep(1.0)
     assert not reception.done
@@ -287,18 +281,13 @@ class Obliging:
 
 def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadcast(monkeypatch, caplog):
     """It comes in the middle: one receiver waits for the other. Then it poses as the sender."""
-    sender = BroadcastSender("127.0.0.1", 0, 600.0, token="of the run")
+    sender = open_sender(600.0, token="of the run")
     first = receiver(600.0, token="of the run").receive(BroadcastTicket(sender.address, "g", 1, 3))
     audience = Audience(group="g", world_size=3)
     sending = threading.Thread(target=sender.send, args=(audience, PLAN, buckets_of(PLAN, WEIGHTS)))
     sending.start()
-    stranger = subprocess.run(
-        [sys.executable, "-c", STRANGER, sender.address],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    line = [sys.executable, "-c", STRANGER, sender.address]
+    stranger = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False)
     assert stranger.returncode == 0, stranger.stderr
     assert stranger.stdout.count("does not answer") == stranger.stdout.count("needs the bearer token") == 6
     assert caplog.text.count("127.0.0.1 was refused: it does not hold the run's token") == 6
@@ -306,17 +295,11 @@ def test_a_stranger_on_this_machine_neither_ends_nor_reads_nor_replaces_a_broadc
     for reception in (first, second):
         assert reception.result().digests == DIGESTS
     sending.join()
-    sender.close()
-
-    for guard, message in (
-        (server.TokenGuard, r"the same token"),
-        (Obliging, "does not hold this run's"),
-    ):
+    for guard, message in ((server.TokenGuard, "the same token"), (Obliging, "does not hold this run's")):
         monkeypatch.setattr(server, "TokenGuard", guard)
-        with contextlib.closing(BroadcastSender("127.0.0.1", 0, 600.0, token="a guess")) as posing:
-            ticket = BroadcastTicket(posing.address, "g", 1, 2)
-            with pytest.raises(SnapshotError, match=message):
-                receiver(600.0, token="of the run").receive(ticket).result()
+        ticket = BroadcastTicket(open_sender(600.0, token="a guess").address, "g", 1, 2)
+        with pytest.raises(SnapshotError, match=message):
+            receiver(600.0, token="of the run").receive(ticket).result()
 
 
 def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
@@ -343,13 +326,12 @@ def test_nothing_of_a_broadcast_listens_beyond_its_own_address(sender):
 )
 def test_a_replica_that_could_never_meet_the_trainer_says_so_and_is_no_member(trainer, replica, message):
     """No GPU is needed: neither side gets as far as a group."""
-    sender = BroadcastSender("127.0.0.1", 0, 3600.0, trainer)
+    sender = open_sender(3600.0, trainer)
     reception = receiver(3600.0, replica).receive(BroadcastTicket(sender.address, "mixed", 1, 2))
     with pytest.raises(Unreachable, match=message):
         send(sender, "mixed", 2, lambda: reception.error)
     with pytest.raises(SnapshotError, match=message):
         reception.result()
-    sender.close()
 
 
 VICTIM = """
@@ -365,7 +347,7 @@ time.sleep(600)
 
 
 def test_a_replica_that_is_killed_on_the_way_fails_the_broadcast_and_the_next_one_works():
-    sender = BroadcastSender("127.0.0.1", 0, timeout=600.0)
+    sender = open_sender(600.0)
     weights = {"w": torch.ones(1 << 20, dtype=torch.float32)}
     plan = plan_of(weights, bucket_bytes=1 << 18)
     victim = subprocess.Popen([sys.executable, "-c", VICTIM, sender.address], stdout=subprocess.PIPE)
@@ -392,7 +374,6 @@ def test_a_replica_that_is_killed_on_the_way_fails_the_broadcast_and_the_next_on
     reception = receive(sender, "after", 1, 2)
     send(sender, "after", 2)
     assert set(reception.result().tensors) == set(WEIGHTS)
-    sender.close()
 
 
 class LikeNccl:
@@ -428,18 +409,15 @@ def like_nccl(monkeypatch, ends: list[str], hanging: int | None = None) -> None:
 def test_a_group_that_did_its_work_is_cut_off_only_when_it_is_let_go_of(monkeypatch, sender):
     ends: list[str] = []
     like_nccl(monkeypatch, ends)
-    receptions = [receive(sender, "whole", rank, 3) for rank in (1, 2)]
-    send(sender, "whole", 3)
-    assert all(set(reception.result().tensors) == set(WEIGHTS) for reception in receptions)
+    members = receiver(), receiver()
+    sent(sender, "whole", *members)
     assert ends == []
-    for one in RECEIVERS:
-        one.close()
+    for member in members:
+        member.close()
     assert sorted(ends) == ["1 aborted", "2 aborted"]
 
 
-def test_a_receiver_that_hears_of_the_end_aborts_the_group_that_it_waits_in(
-    monkeypatch, sender_with_patience
-):
+def test_a_receiver_that_hears_of_the_end_aborts_the_group_it_waits_in(monkeypatch, sender_with_patience):
     """Left in it, torch would end the whole replica when the group's time-out is over."""
     ends: list[str] = []
     like_nccl(monkeypatch, ends, hanging=1)
@@ -449,17 +427,13 @@ def test_a_receiver_that_hears_of_the_end_aborts_the_group_that_it_waits_in(
         send(sender_with_patience, "hangs", 2, lambda: next(news))
     with pytest.raises(SnapshotError, match="student-2: it was killed"):
         reception.result()
-    deadline = time.monotonic() + 60
-    while "1 aborted" not in ends and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "1 aborted" in ends
+    until(lambda: "1 aborted" in ends)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of its two ranks")
 def test_the_same_bits_arrive_over_nccl():
-    sender = BroadcastSender("127.0.0.1", 0, timeout=60.0, device="cuda:0")
+    sender = open_sender(60.0, "cuda:0")
     reception = receiver(60.0, "cuda:1").receive(BroadcastTicket(sender.address, "nccl", 1, 2))
     send(sender, "nccl", 2)
     assert reception.result().digests == DIGESTS
-    sender.close()

@@ -51,9 +51,7 @@ async def test_the_first_run_that_uses_a_server_claims_it_and_every_other_one_is
         assert await ask(url, OLD) == Ok()
         assert claim.run == OLD
         assert await ask(url, OLD) == Ok()
-        told = (
-            r"421: it serves run 'toy' \(id aa, model m1\) and was asked for run 'toy' \(id bb, model m1\): "
-        )
+        told = r"421: it serves run 'toy' \(id aa, model m1\) and was asked for run 'toy' \(id bb, model m1\)"
         for path in ("/use", "/look"):
             with pytest.raises(WrongServer, match=told):
                 await ask(url, NEW, path)
@@ -99,10 +97,8 @@ def test_the_model_that_a_run_trains_is_learned_once() -> None:
 def test_an_answer_of_another_run_is_refused_by_its_reader() -> None:
     """The server guards nothing, and answers in the name of whatever run it is of."""
     served = Claim(OLD)
-    app = Starlette(
-        routes=[Route("/x", lambda _: Response(encode(Ok()), headers=served.headers()), methods=["POST"])]
-    )
-    with answering(app) as url:
+    route = Route("/x", lambda _: Response(encode(Ok()), headers=served.headers()), methods=["POST"])
+    with answering(Starlette(routes=[route])) as url:
         peer = BlockingPeer(url, claim=Claim(NEW))
         with pytest.raises(WrongServer, match=rf"{url} serves run 'toy' \(id aa, .*not run 'toy' \(id bb"):
             peer.call("/x", BODY, Ok)

@@ -32,18 +32,10 @@ KINDS = {"bf16": "u2", "f2": "u2", "f4": "u4", "f8": "u8", "i8": "u8", "u1": "u1
 EFFORTS: tuple[Effort, ...] = ("fast", "small")
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ]
-)
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -229,17 +221,8 @@ def test_a_publisher_of_device_shards_writes_what_one_of_arrays_writes(effort: E
     slices = [delta_file.Slice("a", (40, 50), "bf16", 0, 2000), delta_file.Slice("b", (900,), "f4", 100, 300)]
     shards: dict[str, Any] = {"a": noise(random, 2000, "bf16"), "b": noise(random, 300, "f4")}
     stores = MemoryStore(), MemoryStore()
-    publishers = [
-        Publisher(
-            s,
-            RunIdentity("run", model="f"),
-            slices,
-            rank=1,
-            world_size=2,
-            weights=WeightsConfig(codec=effort),
-        )
-        for s in stores
-    ]
+    run, config = RunIdentity("run", model="f"), WeightsConfig(codec=effort)
+    publishers = [Publisher(s, run, slices, rank=1, world_size=2, weights=config) for s in stores]
     for step in range(4):
         tensors = {name: on(device, bits) for name, bits in shards.items()}
         for publisher, held in zip(publishers, (shards, tensors), strict=True):
@@ -361,9 +344,6 @@ def test_a_delta_file_parses_only_as_it_was_built() -> None:
         else:
             np.testing.assert_array_equal(bits["w"], new["w"])
     assert caught > 0.9 * len(data)
-
-
-# --- compiled code ----------------------------------------------------------------------------------------
 
 
 def test_numba_is_imported_only_when_a_delta_is_coded() -> None:

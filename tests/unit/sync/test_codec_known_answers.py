@@ -11,7 +11,6 @@ import math
 import re
 import struct
 import sys
-import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
+from safetensors.numpy import save_file
 
 import sync.weights.delta
 from sync.base.errors import SnapshotError
@@ -165,12 +165,10 @@ def test_every_lane_and_every_tail_is_compared(lib: Any) -> None:
 
 
 def test_gaps_that_lead_out_of_the_array_are_refused(lib: Any) -> None:
-    def apply(size: int, gaps: list, wide: list, steps: list, wide_steps: list) -> int:
-        return lib.kernels.apply_gaps(
-            np.zeros(size, "u2"),
-            16,
-            *map(np.array, (gaps, wide, steps, wide_steps), ("u1", "u8", "u1", "u2")),
-        )
+    def apply(size: int, *streams: list) -> int:
+        """Gaps, wide gaps, steps, wide steps."""
+        arrays = map(np.array, streams, ("u1", "u8", "u1", "u2"))
+        return lib.kernels.apply_gaps(np.zeros(size, "u2"), 16, *arrays)
 
     assert apply(4, [3], [], [0], []) == 0
     assert apply(4, [1, 1], [], [0, 0], []) == 0
@@ -426,9 +424,8 @@ def test_modes_are_chosen_by_size(lib: Any) -> None:
     assert survives(lib, np.arange(3, dtype="u8"), np.arange(3, dtype="u8"), "i8", "fast") == b"\0"
     one, two = np.arange(3, dtype="u2"), np.arange(1, 4, dtype="u2")
     assert survives(lib, one, two, "i2", "small") == b"\4" + stream(1, 0, 2, 0, 3, 0)
-    assert survives(lib, np.zeros(3, "u1"), np.array([1, 2, 3], "u1"), "u1", "small") == b"\4" + stream(
-        1, 2, 3
-    )
+    whole = survives(lib, np.zeros(3, "u1"), np.array([1, 2, 3], "u1"), "u1", "small")
+    assert whole == b"\4" + stream(1, 2, 3)
 
 
 def test_arrays_of_other_bits_are_refused(lib: Any) -> None:
@@ -454,12 +451,10 @@ def test_streams_of_other_lengths_are_refused(lib: Any) -> None:
     refused(lib, b"\1\0" + b"\0" * 8, bits.copy().astype("u8"), "i8", why="altered or is newer")
     refused(lib, b"\5", bits.copy(), why="altered or is newer")
     refused(lib, b"", bits.copy(), why="ends too early")
-    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 20))
-    refused(
-        lib, b"\4\x7f" + bytes([len(bomb)]) + bomb, np.zeros(127, "u1"), "u1", why="does not hold the 127"
-    )
-    short = zstandard.ZstdCompressor(level=1).compress(bytes(100))
-    refused(lib, b"\4\x7f" + bytes([len(short)]) + short, np.zeros(127, "u1"), "u1", why="does not hold")
+    for length in (1 << 20, 100):  # a bomb, and too short
+        held = zstandard.ZstdCompressor(level=1).compress(bytes(length))
+        blob = b"\4\x7f" + bytes([len(held)]) + held
+        refused(lib, blob, np.zeros(127, "u1"), "u1", why="does not hold the 127")
 
 
 def test_numbers_are_leb128(lib: Any) -> None:
@@ -494,10 +489,8 @@ def test_a_file_holds_these_ranges(lib: Any) -> None:
     old, new, data = small_file(lib)
     header, blobs = lib.file.parse(data)
     assert (header.run, header.version, header.base) == ("run", Version(0, 2), Version(0, 1))
-    assert [(part.name, part.start, part.count, part.dtype) for part in header.ranges] == [
-        ("a", 0, 40, "bf16"),
-        ("b", 5, 30, "bf16"),
-    ]
+    ranges = [(part.name, part.start, part.count, part.dtype) for part in header.ranges]
+    assert ranges == [("a", 0, 40, "bf16"), ("b", 5, 30, "bf16")]
     first, second = header.ranges
     assert (first.offset, second.offset, first.length + second.length) == (0, first.length, len(blobs))
     for part in header.ranges:
@@ -541,9 +534,8 @@ def test_files_that_were_cut_or_altered_do_not_parse(lib: Any) -> None:
     for field in ("offset", "length", "start", "count"):
         for value in (-1, len(blobs) + 1 if field in ("offset", "length") else -(2**40)):
             bad = msgspec.structs.replace(good, **{field: value})
-            head = zstandard.ZstdCompressor().compress(
-                msgspec.msgpack.encode(msgspec.structs.replace(header, ranges=[bad]))
-            )
+            altered = msgspec.msgpack.encode(msgspec.structs.replace(header, ranges=[bad]))
+            head = zstandard.ZstdCompressor().compress(altered)
             file = b"ODDELTA3" + len(head).to_bytes(4, "little") + head + bytes(blobs)
             raises(lambda f=file: lib.file.parse(f), "lies outside of it")
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
@@ -573,9 +565,7 @@ def test_ranges_tile_every_tensor_once(lib: Any) -> None:
     raises(lambda: cover((0, 4), name="v"), "another model")
 
 
-def test_a_chain_is_covered_and_verified(lib: Any) -> None:
-    from safetensors.numpy import save_file
-
+def test_a_chain_is_covered_and_verified(lib: Any, tmp_path: Path) -> None:
     versions = [bf16(40), nudged(bf16(40), 4), nudged(bf16(40), 2)]
 
     def link(old: np.ndarray, new: np.ndarray, count: int = 40) -> list:
@@ -583,15 +573,11 @@ def test_a_chain_is_covered_and_verified(lib: Any) -> None:
         part = lib.file.Slice("w", (40,), "f2", 0, count)
         return [lib.file.parse(lib.file.build(head, [part], {"w": old}, {"w": new}, "small"))]
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        file = folder / "model.safetensors"
+    def after(*links: list) -> list:
+        save_file({"w": versions[0].view("f2")}, tmp_path / "model.safetensors")
+        lib.file.apply_chain(tmp_path, links)
+        return np.frombuffer((tmp_path / "model.safetensors").read_bytes()[-80:], "u2").tolist()
 
-        def after(*links: list) -> list:
-            save_file({"w": versions[0].view("f2")}, file)
-            lib.file.apply_chain(folder, links)
-            return np.frombuffer(file.read_bytes()[-80:], "u2").tolist()
-
-        assert after(link(*versions[:2]), link(*versions[1:])) == versions[2].tolist()
-        raises(lambda: after(link(versions[1], versions[2])), "the base was not")
-        raises(lambda: after(link(versions[0][:30], versions[1][:30], 30)), "covers 30 of 40")
+    assert after(link(*versions[:2]), link(*versions[1:])) == versions[2].tolist()
+    raises(lambda: after(link(versions[1], versions[2])), "the base was not")
+    raises(lambda: after(link(versions[0][:30], versions[1][:30], 30)), "covers 30 of 40")

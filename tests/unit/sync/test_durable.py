@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import disk_order
 import numpy as np
 import pytest
 from faults import fill, free
@@ -26,20 +27,7 @@ from sync.wire import Version
 
 @pytest.fixture
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is forced to disk and what is renamed, in order."""
-    noted: list[str] = []
-
-    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(what: Any, *more: Any) -> Any:
-            path = what if isinstance(what, Path) else Path(os.readlink(f"/proc/self/fd/{what}"))
-            noted.append(f"{name} {path.relative_to(tmp_path)}")
-            return real(what, *more)
-
-        return call
-
-    monkeypatch.setattr(os, "fsync", noting("force", os.fsync))
-    monkeypatch.setattr(Path, "rename", noting("rename", Path.rename))
-    return noted
+    return disk_order.noted(tmp_path, monkeypatch)
 
 
 def test_every_new_folder_has_its_name_on_disk(tmp_path: Path, order: list[str]) -> None:
@@ -142,9 +130,6 @@ def test_other_failures_are_not_waited_for() -> None:
 
     with pytest.raises(PermissionError):
         until_disk_space(refuse, "what")
-
-
-# --- lines ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("torn", ["", '{"b": "', '{"b": "é"}', '{"b": "é"}\n', "{", "[1]"], ids=repr)

@@ -35,8 +35,8 @@ def hub() -> Iterator[ThreadingHTTPServer]:
 
 def run(code: str, port: int, cache: Path) -> subprocess.CompletedProcess[str]:
     """Run `code` in a process of its own: the Hub's address is read at import."""
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(cache)}
+    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(cache)}
+    environment.pop("HF_HUB_OFFLINE", None)
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 

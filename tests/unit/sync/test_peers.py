@@ -39,20 +39,16 @@ def plain_server(answers: Mapping[str, Any]) -> Iterator[str]:
 @pytest.mark.parametrize("role", [role for role in Role if role is not Role.VLLM])
 async def test_every_role_names_itself_at_health_without_a_token(role: Role) -> None:
     with answering(application(role, [], CollectorRegistry(), "secret", None)) as url:
-        found = await identify(url)
-        assert found is not None
-        assert found.role is role
+        assert (await identify(url)).role is role
         assert await wrong(url, role) is None
 
 
 async def test_a_role_in_the_place_of_another_is_refused_with_both_names() -> None:
     with answering(application(Role.EVALUATOR, [], CollectorRegistry(), "", None)) as url:
         problem = await wrong(url, Role.TEACHER)
-        assert problem is not None
-        assert (
-            "is an evaluator of this project, and a teacher service of this project was expected" in problem
-        )
-        assert "distill teacher" in problem
+    expected = "is an evaluator of this project, and a teacher service of this project was expected"
+    assert expected in problem
+    assert "distill teacher" in problem
 
 
 async def test_a_plain_vllm_server_and_one_of_the_openai_protocol_are_told_apart() -> None:
@@ -67,15 +63,12 @@ async def test_a_plain_vllm_server_and_one_of_the_openai_protocol_are_told_apart
 async def test_a_path_behind_a_role_is_named_with_the_url_to_write() -> None:
     with answering(application(Role.TEACHER, [], CollectorRegistry(), "", None)) as url:
         problem = await wrong(f"{url}/v1", Role.TEACHER)
-        assert problem is not None
         assert f"a path of a teacher service of this project: write {url} for it" in problem
 
 
 async def test_another_web_server_is_named_by_what_it_answers() -> None:
     with plain_server({}) as url:
-        found = await identify(url)
-        assert found is not None
-        assert "answers 404 at /health" in found.what
+        assert "answers 404 at /health" in (await identify(url)).what
 
 
 async def test_what_speaks_no_http_is_said_to() -> None:
@@ -91,7 +84,6 @@ async def test_what_speaks_no_http_is_said_to() -> None:
         thread.start()
         found = await identify(f"http://127.0.0.1:{server.getsockname()[1]}")
         thread.join()
-    assert found is not None
     assert "speaks no HTTP" in found.what
 
 

@@ -17,7 +17,6 @@ from sync.vllm.completions import (
     sampling_problem,
 )
 from sync.wire import (
-    Generated,
     GenerateFailed,
     GeneratePrompt,
     GenerateRequest,
@@ -79,11 +78,12 @@ def test_prompts_that_cannot_be_completed_are_named(tokens, says):
     assert problem is None if says is None else says in problem
 
 
-@pytest.mark.parametrize(("first", "refused"), [(-1, True), (0, False), (2, False), (3, True)])
-def test_routes_are_asked_for_from_a_position_of_the_prompt_on(first, refused):
-    problem = prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), LIMITS)
-    assert (problem is not None) == refused
-    assert problem is None or f"routes_from is {first} and the prompt has 3 tokens" in problem
+def test_routes_are_asked_for_from_a_position_of_the_prompt_on():
+    for first in range(3):
+        assert prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), LIMITS) is None
+    for first in (-1, 3):
+        problem = prompt_problem(GeneratePrompt("a", [1, 2, 3], routes_from=first), LIMITS)
+        assert f"routes_from is {first} and the prompt has 3 tokens" in problem
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,6 @@ def test_a_sampling_mask_needs_a_bound():
 
 def test_the_first_column_is_the_sampled_token_and_the_others_are_the_topk():
     answer = generated("a", completion(3, 2), topk(2))
-    assert isinstance(answer, Generated)
     assert unpack(answer.logprob).tolist() == [0, -3, -6]
     assert unpack(answer.topk_ids).tolist() == [[1, 2], [4, 5], [7, 8]]
     assert generated("a", completion(3, 0), topk(0)).topk_ids is None
@@ -138,7 +137,6 @@ def test_a_mask_holds_the_ids_that_were_left_most_likely_first():
 
 def test_a_mask_that_is_not_complete_is_refused():
     answer = generated("a", masked([[0.5, 0.3, 0.15, 0.0]]), Sampling(5, top_k=3, mask=True))
-    assert isinstance(answer, GenerateFailed)
     assert "hold 0.9500 of what it was sampled from" in answer.error
 
 
@@ -159,6 +157,5 @@ def test_an_aborted_completion_may_be_empty_and_nothing_else_may():
 @pytest.mark.parametrize("reason", [None, "error", "repetition"])
 def test_an_end_that_is_no_completion_is_a_failure_with_its_reason(reason):
     answer = generated("a", completion(3, 0, reason), topk(0))
-    assert isinstance(answer, GenerateFailed)
     assert repr(reason) in answer.error
     assert answer.unusable, "never the prompt's fault"

@@ -166,9 +166,6 @@ def test_a_token_takes_a_byte_an_expert_where_a_byte_can_name_it(shape: Routing,
     np.testing.assert_array_equal(routes, passes)
 
 
-# --- completions that end together ------------------------------------------------------------------------
-
-
 async def test_those_that_end_while_a_call_is_under_way_share_the_next() -> None:
     calls: list[list[str]] = []
     begun, others_wait = asyncio.Event(), asyncio.Event()
@@ -203,9 +200,6 @@ async def test_a_call_that_fails_is_told_to_all_that_wait_for_it_and_to_no_other
     failed = await asyncio.gather(queue.take("bad"), queue.take("beside"), return_exceptions=True)
     assert [str(error) for error in failed] == ["the engine is gone"] * 2
     assert await queue.take("next") == {}
-
-
-# --- an engine that records by itself --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (300, np.int32)])

@@ -58,6 +58,9 @@ def swap(source):
     return Swap(source(0.0))
 
 
+ONES = {name: digest(torch.tensor(1.0)) for name in "ab"}
+
+
 def follow(swap: Swap, source: Source) -> None:
     swap.prepare(source)
     swap.apply()
@@ -69,7 +72,7 @@ def test_nothing_changes_before_what_was_staged_is_put_in_place(swap, model, sou
     assert (model.held, swap.digests) == ({"a": 0.0, "b": 0.0}, None)
     swap.apply()
     assert model.held == {"a": 1.0, "b": 1.0}
-    assert swap.digests == {name: digest(torch.tensor(1.0)) for name in "ab"}
+    assert swap.digests == ONES
     assert (swap.error, swap.mixed) == (None, False)
     with pytest.raises(SnapshotError, match="nothing is staged"):
         swap.apply()
@@ -79,9 +82,8 @@ def test_nothing_is_read_or_digested_while_what_was_staged_is_put_in_place(swap,
     weights = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
     reads = []
     swap.prepare(source(1.0, read=lambda: reads.append("a read") or weights.items()))
-    monkeypatch.setattr(
-        "sync.weights.snapshots.checkpoint.tensor_digest", lambda tensor: reads.append("a digest")
-    )
+    digesting = "sync.weights.snapshots.checkpoint.tensor_digest"
+    monkeypatch.setattr(digesting, lambda tensor: reads.append("a digest"))
     swap.apply()
     assert reads == ["a read"]
     assert not swap.mixed
@@ -109,7 +111,7 @@ def test_what_fails_halfway_is_told_and_reverted(swap, model, source):
         follow(swap, source(3.0))
     swap.revert()
     assert model.held == {"a": 1.0, "b": 1.0}
-    assert swap.digests == {name: digest(torch.tensor(1.0)) for name in "ab"}
+    assert swap.digests == ONES
     assert not swap.mixed
 
 
@@ -135,7 +137,7 @@ def test_a_model_that_is_not_staged_is_read_in_the_pause_and_checked_there(swap,
     given = replace(source(1.0), stage=model.not_staged)
     follow(swap, given)
     assert model.held == {"a": 1.0, "b": 1.0}
-    assert swap.digests == {name: digest(torch.tensor(1.0)) for name in "ab"}
+    assert swap.digests == ONES
     follow(swap, replace(given, digests={"a": "another"}))
     assert swap.mixed
     assert "gave other bytes" in swap.error

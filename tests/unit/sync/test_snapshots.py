@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import bucket_server
 import msgspec
@@ -36,29 +37,18 @@ SHAPES = {"embed": (40, 24), "layer.weight": (24, 24), "norm": (24,), "scalar": 
 class Trainer:
     """Weights as f2 bits, random steps, and one publisher per rank over contiguous shards."""
 
-    def __init__(
-        self, store: Store, folder: Path, world_size: int = 1, seed: int = 0, **options: object
-    ) -> None:
-        self.random = np.random.default_rng(seed)
+    def __init__(self, store: Store, folder: Path, world_size: int = 1, **options: Any) -> None:
+        self.random = np.random.default_rng(0)
         self.folder, self.world_size = folder, world_size
         self.weights = {
             name: (self.random.standard_normal(int(np.prod(shape))) * 0.02).astype("f2").view("u2")
             for name, shape in SHAPES.items()
         }
-        self.fingerprint = checkpoint.model_fingerprint(
-            {name: (shape, "f2") for name, shape in SHAPES.items()}
-        )
-        self.publishers = [
-            Publisher(
-                store,
-                RunIdentity(RUN, model=self.fingerprint),
-                self.slices(rank),
-                rank=rank,
-                world_size=world_size,
-                weights=WeightsConfig(**options),  # type: ignore[arg-type]
-            )
-            for rank in range(world_size)
-        ]
+        self.fingerprint = checkpoint.model_fingerprint({name: (SHAPES[name], "f2") for name in SHAPES})
+        run = RunIdentity(RUN, model=self.fingerprint)
+        options = {"world_size": world_size, "weights": WeightsConfig(**options)}
+        ranks = range(world_size)
+        self.publishers = [Publisher(store, run, self.slices(rank), rank=rank, **options) for rank in ranks]
 
     def slices(self, rank: int) -> list[Slice]:
         out = []
@@ -69,29 +59,23 @@ class Trainer:
         return out
 
     def shards(self, rank: int) -> dict[str, np.ndarray]:
-        return {
-            part.name: self.weights[part.name][part.start : part.start + part.count].copy()
-            for part in self.slices(rank)
-        }
+        held = {part.name: slice(part.start, part.start + part.count) for part in self.slices(rank)}
+        return {name: self.weights[name][where].copy() for name, where in held.items()}
 
     def step(self, share: float = 0.05) -> None:
         for name, bits in self.weights.items():
             hit = self.random.random(bits.size) < share
-            self.weights[name] = np.where(hit, bits + self.random.choice([1, 65535], bits.size), bits).astype(
-                "u2"
-            )
+            moved = bits + self.random.choice([1, 65535], bits.size)
+            self.weights[name] = np.where(hit, moved, bits).astype("u2")
 
     def save(self) -> Path:
-        return saved(
-            self.folder, {name: bits.view("f2").reshape(SHAPES[name]) for name, bits in self.weights.items()}
-        )
+        tensors = {name: bits.view("f2").reshape(SHAPES[name]) for name, bits in self.weights.items()}
+        return saved(self.folder, tensors)
 
     def anchor(self, version: Version, parent: Version | None = None) -> Published:
-        folder = self.save()
+        folders = {0: self.save()}
         return self._all(
-            lambda rank: self.publishers[rank].anchor(
-                version, parent, folder if rank == 0 else None, self.shards(rank)
-            )
+            lambda rank: self.publishers[rank].anchor(version, parent, folders.get(rank), self.shards(rank))
         )
 
     def delta(self, version: Version) -> Published:
@@ -105,23 +89,11 @@ class Trainer:
     def digests(self) -> dict[str, str]:
         return {name: digest(bits) for name, bits in self.weights.items()}
 
-    def _all(self, call: object) -> Published:
-        results: list[Published | Exception] = [RuntimeError()] * self.world_size
-
-        def work(rank: int) -> None:
-            try:
-                results[rank] = call(rank)  # type: ignore[operator]
-            except ValueError as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if isinstance(results[0], Exception):
-            raise results[0]
-        return results[0]
+    def _all(self, call: Callable[[int], Published]) -> Published:
+        """Of rank 0, which ends when all ranks have."""
+        with ThreadPoolExecutor(self.world_size) as ranks:
+            first, *_ = [ranks.submit(call, rank) for rank in range(self.world_size)]
+        return first.result()
 
 
 @pytest.fixture
@@ -282,11 +254,9 @@ def test_an_altered_file_is_refused_and_the_old_version_stays(
     key = "run/L000-v00000001/delta-00000.bin"
     good = store.read(key)
     random = np.random.default_rng(1)
-    damaged = [good[:-1], good + b"\0", good[: len(good) // 2], b""]
-    for _ in range(20):
-        at = int(random.integers(len(good)))
-        damaged.append(good[:at] + bytes([good[at] ^ 1 << int(random.integers(8))]) + good[at + 1 :])
-    for bad in damaged:
+    places = random.integers([len(good), 8], size=(20, 2)).tolist()
+    flipped = [good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :] for at, bit in places]
+    for bad in [good[:-1], good + b"\0", good[: len(good) // 2], b"", *flipped]:
         store.replace(key, bad)
         with pytest.raises(SnapshotError, match="cut or altered"):
             mirror.stage(v(1))
@@ -306,7 +276,6 @@ def test_a_gap_in_the_chain_is_refused_and_named(
     with pytest.raises(SnapshotError, match="broken at L000-v00000002"):
         mirror.stage(v(3))
     assert mirror.version == v(0)
-    trainer.step()
     trainer.anchor(v(4))
     follow(mirror, v(4), trainer)
 
@@ -332,12 +301,11 @@ def test_a_delta_that_names_another_base_or_model_is_refused(
 
 
 def test_a_spoilt_spare_is_found_by_its_digests_and_healed(trainer: Trainer, mirror: Mirror) -> None:
-    for step in range(3):
-        if step:
-            trainer.next(v(step))
+    follow(mirror, v(0))
+    for step in (1, 2):
+        trainer.next(v(step))
         follow(mirror, v(step))
-    spare = mirror.path.parent / ("b" if mirror.path.name == "a" else "a")  # type: ignore[union-attr]
-    file = spare / "model.safetensors"
+    file = mirror.path.parent / ("b" if mirror.path.name == "a" else "a") / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
@@ -349,8 +317,7 @@ def test_another_runs_snapshot_is_refused(
     store: MemoryStore, trainer: Trainer, mirror: Mirror, tmp_path: Path
 ) -> None:
     follow(mirror, v(0))
-    moved = store.read("run/L000-v00000000/manifest.json")
-    store.create("other/L000-v00000000/manifest.json", moved)
+    store.create("other/L000-v00000000/manifest.json", store.read("run/L000-v00000000/manifest.json"))
     with Mirror(tmp_path / "other", store, "other") as other, pytest.raises(SnapshotError, match="mixed up"):
         other.stage(v(0))
     mirror.close()
@@ -588,7 +555,6 @@ def test_a_full_disk_under_a_mirror_is_said_and_gone_through_again(
 ) -> None:
     follow(mirror, v(0))
     trainer.next(v(1))
-
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copytree", full)
         with pytest.raises(StoreError, match="room for two checkpoints"):

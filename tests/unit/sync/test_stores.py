@@ -44,6 +44,10 @@ def s3() -> Iterator[str]:
         yield address
 
 
+def options(address: str) -> dict[str, str]:
+    return {"endpoint": address, "region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
+
+
 @pytest.fixture
 def store(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,11 +62,8 @@ def store(
         return XetStore(tmp_path / "store")
     if kind == "bucket":
         return BucketStore("acme/weights", name, endpoint=request.getfixturevalue("hub").base, token="t")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setattr("sync.weights.stores.object_store._ONE_PUT", 50_000)
-    address = request.getfixturevalue("s3")
-    return ObjectStore(f"s3://bucket/{name}", {"endpoint": address, "region": "us-east-1"})
+    return ObjectStore(f"s3://bucket/{name}", options(request.getfixturevalue("s3")))
 
 
 @pytest.fixture(params=KINDS)
@@ -126,12 +127,9 @@ def test_replace_makes_and_overwrites(store: Store) -> None:
 
 def test_a_missing_key_is_named(store: Store, tmp_path: Path) -> None:
     assert not store.exists("run/nothing")
-    with pytest.raises(StoreError, match="run/nothing"):
-        store.size("run/nothing")
-    with pytest.raises(StoreError, match="run/nothing"):
-        store.read("run/nothing")
-    with pytest.raises(StoreError, match="run/nothing"):
-        store.fetch("run/nothing", tmp_path / "copy")
+    for ask in (store.size, store.read, lambda key: store.fetch(key, tmp_path / "copy")):
+        with pytest.raises(StoreError, match="run/nothing"):
+            ask("run/nothing")
 
 
 def test_list_gives_exactly_the_keys_under_a_prefix(store: Store) -> None:
@@ -155,10 +153,9 @@ def test_a_deleted_key_is_gone_and_may_be_created_again(store: Store) -> None:
 
 @pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/..", "a/.hidden", "a b", "a\\b", "a/"])
 def test_a_key_that_could_leave_its_place_is_refused(store: Store, key: str) -> None:
-    with pytest.raises(StoreError, match="is not a key"):
-        store.create(key, b"1")
-    with pytest.raises(StoreError, match="is not a key"):
-        store.read(key)
+    for use in (lambda: store.create(key, b"1"), lambda: store.read(key)):
+        with pytest.raises(StoreError, match="is not a key"):
+            use()
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_behind(
@@ -213,12 +210,9 @@ def faulty_bucket(hub: bucket_server.Hub) -> Iterator[tuple[Store, Proxy]]:
 
 
 @pytest.fixture
-def faulty_object(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, Proxy]]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+def faulty_object(s3: str) -> Iterator[tuple[Store, Proxy]]:
     with proxy(s3) as between:
-        options = {"endpoint": between.base, "region": "us-east-1"}
-        yield ObjectStore(f"s3://bucket/{uuid4().hex}", options), between
+        yield ObjectStore(f"s3://bucket/{uuid4().hex}", options(between.base)), between
 
 
 @pytest.mark.parametrize(
@@ -256,7 +250,7 @@ def test_a_large_object_of_which_a_part_failed_is_not_there(
     assert between.hits == 2
     between.fail("POST .*uploadId", "503", 1000)
     monkeypatch.setitem(object_store._RETRY, "max_retries", 1)
-    broken = ObjectStore(store._url, {"endpoint": between.base, "region": "us-east-1"})  # type: ignore[attr-defined]
+    broken = ObjectStore(store._url, options(between.base))  # type: ignore[attr-defined]
     with pytest.raises(StoreError, match="cannot write 'run/failed'"):
         broken.create("run/failed", os.urandom(12_000_000))
     assert store.list("") == ["run/retried"]
@@ -325,12 +319,12 @@ def test_each_kind_is_opened_by_its_configuration(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.base)
-    options = {"endpoint": s3, "region": "us-east-1"}
+    at = {"endpoint": s3, "region": "us-east-1"}
     configs = {
         "the store ": DirectoryStoreConfig(path=tmp_path / "d"),
         "the Xet store ": XetStoreConfig(path=tmp_path / "x"),
         "the bucket acme/opened": BucketStoreConfig(bucket="acme/opened"),
-        "the store s3://": ObjectStoreConfig(url="s3://bucket/opened", options=options),
+        "the store s3://": ObjectStoreConfig(url="s3://bucket/opened", options=at),
     }
     for name, config in configs.items():
         store = open_store(config, tmp_path / "unused")

@@ -41,21 +41,24 @@ def test_the_same_tokenizer_has_the_same_fingerprint_whatever_its_padding() -> N
     assert vocab_size(one) == 6
 
 
-def test_swapped_ids_are_a_different_vocabulary() -> None:
-    other = tokenizer(VOCAB | {"a": 2, "b": 1})
-    assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == ["vocabulary"]
+def with_tokens(*more: str) -> Any:
+    one = tokenizer()
+    one.add_tokens([*more])
+    return one
 
 
-def test_an_added_token_is_a_different_vocabulary() -> None:
-    other = tokenizer()
-    other.add_tokens(["new"])
-    assert vocab_size(other) == 7
-    assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == ["vocabulary"]
-
-
-def test_other_merges_are_told_apart() -> None:
-    other = tokenizer(merges=MERGES[::-1])
-    assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == ["merges"]
+@pytest.mark.parametrize(
+    ("other", "size", "differ"),
+    [
+        (tokenizer(VOCAB | {"a": 2, "b": 1}), 6, ["vocabulary"]),
+        (with_tokens("new"), 7, ["vocabulary"]),
+        (tokenizer(merges=MERGES[::-1]), 6, ["merges"]),
+    ],
+    ids=["swapped ids", "an added token", "other merges"],
+)
+def test_what_makes_another_tokenizer_is_told_apart(other: Any, size: int, differ: list[str]) -> None:
+    assert vocab_size(other) == size
+    assert differing_parts(fingerprint(tokenizer()), fingerprint(other)) == differ
 
 
 def test_names_of_special_ids_are_no_part_of_what_ids_mean_and_are_said() -> None:
@@ -67,8 +70,7 @@ def test_names_of_special_ids_are_no_part_of_what_ids_mean_and_are_said() -> Non
 
 
 def test_ids_beyond_the_shared_ones_are_left_out_and_the_fingerprints_below_them_are_equal() -> None:
-    more = tokenizer()
-    more.add_tokens(["new"])
+    more = with_tokens("new")
     for pair, side in (((tokenizer(), more), "teacher"), ((more, tokenizer()), "student")):
         known, (line,) = agree(*pair)
         assert known == 6
@@ -78,12 +80,10 @@ def test_ids_beyond_the_shared_ones_are_left_out_and_the_fingerprints_below_them
 
 
 def test_different_tokens_added_at_the_end_are_left_out_of_both() -> None:
-    one, other = tokenizer(), tokenizer()
-    one.add_tokens(["x"])
-    other.add_tokens(["y"])
-    known, lines = agree(one, other)
+    known, (first, second) = agree(with_tokens("x"), with_tokens("y"))
     assert known == 6
-    assert ["'x' (6)" in lines[0], "'y' (6)" in lines[1]] == [True, True]
+    assert "'x' (6)" in first
+    assert "'y' (6)" in second
 
 
 def test_ids_that_mean_other_text_are_refused_with_the_first_of_them() -> None:
@@ -146,16 +146,12 @@ def test_a_fingerprint_of_another_kind_differs_in_every_part() -> None:
     assert differing_parts("abc", "abc") == []
 
 
-# --- ids without a token ----------------------------------------------------------------------------------
-
-
 class Model(torch.nn.Module):
     """A head of 7 rows; says which logits it made."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: bool = True) -> None:
         super().__init__()
-        self.head = torch.nn.Linear(3, 7)
-        self.samples = True
+        self.head, self.samples = torch.nn.Linear(3, 7), samples
 
     def compute_logits(self, hidden_NH: torch.Tensor) -> Any:
         return self.head(hidden_NH) if self.samples else None
@@ -175,7 +171,6 @@ def test_known_ids_keep_their_distribution_and_the_others_have_none() -> None:
 
 
 def test_a_worker_that_does_not_sample_has_no_logits_to_change() -> None:
-    model = Model()
-    model.samples = False
+    model = Model(samples=False)
     never_sample_from(model, 4)
     assert model.compute_logits(torch.randn(1, 3)) is None

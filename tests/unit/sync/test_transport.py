@@ -9,11 +9,11 @@ import time
 import tracemalloc
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from ports import answering
+from ports import answering, silent
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -42,17 +42,6 @@ from sync.wire.server import (
     reply,
 )
 
-BAD_URLS = [
-    "",
-    "h",
-    "h:1",
-    "ftp://h",
-    "http://",
-    "http://h:port",
-    "http://h:0",
-    "http://h:70000",
-    "http://[::1",
-]
 REQUEST = EvalRequest(version=Version(0, 1))
 
 
@@ -93,15 +82,16 @@ class Scripted:
         return StreamingResponse(body())
 
 
-def serving(scripted: Scripted) -> AbstractContextManager[str]:
-    return answering(scripted.app)
-
-
 @asynccontextmanager
 async def asking(scripted: Scripted, token: str = "secret") -> AsyncIterator[Peer]:
-    with serving(scripted) as url:
+    with answering(scripted.app) as url:
         async with Peer(url, token) as peer:
             yield peer
+
+
+def frames_of(peer: Peer, cut: int = 0) -> AsyncIterator[Ok | Wait]:
+    """What comes of a stream of two frames that ends so many bytes too early."""
+    return peer.stream("/stream", EvalRequest(version=Version(0, cut)), Ok | Wait)
 
 
 async def test_a_call_brings_the_answer() -> None:
@@ -129,7 +119,7 @@ async def test_a_call_brings_the_answer() -> None:
 async def test_what_a_page_in_a_browser_sends_to_loopback_is_refused(
     headers: dict[str, str], status: int
 ) -> None:
-    with serving(Scripted()) as url:
+    with answering(Scripted().app) as url:
         async with httpx.AsyncClient(trust_env=False, headers={"authorization": "Bearer secret"}) as client:
             for path in ("/x", "/health"):
                 assert (await client.get(url + path, headers=headers)).status_code == status
@@ -209,22 +199,20 @@ async def test_a_wrong_token_opens_nothing_but_health() -> None:
 
 async def test_frames_arrive_whole_however_the_bytes_are_cut() -> None:
     async with asking(Scripted()) as peer:
-        frames = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
-    assert frames == [Ok(), Wait()]
+        assert [message async for message in frames_of(peer)] == [Ok(), Wait()]
 
 
 async def test_a_stream_that_ends_inside_a_frame_is_a_loss() -> None:
     async with asking(Scripted()) as peer:
-        received = []
+        frames = frames_of(peer, cut=2)
+        assert await anext(frames) == Ok()
         with pytest.raises(Unreachable, match="in the middle of a frame"):
-            async for m in peer.stream("/stream", EvalRequest(version=Version(0, 2)), Ok | Wait):
-                received.append(m)
-    assert received == [Ok()]
+            await anext(frames)
 
 
 def test_the_blocking_client_retries_and_refuses_alike() -> None:
     scripted = Scripted(refuse(503, "starting"), refuse(422, "no"))
-    with serving(scripted) as url:
+    with answering(scripted.app) as url:
         peer = BlockingPeer(url, "secret")
         with pytest.raises(RemoteError, match="422: no"):
             peer.call("/x", REQUEST, Ok)
@@ -235,7 +223,7 @@ def test_the_blocking_client_retries_and_refuses_alike() -> None:
 def test_threads_that_call_at_once_share_one_event_loop_and_its_connections() -> None:
     scripted = Scripted()
     client._loop.cache_clear()  # they begin it
-    with serving(scripted) as url, ThreadPoolExecutor(16) as threads:
+    with answering(scripted.app) as url, ThreadPoolExecutor(16) as threads:
         peer = BlockingPeer(url, "secret")
         assert {*threads.map(lambda _: peer.call("/x", REQUEST, Ok), range(100))} == {Ok()}
     assert len(scripted.clients) <= 16
@@ -246,15 +234,15 @@ def test_the_blocking_client_takes_no_longer_than_it_was_given_and_asks_a_silent
     limit: float, calls: int
 ) -> None:
     """The client's own limit is of each try, the call's of all; the server accepts and is silent."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        peer = BlockingPeer("http://127.0.0.1:{1}".format(*silent.getsockname()), timeout=limit)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = BlockingPeer("http://127.0.0.1:{1}".format(*server.getsockname()), timeout=limit)
         started = time.monotonic()
         with pytest.raises(Unreachable, match=r"within 1 s \(\w*TimeoutError"):
             peer.call("/x", REQUEST, Ok, timeout=1.2)
         assert time.monotonic() - started < 30
-        silent.settimeout(0.0)
+        server.settimeout(0.0)
         for _ in range(calls):
-            silent.accept()[0].close()
+            server.accept()[0].close()
 
 
 ENDING = """
@@ -311,7 +299,7 @@ async def test_a_peer_that_answers_byte_by_byte_is_given_up_in_time_and_a_long_a
 
 
 async def test_a_body_beyond_the_limit_is_refused() -> None:
-    with serving(Scripted()) as url:
+    with answering(Scripted().app) as url:
         async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as http:
             answer = await http.post(url + "/x", content=encode(REQUEST) + b"\0" * 200)
     assert answer.status_code == 413
@@ -329,7 +317,7 @@ def test_only_loopback_may_be_bound_without_a_token() -> None:
 
 async def test_calls_share_connections() -> None:
     scripted = Scripted()
-    with serving(scripted) as url:
+    with answering(scripted.app) as url:
         async with Peer(url, "secret") as peer:
             for _ in range(5):
                 assert await asyncio.gather(*(peer.call("/x", REQUEST, Ok) for _ in range(20))) == [Ok()] * 20
@@ -340,11 +328,9 @@ async def test_calls_share_connections() -> None:
 
 
 async def test_a_request_that_nobody_reads_ends_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        async with Peer("http://127.0.0.1:{1}".format(*silent.getsockname())) as peer:
-            async with asyncio.timeout(30):
-                with pytest.raises(Unreachable, match="TimeoutError"):
-                    await peer.once("/x", bytes(1 << 25), 0.3)
+    with silent() as url, pytest.raises(Unreachable, match="TimeoutError"):
+        async with Peer(url) as peer, asyncio.timeout(30):
+            await peer.once("/x", bytes(1 << 25), 0.3)
 
 
 def test_a_user_in_a_url_and_a_token_are_too_much() -> None:
@@ -352,7 +338,10 @@ def test_a_user_in_a_url_and_a_token_are_too_much() -> None:
         Peer("http://u:p@h", "secret")
 
 
-@pytest.mark.parametrize("url", BAD_URLS)
+@pytest.mark.parametrize(
+    "url",
+    ["", "h", "h:1", "ftp://h", "http://", "http://h:port", "http://h:0", "http://h:70000", "http://[::1"],
+)
 @pytest.mark.parametrize("peer", [Peer, BlockingPeer])
 def test_a_client_of_no_servers_url_is_refused_with_value_rule_and_remedy(
     peer: type[Peer] | type[BlockingPeer], url: str
@@ -367,13 +356,10 @@ def test_a_servers_url_is_taken(url: str) -> None:
     assert BlockingPeer(url).url == url.rstrip("/")
 
 
-BOMB = gzip.compress(bytes(50 << 20))
-"""Fifty megabytes in fifty thousand bytes."""
-
-
 def test_an_encoded_answer_is_refused_and_never_decompressed() -> None:
-    headers = {"content-encoding": "gzip"}
-    with serving(Scripted(Response(BOMB, headers=headers), Response(BOMB, 400, headers))) as url:
+    """Fifty megabytes in fifty thousand bytes."""
+    bomb, headers = gzip.compress(bytes(50 << 20)), {"content-encoding": "gzip"}
+    with answering(Scripted(Response(bomb, headers=headers), Response(bomb, 400, headers)).app) as url:
         peer = BlockingPeer(url, "secret")
         tracemalloc.start()
         for _ in range(2):
@@ -401,7 +387,7 @@ async def test_an_answer_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
         assert await peer.call("/x", REQUEST, Ok) == Ok()
         monkeypatch.setattr("sync.wire.client.MAX_FRAME", 3)
         with pytest.raises(WireError, match="the limit is 3: it is no frame"):
-            _ = [m async for m in peer.stream("/stream", EvalRequest(version=Version(0, 0)), Ok | Wait)]
+            await anext(frames_of(peer))
 
 
 async def test_only_answers_that_may_be_long_are_read_beyond_64_mib_and_none_is_copied() -> None:

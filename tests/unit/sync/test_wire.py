@@ -26,21 +26,18 @@ from sync.wire import (
     unpack,
 )
 
-
-def _generated() -> Generated:
-    return Generated(
-        id="p7-0",
-        token_ids=pack(np.array([5, 6, 7], np.int32)),
-        logprob=pack(np.array([-0.5, -1.25, -2.0], np.float32)),
-        spans=[VersionSpan(Version(0, 3), 0, 2), VersionSpan(Version(1, 4), 2, 3)],
-        finish_reason="stop",
-    )
+SENT = Generated(
+    id="p7-0",
+    token_ids=pack(np.array([5, 6, 7], np.int32)),
+    logprob=pack(np.array([-0.5, -1.25, -2.0], np.float32)),
+    spans=[VersionSpan(Version(0, 3), 0, 2), VersionSpan(Version(1, 4), 2, 3)],
+    finish_reason="stop",
+)
 
 
 def test_a_message_survives_the_journey_bit_for_bit() -> None:
-    sent = _generated()
-    received = decode(encode(sent), Generated)
-    assert received == sent
+    received = decode(encode(SENT), Generated)
+    assert received == SENT
     assert unpack(received.logprob).tolist() == [-0.5, -1.25, -2.0]
     assert received.spans[1].version == Version(1, 4)
 
@@ -68,7 +65,7 @@ def test_garbage_is_refused_with_one_error(body: bytes) -> None:
 
 @given(st.integers(0, 400))
 def test_a_cut_message_is_refused(length: int) -> None:
-    body = encode(_generated())
+    body = encode(SENT)
     with pytest.raises(WireError):
         decode(body[: min(length, len(body) - 1)], Generated)
 
@@ -146,8 +143,11 @@ def test_a_frame_opens_with_its_length() -> None:
     assert decode(data[4:], Ok) == Ok()
 
 
-MASK = SamplingMask(pack(np.array([2, 1, 3], "i4")), pack(np.array([4, 9, 5, 6, 0, 8], "i4")))
-TOKENS = pack(np.array([9, 5, 6], "i4"))
+def mask_of(sizes: list[int], ids: list[int]) -> SamplingMask:
+    return SamplingMask(pack(np.array(sizes, "i4")), pack(np.array(ids, "i4")))
+
+
+MASK, TOKENS = mask_of([2, 1, 3], [4, 9, 5, 6, 0, 8]), pack(np.array([9, 5, 6], "i4"))
 
 
 def test_masks_are_joined_cut_and_padded() -> None:
@@ -163,13 +163,13 @@ def test_masks_are_joined_cut_and_padded() -> None:
         (MASK, None),
         (None, "mask is missing"),
         (MASK.cut(2), "mask.sizes is of shape [2], and must be of shape [3]"),
-        (SamplingMask(pack(np.array([2, 0, 4], "i4")), MASK.ids), "mask.sizes is 0"),
-        (SamplingMask(pack(np.array([2, -1, 5], "i4")), MASK.ids), "mask.sizes is -1"),
-        (SamplingMask(pack(np.array([2, 1, 4], "i4")), MASK.ids), "mask.ids is of shape [6]"),
-        (SamplingMask(MASK.sizes, pack(np.array([4, 9, 5, 6, 0, 10], "i4"))), "mask.ids is 10"),
-        (SamplingMask(MASK.sizes, pack(np.array([4, 9, 5, 6, 8, 8], "i4"))), "mask.ids is one id twice"),
-        (SamplingMask(MASK.sizes, pack(np.array([9, 9, 5, 6, 0, 8], "i4"))), "mask.ids is one id twice"),
-        (SamplingMask(MASK.sizes, pack(np.array([4, 9, 7, 6, 0, 8], "i4"))), "without the sampled token"),
+        (mask_of([2, 0, 4], [4, 9, 5, 6, 0, 8]), "mask.sizes is 0"),
+        (mask_of([2, -1, 5], [4, 9, 5, 6, 0, 8]), "mask.sizes is -1"),
+        (mask_of([2, 1, 4], [4, 9, 5, 6, 0, 8]), "mask.ids is of shape [6]"),
+        (mask_of([2, 1, 3], [4, 9, 5, 6, 0, 10]), "mask.ids is 10"),
+        (mask_of([2, 1, 3], [4, 9, 5, 6, 8, 8]), "mask.ids is one id twice"),
+        (mask_of([2, 1, 3], [9, 9, 5, 6, 0, 8]), "mask.ids is one id twice"),
+        (mask_of([2, 1, 3], [4, 9, 7, 6, 0, 8]), "without the sampled token"),
     ],
 )
 def test_a_mask_holds_different_ids_and_the_sampled_token(
@@ -209,7 +209,6 @@ def test_routes_are_of_every_token_and_of_experts_there_are(routes: Array | None
 
 
 def test_a_mask_may_exceed_top_k_by_ties_and_no_more() -> None:
-    ids = pack(np.arange(40, dtype="i4"))
-    mask, token = SamplingMask(pack(np.array([40], "i4")), ids), pack(np.array([7], "i4"))
+    mask, token = mask_of([40], [*range(40)]), pack(np.array([7], "i4"))
     assert checks.mask(mask, token, 1000, top_k=8) is None
     assert "mask.sizes is 40" in str(checks.mask(mask, token, 1000, top_k=7))
