@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,12 +55,12 @@ def item(length: int, fill: int = 1) -> Item:
 
 @asynccontextmanager
 async def running(
-    engine: RecordingEngine, batch_tokens: int = 100, queue_tokens: int = 1000
-) -> AsyncIterator[Batcher]:
+    engine: Any, batch_tokens: int = 100, queue_tokens: int = 1000
+) -> AsyncIterator[tuple[Any, Batcher]]:
     batcher = Batcher(engine, batch_tokens, queue_tokens, Metrics())
     batcher.start()
     try:
-        yield batcher
+        yield engine, batcher
     finally:
         engine.gate.set()
         await batcher.stop()
@@ -87,6 +88,10 @@ def submit(batcher: Batcher, items: list[Item], options: ScoreOptions = ScoreOpt
     return Request(batcher, [Work(one, options) for one in items])
 
 
+async def all_done(*requests: Request) -> None:
+    await asyncio.gather(*(request.done() for request in requests))
+
+
 async def busy(batcher: Batcher, engine: RecordingEngine) -> Request:
     """Hold the engine in a batch of one sequence of 2 tokens."""
     engine.gate.clear()
@@ -96,36 +101,31 @@ async def busy(batcher: Batcher, engine: RecordingEngine) -> Request:
 
 
 async def test_sequences_of_several_callers_share_batches_up_to_the_budget() -> None:
-    engine = RecordingEngine()
-    async with running(engine, batch_tokens=30) as batcher:
+    async with running(RecordingEngine(), batch_tokens=30) as (engine, batcher):
         first = await busy(batcher, engine)
         requests = [submit(batcher, [item(12), item(10)]) for _ in range(3)]
         engine.gate.set()
-        await asyncio.gather(*(request.done() for request in (first, *requests)))
+        await all_done(first, *requests)
     assert [lengths for _, lengths in engine.batches] == [[2], [12, 10], [12, 10], [12, 10]]
 
 
 async def test_different_options_are_not_mixed_and_the_oldest_goes_first() -> None:
-    engine = RecordingEngine()
-    async with running(engine) as batcher:
+    async with running(RecordingEngine()) as (engine, batcher):
         first = await busy(batcher, engine)
         requests = [submit(batcher, [item(3)], ScoreOptions(topk=k)) for k in (2, 1, 2, 1)]
         engine.gate.set()
-        await asyncio.gather(*(request.done() for request in (first, *requests)))
+        await all_done(first, *requests)
     assert engine.batches[1:] == [(ScoreOptions(topk=2), [3, 3]), (ScoreOptions(topk=1), [3, 3])]
 
 
 async def test_a_sequence_longer_than_the_budget_is_computed_alone() -> None:
-    engine = RecordingEngine()
-    async with running(engine, batch_tokens=10) as batcher:
-        request = submit(batcher, [item(50), item(3)])
-        await request.done()
+    async with running(RecordingEngine(), batch_tokens=10) as (engine, batcher):
+        await submit(batcher, [item(50), item(3)]).done()
     assert [lengths for _, lengths in engine.batches] == [[50], [3]]
 
 
 async def test_a_full_queue_says_when_to_come_back_and_takes_work_again_after_release() -> None:
-    engine = RecordingEngine()
-    async with running(engine, queue_tokens=20) as batcher:
+    async with running(RecordingEngine(), queue_tokens=20) as (engine, batcher):
         first = await busy(batcher, engine)
         held = submit(batcher, [item(18)])
         with pytest.raises(Overloaded, match="20 tokens wait and 1 more") as refusal:
@@ -135,13 +135,11 @@ async def test_a_full_queue_says_when_to_come_back_and_takes_work_again_after_re
         await held.done()
         first.release()
         held.release()
-        again = submit(batcher, [item(20)])
-        await again.done()
+        await submit(batcher, [item(20)]).done()
 
 
 async def test_work_whose_caller_left_is_forgotten_at_once_and_not_computed() -> None:
-    engine = RecordingEngine()
-    async with running(engine) as batcher:
+    async with running(RecordingEngine()) as (engine, batcher):
         first = await busy(batcher, engine)
         gone, live = submit(batcher, [item(5)]), submit(batcher, [item(6)])
         gone.release()
@@ -157,26 +155,23 @@ async def test_work_whose_caller_left_is_forgotten_at_once_and_not_computed() ->
 
 async def test_a_batch_that_fails_is_computed_request_by_request() -> None:
     """One bad sequence: its request is to be halved, a single one is refused, others are scored."""
-    engine = RecordingEngine()
-    async with running(engine) as batcher:
+    async with running(RecordingEngine()) as (engine, batcher):
         held = await busy(batcher, engine)
         given = [[item(3), item(3, POISON)], [item(4), item(2)], [item(3, POISON)]]
         requests = [submit(batcher, items) for items in given]
         engine.gate.set()
-        await asyncio.gather(*(request.done() for request in (held, *requests)))
+        await all_done(held, *requests)
     several, good, alone = (request.outcomes for request in requests)
     assert [type(outcome) for outcome in several] == [TooLarge, TooLarge]
     assert "the engine failed on 2 sequences: send fewer at once: DataError: poisoned" in str(several[0])
     assert alone == ["the engine failed on this sequence: DataError: poisoned"]
     assert [lengths for _, lengths in engine.batches] == [[2], [3, 3, 4, 2, 3], [3, 3], [4, 2], [3]]
     expected = TableEngine(random_table(11)).score([item(4)], ScoreOptions())
-    assert isinstance(good[0], EngineScores)
     np.testing.assert_array_equal(good[0].logprob_C, expected.logprob_C)
 
 
 async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
-    engine = RecordingEngine(Unreachable("gone"))
-    async with running(engine) as batcher:
+    async with running(RecordingEngine(Unreachable("gone"))) as (engine, batcher):
         request = submit(batcher, [item(3), item(3, POISON)])
         await request.done()
     assert all(isinstance(outcome, Unreachable) for outcome in request.outcomes)
@@ -186,7 +181,7 @@ async def test_an_upstream_that_is_gone_is_no_fault_of_the_sequences() -> None:
 async def test_an_engine_that_overlaps_batches_gets_as_many_at_once_as_it_takes() -> None:
     engine = RecordingEngine()
     engine.engine_info = dataclasses.replace(engine.engine_info, concurrency=2)
-    async with running(engine, batch_tokens=4) as batcher:
+    async with running(engine, batch_tokens=4) as (_, batcher):
         await busy(batcher, engine)
         engine.begun.clear()
         request = submit(batcher, [item(3), item(4), item(2)])
@@ -199,8 +194,7 @@ async def test_an_engine_that_overlaps_batches_gets_as_many_at_once_as_it_takes(
 
 
 async def test_an_engine_that_has_ended_is_not_healthy_and_says_so_to_every_caller() -> None:
-    engine = RecordingEngine(EngineEnded("gone for good"))
-    async with running(engine) as batcher:
+    async with running(RecordingEngine(EngineEnded("gone for good"))) as (_, batcher):
         assert batcher.healthy
         request = submit(batcher, [item(3, POISON)])
         await request.done()
@@ -213,7 +207,7 @@ async def test_an_engine_that_has_ended_is_not_healthy_and_says_so_to_every_call
 async def test_completions_and_scores_of_an_engine_that_overlaps_do_not_wait_for_each_other() -> None:
     engine = SteppingEngine()
     engine.engine_info = dataclasses.replace(engine.engine_info, concurrency=2)
-    async with running(engine, batch_tokens=1) as batcher:
+    async with running(engine, batch_tokens=1) as (_, batcher):
         completed = submit_prompts(batcher, 1, 2, 3)
         assert await asyncio.to_thread(engine.stepped.wait, 600)
         assert not batcher._waiting, "all prompts are in one batch, whatever batch_tokens"
@@ -223,11 +217,8 @@ async def test_completions_and_scores_of_an_engine_that_overlaps_do_not_wait_for
         assert not held.futures[0].done()
 
 
-async def test_an_engine_that_does_not_come_back_from_a_batch_is_not_healthy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = RecordingEngine()
-    async with running(engine) as batcher:
+async def test_an_engine_that_does_not_come_back_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(RecordingEngine()) as (engine, batcher):
         await busy(batcher, engine)  # which returns, so that the event loop is free meanwhile
         assert batcher.healthy
         monkeypatch.setattr(batching, "STALLED_SECONDS", 0.0)
@@ -260,10 +251,8 @@ class SteppingEngine(RecordingEngine):
                 self.stepped.set()
                 time.sleep(0.002)
                 yield None
-            yield [
-                EngineCompletion(prompt.token_ids_P, np.zeros(len(prompt.token_ids_P), np.float32), True)
-                for prompt in prompts
-            ]
+            ids = [prompt.token_ids_P for prompt in prompts]
+            yield [EngineCompletion(ids_P, np.zeros(len(ids_P), np.float32), True) for ids_P in ids]
         finally:
             self.closed.set()
 
@@ -272,22 +261,19 @@ PARAMS = GenerationParams(4, 1.0, ())
 
 
 def submit_prompts(batcher: Batcher, *fills: int) -> Request:
-    prompts = [EnginePrompt(np.full(2, fill, np.int32), 0) for fill in fills]
-    return Request(batcher, [Work(one, PARAMS) for one in prompts])
+    return Request(batcher, [Work(EnginePrompt(np.full(2, fill, np.int32), 0), PARAMS) for fill in fills])
 
 
 async def test_prompts_of_a_batch_count_as_many_tokens_as_the_longest_of_them() -> None:
-    engine = SteppingEngine()
-    engine.finish.set()
-    async with running(engine, batch_tokens=30) as batcher:
+    async with running(SteppingEngine(), batch_tokens=30) as (engine, batcher):
+        engine.finish.set()
         prompts = [EnginePrompt(np.ones(length, np.int32), 0) for length in (6, 2, 2, 2, 2, 2, 2, 11)]
         await Request(batcher, [Work(one, PARAMS) for one in prompts]).done()
     assert engine.prompts == [[6, 2, 2], [2, 2, 2, 2], [11]], "10 x 3, 6 x 4 (15 x 5 would pass), 15 tokens"
 
 
 async def test_scores_are_computed_while_a_completion_is_generated() -> None:
-    engine = SteppingEngine()
-    async with running(engine) as batcher:
+    async with running(SteppingEngine()) as (engine, batcher):
         completed = submit_prompts(batcher, 1, 2)
         for _ in range(3):
             await submit(batcher, [item(3)]).done()
@@ -299,11 +285,10 @@ async def test_scores_are_computed_while_a_completion_is_generated() -> None:
 
 
 async def test_a_prompt_that_fails_leaves_the_other_requests_of_its_batch_completed() -> None:
-    engine = SteppingEngine()
-    engine.finish.set()
-    async with running(engine) as batcher:
+    async with running(SteppingEngine()) as (engine, batcher):
+        engine.finish.set()
         requests = [submit_prompts(batcher, fill) for fill in (1, POISON, 2)]
-        await asyncio.gather(*(request.done() for request in requests))
+        await all_done(*requests)
     (first,), (second,), (third,) = (request.outcomes for request in requests)
     assert isinstance(first, EngineCompletion)
     assert second == "the engine failed on this prompt: DataError: poisoned"
@@ -315,7 +300,7 @@ async def test_an_engine_that_ends_without_completions_fails_its_prompts() -> No
         def generate(self, prompts: Sequence[EnginePrompt], params: GenerationParams) -> Steps:
             yield None
 
-    async with running(Ending()) as batcher:
+    async with running(Ending()) as (_, batcher):
         request = submit_prompts(batcher, 1, 2)
         await request.done()
         assert batcher.healthy
@@ -323,8 +308,7 @@ async def test_an_engine_that_ends_without_completions_fails_its_prompts() -> No
 
 
 async def test_generation_that_nobody_waits_for_any_more_is_aborted() -> None:
-    engine = SteppingEngine()
-    async with running(engine) as batcher:
+    async with running(SteppingEngine()) as (engine, batcher):
         request = submit_prompts(batcher, 1)
         await asyncio.to_thread(engine.stepped.wait, 600)
         request.release()
@@ -333,8 +317,7 @@ async def test_generation_that_nobody_waits_for_any_more_is_aborted() -> None:
 
 
 async def test_prompts_count_against_the_queue_with_all_they_may_become() -> None:
-    engine = SteppingEngine()
-    async with running(engine, queue_tokens=13) as batcher:
+    async with running(SteppingEngine(), queue_tokens=13) as (engine, batcher):
         held = submit_prompts(batcher, 1, 2)
         with pytest.raises(Overloaded, match="12 tokens wait and 6 more would pass queue_tokens = 13"):
             submit_prompts(batcher, 3)

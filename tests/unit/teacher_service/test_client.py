@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
 from ports import free_port, silent
 from scored_sequences import TABLE, V, right, sequences
+from served_teacher import serving
 from table_engine import GatedEngine
 
 from sync.base.errors import ConfigError, Overloaded, TooLarge, Unreachable, WrongServer
@@ -19,9 +18,9 @@ from teacher_service import client as client_module
 from teacher_service.client import TeacherClient
 
 
-async def test_what_a_teacher_did_is_counted_and_a_refused_sequence_costs_no_other(serve: Any) -> None:
+async def test_what_a_teacher_did_is_counted_and_a_refused_sequence_costs_no_other() -> None:
     bad = ScoreSequence("bad", pack(np.array([1, V], np.int32)), 1)
-    async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
+    async with serving(GatedEngine(TABLE)) as url, TeacherClient("t", [url]) as client:
         given = [sequences(3, seed=seed) for seed in range(10)]
         *answers, refused = await asyncio.gather(*(client.score(part) for part in [*given, [bad]]))
         assert all(right(part, answer.results) for part, answer in zip(given, answers, strict=True))
@@ -31,9 +30,9 @@ async def test_what_a_teacher_did_is_counted_and_a_refused_sequence_costs_no_oth
         assert (counted.requests, counted.sequences, counted.tokens, counted.refused) == (11, 31, 182, 1)
 
 
-async def test_a_process_that_is_gone_is_reported_at_once_and_left_to_the_others(serve: Any) -> None:
+async def test_a_process_that_is_gone_is_reported_at_once_and_left_to_the_others() -> None:
     engine = GatedEngine(TABLE)
-    async with serve(engine) as url, TeacherClient("t", [f"http://127.0.0.1:{free_port()}", url]) as client:
+    async with serving(engine) as url, TeacherClient("t", [f"http://127.0.0.1:{free_port()}", url]) as client:
         with pytest.raises(Unreachable):
             await client.score(sequences(1))
         assert client.pause == 0.0, "the other may be asked"
@@ -42,20 +41,20 @@ async def test_a_process_that_is_gone_is_reported_at_once_and_left_to_the_others
 
 
 async def test_a_process_that_hangs_with_a_request_is_reported_after_two_polls_of_its_health(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A peer that accepts connections and sends nothing, as a stopped process does."""
     monkeypatch.setattr(client_module, "HEALTH_SECONDS", 0.1)
     with silent() as mute:
-        async with serve(GatedEngine(TABLE)) as url, TeacherClient("t", [mute, url]) as client:
+        async with serving(GatedEngine(TABLE)) as url, TeacherClient("t", [mute, url]) as client:
             with pytest.raises(Unreachable, match="holds a request and does not answer /health"):
                 await client.score(sequences(2))
             assert (await client.score(sequences(2))).server == url
 
 
-async def test_several_messages_that_take_too_long_are_too_large_and_one_is_unreachable(serve: Any) -> None:
+async def test_several_messages_that_take_too_long_are_too_large_and_one_is_unreachable() -> None:
     engine = GatedEngine(TABLE)
-    async with serve(engine) as url, TeacherClient("t", [url]) as client:
+    async with serving(engine) as url, TeacherClient("t", [url]) as client:
         engine.gate.clear()
         with pytest.raises(TooLarge, match=r"2 messages were not answered in 0\.2 s"):
             await client.score(sequences(2), limit=0.2)
@@ -64,9 +63,9 @@ async def test_several_messages_that_take_too_long_are_too_large_and_one_is_unre
         engine.gate.set()
 
 
-async def test_a_full_process_is_left_alone_for_as_long_as_it_says(serve: Any) -> None:
+async def test_a_full_process_is_left_alone_for_as_long_as_it_says() -> None:
     engine = GatedEngine(TABLE)
-    async with serve(engine, queue_tokens=10) as url, TeacherClient("t", [url]) as client:
+    async with serving(engine, queue_tokens=10) as url, TeacherClient("t", [url]) as client:
         engine.gate.clear()
         first = asyncio.create_task(client.score(sequences(1)))
         await asyncio.to_thread(engine.begun.wait, 600)
@@ -77,9 +76,9 @@ async def test_a_full_process_is_left_alone_for_as_long_as_it_says(serve: Any) -
         assert right(sequences(1), (await first).results)
 
 
-async def test_a_process_that_is_left_out_gets_nothing_until_none_is_left(serve: Any) -> None:
+async def test_a_process_that_is_left_out_gets_nothing_until_none_is_left() -> None:
     good, bad = GatedEngine(TABLE), GatedEngine(TABLE)
-    async with serve(good) as url, serve(bad) as other, TeacherClient("t", [other, url]) as client:
+    async with serving(good) as url, serving(bad) as other, TeacherClient("t", [other, url]) as client:
         assert (await client.score(sequences(2))).server == other
         assert client.leave_out(other)
         for seed in range(4):
@@ -90,32 +89,30 @@ async def test_a_process_that_is_left_out_gets_nothing_until_none_is_left(serve:
     assert (bad.sequences, good.sequences) == (2, 8)
 
 
-async def test_a_process_with_another_model_is_unreachable_while_there_is_one_with_the_right_one(
-    serve: Any,
-) -> None:
+async def test_a_process_with_another_model_is_unreachable_while_there_is_one_with_the_right_one() -> None:
     engines, port = [GatedEngine(TABLE) for _ in range(3)], free_port()
     moving = f"http://127.0.0.1:{port}"
-    async with serve(engines[0]) as steady, TeacherClient("t", [moving, steady]) as client:
-        async with serve(engines[1], port=port):
+    async with serving(engines[0]) as steady, TeacherClient("t", [moving, steady]) as client:
+        async with serving(engines[1], port=port):
             await client.info()
-        async with serve(engines[2], port=port, model="other"):
+        async with serving(engines[2], port=port, model="other"):
             with pytest.raises(Unreachable, match="answers with model other, and table was checked"):
                 await client.score(sequences(1))
             for _ in range(4):
                 assert (await client.score(sequences(1))).server == steady
     async with TeacherClient("t", [moving]) as client:
-        async with serve(engines[1], port=port):
+        async with serving(engines[1], port=port):
             await client.info()
-        async with serve(engines[2], port=port, model="other"):
+        async with serving(engines[2], port=port, model="other"):
             for ask in (client.score(sequences(1)), client.head()):
                 with pytest.raises(WrongServer, match="answers with model other, and table was checked"):
                     await ask
 
 
-async def test_a_teacher_that_follows_a_run_serves_that_run_alone(serve: Any) -> None:
+async def test_a_teacher_that_follows_a_run_serves_that_run_alone() -> None:
     mine, other = Claim(RunIdentity("toy", "aa")), Claim(RunIdentity("toy", "bb"))
     async with (
-        serve(GatedEngine(TABLE), claim=Claim(RunIdentity("toy"))) as url,
+        serving(GatedEngine(TABLE), claim=Claim(RunIdentity("toy"))) as url,
         TeacherClient("t", [url], claim=mine) as one,
         TeacherClient("t", [url], claim=other) as two,
     ):
@@ -123,14 +120,14 @@ async def test_a_teacher_that_follows_a_run_serves_that_run_alone(serve: Any) ->
         assert right(sequences(2), (await one.score(sequences(2))).results)
         with pytest.raises(WrongServer, match=r"it serves run 'toy' \(id aa\) and was asked for .*bb"):
             await two.score(sequences(2))
-    async with serve(GatedEngine(TABLE)) as url:
+    async with serving(GatedEngine(TABLE)) as url:
         for claim in (mine, other):
             async with TeacherClient("t", [url], claim=claim) as client:
                 assert right(sequences(2), (await client.score(sequences(2))).results)
 
 
-async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Any) -> None:
-    async with serve(GatedEngine(TABLE)) as one, serve(GatedEngine(TABLE), model="other") as two:
+async def test_replicas_that_are_not_the_same_teacher_are_refused() -> None:
+    async with serving(GatedEngine(TABLE)) as one, serving(GatedEngine(TABLE), model="other") as two:
         async with TeacherClient("t", [one]) as client:
             assert (await client.info()).vocab_size == V
             np.testing.assert_array_equal(unpack((await client.head()).weight), TABLE.T)
@@ -139,11 +136,9 @@ async def test_replicas_that_are_not_the_same_teacher_are_refused(serve: Any) ->
                 await client.info()
 
 
-async def test_replicas_may_differ_in_the_length_that_their_memory_takes(serve: Any) -> None:
-    engines = [GatedEngine(TABLE), GatedEngine(TABLE)]
-    for engine, length in zip(engines, (3072, 2048), strict=True):
-        engine.engine_info = dataclasses.replace(engine.engine_info, max_length=length)
-    async with serve(engines[0]) as one, serve(engines[1]) as two, TeacherClient("t", [one, two]) as client:
+async def test_replicas_may_differ_in_the_length_that_their_memory_takes() -> None:
+    long, short = GatedEngine(TABLE, 3072), GatedEngine(TABLE, 2048)
+    async with serving(long) as one, serving(short) as two, TeacherClient("t", [one, two]) as client:
         assert (await client.info()).max_length == 2048
 
 

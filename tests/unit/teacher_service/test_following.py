@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from counted_loads import Loads
 from table_engine import TableEngine, random_table
+from waiting import until
 
 from sync.base.errors import ConfigError, StoreError
 from sync.wire import Version
@@ -37,31 +37,6 @@ class Store:
         if self.broken:
             raise StoreError("the store is gone")
         return Path(str(version.step))
-
-
-class Loads:
-    """Engines whose scores depend on the folder; counts those that were closed."""
-
-    def __init__(self) -> None:
-        self.folders: list[str | None] = []
-        self.closed = 0
-
-    def __call__(self, folder: Path | None) -> TableEngine:
-        self.folders.append(None if folder is None else folder.name)
-        loads = self
-
-        class Counted(TableEngine):
-            def close(self) -> None:
-                loads.closed += 1
-
-        return Counted(random_table(11, seed=0 if folder is None else int(folder.name)))
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 def another_look(store: Store) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncIterator
 
 import httpx
 import msgspec
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fuzz import fuzz
 from msgspec.structs import replace
+from served_teacher import serving
 from table_engine import TableEngine, random_table
 
 from sync import wire
@@ -22,23 +23,33 @@ GOOD = TeacherGenerateRequest(prompts=[TeacherPrompt("a", IDS, 1), TeacherPrompt
 SCORED = ScoreRequest(sequences=[wire.ScoreSequence("a", IDS, 1)], want=wire.Want(topk=2))
 
 
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    async with serving(TableEngine(random_table(V), max_length=64)) as url:
+        yield url
+
+
+async def generated(url: str, request: TeacherGenerateRequest) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        return await http.post("/v1/generate", content=encode(request))
+
+
 @pytest.mark.parametrize("good", [SCORED, GOOD], ids=["score", "generate"])
 async def test_malformed_requests_of_each_route_are_refused_with_a_reason(
-    serve: Any, good: ScoreRequest | TeacherGenerateRequest
+    url: str, good: ScoreRequest | TeacherGenerateRequest
 ) -> None:
-    async with serve(TableEngine(random_table(V), max_length=64)) as url:
-        statuses, unexplained = await fuzz(url, 800, good)
+    statuses, unexplained = await fuzz(url, 800, good)
     assert unexplained == []
     assert statuses[400] > 150
     assert statuses[422] > 20
 
 
-async def test_a_route_that_breaks_is_noticed(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_route_that_breaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(messages, "read_generate", careless)
-    async with serve(TableEngine(random_table(V), max_length=64)) as url:
+    async with serving(TableEngine(random_table(V), max_length=64)) as url:
         with pytest.raises(AssertionError):
             await fuzz(url, 20, GOOD)
 
@@ -63,13 +74,9 @@ async def test_a_route_that_breaks_is_noticed(serve: Any, monkeypatch: pytest.Mo
     ],
 )
 async def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole(
-    serve: Any, change: dict[str, object], status: int, reason: str
+    url: str, change: dict[str, object], status: int, reason: str
 ) -> None:
-    async with (
-        serve(TableEngine(random_table(V), max_length=64)) as url,
-        httpx.AsyncClient(base_url=url, trust_env=False) as http,
-    ):
-        answer = await http.post("/v1/generate", content=encode(replace(GOOD, **change)))
+    answer = await generated(url, replace(GOOD, **change))
     assert answer.status_code == status
     assert reason in answer.json()["error"]
 
@@ -83,23 +90,15 @@ async def test_a_request_to_generate_that_cannot_be_served_is_refused_as_a_whole
         (TeacherPrompt("x", pack(np.zeros(0, np.int32)), 0), "is empty"),
         (TeacherPrompt("x", pack(np.zeros(2, np.float32)), 0), "of dtype f4, and must be i4"),
         (TeacherPrompt("x", pack(np.zeros((2, 2), np.int32)), 0), "must be of shape [any]"),
-        (
-            TeacherPrompt("x", Array("i4", (2**62,), b"1234"), 0),
-            "must be 18446744073709551616 bytes",
-        ),
+        (TeacherPrompt("x", Array("i4", (2**62,), b"1234"), 0), "must be 18446744073709551616 bytes"),
         (TeacherPrompt("x", IDS, -1), "seed is -1"),
         (TeacherPrompt("x", IDS, 2**32), "seed is 4294967296"),
     ],
 )
 async def test_a_prompt_that_cannot_be_completed_is_refused_alone(
-    serve: Any, prompt: TeacherPrompt, reason: str
+    url: str, prompt: TeacherPrompt, reason: str
 ) -> None:
-    request = replace(GOOD, prompts=[GOOD.prompts[0], prompt])
-    async with (
-        serve(TableEngine(random_table(V), max_length=64)) as url,
-        httpx.AsyncClient(base_url=url, trust_env=False) as http,
-    ):
-        answer = await http.post("/v1/generate", content=encode(request))
+    answer = await generated(url, replace(GOOD, prompts=[GOOD.prompts[0], prompt]))
     assert answer.status_code == 200
     completed, refused = msgspec.msgpack.decode(answer.content)["results"]
     assert completed["type"] == "TeacherCompletion"

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from counted_loads import Loads
 from table_engine import TableEngine, random_table
+from waiting import until
 
 from sync.base.errors import ConfigError, Unreachable
 from teacher_service.batching import Batcher, Metrics, Outcome, Work
@@ -24,42 +26,33 @@ from teacher_service.engines.reload import GpuSlot, GpuSlotsConfig, IdleUnloadEn
 ITEM = base.Item(np.array([1, 2, 3], np.int32), 1)
 
 
-class Loads:
-    """Counts how often an engine was loaded and closed."""
+def with_slot(loads: Loads, folder: Path, slots: int = 1) -> IdleUnloadEngine:
+    return IdleUnloadEngine(loads, 60, slot_in(folder, slots))
 
-    def __init__(self) -> None:
-        self.loaded = self.closed = 0
 
-    def __call__(self) -> base.Engine:
-        self.loaded += 1
-        loads = self
+def slot_in(folder: Path, slots: int = 1) -> GpuSlot:
+    return GpuSlot(GpuSlotsConfig(folder=folder, slots=slots))
 
-        class Counted(TableEngine):
-            def close(self) -> None:
-                loads.closed += 1
 
-        return Counted(random_table(11))
+def score(engine: IdleUnloadEngine) -> list[float]:
+    return engine.score([ITEM], base.ScoreOptions()).logprob_C.tolist()
 
 
 def wait_until_unloaded(engine: IdleUnloadEngine) -> None:
-    for _ in range(6000):
-        if engine._engine is None:
-            with engine._lock:  # which it holds until it has closed what it held
-                return
-        time.sleep(0.01)
-    raise AssertionError("it was never unloaded")
+    until(lambda: engine._engine is None)
+    with engine._lock:  # which it holds until it has closed what it held
+        return
 
 
 def test_it_is_unloaded_without_work_and_gives_the_same_scores_when_loaded_again() -> None:
     loads = Loads()
     engine = IdleUnloadEngine(loads, 60.0)
-    before = engine.score([ITEM], base.ScoreOptions()).logprob_C
+    before = score(engine)
     engine._idle_seconds = 0.05
     wait_until_unloaded(engine)
     assert (loads.loaded, loads.closed) == (1, 1)
     engine._idle_seconds = 60.0  # it is not to be unloaded again before it was looked at
-    after = engine.score([ITEM], base.ScoreOptions()).logprob_C
-    assert np.array_equal(before, after)
+    assert score(engine) == before
     assert engine._engine is not None
     assert loads.loaded == 2
     engine.close()
@@ -71,7 +64,7 @@ def test_work_keeps_it_loaded() -> None:
     loads = Loads()
     engine = IdleUnloadEngine(loads, 60)
     for _ in range(3):
-        engine.score([ITEM], base.ScoreOptions())
+        score(engine)
     assert engine.head() is not None
     assert (loads.loaded, loads.closed) == (1, 0)
     engine.close()
@@ -111,19 +104,14 @@ def test_only_engines_that_can_be_loaded_again_may_be_unloaded() -> None:
         build(config, 10)
 
 
-def with_slot(loads: Loads, tmp_path: Path, slots: int = 1) -> IdleUnloadEngine:
-    return IdleUnloadEngine(loads, 60, GpuSlot(GpuSlotsConfig(folder=tmp_path, slots=slots)))
-
-
 def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Path) -> None:
     loads = Loads()
     first, second = with_slot(loads, tmp_path, 2), with_slot(loads, tmp_path, 2)
-    first.score([ITEM], base.ScoreOptions())
-    second.score([ITEM], base.ScoreOptions())
-    first.score([ITEM], base.ScoreOptions())
+    for engine in (first, second, first):
+        score(engine)
     third = with_slot(loads, tmp_path, 2)
     assert [engine._engine is not None for engine in (first, second, third)] == [True, False, True]
-    second.score([ITEM], base.ScoreOptions())
+    score(second)
     assert [engine._engine is not None for engine in (first, second, third)] == [False, True, True]
     assert (loads.loaded, loads.closed) == (4, 2)
     for engine in (first, second, third):
@@ -134,12 +122,12 @@ def test_the_teacher_that_was_used_the_longest_time_ago_makes_room(tmp_path: Pat
 def test_teachers_that_share_one_slot_take_turns_and_never_hold_two(tmp_path: Path) -> None:
     loads = Loads()
     engines = [with_slot(loads, tmp_path) for _ in range(3)]
-    expected = TableEngine(random_table(11)).score([ITEM], base.ScoreOptions()).logprob_C
+    expected = score(TableEngine(random_table(11)))
     most = []
 
     def work(engine: IdleUnloadEngine) -> None:
         for _ in range(3):
-            assert np.array_equal(engine.score([ITEM], base.ScoreOptions()).logprob_C, expected)
+            assert score(engine) == expected
             most.append(loads.loaded - loads.closed)
 
     with ThreadPoolExecutor(3) as pool:
@@ -150,8 +138,7 @@ def test_teachers_that_share_one_slot_take_turns_and_never_hold_two(tmp_path: Pa
 
 
 def test_a_slot_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
-    config = GpuSlotsConfig(folder=tmp_path, slots=1)
-    slot = GpuSlot(config)
+    slot = slot_in(tmp_path)
     slot.take()
     slot.keep_for(60)
     (tmp_path / "slot-0.wanted").touch()
@@ -162,11 +149,10 @@ def test_a_slot_is_kept_as_long_as_loading_took(tmp_path: Path) -> None:
     assert not slot._taken
 
 
-def test_which_slot_was_used_last_is_read_from_no_clock(
+def test_which_slot_was_used_last_is_told_by_no_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = GpuSlotsConfig(folder=tmp_path, slots=2)
-    first, second, third = GpuSlot(config), GpuSlot(config), GpuSlot(config)
+    first, second, third = (slot_in(tmp_path, 2) for _ in range(3))
     first.take()
     second.take()
     first.used()
@@ -187,7 +173,7 @@ def test_a_slot_that_was_given_up_goes_to_whoever_requested_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a teacher with work to do takes it again at once, and loads its model for nothing."""
-    slot, path = GpuSlot(GpuSlotsConfig(folder=tmp_path, slots=1)), tmp_path / "slot-0"
+    slot, path = slot_in(tmp_path), tmp_path / "slot-0"
     slot.take()
     (tmp_path / "slot-0.wanted").touch()
     held: list[int] = []
@@ -216,12 +202,10 @@ def test_generation_keeps_the_model_and_the_slot_to_its_end(tmp_path: Path) -> N
     assert next(steps) is None
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(with_slot, loads, tmp_path)
-        while not (tmp_path / "slot-0.wanted").exists():
-            time.sleep(0.01)
+        until((tmp_path / "slot-0.wanted").exists)
         time.sleep(4 * reload.SLOT_SECONDS)  # time to close it, if that were done
         assert (loads.loaded, loads.closed) == (1, 0)
         *_, completions = steps  # to its end: it holds the model until then
-        assert completions is not None
         assert [len(one.token_ids_T) for one in completions] == [2, 2, 2]
         other = second.result()
     assert (loads.loaded, loads.closed) == (2, 1)
@@ -266,10 +250,9 @@ def test_a_load_that_fails_gives_its_slot_back(tmp_path: Path) -> None:
     def broken() -> base.Engine:
         raise ConfigError("no such model")
 
-    config = GpuSlotsConfig(folder=tmp_path, slots=1)
     with pytest.raises(ConfigError):
-        IdleUnloadEngine(broken, 60, GpuSlot(config))
-    other = GpuSlot(config)
+        IdleUnloadEngine(broken, 60, slot_in(tmp_path))
+    other = slot_in(tmp_path)
     other.take()
     assert other._taken
     other.leave()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from blake3 import blake3
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
+from served_teacher import serving
 from table_engine import TableEngine, random_table
 
 from sync import wire
@@ -86,26 +86,19 @@ def sequence(name: str, length: int) -> ScoreSequence:
     return ScoreSequence(name, ids, 1)
 
 
-async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released(
-    serve: Any,
-) -> None:
+async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released() -> None:
     want = Want(topk=3, entropy=True, hidden=True)
     ids = pack(np.array([[7, -1], [1, 2], [3, 4]], "i4"))
     asked = [sequence("a", 9), replace(sequence("b", 4), gather_ids=ids)]
-    async with serve(TableEngine(TABLE)) as url, TeacherClient("t", [url]) as client, Peer(url) as peer:
+    async with serving(TableEngine(TABLE)) as url, TeacherClient("t", [url]) as client, Peer(url) as peer:
         inline, _ = await client.score(asked, want)
         kept, _ = await client.score(asked, replace(want, keep=True))
         for whole, reference in zip(inline, kept, strict=True):
-            assert isinstance(whole, Scored)
-            assert isinstance(reference, Scored)
-            assert reference == Scored(whole.id, whole.logprob, kept=reference.kept)
-            assert reference.kept is not None
-            assert reference.kept.url == url
-            body = await peer.once(f"/v1/scores/{reference.kept.key}", None, 5)
-            assert (len(body), blake3(body).digest(wire.DIGEST_BYTES)) == (
-                reference.kept.size,
-                reference.kept.digest,
-            )
+            place = reference.kept
+            assert reference == Scored(whole.id, whole.logprob, kept=place)
+            assert place.url == url
+            body = await peer.once(f"/v1/scores/{place.key}", None, 5)
+            assert (len(body), blake3(body).digest(wire.DIGEST_BYTES)) == (place.size, place.digest)
             (reply,) = wire.frames(body, ScoreReply)
             given = next(one.gather_ids for one in asked if one.id == whole.id)
             assert reply.results == [replace(whole, gather_ids=given)]
@@ -117,16 +110,12 @@ async def test_kept_scores_are_those_of_an_inline_answer_until_they_are_released
         assert client.servers().urls == [url]
 
 
-async def test_a_long_body_comes_in_frames_of_some_positions(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_body_comes_in_frames_of_some_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("teacher_service.messages.FRAME_BYTES", 100 * 204)  # 50 floats and a log-probability
     count = 250
-    async with serve(TableEngine(TABLE, max_length=count)) as url, Peer(url) as peer:
+    async with serving(TableEngine(TABLE, max_length=count)) as url, Peer(url) as peer:
         request = ScoreRequest(sequences=[sequence("a", count)], want=Want(hidden=True, keep=True))
         (scored,) = (await peer.call("/v1/score", request, ScoreReply)).results
-        assert isinstance(scored, Scored)
-        assert scored.kept is not None
         body = await peer.once(f"/v1/scores/{scored.kept.key}", None, 5)
         assert (len(body), blake3(body).digest(wire.DIGEST_BYTES)) == (scored.kept.size, scored.kept.digest)
         parts = [one for reply in wire.frames(body, ScoreReply) for one in reply.results]
@@ -135,8 +124,8 @@ async def test_a_long_body_comes_in_frames_of_some_positions(
         assert logprob.tolist() == unpack(scored.logprob).tolist()
 
 
-async def test_a_sequence_longer_than_the_queue_is_scored_when_it_comes_alone(serve: Any) -> None:
-    async with serve(TableEngine(TABLE), queue_tokens=30) as url, Peer(url) as peer:
+async def test_a_sequence_longer_than_the_queue_is_scored_when_it_comes_alone() -> None:
+    async with serving(TableEngine(TABLE), queue_tokens=30) as url, Peer(url) as peer:
         request = ScoreRequest(sequences=[sequence("a", 40)])
         (scored,) = (await peer.call("/v1/score", request, ScoreReply)).results
         assert isinstance(scored, Scored)

@@ -20,15 +20,8 @@ OWN = 40960
 
 
 def info(**fields: Any) -> EngineInfo:
-    base: dict[str, Any] = {
-        "model": "m",
-        "dtype": "bfloat16",
-        "engine": "transformers",
-        "vocab_size": 1000,
-        "hidden_size": WIDTH,
-        "max_length": OWN,
-        "can": CAPABILITIES,
-    }
+    model: dict[str, Any] = {"model": "m", "dtype": "bfloat16", "engine": "transformers", "can": CAPABILITIES}
+    base = model | {"vocab_size": 1000, "hidden_size": WIDTH, "max_length": OWN}
     return EngineInfo(**base | fields)
 
 
@@ -67,17 +60,14 @@ def test_scores_take_what_the_engine_may_be_asked_for() -> None:
 def test_the_length_is_what_memory_takes(host: int, devices: list[int], length: int) -> None:
     assert 1024 < length < OWN
     assert limits(config(), info(), host, devices).max_length == length
-    wanted = (
-        rf"forward pass of a sequence of {OWN:,} tokens does not fit .* set max_length = {length} or less"
-    )
-    with pytest.raises(ConfigError, match=wanted):
+    why = rf"forward pass of a sequence of {OWN:,} tokens does not fit .* set max_length = {length} or less"
+    with pytest.raises(ConfigError, match=why):
         limits(config(max_length=OWN), info(), host, devices)
 
 
 def test_a_teacher_without_room_for_a_sequence_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="does not fit into what is left of memory, 728 do: set max_length = 728"
-    ):
+    why = "does not fit into what is left of memory, 728 do: set max_length = 728"
+    with pytest.raises(ConfigError, match=why):
         limits(config(), info(), 1024 * GIB, [128 << 20])
 
 

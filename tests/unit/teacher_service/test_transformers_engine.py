@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from sync.base.errors import ConfigError
 from sync.wire import unpack
@@ -36,19 +33,10 @@ from teacher_service.engines.transformers import (
 VOCAB = 37
 """Ids of the tokenizer; the model has PADDED rows."""
 PADDED = 48
-SMALL = {
-    "vocab_size": PADDED,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZE = {"vocab_size": PADDED, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SMALL = SIZE | ATTENTION | NO_ENDS | {"initializer_range": 0.3}
 HEADS = {
     "soft cap": ("Gemma2", {"head_dim": 16, "final_logit_softcapping": 3.0}),
     "bias": ("Phi", {}),
@@ -85,7 +73,6 @@ def plain_logprobs(model: Any, item: Item, temperature: float = 1.0) -> np.ndarr
 
 
 def close(got: np.ndarray | None, expected: np.ndarray, tolerance: float = 1e-5) -> None:
-    assert got is not None
     assert got.shape == expected.shape
     np.testing.assert_allclose(got, expected, atol=tolerance, rtol=0)
 
@@ -112,8 +99,6 @@ def check_against_plain(
 def logprobs_from_head(engine: TransformersEngine, scores: base.EngineScores) -> np.ndarray:
     """float64 [C, V]: what a reader computes from hidden states and the Head message, by its formula."""
     head = engine.head()
-    assert head is not None
-    assert scores.hidden_CH is not None
     logits = scores.hidden_CH.astype(np.float64) @ unpack(head.weight).astype(np.float64).T
     if head.bias is not None:
         logits += unpack(head.bias)
@@ -125,9 +110,7 @@ def logprobs_from_head(engine: TransformersEngine, scores: base.EngineScores) ->
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("sizes", [{}, {"head_chunk": 3}, {"batch_tokens": 20, "head_chunk": 3}], ids=str)
-def test_every_score_equals_that_of_a_plain_forward_pass(
-    qwen: Any, sizes: dict[str, int], temperature: float
-) -> None:
+def test_every_score_equals_that_of_a_plain_forward_pass(qwen: Any, sizes: Any, temperature: float) -> None:
     engine = TransformersEngine(qwen, VOCAB, TeacherConfig(path="m", **sizes))
     check_against_plain(qwen, engine, 1e-5 if temperature == 1 else 2e-5, temperature)
 
@@ -151,13 +134,9 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once(qwen: Any, monkeypatch: p
 def test_rows_beyond_the_tokenizer_get_no_probability(qwen: Any) -> None:
     engine = TransformersEngine(qwen, VOCAB)
     scores = engine.score(random_items(3, LENGTHS), ScoreOptions(topk=VOCAB))
-    assert scores.topk_ids_CK is not None
-    assert scores.topk_logprob_CK is not None
     assert scores.topk_ids_CK.max() == VOCAB - 1
     close(np.exp(scores.topk_logprob_CK).sum(1), np.ones(len(scores.logprob_C)))
-    head = engine.head()
-    assert head is not None
-    assert head.weight.shape == (VOCAB, 32)
+    assert engine.head().weight.shape == (VOCAB, 32)
     assert engine.engine_info.vocab_size == VOCAB < PADDED
 
 
@@ -177,18 +156,15 @@ def test_heads_with_cap_bias_or_scale_are_reproduced(head: str) -> None:
     check_against_plain(model, TransformersEngine(model, VOCAB), 2e-5)
 
 
-def test_a_head_that_is_not_linear_is_refused(qwen: Any) -> None:
+def test_a_head_that_is_not_linear_is_refused() -> None:
     class Squashed(torch.nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return super().forward(hidden.sin())
 
-    linear = qwen.lm_head
-    qwen.lm_head = Squashed(32, PADDED, bias=False)
-    try:
-        with pytest.raises(ConfigError, match="not reproduced"):
-            TransformersEngine(qwen, VOCAB)
-    finally:
-        qwen.lm_head = linear
+    model = small("Qwen3", {"tie_word_embeddings": False})
+    model.lm_head = Squashed(32, PADDED, bias=False)
+    with pytest.raises(ConfigError, match="not reproduced"):
+        TransformersEngine(model, VOCAB)
 
 
 def test_bfloat16_hidden_states_travel_as_their_bits(qwen: Any) -> None:
@@ -196,12 +172,8 @@ def test_bfloat16_hidden_states_travel_as_their_bits(qwen: Any) -> None:
     engine = TransformersEngine(model, VOCAB)
     items = random_items(5, LENGTHS)
     scores = engine.score(items, ScoreOptions(hidden=True))
-    assert scores.hidden_CH is not None
     assert scores.hidden_CH.dtype == np.uint16
-    head = engine.head()
-    assert head is not None
-    widened = dataclasses.replace(scores, hidden_CH=widen(scores.hidden_CH))
-    logits = widened.hidden_CH @ widen(unpack(head.weight)).T
+    logits = widen(scores.hidden_CH) @ widen(unpack(engine.head().weight)).T
     logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     targets = np.concatenate([item.token_ids_L[item.first :] for item in items])
     close(scores.logprob_C, logp[np.arange(len(targets)), targets], 1e-4)
@@ -217,12 +189,9 @@ def test_a_length_beyond_the_models_own_is_refused(qwen: Any) -> None:
         TransformersEngine(qwen, VOCAB, TeacherConfig(path="m", max_length=65))
 
 
-def test_a_teacher_that_left_its_files_does_not_change_with_them(
-    qwen: Qwen3ForCausalLM, tmp_path: Path
-) -> None:
+def test_a_teacher_that_left_its_files_does_not_change_with_them(qwen: Any, tmp_path: Path) -> None:
     qwen.save_pretrained(tmp_path)
-    config = TeacherConfig(path=str(tmp_path), device="cpu")
-    engine = load(config, VOCAB, leave_files=True)
+    engine = load(TeacherConfig(path=str(tmp_path), device="cpu"), VOCAB, leave_files=True)
     items = random_items(3, LENGTHS)
     before = engine.score(items, ScoreOptions()).logprob_C
     (file,) = tmp_path.glob("*.safetensors")
@@ -232,29 +201,19 @@ def test_a_teacher_that_left_its_files_does_not_change_with_them(
     np.testing.assert_array_equal(engine.score(items, ScoreOptions()).logprob_C, before)
 
 
-# --- several devices --------------------------------------------------------------------------------------
-
-
-class Placed:
-    """What `from_pretrained` returns where no GPU is: it has recorded where the parts went."""
-
-    def __init__(self, device_map: dict[str, Any]) -> None:
-        self.hf_device_map = device_map
-
-
 def test_a_model_is_spread_over_all_devices_that_the_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def from_pretrained(path: str, **options: Any) -> Placed:
+    def from_pretrained(path: str, **options: Any) -> Any:
         asked.update(options)
-        return Placed({"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": "disk"})
+        places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": "disk"}
+        return SimpleNamespace(hf_device_map=places)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
-    with pytest.raises(
-        ConfigError, match="'m' does not fit on its 2 GPUs: 1 parts such as lm_head are left over"
-    ):
+    why = "'m' does not fit on its 2 GPUs: 1 parts such as lm_head are left over"
+    with pytest.raises(ConfigError, match=why):
         load(TeacherConfig(path="m"), VOCAB)
     assert asked["device_map"] == "auto"
     check_fits("m", {"model.embed_tokens": 0, "model.layers.1": 1, "lm_head": "cuda:1"})
@@ -275,26 +234,19 @@ def test_scores_do_not_depend_on_where_the_parts_of_a_model_are(qwen: Any, tmp_p
     completions_of(engine, [EnginePrompt(np.array([3, 1], np.int32), 0)], base.GenerationParams(4, 1.0, ()))
 
 
-# --- completions ------------------------------------------------------------------------------------------
-
-
 def completions_of(
     engine: TransformersEngine, prompts: list[EnginePrompt], generation: base.GenerationParams
 ) -> list[base.EngineCompletion]:
     *steps, completions = engine.generate(prompts, generation)
     assert steps.count(None) == len(steps) <= generation.max_tokens
-    assert completions is not None
     return completions
 
 
-def test_a_completion_has_the_scores_it_is_given_and_does_not_depend_on_its_batch(
-    qwen: Qwen3ForCausalLM,
-) -> None:
+def test_a_completion_has_the_scores_it_is_given_and_does_not_depend_on_its_batch(qwen: Any) -> None:
     engine = TransformersEngine(qwen, VOCAB)
     rng = np.random.default_rng(1)
-    prompts = [
-        EnginePrompt(rng.integers(0, VOCAB, n).astype(np.int32), seed) for seed, n in enumerate((3, 9, 1, 5))
-    ]
+    ids = [rng.integers(0, VOCAB, length).astype(np.int32) for length in (3, 9, 1, 5)]
+    prompts = [EnginePrompt(ids_P, seed) for seed, ids_P in enumerate(ids)]
     generation = base.GenerationParams(12, 1.0, (4, 5))
     together = completions_of(engine, prompts, generation)
     for prompt, one in zip(prompts, together, strict=True):
@@ -314,10 +266,8 @@ def test_tokens_are_drawn_as_often_as_the_model_says(qwen: Qwen3ForCausalLM) -> 
     engine = TransformersEngine(qwen, VOCAB)
     prompt, count = np.array([3, 1, 4], np.int32), 4000
     for temperature in (1.0, 2.0):
-        generation = base.GenerationParams(1, temperature, ())
-        completions = completions_of(
-            engine, [EnginePrompt(prompt, seed) for seed in range(count)], generation
-        )
+        prompts = [EnginePrompt(prompt, seed) for seed in range(count)]
+        completions = completions_of(engine, prompts, base.GenerationParams(1, temperature, ()))
         counts = np.bincount([one.token_ids_T[0] for one in completions], minlength=VOCAB)
         with torch.inference_mode():
             logits = qwen(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1, :VOCAB]
@@ -335,13 +285,7 @@ def test_a_draw_at_the_edges_takes_no_id_of_probability_zero() -> None:
             assert inverse(sum_V[None], torch.tensor([[number]])).item() == expected, (total, number)
 
 
-# --- forward passes of sequences of unequal length ----------------------------------------------------------
-
-
-lengths = st.lists(st.integers(2, 50), min_size=1, max_size=40)
-
-
-@given(lengths, st.integers(1, 200), st.integers(0, 100))
+@given(st.lists(st.integers(2, 50), min_size=1, max_size=40), st.integers(1, 200), st.integers(0, 100))
 def test_every_sequence_lies_in_one_rectangle_within_budget_and_padding(
     sizes: list[int], budget: int, overhead: int
 ) -> None:
@@ -363,8 +307,6 @@ def test_ids_are_padded_on_the_right() -> None:
 
 
 CPU = torch.device("cpu")
-
-
 LAYERS = {
     "untied": ("Qwen3", {"tie_word_embeddings": False}),
     "tied": ("Qwen3", {"tie_word_embeddings": True}),
@@ -385,10 +327,9 @@ def test_a_head_without_its_model_is_the_head_of_the_model(kind: str, tmp_path: 
 
 
 def test_precision_is_the_checkpoints_unless_another_is_named(tmp_path: Path) -> None:
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL)).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    assert load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU).dtype == torch.bfloat16
-    assert load_head(TeacherConfig(path=str(tmp_path), dtype="float32"), VOCAB, CPU).dtype == torch.float32
+    small("Qwen3", {}).to(torch.bfloat16).save_pretrained(tmp_path)
+    for named, dtype in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
+        assert load_head(TeacherConfig(path=str(tmp_path), **named), VOCAB, CPU).dtype == dtype
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -396,24 +337,17 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         load_head(TeacherConfig(path=str(tmp_path)), VOCAB, CPU)
 
 
-def test_logits_of_a_bf16_model_are_the_products_of_what_it_holds_summed_in_fp32() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_of_bf16_states_are_products_summed_in_fp32_whatever_the_head_is(
+    dtype: torch.dtype,
+) -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64).bfloat16()
+    hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64).to(dtype)
     exact = hidden.double() @ weight.double().T
     logits = OutputHead(weight, None, HeadShape(500)).placed(CPU).logits(hidden)
     assert logits.dtype == torch.float32
     assert float((logits - exact).abs().max()) < 1e-4  # bf16 would round these to 0.1
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
-
-
-def test_a_head_that_bf16_cannot_hold_is_multiplied_in_fp32() -> None:
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(300, 64).bfloat16(), torch.randn(500, 64)
-    exact = hidden.double() @ weight.double().T
-    assert (
-        float((OutputHead(weight, None, HeadShape(500)).placed(CPU).logits(hidden) - exact).abs().max())
-        < 1e-4
-    )
 
 
 @pytest.mark.parametrize(("width", "k"), [(37, 37), (37, 1), (519, 64), (520, 64), (4096, 64), (4103, 64)])

@@ -29,6 +29,7 @@ TABLE = random_table(V)
 TRUTH = TableEngine(TABLE)
 HEAD = OutputHead(torch.from_numpy(TABLE.T.copy()), None, HeadShape(TABLE.shape[1]))
 CONFIG = TeacherConfig(path="org/m", engine="vllm", engine_url="http://teacher")
+LONGER = CONFIG.model_copy(update={"max_length": 33})
 ITEMS = [
     base.Item(np.array([1, 2, 3, 4], np.int32), 2, np.array([[0, -1], [5, 4]], np.int32)),
     base.Item(np.array([10, 0], np.int32), 1, np.array([[7, 7]], np.int32)),
@@ -38,9 +39,10 @@ ITEMS = [
 class Server:
     """A vLLM server of the model "m": hidden states are one-hot, completions are `completion`."""
 
-    def __init__(self, name: str = "m", length: int = 32) -> None:
-        self.card = {"id": name, "root": name, "max_model_len": length}
-        self.fail, self.pools, self.dropped = 0, True, 0
+    def __init__(self, name: str = "m", length: int = 32, pools: bool = True) -> None:
+        """`name`: empty for a server without a model."""
+        self.card = {"id": name, "root": name, "max_model_len": length} if name else {}
+        self.fail, self.pools, self.dropped = 0, pools, 0
         self.completion: dict[str, Any] = {"token_ids": [3, 5, 0], "finish_reason": "stop"}
         self.bodies: list[dict[str, Any]] = []
 
@@ -58,8 +60,7 @@ class Server:
         if request.url.path != "/pooling" or not self.pools:
             return JSONResponse({"detail": "Not Found"}, 404)
         tokens = torch.tensor([token for ids in body["input"] for token in ids])
-        states = torch.eye(V)[tokens[self.dropped :]]
-        states = states.to(getattr(torch, body["embed_dtype"]))
+        states = torch.eye(V)[tokens[self.dropped :]].to(getattr(torch, body["embed_dtype"]))
         return Response(bytes(states.flatten().view(torch.uint8).numpy()))
 
 
@@ -90,7 +91,9 @@ def connected(server: Server, generator: Server | None = None) -> VllmEngine:
     return VllmEngine(CONFIG, HEAD, torch.float32, states(server), other)
 
 
-def same(got: base.EngineScores, expected: base.EngineScores) -> None:
+def scored(engine: VllmEngine, **options: Any) -> None:
+    """Score ITEMS: what the table gives."""
+    got, expected = (one.score(ITEMS, base.ScoreOptions(**options)) for one in (engine, TRUTH))
     for name in base.EngineScores.__slots__:
         one, other = getattr(got, name), getattr(expected, name)
         assert (one is None) == (other is None), name
@@ -101,28 +104,27 @@ def same(got: base.EngineScores, expected: base.EngineScores) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        base.ScoreOptions(),
-        base.ScoreOptions(topk=3),
-        base.ScoreOptions(topk=V, gather=2, temperature=0.7),
-        base.ScoreOptions(gather=2, entropy=True, hidden=True),
+        {},
+        {"topk": 3},
+        {"topk": V, "gather": 2, "temperature": 0.7},
+        {"gather": 2, "entropy": True, "hidden": True},
     ],
+    ids=str,
 )
-def test_hidden_states_of_a_server_give_the_tables_scores(options: base.ScoreOptions) -> None:
+def test_hidden_states_of_a_server_give_the_tables_scores(options: dict[str, Any]) -> None:
     engine = connected(Server())
-    same(engine.score(ITEMS, options), TRUTH.score(ITEMS, options))
-    head = engine.head()
-    assert head is not None
-    np.testing.assert_array_equal(unpack(head.weight), TABLE.T)
+    scored(engine, **options)
+    np.testing.assert_array_equal(unpack(engine.head().weight), TABLE.T)
     engine.close()
 
 
 def test_states_are_asked_for_as_token_ids_without_normalisation() -> None:
+    """And as their bits, not as JSON's decimals."""
     server = Server()
-    connected(server).score(ITEMS, base.ScoreOptions())
-    assert server.bodies[-1].items() >= {"model": "m", "input": [[1, 2, 3, 4], [10, 0]]}.items()
-    assert server.bodies[-1]["use_activation"] is False
+    scored(connected(server))
+    asked = {"model": "m", "input": [[1, 2, 3, 4], [10, 0]], "use_activation": False}
     raw = {"encoding_format": "bytes_only", "embed_dtype": "float32", "endianness": "little"}
-    assert server.bodies[-1].items() >= raw.items(), "not JSON's decimals, which are not the states' bits"
+    assert server.bodies[-1].items() >= (asked | raw).items()
 
 
 def test_bfloat16_states_arrive_as_their_bits() -> None:
@@ -143,30 +145,31 @@ def test_a_server_that_does_not_answer_is_unreachable_and_no_fault_of_a_sequence
     server.fail = 1
     with pytest.raises(Unreachable, match="answered 503"):
         engine.score(ITEMS, base.ScoreOptions())
-    same(engine.score(ITEMS, base.ScoreOptions()), TRUTH.score(ITEMS, base.ScoreOptions()))
+    scored(engine)
 
 
 def test_a_server_that_is_still_starting_is_waited_for() -> None:
     server = Server()
     server.fail = 3
-    same(connected(server).score(ITEMS, base.ScoreOptions()), TRUTH.score(ITEMS, base.ScoreOptions()))
+    scored(connected(server))
 
 
-def test_a_server_that_cannot_serve_this_teacher_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"serves 'other', not 'org/m'.*--served-model-name org/m"):
-        states(Server("other"))
-    with pytest.raises(ConfigError, match=r"max_length = 33, but the server at http://127.0.0.1:.* takes 32"):
-        states(Server(), CONFIG.model_copy(update={"max_length": 33}))
-    generates = Server()
-    generates.pools = False
-    with pytest.raises(ConfigError, match=r"gives no hidden states .*404.*--runner pooling --convert embed"):
-        states(generates)
-    with pytest.raises(ConfigError, match="2 tokens of 28 bytes were expected, 88 bytes came back"):
-        states(Server(), width=7)
-    with pytest.raises(ConfigError, match="lists no model of vLLM"):
-        empty = Server()
-        empty.card = {}
-        states(empty)
+@pytest.mark.parametrize(
+    ("serves", "asked", "why"),
+    [
+        ({"name": "other"}, {}, r"serves 'other', not 'org/m'.*--served-model-name org/m"),
+        ({}, {"config": LONGER}, r"max_length = 33, but the server at http://127.0.0.1:.* takes 32"),
+        ({"pools": False}, {}, r"gives no hidden states .*404.*--runner pooling --convert embed"),
+        ({}, {"width": 7}, "2 tokens of 28 bytes were expected, 88 bytes came back"),
+        ({"name": ""}, {}, "lists no model of vLLM"),
+    ],
+    ids=["another model", "shorter sequences", "completions alone", "other states", "no model"],
+)
+def test_a_server_that_cannot_serve_this_teacher_is_refused_with_the_remedy(
+    serves: dict[str, Any], asked: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        states(Server(**serves), **asked)
 
 
 def test_states_of_fewer_tokens_are_not_taken_for_those_of_all() -> None:
@@ -177,43 +180,26 @@ def test_states_of_fewer_tokens_are_not_taken_for_those_of_all() -> None:
         engine.score(ITEMS, base.ScoreOptions())
 
 
-# --- completions ------------------------------------------------------------------------------------------
-
 PROMPTS = [base.EnginePrompt(np.array([1, 2], np.int32), 7), base.EnginePrompt(np.array([4], np.int32), 8)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_a_completion_of_the_generating_server_has_the_log_probabilities_of_scoring(
-    temperature: float,
-) -> None:
+def test_completions_of_a_generating_server_have_the_log_probabilities_of_scoring(temperature: float) -> None:
     generator = Server()
     engine = connected(Server(), generator)
     *_, texts = engine.generate(PROMPTS, base.GenerationParams(3, temperature, (0,)))
-    assert texts is not None
     for prompt, text in zip(PROMPTS, texts, strict=True):
-        assert isinstance(text, base.EngineCompletion)
-        whole = base.Item(
-            np.concatenate([prompt.token_ids_P, [3, 5, 0]]).astype(np.int32), len(prompt.token_ids_P)
-        )
-        expected = TRUTH.score([whole], base.ScoreOptions(temperature=temperature)).logprob_C
+        whole = np.concatenate([prompt.token_ids_P, [3, 5, 0]]).astype(np.int32)
+        item = base.Item(whole, len(prompt.token_ids_P))
+        expected = TRUTH.score([item], base.ScoreOptions(temperature=temperature)).logprob_C
         np.testing.assert_allclose(text.logprob_T, expected, atol=1e-6)
         np.testing.assert_array_equal(text.token_ids_T, [3, 5, 0])
         assert text.ended
     asked = {body["seed"]: body for body in generator.bodies}
-    assert asked[7] == {
-        "model": "m",
-        "prompt": [1, 2],
-        "max_tokens": 3,
-        "temperature": temperature,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": 7,
-        "stop_token_ids": [0],
-        "logit_bias": {"11": -100, "12": -100},
-        "return_token_ids": True,
-    }
+    request = {"model": "m", "prompt": [1, 2], "seed": 7, "max_tokens": 3, "temperature": temperature}
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    more = {"stop_token_ids": [0], "logit_bias": {"11": -100, "12": -100}, "return_token_ids": True}
+    assert asked[7] == request | neutral | more
     assert asked.keys() == {7, 8}
     engine.close()
 
@@ -231,23 +217,24 @@ def test_a_completion_has_a_time_limit_that_grows_with_its_length(monkeypatch: p
     assert seconds == [600 + 16384]
 
 
-def test_a_generated_id_without_a_token_is_refused_before_it_is_scored() -> None:
+@pytest.mark.parametrize(
+    ("completion", "why"),
+    [
+        ({"token_ids": [3, V], "finish_reason": "length"}, f"id {V} was generated, a row of the model that"),
+        ({"text": "x", "finish_reason": "stop"}, "returns no token_ids"),
+    ],
+    ids=["an id without a token", "no ids"],
+)
+def test_a_completion_that_cannot_be_scored_is_refused(completion: dict[str, Any], why: str) -> None:
     generator = Server()
-    generator.completion = {"token_ids": [3, V], "finish_reason": "length"}
-    with pytest.raises(DataError, match=f"id {V} was generated, a row of the model that the tokenizer"):
+    generator.completion = completion
+    with pytest.raises(DataError, match=why):
         list(connected(Server(), generator).generate(PROMPTS, base.GenerationParams(3, 1.0, ())))
 
 
-def test_a_generating_server_without_token_ids_or_with_less_room_is_refused() -> None:
-    silent = Server()
-    silent.completion = {"text": "x", "finish_reason": "stop"}
-    with pytest.raises(DataError, match="returns no token_ids"):
-        list(connected(Server(), silent).generate(PROMPTS, base.GenerationParams(3, 1.0, ())))
+def test_a_generating_server_with_less_room_is_refused() -> None:
     with pytest.raises(ConfigError, match="generate_url takes 16 tokens, and 32 are scored"):
         connected(Server(), Server(length=16))
-
-
-# --- vLLM's own arguments ---------------------------------------------------------------------------------
 
 
 def test_engine_args_reach_vllm_as_they_are_beside_those_of_the_teacher() -> None:
@@ -278,9 +265,7 @@ def test_engine_args_that_a_teacher_sets_itself_are_refused_by_name(name: str) -
         engine_args(config, torch.float32)
 
 
-def test_on_a_cpu_an_engine_computes_in_one_process_unless_asked_for_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_cpu_an_engine_is_one_process_unless_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
